@@ -314,9 +314,10 @@ def _keep_programs(settings: EngineSection) -> None:
     """Have jax keep every compiled program, if there is a folder for them."""
     programs = open_compilation_cache(settings)
     if programs is not None:
-        jax.config.update("jax_compilation_cache_dir", str(programs))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        update = jax.config.update
+        update("jax_compilation_cache_dir", str(programs))
+        update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def devices_of(name: str) -> list[Any]:

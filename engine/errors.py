@@ -79,3 +79,7 @@ class RequestError(JitneyError):
     @classmethod
     def from_info(cls, info: ErrorInfo) -> RequestError:
         return cls(info.message, code=info.code, param=info.param, retry_after=info.retry_after)
+
+    def blaming(self, param: str | None) -> RequestError:
+        """The same error, blamed on another field."""
+        return RequestError(str(self), code=self.info.code, param=param)

@@ -22,6 +22,7 @@ from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.engine.types import (
     EngineRequest,
     Grammar,
+    JsonDict,
     SamplingParams,
     SequenceOutput,
     TokenLogprobs,
@@ -159,7 +160,7 @@ class LLM:
 
     def chat(
         self,
-        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        messages: list[JsonDict] | list[list[JsonDict]],
         params: SamplingParams | None = None,
     ) -> list[_RequestOutput]:
         """Answer one conversation, or several; messages as in the chat completions API."""
@@ -168,7 +169,7 @@ class LLM:
             talks = [messages]
         return self.generate([self.chat_ids(talk) for talk in talks], params)
 
-    def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat_ids(self, messages: list[JsonDict]) -> list[int]:
         """The prompt ids of a conversation, by the model's own template."""
         return self.tokenizer.encode(
             self.tokenizer.apply_chat_template(messages), add_special_tokens=False
@@ -230,7 +231,7 @@ class LLM:
         try:
             self.core.grammars.check(grammar)
         except RequestError as error:
-            raise RequestError(str(error), code=error.info.code, param="grammar") from None
+            raise error.blaming("grammar") from None
 
     def _submit(self, request: EngineRequest) -> _RequestOutput:
         params = request.sampling

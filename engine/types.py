@@ -29,7 +29,7 @@ EngineState = Literal["loading", "ready", "sleeping", "restarting", "draining", 
 #: The most alternatives a request may ask for per token unless the server says otherwise
 #: (max_logprobs); the compiled sampler always computes this many. And the most a server may say.
 MAX_LOGPROBS = 20
-MOST_LOGPROBS = 500
+_MOST_LOGPROBS = 500
 #: Entries of logit_bias + stop ids held back by min_tokens that one seat can carry on the device.
 MAX_BIAS = 512
 #: Entries of it that the model's own end tokens may take; the others are the request's.
@@ -83,13 +83,13 @@ def _kept_candidates(params: SamplingParams) -> int:
 
 
 #: What a grammar is written in.
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
+_GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
     """What the whole text of an answer must be. `engine.structured.grammar` makes them."""
 
-    kind: GrammarKind
+    kind: _GrammarKind
     #: json_schema: the schema as JSON. choice: a JSON list of strings. regex, lark and gbnf: as the
     #: client wrote it. json_object, any object of JSON: nothing.
     text: str = ""
@@ -131,9 +131,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     #: Log-probabilities of output tokens; None: none, 0: the chosen token's, n: also the n best.
-    logprobs: Annotated[int | None, Range(0, MOST_LOGPROBS)] = None
+    logprobs: Annotated[int | None, Range(0, _MOST_LOGPROBS)] = None
     #: Likewise of the prompt's own tokens.
-    prompt_logprobs: Annotated[int | None, Range(0, MOST_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, Range(0, _MOST_LOGPROBS)] = None
     #: None: any text.
     grammar: Grammar | None = None
     #: The only tokens that may be chosen; empty: all.
@@ -235,15 +235,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
 
 
+#: By field.
+type _Declared = dict[str, tuple[Range | Uploaded, ...]]
+type _Ranges = list[tuple[str, Range]]
+
+
 @cache
-def declared(params: type[SamplingParams]) -> dict[str, tuple[Range | Uploaded, ...]]:
+def declared(params: type[SamplingParams]) -> _Declared:
     """What each field of a class of sampling parameters is annotated with."""
     hints = get_type_hints(params, include_extras=True)
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
 @cache
-def _ranges(params: type[SamplingParams]) -> list[tuple[str, Range]]:
+def _ranges(params: type[SamplingParams]) -> _Ranges:
     """The fields that have a range, and what it is."""
     return [
         (name, item)

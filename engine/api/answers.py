@@ -6,9 +6,11 @@ what is written to what is described here.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from jitney.engine.types import JsonDict
 
 _Finish = Literal["stop", "length"]
 
@@ -248,6 +250,6 @@ class Document(BaseModel):
     """An OpenAPI document."""
 
     openapi: str
-    info: dict[str, Any]
-    paths: dict[str, Any]
-    components: dict[str, Any]
+    info: JsonDict
+    paths: JsonDict
+    components: JsonDict

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
-from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, Role, RoleOf, bearer
+from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, Role, bearer
 from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
@@ -73,13 +74,13 @@ def create_app(
             Middleware(SiteGuard, settings=settings),
             Middleware(
                 AccessControl,
-                role_of=_role_of(settings),
+                role_of=partial(_role_of, settings),
                 identify=_identify(Keys(settings)),
                 missing=_no_key,
             ),
             Middleware(BodyLimit, settings=settings),
         ],
-        exception_handlers={HTTPException: _router_error(table)},
+        exception_handlers={HTTPException: partial(_answer_unrouted, table)},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
@@ -92,21 +93,18 @@ def _starlette_route(route: HttpRoute, service: Service) -> Route:
     return Route(route.path, kind(service, route.handler), methods=route.methods)
 
 
-def _role_of(settings: ServerSettings) -> RoleOf:
+def _role_of(settings: ServerSettings, scope: Scope) -> Role:
     """By the request's line in the table. Decides on the path alone: one rebuilt from the Host
     header can be made to look public.
     """
+    route = context_of(scope).route
+    if route is not None:
+        return route.role
+    return Role.ANYBODY if _is_public(settings, route_path(scope)) else Role.USER
 
-    def role_of(scope: Scope) -> Role:
-        route = context_of(scope).route
-        if route is not None:
-            return route.role
-        path = route_path(scope)
-        if path in settings.public_paths or path.startswith(settings.public_prefixes):
-            return Role.ANYBODY
-        return Role.USER
 
-    return role_of
+def _is_public(settings: ServerSettings, path: str) -> bool:
+    return path in settings.public_paths or path.startswith(settings.public_prefixes)
 
 
 def _identify(keys: Keys) -> Identify:
@@ -136,16 +134,18 @@ def _no_route(path: str) -> HttpError:
     )
 
 
-def _router_error(table: RouteTable) -> Callable[[Request, Exception], Awaitable[Response]]:
+async def _answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
     """Answers to a path or method that no route takes."""
+    context = context_of(request)
+    error = _router_error(table, route_path(request.scope), error)
+    return error_response(error, context.request_id, context.error_form)
 
-    async def answer(request: Request, error: Exception) -> Response:
-        path, context = route_path(request.scope), context_of(request.scope)
-        allowed = table.allowed(path)
-        if allowed:  # else the path is one of the extra routes', or nobody's
-            error = HTTPException(405, headers={"allow": ", ".join(allowed)})
-        elif isinstance(error, HTTPException) and error.status_code == 404:
-            error = _no_route(path)
-        return error_response(error, context.request_id, context.error_form)
 
-    return answer
+def _router_error(table: RouteTable, path: str, error: Exception) -> Exception:
+    """The router's error in our words."""
+    allowed = table.allowed(path)
+    if allowed:  # else the path is one of the extra routes', or nobody's
+        return HTTPException(405, headers={"allow": ", ".join(allowed)})
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        return _no_route(path)
+    return error

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
+from jitney.engine.api.slices import Work
 from jitney.engine.conversation.events import AssistantEvent, AssistantParser, ToolCallStart
 from jitney.engine.text.detokenizer import TextDelta, TextStream, TokenBytes
 from jitney.engine.types import (
@@ -67,6 +68,10 @@ class Scores:
                 yield id, logprob
 
 
+def _scores(width: int | None) -> Scores | None:
+    return None if width is None else Scores(width)
+
+
 @dataclass(slots=True)
 class TokenList:
     """Tokens as lists of log-probabilities show them: three columns of one length."""
@@ -80,7 +85,7 @@ class TokenList:
     @classmethod
     def empty(cls, width: int | None) -> TokenList:
         """width: of the scores, None for none."""
-        return cls([], [], None if width is None else Scores(width))
+        return cls([], [], _scores(width))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -106,6 +111,12 @@ class ChoiceDelta:
     #: Why it ended, if it did.
     finish: str | None = None
 
+    def extend(self, more: ChoiceDelta) -> None:
+        self.text += more.text
+        self.events += more.events
+        self.tokens.extend(more.tokens)
+        self.finish = more.finish
+
 
 @dataclass(slots=True)
 class PromptEcho:
@@ -118,8 +129,7 @@ class PromptEcho:
     #: They come with the first output token, and become `tokens.scores` and `scores`.
     logprobs: PromptLogprobs | None = None
 
-    def take_scores(self) -> Generator[None, None, None]:
-        """Work for `Slices`."""
+    def take_scores(self) -> Work[None]:
         entries, self.logprobs = self.logprobs or (), None
         wanted = [scores for scores in (self.tokens.scores, self.scores) if scores is not None]
         for place, entry in enumerate(entries):
@@ -216,6 +226,10 @@ class Choice:
                 self.unsent.scores.append(entry)
 
 
+#: What choices gained, in the order in which it came.
+type Deltas = list[tuple[Choice, ChoiceDelta]]
+
+
 def _parts(output: SequenceOutput, *, one_by_one: bool) -> Iterator[SequenceOutput]:
     """An output as several with one token each, so that whose text is what is known exactly."""
     if not one_by_one or len(output.tokens) < 2:
@@ -259,20 +273,15 @@ def make_choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choi
 
 def blank_echo(request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
     """Its scores are those that are shown: `logprobs` counts for a prompt only with `echo`."""
-    shown = request.top_logprobs if request.echo else None
-    own = request.prompt_logprobs
-    return PromptEcho(
-        "",
-        TokenList(prompt.ids, [], None if shown is None else Scores(shown)),
-        None if own is None else Scores(own),
-    )
+    shown = _scores(request.top_logprobs if request.echo else None)
+    return PromptEcho("", TokenList(prompt.ids, [], shown), _scores(request.prompt_logprobs))
 
 
 def fill_echo(
     echo: PromptEcho, tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
-) -> Generator[None, None, None]:
+) -> Work[None]:
     """The prompt's text and where each token begins in it; a character cut off at its end is left
-    to the output. Work for `Slices`.
+    to the output.
     """
     skips = request.sampling.skip_special_tokens
     stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skips))

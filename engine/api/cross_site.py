@@ -42,7 +42,7 @@ class SiteGuard:
     settings: ServerSettings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in _SAFE:
+        if scope.get("method", "GET") not in _SAFE:
             refuse_other_sites(scope, self.settings.cors_origins)
         await self.app(scope, receive, send)
 

@@ -5,16 +5,15 @@ leaves.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.blocks import BlockAnswer, send_body, start_of
-from jitney.engine.api.choices import Choice, ChoiceDelta
+from jitney.engine.api.choices import Deltas
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.formats import ChatFormat, CompletionFormat, Format
@@ -25,8 +24,10 @@ from jitney.engine.api.request import chat_request, completion_request
 from jitney.engine.api.routing import Handler
 from jitney.engine.api.schema import ChatBody, CompletionBody, ModelBody, parse_body
 from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
 from jitney.engine.text.detokenizer import TokenBytes
+from jitney.engine.types import JsonDict
 
 #: Names listed in x-ignored-params, and characters of each.
 _MOST_IGNORED = 20
@@ -35,13 +36,13 @@ _IGNORED_CHARS = 64
 
 async def completions(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, CompletionBody)
-    wanted = await completion_request(service, body, context_of(request.scope))
+    wanted = await completion_request(service, body, context_of(request))
     return Answer(service, wanted, CompletionFormat, headers)
 
 
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, ChatBody)
-    wanted = await chat_request(service, body, context_of(request.scope))
+    wanted = await chat_request(service, body, context_of(request))
     return Answer(service, wanted, ChatFormat, headers)
 
 
@@ -53,7 +54,7 @@ async def read_body[B: ModelBody](
     return body, ignored_header(ignored)
 
 
-async def read_raw(service: Service, request: Request) -> dict[str, Any]:
+async def read_raw(service: Service, request: Request) -> JsonDict:
     """The body's fields as they came."""
     service.ready()
     return await service.slices.result(read_object(await request.body()))
@@ -125,16 +126,14 @@ class Answer:
             await self._send_pieces(format.failure(error, request_id), send)
         await send_body(send, b"", more=False)
 
-    async def _send_frames(
-        self, format: Format, deltas: list[tuple[Choice, ChoiceDelta]], send: Send
-    ) -> None:
+    async def _send_frames(self, format: Format, deltas: Deltas, send: Send) -> None:
         """What these deltas have to say; a sign of life where it is nothing."""
         if deltas:
             await self._send_pieces(_frames(format, deltas), send)
         else:
             await send_body(send, format.keep_alive)
 
-    async def _send_pieces(self, pieces: Generator[bytes, None, None], send: Send) -> None:
+    async def _send_pieces(self, pieces: Pieces, send: Send) -> None:
         async with aclosing(self.service.slices.blocks(pieces)) as blocks:
             async for block in blocks:
                 await send_body(send, block)
@@ -150,9 +149,7 @@ class Answer:
         )
 
 
-def _frames(
-    format: Format, deltas: list[tuple[Choice, ChoiceDelta]]
-) -> Generator[bytes, None, None]:
+def _frames(format: Format, deltas: Deltas) -> Pieces:
     for choice, delta in deltas:
         yield from format.chunks(choice, delta)
 

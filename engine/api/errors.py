@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from jitney.engine.errors import ErrorInfo, JitneyError, RequestError
+from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.api")
 
@@ -103,7 +103,7 @@ class HttpError(JitneyError):
 
 
 @dataclass(slots=True)
-class ErrorAnswer:
+class _ErrorAnswer:
     """What any exception is answered with."""
 
     status: int
@@ -112,27 +112,30 @@ class ErrorAnswer:
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    def openai(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status)
-        if kind is None:
-            kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {
-            "message": self.message[:_MESSAGE_LIMIT],
-            "type": kind,
-            "param": None if self.param is None else self.param[:_ECHO_LIMIT],
-            "code": self.code,
+    def openai(self) -> JsonDict:
+        return {
+            "error": {
+                "message": self.message[:_MESSAGE_LIMIT],
+                "type": self._type(_TYPES, "server_error"),
+                "param": None if self.param is None else self.param[:_ECHO_LIMIT],
+                "code": self.code,
+            }
         }
-        return {"error": error}
 
-    def anthropic(self, request_id: str) -> dict[str, Any]:
+    def _naming_param(self) -> str:
+        if self.param is None or self.param in self.message:
+            return self.message
+        return f"{self.param[:_ECHO_LIMIT]}: {self.message}"
+
+    def _type(self, types: Mapping[int, str], ours: str) -> str:
+        """types: by status. ours: of errors that are the server's."""
+        other = ours if self.status >= 500 else "invalid_request_error"
+        return types.get(self.status, other)
+
+    def anthropic(self, request_id: str) -> JsonDict:
         """A form without a place for the field at fault, which its message names instead."""
-        kind = _ANTHROPIC_TYPES.get(self.status)
-        if kind is None:
-            kind = "api_error" if self.status >= 500 else "invalid_request_error"
-        message = self.message
-        if self.param is not None and self.param not in message:
-            message = f"{self.param[:_ECHO_LIMIT]}: {message}"
-        error = {"type": kind, "message": message[:_MESSAGE_LIMIT]}
+        kind = self._type(_ANTHROPIC_TYPES, "api_error")
+        error = {"type": kind, "message": self._naming_param()[:_MESSAGE_LIMIT]}
         return {"type": "error", "error": error, "request_id": request_id}
 
 
@@ -149,11 +152,11 @@ def error_event(error: BaseException, request_id: str) -> bytes:
     return b"data: " + orjson.dumps(answer_to(error, request_id).openai()) + b"\n\n"
 
 
-def answer_to(error: BaseException, request_id: str) -> ErrorAnswer:
+def answer_to(error: BaseException, request_id: str) -> _ErrorAnswer:
     """What we did not raise on purpose is a bare 500."""
     match error:
         case HttpError():
-            return ErrorAnswer(error.status, str(error), error.code, error.param, error.headers)
+            return _ErrorAnswer(error.status, str(error), error.code, error.param, error.headers)
         case RequestError(info=info) if info.code != "internal_error":
             return _refusal(info)
         case HTTPException():
@@ -161,24 +164,28 @@ def answer_to(error: BaseException, request_id: str) -> ErrorAnswer:
     if not isinstance(error, RequestError):
         _log.error("request %s failed", request_id, exc_info=error)
     message = f"internal error; the log names it by request id {request_id}"
-    return ErrorAnswer(500, message, "internal_error")
+    return _ErrorAnswer(500, message, "internal_error")
 
 
-def _refusal(info: ErrorInfo) -> ErrorAnswer:
+def _refusal(info: ErrorInfo) -> _ErrorAnswer:
     status, code, pause = _CODES[info.code]
     if info.retry_after is not None:
         pause = info.retry_after
-    answer = ErrorAnswer(status, info.message, code, info.param)
-    if pause is not None:
-        answer.headers["retry-after"] = str(max(1, math.ceil(pause)))
-        answer.headers["retry-after-ms"] = str(max(1, math.ceil(pause * 1000)))
-    return answer
+    headers = {} if pause is None else _retry_headers(pause)
+    return _ErrorAnswer(status, info.message, code, info.param, headers)
 
 
-def _router_answer(error: HTTPException) -> ErrorAnswer:
+def _retry_headers(pause_s: float) -> dict[str, str]:
+    return {
+        "retry-after": str(max(1, math.ceil(pause_s))),
+        "retry-after-ms": str(max(1, math.ceil(pause_s * 1000))),
+    }
+
+
+def _router_answer(error: HTTPException) -> _ErrorAnswer:
     """The router lists the allowed methods in the order of a set; ours is the same on every run."""
     message, code = _ROUTER.get(error.status_code, (error.detail, None))
-    answer = ErrorAnswer(error.status_code, message, code)
+    answer = _ErrorAnswer(error.status_code, message, code)
     for name, value in (error.headers or {}).items():
         if name.lower() == "allow":
             value = ", ".join(sorted(value.split(", ")))
@@ -186,17 +193,20 @@ def _router_answer(error: HTTPException) -> ErrorAnswer:
     return answer
 
 
+_NO_REASON = ("internal_error", "the engine gave no reason")
+#: Why a sequence ended -> code and message.
+_BAD_ENDS = {
+    "deadline": ("deadline_exceeded", "the request's time ran out"),
+    "abort": ("draining", "the server ended this request: it stops, or goes to sleep"),
+}
+
+
 def from_output(error: ErrorInfo | None, finish: str) -> RequestError:
     """What a sequence's bad end means for its request."""
     if error is not None:
         return RequestError.from_info(error)
-    if finish == "deadline":
-        return RequestError("the request's time ran out", code="deadline_exceeded")
-    if finish == "abort":
-        return RequestError(
-            "the server ended this request: it stops, or goes to sleep", code="draining"
-        )
-    return RequestError("the engine gave no reason", code="internal_error")
+    code, message = _BAD_ENDS.get(finish, _NO_REASON)
+    return RequestError(message, code=code)
 
 
 def echo(value: object) -> str:
@@ -205,3 +215,7 @@ def echo(value: object) -> str:
         value = str(value)[:_ECHO_LIMIT]
     text = repr(value)
     return text if len(text) <= _ECHO_LIMIT else text[: _ECHO_LIMIT - 3] + "..."
+
+
+def no_model(name: str, hint: str = "") -> HttpError:
+    return HttpError(404, f"no model {echo(name)}{hint}", code="model_not_found", param="model")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from jitney.engine.api.choices import Choice, ChoiceDelta, PromptEcho, Scores, TokenList
 from jitney.engine.api.errors import error_event
 from jitney.engine.api.generation import Generation
 from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
+from jitney.engine.api.slices import Pieces
 from jitney.engine.conversation.events import (
     AssistantEvent,
     AssistantMessage,
@@ -20,6 +20,7 @@ from jitney.engine.conversation.events import (
     message_of,
 )
 from jitney.engine.text.detokenizer import TokenBytes
+from jitney.engine.types import JsonDict
 
 _DONE = b"data: [DONE]\n\n"
 #: JSON has no minus infinity; OpenAI writes this for a token that cannot be chosen.
@@ -47,7 +48,7 @@ class TokenScores:
         #: A token's text and its bytes.
         self._spellings = _Known(tokenizer.token_bytes, _spelling)
 
-    def entry(self, tokens: TokenList, place: int) -> dict[str, Any]:
+    def entry(self, tokens: TokenList, place: int) -> JsonDict:
         """One token, and the likeliest of its place."""
         assert tokens.scores is not None
         own = tokens.scores.logprob(place)
@@ -56,7 +57,7 @@ class TokenScores:
         entry["top_logprobs"] = [self._spelled(id, logprob) for id, logprob in top]
         return entry
 
-    def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
+    def _spelled(self, token: int, logprob: float) -> JsonDict:
         text, data = self._spellings[token]
         return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
@@ -77,7 +78,7 @@ class Format:
         self.request = generation.request
         self._token_bytes = tokenizer.token_bytes
         #: Everything that each choice gained, by its index; of a plain answer.
-        self._totals: dict[int, ChoiceDelta] = {}
+        self._totals = [ChoiceDelta(self._no_tokens()) for _ in generation.choices]
         self._head = {
             "id": self.request.id,
             "object": "",
@@ -87,19 +88,14 @@ class Format:
 
     def add(self, choice: Choice, delta: ChoiceDelta) -> None:
         """Something for a plain answer."""
-        total = self._totals.get(choice.index)
-        if total is None:
-            total = ChoiceDelta(TokenList.empty(self.request.top_logprobs))
-            self._totals[choice.index] = total
-        total.text += delta.text
-        total.events += delta.events
-        total.tokens.extend(delta.tokens)
-        total.finish = delta.finish
+        self._totals[choice.index].extend(delta)
 
-    def whole(self) -> Generator[bytes, None, None]:
+    def _no_tokens(self) -> TokenList:
+        return TokenList.empty(self.request.top_logprobs)
+
+    def whole(self) -> Pieces:
         """The body of a plain answer."""
-        choices = LongJson(self._choices())
-        body = self._head | {"object": self.whole_object, "choices": choices}
+        body = self._head | {"object": self.whole_object, "choices": LongJson(self._choices())}
         return in_pieces(body | self._whole_extra() | {"usage": self.generation.usage()})
 
     def _choices(self) -> Iterator[bytes]:
@@ -120,28 +116,26 @@ class Format:
         """What comes before the first chunk."""
         return b""
 
-    def tail(self) -> Generator[bytes, None, None]:
+    def tail(self) -> Pieces:
         """What follows the last chunk."""
         if self.request.include_usage:
             yield from self._frame([], self.generation.usage())
         yield _DONE
 
-    def failure(self, error: Exception, request_id: str) -> Generator[bytes, None, None]:
+    def failure(self, error: Exception, request_id: str) -> Pieces:
         """What follows the last chunk if something went wrong."""
         yield error_event(error, request_id)
         yield _DONE
 
     def _frame(
-        self, choices: list[dict[str, Any]], usage: dict[str, object] | None = None
+        self, choices: list[JsonDict], usage: dict[str, object] | None = None
     ) -> Iterator[bytes]:
         body = self._head | {"object": self.chunk_object, "choices": choices}
         if self.request.continuous_usage:
             body["usage"] = self.generation.usage()
         elif self.request.include_usage:
             body["usage"] = usage
-        yield b"data: "
-        yield from in_pieces(body)
-        yield b"\n\n"
+        return event_of(body)
 
     def _best(self) -> list[Choice]:
         """The choices to return, prompt by prompt; with best_of > n those of highest mean
@@ -157,7 +151,7 @@ class Format:
             best += group[:n]
         return best
 
-    def _prompt_logprobs(self, prompt: int) -> dict[str, Any]:
+    def _prompt_logprobs(self, prompt: int) -> JsonDict:
         """In vLLM's form, by token id; nothing if they were not asked for."""
         echo = self.generation.echoes[prompt]
         scores = echo.scores
@@ -169,7 +163,7 @@ class Format:
         )
         return {"prompt_logprobs": entries}
 
-    def _ranked(self, scores: Scores, token: int, place: int) -> dict[str, Any] | None:
+    def _ranked(self, scores: Scores, token: int, place: int) -> JsonDict | None:
         """A token of the prompt, and the likeliest ones of its place."""
         own = scores.logprob(place)
         if own is None:
@@ -179,21 +173,28 @@ class Format:
             entry[str(id)] = self._ranked_token(id, logprob, rank)
         return entry
 
-    def _ranked_token(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    def _ranked_token(self, token: int, logprob: float, rank: int | None) -> JsonDict:
         text = self._token_bytes(token).decode(errors="replace")
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
 
-    def _token_ids(self, tokens: TokenList) -> dict[str, Any]:
+    def _token_ids(self, tokens: TokenList) -> JsonDict:
         return {"token_ids": tokens.ids} if self.request.return_token_ids else {}
 
-    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> JsonDict:
         raise NotImplementedError
 
-    def _whole_extra(self) -> dict[str, Any]:
+    def _whole_extra(self) -> JsonDict:
         return {}
 
-    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
+    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[JsonDict]:
         raise NotImplementedError
+
+
+def event_of(body: JsonDict) -> Iterator[bytes]:
+    """One of a stream."""
+    yield b"data: "
+    yield from in_pieces(body)
+    yield b"\n\n"
 
 
 class CompletionFormat(Format):
@@ -203,19 +204,17 @@ class CompletionFormat(Format):
         super().__init__(generation, tokenizer)
         self._texts = _Known(tokenizer.token_bytes, _key_text)
 
-    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> JsonDict:
         entry = self._entry(index, choice, total, first=True)
         return entry | self._prompt_logprobs(choice.prompt)
 
-    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
+    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[JsonDict]:
         return [self._entry(choice.index, choice, delta, first=not choice.started)]
 
-    def _entry(
-        self, index: int, choice: Choice, delta: ChoiceDelta, *, first: bool
-    ) -> dict[str, Any]:
+    def _entry(self, index: int, choice: Choice, delta: ChoiceDelta, *, first: bool) -> JsonDict:
         """first: the first one of its choice, where the prompt is repeated if it is to be."""
         if self.request.prompt_only:
-            delta = ChoiceDelta(TokenList.empty(self.request.top_logprobs), finish="length")
+            delta = ChoiceDelta(self._no_tokens(), finish="length")
         echo = _NO_ECHO
         if self.request.echo:
             echo = self.generation.echoes[choice.prompt]
@@ -226,7 +225,7 @@ class CompletionFormat(Format):
             "logprobs": None,
         }
         if self.request.top_logprobs is not None:
-            shown = TokenList.empty(self.request.top_logprobs)
+            shown = self._no_tokens()
             if first:
                 shown.extend(echo.tokens)
             shown.extend(delta.tokens, shift=len(echo.text))
@@ -235,7 +234,7 @@ class CompletionFormat(Format):
             entry["prompt_token_ids"] = choice.engine_request.prompt
         return entry | self._token_ids(delta.tokens)
 
-    def _logprobs(self, tokens: TokenList) -> dict[str, Any]:
+    def _logprobs(self, tokens: TokenList) -> JsonDict:
         count = len(tokens)
         return {
             "tokens": json_list(lambda place: self._texts[tokens.ids[place]], count),
@@ -266,7 +265,7 @@ class ChatFormat(Format):
         super().__init__(generation, tokenizer)
         self._scores = TokenScores(tokenizer)
 
-    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> JsonDict:
         entry = {
             "index": index,
             "message": _message(message_of(self._shown(total.events))),
@@ -275,17 +274,17 @@ class ChatFormat(Format):
         }
         return entry | self._token_ids(total.tokens)
 
-    def _whole_extra(self) -> dict[str, Any]:
+    def _whole_extra(self) -> JsonDict:
         extra = self._prompt_logprobs(0)
         if self.request.return_token_ids:
             extra["prompt_token_ids"] = self.request.prompts[0].ids
         return extra
 
-    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[dict[str, Any]]:
+    def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[JsonDict]:
         """The role first, then what came, then the reason of the end, each in a chunk of its own.
         The tokens stand in the first chunk after the role.
         """
-        entries: list[dict[str, Any]] = []
+        entries: list[JsonDict] = []
         if not choice.started:
             entries.append(self._opening(choice))
         said = [self._delta(choice, _said(event)) for event in self._shown(delta.events)]
@@ -305,18 +304,16 @@ class ChatFormat(Format):
             return events
         return [event for event in events if not isinstance(event, ReasoningDelta)]
 
-    def _opening(self, choice: Choice) -> dict[str, Any]:
+    def _opening(self, choice: Choice) -> JsonDict:
         entry = self._delta(choice, {"role": "assistant", "content": ""})
         if self.request.return_token_ids:
             entry["prompt_token_ids"] = choice.engine_request.prompt
         return entry
 
-    def _delta(
-        self, choice: Choice, delta: dict[str, Any], finish: str | None = None
-    ) -> dict[str, Any]:
+    def _delta(self, choice: Choice, delta: JsonDict, finish: str | None = None) -> JsonDict:
         return {"index": choice.index, "delta": delta, "finish_reason": finish, "logprobs": None}
 
-    def _logprobs(self, tokens: TokenList) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: TokenList) -> JsonDict | None:
         if self.request.top_logprobs is None:
             return None
         content = json_list(lambda place: self._scores.entry(tokens, place), len(tokens))
@@ -344,10 +341,10 @@ def _finish(choice: Choice, delta: ChoiceDelta) -> str | None:
     return delta.finish
 
 
-def _message(message: AssistantMessage) -> dict[str, Any]:
+def _message(message: AssistantMessage) -> JsonDict:
     """Of a whole answer. The content of one that only calls tools is null."""
     calls = [_whole_call(call) for call in message.tool_calls]
-    shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    shown: JsonDict = {"role": "assistant", "content": message.content, "refusal": None}
     if message.reasoning:
         shown["reasoning_content"] = shown["reasoning"] = message.reasoning
     if calls:
@@ -356,12 +353,12 @@ def _message(message: AssistantMessage) -> dict[str, Any]:
     return shown
 
 
-def _whole_call(call: ToolCall) -> dict[str, Any]:
+def _whole_call(call: ToolCall) -> JsonDict:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _said(event: AssistantEvent) -> dict[str, Any]:
+def _said(event: AssistantEvent) -> JsonDict:
     """An event as the delta of a chunk."""
     match event:
         case ContentDelta():

@@ -11,7 +11,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
-from jitney.engine.api.choices import Choice, ChoiceDelta, blank_echo, fill_echo, make_choices
+from jitney.engine.api.choices import (
+    Choice,
+    ChoiceDelta,
+    Deltas,
+    blank_echo,
+    fill_echo,
+    make_choices,
+)
 from jitney.engine.api.errors import from_output
 from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.service import Context, Service
@@ -44,7 +51,7 @@ class Generation:
         self._tracing = service.tracing
         self._context = context
         #: What nobody has asked for yet; and whether there is any, or a failure.
-        self._deltas: list[tuple[Choice, ChoiceDelta]] = []
+        self._deltas: Deltas = []
         self._news = asyncio.Event()
         self._pumps: list[asyncio.Task[None]] = []
         #: To be raised once what came before it has been shown.
@@ -70,8 +77,7 @@ class Generation:
     async def _make_echoes(self) -> None:
         """While the engine reads the prompts."""
         for echo, prompt in zip(self.echoes, self.request.prompts, strict=True):
-            work = fill_echo(echo, self._tokenizer, self.request, prompt)
-            await self._slices.result(work)
+            await self._slices.result(fill_echo(echo, self._tokenizer, self.request, prompt))
 
     async def __aexit__(self, *exc: object) -> None:
         await self._end()
@@ -85,7 +91,7 @@ class Generation:
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object, as things stand now."""
         prompt = self._context.prompt_tokens
-        completion = 0 if self.request.prompt_only else self._completion_tokens()
+        completion = 0 if self.request.prompt_only else self.completion_tokens
         usage: dict[str, object] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -102,10 +108,12 @@ class Generation:
         parsers = [choice.parser for choice in self.choices]
         return sum(parser.reasoning_tokens for parser in parsers if parser is not None)
 
-    def _completion_tokens(self) -> int:
+    @property
+    def completion_tokens(self) -> int:
+        """Output tokens so far."""
         return sum(choice.n_tokens for choice in self.choices)
 
-    async def deltas(self, wait_s: float | None) -> list[tuple[Choice, ChoiceDelta]]:
+    async def deltas(self, wait_s: float | None) -> Deltas:
         """What is new since the last call, at least one delta; empty if `wait_s` seconds bring
         none. What came before a failure is still shown.
         """
@@ -205,7 +213,7 @@ class Generation:
         """Abort what is open. Said outright: closing an iterator that was never advanced tells its
         owner nothing.
         """
-        self._context.completion_tokens = self._completion_tokens()
+        self._context.completion_tokens = self.completion_tokens
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
         submitted = self.request.engine_requests[: len(self._pumps)]
         for number, request in enumerate(submitted):
@@ -222,6 +230,4 @@ class Generation:
 
     def _still_open(self, prompt: int) -> int:
         """Sequences of a prompt that have not ended."""
-        n = self.request.sampling.n
-        mine = self.choices[prompt * n : (prompt + 1) * n]
-        return sum(choice.finish is None for choice in mine)
+        return sum(each.prompt == prompt and each.finish is None for each in self.choices)

@@ -6,9 +6,10 @@ Every label has few values: route templates, status classes, finish reasons, led
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,10 +24,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from jitney.engine.process import counters as engine
-from jitney.engine.types import EngineState
+from jitney.engine.types import EngineState, KernelProof
 
 if TYPE_CHECKING:
     from jitney.engine.api.service import Service
+    from jitney.engine.process.client import EngineClient
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -80,6 +82,118 @@ class ServerMetrics:
         return Histogram(f"jitney_{name}", text, buckets=buckets, registry=self.registry)
 
 
+type _Samples = tuple[list[tuple[str, float]], float]
+type _Value = Callable[[EngineClient], float]
+
+
+def _newest(field: str) -> _Value:
+    """Of the newest step's record."""
+    return lambda client: client.counters.gauge(field)
+
+
+def _of_engine(field: str) -> _Value:
+    """Of what the engine says of itself; 0 before that."""
+    return lambda client: 0 if client.info is None else getattr(client.info, field)
+
+
+#: Name -> what it is, and where it is read.
+_GAUGES = {
+    "engine_up": (
+        "1 while the engine serves",
+        lambda client: int(client.state in ("ready", "draining")),
+    ),
+    "last_step_age_seconds": (
+        "time since the engine's last sign of life",
+        lambda client: client.last_step_age(),
+    ),
+    "requests_running": ("sequences in a seat", _newest("seats_busy")),
+    "requests_waiting": ("sequences waiting for a seat", attrgetter("counters.waiting")),
+    "seats": ("seats", _of_engine("seats")),
+    "seats_busy": ("seats taken", _newest("seats_busy")),
+    "kv_pages": ("KV pages", _of_engine("pages")),
+    "kv_pages_used": ("KV pages held by sequences", _newest("pages_used")),
+    "kv_pages_cached": ("KV pages kept for the prefix cache alone", _newest("pages_cached")),
+    "canary_worst_difference": (
+        "largest difference of a log-probability from the reference's",
+        attrgetter("counters.canary_worst"),
+    ),
+    "grammars_cached": ("compiled grammars kept", attrgetter("counters.grammars_kept")),
+}
+_COUNTERS = {
+    "requests_resumed": (
+        "requests that went on in another engine process",
+        attrgetter("counters.resumed"),
+    ),
+    "preemptions": (
+        "sequences put back to waiting for lack of pages",
+        attrgetter("counters.preemptions"),
+    ),
+    "canary_checked": (
+        "sequences computed again with the reference kernels",
+        attrgetter("counters.canary_checked"),
+    ),
+    "canary_mismatches": (
+        "of them, those that differed by more than rounding explains",
+        attrgetter("counters.canary_mismatched"),
+    ),
+    "grammar_masks": ("tokens chosen under a grammar's mask", attrgetter("counters.masks")),
+    "grammar_mask_seconds": (
+        "time spent computing masks, beside the device's work",
+        attrgetter("counters.mask_seconds"),
+    ),
+    "grammars_compiled": ("grammars compiled", attrgetter("counters.grammars_compiled")),
+    "grammar_compile_seconds": (
+        "time spent compiling grammars, beside the steps",
+        attrgetter("counters.grammar_seconds"),
+    ),
+    "compile_seconds": ("time spent compiling at start", _of_engine("compile_seconds")),
+    "nan_rows": ("rows whose logits were not finite", attrgetter("counters.nan_rows")),
+}
+#: Name -> what it is, its label, and where its values are read.
+_LABELLED = {
+    "engine_restarts": (
+        "engine processes started to replace one that ended",
+        "cause",
+        attrgetter("counters.restart_causes"),
+    ),
+    "compiles": (
+        "executables compiled",
+        "when",
+        lambda client: {
+            "start": _of_engine("executables")(client),
+            "late": client.counters.compiles,
+        },
+    ),
+    "rows": ("computed rows by where they went", "kind", attrgetter("counters.rows")),
+    "steps": ("engine steps", "kind", attrgetter("counters.steps")),
+}
+_LABELLED_GAUGES = {
+    "engine_state": (
+        "1 for the state that the engine is in",
+        "state",
+        lambda client: {name: int(name == client.state) for name in get_args(EngineState)},
+    ),
+    "kernel_error": (
+        "largest distance of a kernel's results from their definition, at start",
+        "kernel",
+        lambda client: {proof.kernel: proof.error for proof in _proofs(client)},
+    ),
+    "kernel_out": (
+        "1 if a kernel was wrong at start and the reference serves in its place",
+        "kernel",
+        lambda client: {proof.kernel: int(not proof.ok) for proof in _proofs(client)},
+    ),
+}
+#: Histograms of the counters.
+_HISTOGRAMS = {
+    "host_gap_seconds": "time the device waited for the host before a step",
+    "seat_fill_ratio": "seats taken of all seats, per step",
+}
+_VERSION = {"version": version("jitney")}
+#: What the engine says of itself.
+_BUILD = ("model", "platform", "device", "kernels", "dtype")
+
+
 class _EngineCollector(Collector):
     """The engine's own numbers, read when somebody asks."""
 
@@ -87,135 +201,70 @@ class _EngineCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._state()
-        yield from self._seats_and_pages()
-        yield from self._kernels()
-        yield from self._canary()
-        yield from self._grammars()
-        yield from self._compilation()
-        yield from self._steps()
+        client = self._service.client
+        is_draining = self._service.draining or client.state == "draining"
+        yield _gauge("draining", "1 while no new requests are taken", int(is_draining))
+        for part in _PARTS:
+            yield from part(client)
 
-    def _state(self) -> Iterator[Metric]:
-        client, info = self._service.client, self._service.client.info
-        draining = self._service.draining or client.state == "draining"
-        yield _gauge("draining", "1 while no new requests are taken", int(draining))
-        is_up = client.state in ("ready", "draining")
-        yield _gauge("engine_up", "1 while the engine serves", int(is_up))
-        age = client.last_step_age()
-        yield _gauge("last_step_age_seconds", "time since the engine's last sign of life", age)
-        states = {name: int(name == client.state) for name in get_args(EngineState)}
-        yield _labelled_gauge("engine_state", "1 for the state that the engine is in", states)
-        yield _labelled(
-            "engine_restarts",
-            "engine processes started to replace one that ended",
-            "cause",
-            client.counters.restart_causes,
-        )
-        yield _counter(
-            "requests_resumed",
-            "requests that went on in another engine process",
-            client.counters.resumed,
-        )
-        labels = {"version": version("jitney")}
-        if info is not None:
-            for name in ("model", "platform", "device", "kernels", "dtype"):
-                labels[name] = str(getattr(info, name))
-        yield InfoMetricFamily("jitney_build", "what is running", labels)
 
-    def _seats_and_pages(self) -> Iterator[Metric]:
-        counters, info = self._service.client.counters, self._service.client.info
-        busy = counters.gauge("seats_busy")
-        yield _gauge("requests_running", "sequences in a seat", busy)
-        yield _gauge("requests_waiting", "sequences waiting for a seat", counters.waiting)
-        yield _gauge("seats", "seats", info.seats if info else 0)
-        yield _gauge("seats_busy", "seats taken", busy)
-        yield _gauge("kv_pages", "KV pages", info.pages if info else 0)
-        used, cached = counters.gauge("pages_used"), counters.gauge("pages_cached")
-        yield _gauge("kv_pages_used", "KV pages held by sequences", used)
-        yield _gauge("kv_pages_cached", "KV pages kept for the prefix cache alone", cached)
-        yield _counter(
-            "preemptions", "sequences put back to waiting for lack of pages", counters.preemptions
-        )
+def _gauges(client: EngineClient) -> Iterator[Metric]:
+    for name, (text, read) in _GAUGES.items():
+        yield _gauge(name, text, read(client))
 
-    def _kernels(self) -> Iterator[Metric]:
-        """What the proof at start said of each kernel."""
-        info = self._service.client.info
-        error = GaugeMetricFamily(
-            "jitney_kernel_error",
-            "largest distance of a kernel's results from their definition, at start",
-            labels=["kernel"],
-        )
-        out = GaugeMetricFamily(
-            "jitney_kernel_out",
-            "1 if a kernel was wrong at start and the reference serves in its place",
-            labels=["kernel"],
-        )
-        for proof in info.proofs if info else ():
-            error.add_metric([proof.kernel], proof.error)
-            out.add_metric([proof.kernel], int(not proof.ok))
-        yield error
-        yield out
 
-    def _canary(self) -> Iterator[Metric]:
-        counters = self._service.client.counters
-        yield _gauge(
-            "canary_worst_difference",
-            "largest difference of a log-probability from the reference's",
-            counters.canary_worst,
-        )
-        yield _counter(
-            "canary_checked",
-            "sequences computed again with the reference kernels",
-            counters.canary_checked,
-        )
-        yield _counter(
-            "canary_mismatches",
-            "of them, those that differed by more than rounding explains",
-            counters.canary_mismatched,
-        )
+def _counters(client: EngineClient) -> Iterator[Metric]:
+    for name, (text, read) in _COUNTERS.items():
+        yield CounterMetricFamily(f"jitney_{name}", text, read(client))
 
-    def _grammars(self) -> Iterator[Metric]:
-        counters = self._service.client.counters
-        yield _counter("grammar_masks", "tokens chosen under a grammar's mask", counters.masks)
-        yield _counter(
-            "grammar_mask_seconds",
-            "time spent computing masks, beside the device's work",
-            counters.mask_seconds,
-        )
-        yield _counter("grammars_compiled", "grammars compiled", counters.grammars_compiled)
-        yield _counter(
-            "grammar_compile_seconds",
-            "time spent compiling grammars, beside the steps",
-            counters.grammar_seconds,
-        )
-        yield _gauge("grammars_cached", "compiled grammars kept", counters.grammars_kept)
 
-    def _compilation(self) -> Iterator[Metric]:
-        counters, info = self._service.client.counters, self._service.client.info
-        compiles = {"start": info.executables if info else 0, "late": counters.compiles}
-        yield _labelled("compiles", "executables compiled", "when", compiles)
-        seconds = info.compile_seconds if info else 0.0
-        yield _counter("compile_seconds", "time spent compiling at start", seconds)
+def _labelled(client: EngineClient) -> Iterator[Metric]:
+    for kind, table in ((GaugeMetricFamily, _LABELLED_GAUGES), (CounterMetricFamily, _LABELLED)):
+        for name, (text, label, read) in table.items():
+            family = kind(f"jitney_{name}", text, labels=[label])
+            yield _filled(family, read(client))
 
-    def _steps(self) -> Iterator[Metric]:
-        counters = self._service.client.counters
-        yield _labelled("rows", "computed rows by where they went", "kind", counters.rows)
-        yield _labelled("steps", "engine steps", "kind", counters.steps)
-        yield _counter("nan_rows", "rows whose logits were not finite", counters.nan_rows)
-        steps = HistogramMetricFamily(
-            "jitney_step_seconds", "one step's result to the next one's", labels=["kind"]
-        )
-        for kind, histogram in counters.step_seconds.items():
-            steps.add_metric([kind], *_samples(histogram))
-        yield steps
-        yield _histogram(
-            "host_gap_seconds",
-            "time the device waited for the host before a step",
-            counters.host_gap_seconds,
-        )
-        yield _histogram(
-            "seat_fill_ratio", "seats taken of all seats, per step", counters.seat_fill_ratio
-        )
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _proofs(client: EngineClient) -> Sequence[KernelProof]:
+    """What the proof at start said of each kernel."""
+    return client.info.proofs if client.info else ()
+
+
+def _build(client: EngineClient) -> Iterator[Metric]:
+    labels = {name: str(getattr(client.info, name)) for name in _BUILD if client.info}
+    yield InfoMetricFamily("jitney_build", "what is running", _VERSION | labels)
+
+
+def _histograms(client: EngineClient) -> Iterator[Metric]:
+    yield _step_seconds(client)
+    for name, text in _HISTOGRAMS.items():
+        yield _histogram(name, text, getattr(client.counters, name))
+
+
+_PARTS = (_gauges, _counters, _labelled, _build, _histograms)
+
+
+def _step_seconds(client: EngineClient) -> Metric:
+    family = HistogramMetricFamily(
+        "jitney_step_seconds", "one step's result to the next one's", labels=["kind"]
+    )
+    for kind, histogram in client.counters.step_seconds.items():
+        family.add_metric([kind], *_samples(histogram))
+    return family
+
+
+#: Histograms of ours, by vLLM's names.
+_RENAMED = {
+    "vllm:time_to_first_token_seconds": "ttft",
+    "vllm:inter_token_latency_seconds": "itl",
+    "vllm:e2e_request_latency_seconds": "e2e",
+}
 
 
 class _VllmNames(Collector):
@@ -229,9 +278,8 @@ class _VllmNames(Collector):
         yield from self._engine()
         yield from self._prefix_cache()
         yield self._finished()
-        yield self._renamed("time_to_first_token_seconds", self._metrics.ttft)
-        yield self._renamed("inter_token_latency_seconds", self._metrics.itl)
-        yield self._renamed("e2e_request_latency_seconds", self._metrics.e2e)
+        for name, field in _RENAMED.items():
+            yield self._renamed(name, field)
 
     def _engine(self) -> Iterator[Metric]:
         counters, info = self._service.client.counters, self._service.client.info
@@ -276,14 +324,13 @@ class _VllmNames(Collector):
         metric.add_metric([self._service.model_name], value)
         return metric
 
-    def _renamed(self, name: str, histogram: Histogram) -> Metric:
-        [source] = histogram.collect()
-        metric = Metric(f"vllm:{name}", source.documentation, "histogram")
+    def _renamed(self, name: str, field: str) -> Metric:
+        [source] = getattr(self._metrics, field).collect()
+        metric = Metric(name, source.documentation, "histogram")
         for sample in source.samples:
             if not sample.name.endswith("_created"):
-                suffix = sample.name.removeprefix(source.name)
                 labels = {"model_name": self._service.model_name, **sample.labels}
-                metric.add_sample(f"vllm:{name}{suffix}", labels, sample.value)
+                metric.add_sample(sample.name.replace(source.name, name, 1), labels, sample.value)
         return metric
 
 
@@ -291,30 +338,11 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"jitney_{name}", text, value)
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"jitney_{name}", text, value)
-
-
 def _histogram(name: str, text: str, histogram: engine.Histogram) -> Metric:
-    buckets, total = _samples(histogram)
-    return HistogramMetricFamily(f"jitney_{name}", text, buckets, total)
+    return HistogramMetricFamily(f"jitney_{name}", text, *_samples(histogram))
 
 
-def _labelled_gauge(name: str, text: str, states: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(f"jitney_{name}", text, labels=["state"])
-    for key, value in states.items():
-        family.add_metric([key], value)
-    return family
-
-
-def _labelled(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(f"jitney_{name}", text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def _samples(histogram: engine.Histogram) -> tuple[list[tuple[str, float]], float]:
+def _samples(histogram: engine.Histogram) -> _Samples:
     """Cumulative buckets as Prometheus wants them, and the sum."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total

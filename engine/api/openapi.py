@@ -18,6 +18,7 @@ from jitney.engine.api.access import Role
 from jitney.engine.api.answers import AnthropicErrorAnswer, ErrorAnswer
 from jitney.engine.api.errors import ErrorForm, error_form
 from jitney.engine.api.routing import HttpRoute
+from jitney.engine.types import JsonDict
 
 _SCHEMAS = "#/components/schemas/{model}"
 _KEY = "key"
@@ -46,7 +47,7 @@ _GENERATING = {504: "the deadline passed, or could not be met"}
 @cache
 def document(routes: tuple[HttpRoute, ...]) -> bytes:
     """The document, as JSON. Made once for each table: it takes half a second."""
-    paths: dict[str, dict[str, Any]] = {}
+    paths: dict[str, JsonDict] = {}
     for route in routes:
         path = paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), {})
         for method in route.methods:
@@ -68,8 +69,8 @@ def document(routes: tuple[HttpRoute, ...]) -> bytes:
     )
 
 
-def _operation(route: HttpRoute, method: str) -> dict[str, Any]:
-    operation: dict[str, Any] = {
+def _operation(route: HttpRoute, method: str) -> JsonDict:
+    operation: JsonDict = {
         "summary": route.summary,
         "operationId": _name(route, method),
         "responses": _responses(route),
@@ -92,7 +93,7 @@ def _name(route: HttpRoute, method: str) -> str:
     return "_".join([method.lower(), *words])
 
 
-def _parameter(name: str) -> dict[str, Any]:
+def _parameter(name: str) -> JsonDict:
     return {
         "name": name,
         "in": "path",
@@ -101,19 +102,21 @@ def _parameter(name: str) -> dict[str, Any]:
     }
 
 
-def _query_parameters(route: HttpRoute) -> list[dict[str, Any]]:
+def _query_parameters(route: HttpRoute) -> list[JsonDict]:
     if route.query is None:
         return []
-    schemas = route.query.model_json_schema()["properties"]
-    return [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]
+    return [
+        {"name": name, "in": "query", "schema": schema}
+        for name, schema in route.query.model_json_schema()["properties"].items()
+    ]
 
 
-def _responses(route: HttpRoute) -> dict[str, Any]:
+def _responses(route: HttpRoute) -> JsonDict:
     content = _json(_answer_schema(route)) if route.answer else {route.media_type: {}}
     if route.generates:
         content["text/event-stream"] = {}
     good = {"description": route.summary, "content": content}
-    responses: dict[str, Any] = {str(route.status): good}
+    responses: JsonDict = {str(route.status): good}
     is_openai = error_form(route.path) is ErrorForm.OPENAI
     body = _ref(ErrorAnswer if is_openai else AnthropicErrorAnswer)
     errors = _ERRORS | (_GENERATING if route.generates else {})
@@ -122,7 +125,7 @@ def _responses(route: HttpRoute) -> dict[str, Any]:
     return responses
 
 
-def _json(schema: JsonSchemaValue) -> dict[str, Any]:
+def _json(schema: JsonSchemaValue) -> JsonDict:
     return {"application/json": {"schema": schema}}
 
 

@@ -11,10 +11,10 @@ from pydantic import BaseModel, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.errors import no_model
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.service import Service
-from jitney.engine.types import EngineInfo, KernelProof, Seat
+from jitney.engine.types import EngineInfo, JsonDict, KernelProof, Seat
 
 #: Fields of EngineInfo that `/version` shows.
 _SHOWN = (
@@ -52,11 +52,11 @@ async def list_models(service: Service, request: Request) -> Response:
 async def show_model(service: Service, request: Request) -> Response:
     name = request.path_params["model"]
     if name not in service.model_names:
-        raise HttpError(404, f"no model {echo(name)}", code="model_not_found", param="model")
+        raise no_model(name)
     return _json(_model(service, name))
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str) -> JsonDict:
     info = service.client.info
     return {
         "id": name,
@@ -89,16 +89,16 @@ async def startupz(service: Service, request: Request) -> Response:
 
 async def show_version(service: Service, request: Request) -> Response:
     """The version, and once the engine is ready, what it runs on and in which number formats."""
-    shown: dict[str, Any] = {"version": version("jitney")}
     info = service.client.info
-    if info is not None:
-        for name in _SHOWN:
-            shown[name] = getattr(info, name)
-        shown["kernel_proofs"] = [_proof(proof) for proof in info.proofs]
-    return _json(shown)
+    return _json({"version": version("jitney")} | ({} if info is None else _shown(info)))
 
 
-def _proof(proof: KernelProof) -> dict[str, Any]:
+def _shown(info: EngineInfo) -> JsonDict:
+    proofs = [_proof(proof) for proof in info.proofs]
+    return {name: getattr(info, name) for name in _SHOWN} | {"kernel_proofs": proofs}
+
+
+def _proof(proof: KernelProof) -> JsonDict:
     """error: null where the kernel could not run."""
     return {
         "kernel": proof.kernel,
@@ -144,12 +144,12 @@ async def is_sleeping(service: Service, request: Request) -> Response:
 
 async def list_slots(service: Service, request: Request) -> Response:
     """The seats as a JSON list with llama.cpp's names where they exist; never any text."""
-    info, _ = service.ready()
+    info = service.info
     report = await service.client.seat_map()
     return _json([_seat(seat, info) for seat in report.seats])
 
 
-def _seat(seat: Seat, info: EngineInfo) -> dict[str, Any]:
+def _seat(seat: Seat, info: EngineInfo) -> JsonDict:
     return {
         "id": seat.seat,
         "is_processing": seat.state != "free",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from jitney.engine.api.schema import readable
+from jitney.engine.types import JsonDict
 
 #: How clients mark the name of a list.
 _LIST_MARK = "[]"
@@ -15,7 +14,7 @@ _LIST_MARK = "[]"
 
 def read_query[Q: BaseModel](request: Request, kind: type[Q]) -> Q:
     """The query of a request; names that are not of its model are ignored. Raises RequestError."""
-    given: dict[str, Any] = {}
+    given: JsonDict = {}
     for name, value in request.query_params.multi_items():
         name = name.removesuffix(_LIST_MARK)
         if _is_list(kind, name):
@@ -26,6 +25,13 @@ def read_query[Q: BaseModel](request: Request, kind: type[Q]) -> Q:
         return kind.model_validate(given)
     except ValidationError as error:
         raise readable(error) from None
+
+
+def listed(items: list[JsonDict], *, more: bool, none: str | None = None) -> JsonDict:
+    """One page of a list of things with ids. none: in the place of the ids if it is empty."""
+    ids = [item["id"] for item in items] or [none]
+    ends = {"first_id": ids[0], "last_id": ids[-1]}
+    return {"object": "list", "data": items} | ends | {"has_more": more}
 
 
 def _is_list(kind: type[BaseModel], name: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.estimates import Kind, OutputLengths, kind_of
@@ -75,6 +75,7 @@ class Spending:
         self.usage.tokens -= tokens - expected
 
 
+@dataclass(slots=True, eq=False)
 class Quotas:
     """Open sequences and tokens per minute of each key; 0 for no limit. clock: seconds.
 
@@ -83,17 +84,11 @@ class Quotas:
     full). What did not come is given back at its end.
     """
 
-    def __init__(
-        self,
-        max_concurrent: int,
-        tokens_per_minute: int,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self.max_concurrent = max_concurrent
-        self.tokens_per_minute = tokens_per_minute
-        self.clock = clock
-        self._usage: dict[str, _Usage] = {}
-        self._lengths = OutputLengths()
+    max_concurrent: int
+    tokens_per_minute: int
+    clock: Callable[[], float] = time.monotonic
+    _usage: dict[str, _Usage] = field(default_factory=dict[str, "_Usage"], init=False)
+    _lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
 
     @contextmanager
     def open(self, key: str, sequences: int = 1) -> Iterator[None]:

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace as with_fields
 
-from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.errors import no_model
 from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.schema import (
     ChatBody,
@@ -24,10 +24,12 @@ from jitney.engine.api.schema import (
     ReasoningEffort,
 )
 from jitney.engine.api.service import Context, Service
+from jitney.engine.api.slices import Work
 from jitney.engine.conversation.grammars import Turn, turn_grammar
-from jitney.engine.conversation.tools import ToolUse, chosen_tools, shaped_messages
+from jitney.engine.conversation.messages import shaped_messages
+from jitney.engine.conversation.tools import ToolUse, chosen_tools
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, Whole
+from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams, Whole
 
 if TYPE_CHECKING:
     from jitney.engine.text.fill_in import FillIn
@@ -61,7 +63,7 @@ class Kind:
     #: The field that asks for alternatives.
     logprobs_field: str = "top_logprobs"
     #: What the body calls fields of a chat.
-    names: Mapping[str, str] = MappingProxyType({})
+    names: Mapping[str | None, str] = MappingProxyType({})
     #: Whether a max_tokens that is more than there is room for means: to the end of the context.
     clamps: bool = False
 
@@ -76,9 +78,9 @@ class Conversation:
 
     kind: Kind
     #: As chat templates know them.
-    messages: list[dict[str, Any]]
+    messages: list[JsonDict]
     #: What else the template is given.
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: JsonDict = field(default_factory=dict)
     #: What the model may call; None: nothing.
     tools: ToolUse | None = None
     #: How long it shall think; None: as it likes.
@@ -116,8 +118,7 @@ async def completion_request(
 
 
 async def chat_request(service: Service, body: ChatBody, context: Context) -> GenerationRequest:
-    info, _ = service.ready()
-    sampling = _chat_sampling(body, info)
+    sampling = _chat_sampling(body, service.info)
     conversation = await chat_conversation(service, body)
     return await conversation_request(service, body, context, conversation, sampling)
 
@@ -144,7 +145,7 @@ async def conversation_request(
     sampling: SamplingParams,
 ) -> GenerationRequest:
     """The request that continues a conversation. Raises RequestError, HttpError."""
-    info, _ = service.ready()
+    info = service.info
     check_model(service, body.model)
     _check_choices(sampling.n, info)
     sampling = await _with_checked_grammar(service, body, sampling)
@@ -185,7 +186,7 @@ async def _held_to_grammar(
     # The answer's own grammar has been checked by itself.
     param = "tools" if conversation.tools is not None else _grammar_field(body)
     grammar = await service.checked_grammar(grammar, param)
-    return msgspec.structs.replace(sampling, grammar=grammar)
+    return with_fields(sampling, grammar=grammar)
 
 
 def _tool_use(body: ChatBody) -> ToolUse | None:
@@ -195,7 +196,7 @@ def _tool_use(body: ChatBody) -> ToolUse | None:
     return chosen_tools(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 
 
-def _template_variables(body: ChatBody) -> dict[str, Any]:
+def _template_variables(body: ChatBody) -> JsonDict:
     """What a chat template is given beside the messages."""
     goes_on = bool(body.continue_final_message)
     begins = body.add_generation_prompt
@@ -233,14 +234,14 @@ def _blaming(kind: Kind) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        name = kind.names.get(error.info.param or "")
+        name = kind.names.get(error.info.param)
         if name is None:
             raise
-        raise RequestError(str(error), code=error.info.code, param=name) from error
+        raise error.blaming(name) from error
 
 
 def _completion_sampling(body: CompletionBody, info: EngineInfo) -> SamplingParams:
-    own: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    own: JsonDict = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.max_tokens == 0:
         own["max_tokens"] = 1
     if body.echo:
@@ -260,11 +261,11 @@ def _chat_sampling(body: ChatBody, info: EngineInfo) -> SamplingParams:
     return sampling_params(body, info, {"max_tokens": max_tokens, "logprobs": logprobs})
 
 
-def sampling_params(body: GenerationBody, info: EngineInfo, own: dict[str, Any]) -> SamplingParams:
+def sampling_params(body: GenerationBody, info: EngineInfo, own: JsonDict) -> SamplingParams:
     """Sampling parameters, checked. A field that was not given has the model's default, or the
     engine's. own: fields that the route has a meaning of its own for.
     """
-    fields: dict[str, Any] = dict(info.sampling_defaults)
+    fields: JsonDict = dict(info.sampling_defaults)
     for name in _SAMPLING_FIELDS:
         value = getattr(body, name)
         if value is not None:
@@ -276,7 +277,7 @@ def sampling_params(body: GenerationBody, info: EngineInfo, own: dict[str, Any])
     params = SamplingParams(**(fields | own))
     params.validate(info.vocab_size)
     if params.top_k > info.vocab_size:
-        return msgspec.structs.replace(params, top_k=info.vocab_size)
+        return with_fields(params, top_k=info.vocab_size)
     return params
 
 
@@ -289,7 +290,7 @@ async def _with_checked_grammar(
     if sampling.grammar is None:
         return sampling
     grammar = await service.checked_grammar(sampling.grammar, _grammar_field(body))
-    return msgspec.structs.replace(sampling, grammar=grammar)
+    return with_fields(sampling, grammar=grammar)
 
 
 def _grammar_field(body: GenerationBody) -> str:
@@ -305,12 +306,12 @@ def _generation_request(
     kind: Kind,
     prompts: list[EncodedPrompt],
     sampling: SamplingParams,
-) -> Generator[None, None, GenerationRequest]:
-    """Without what only one of the routes shows. Work for `Slices`."""
+) -> Work[GenerationRequest]:
+    """Without what only one of the routes shows."""
     info, tokenizer = service.ready()
     banned = yield from _banned_sequences(body.bad_words or (), tokenizer)
     if banned:
-        sampling = msgspec.structs.replace(sampling, banned_sequences=banned)
+        sampling = with_fields(sampling, banned_sequences=banned)
     most = _most_prompt_tokens(body, info, kind, sampling)
     if most is not None:
         for prompt in prompts:
@@ -341,9 +342,9 @@ def _generation_request(
 
 def _banned_sequences(
     words: Sequence[str], tokenizer: Tokenizer
-) -> Generator[None, None, tuple[tuple[int, ...], ...]]:
+) -> Work[tuple[tuple[int, ...], ...]]:
     """The words as tokens, at the beginning of a text and within one, where it is spelled with a
-    blank before it. Work for `Slices`.
+    blank before it.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -360,7 +361,7 @@ def _engine_request(
     service: Service, body: GenerationBody, context: Context, sampling: SamplingParams, prompts: int
 ) -> EngineRequest:
     """What the engine requests of so many prompts share."""
-    info, _ = service.ready()
+    info = service.info
     if body.priority and info.order != "priority":
         raise RequestError("priority needs a server started with order priority", param="priority")
     id = uuid.uuid4().hex
@@ -385,7 +386,7 @@ def _for_prompt(
     """The engine request of one prompt. What the engine would refuse is refused here, and blamed on
     the field that the client sent.
     """
-    request = msgspec.structs.replace(
+    request = with_fields(
         wanted,
         id=f"{wanted.id}-{number}",
         prompt=ids,
@@ -399,7 +400,7 @@ def _for_prompt(
             param = kind.logprobs_field
         if param in ("prompt", "max_tokens"):  # which by now can only be too many after it
             param = kind.prompt_field
-        raise RequestError(str(error), code=error.info.code, param=param) from None
+        raise error.blaming(param) from None
     return request
 
 
@@ -412,18 +413,13 @@ def _with_max_tokens(
     if room < 1 or (wanted is not None and (wanted <= room or not kind.clamps)):
         return sampling
     if wanted is not None:
-        return msgspec.structs.replace(sampling, max_tokens=room)
-    return msgspec.structs.replace(sampling, max_tokens=min(kind.default_tokens or room, room))
+        return with_fields(sampling, max_tokens=room)
+    return with_fields(sampling, max_tokens=min(kind.default_tokens or room, room))
 
 
 def check_model(service: Service, name: str | None) -> None:
     if name is not None and name not in service.model_names:
-        raise HttpError(
-            404,
-            f"no model {echo(name)}; /v1/models lists what there is",
-            code="model_not_found",
-            param="model",
-        )
+        raise no_model(name, "; /v1/models lists what there is")
 
 
 def _check_choices(choices: int, info: EngineInfo) -> None:
@@ -469,7 +465,7 @@ def fill_in_of(tokenizer: Tokenizer, param: str) -> FillIn:
 def with_ends(sampling: SamplingParams, fill_in: FillIn) -> SamplingParams:
     """The parameters, ended also by what ends a middle that was filled in."""
     ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *fill_in.ends)))
-    return msgspec.structs.replace(sampling, stop_token_ids=ends)
+    return with_fields(sampling, stop_token_ids=ends)
 
 
 async def ids_request(
@@ -492,7 +488,7 @@ def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
         ids = tokenizer.encode(text, add_special_tokens=False)
         return EncodedPrompt(ids, tail=text[-_TAIL_CHARS:])
     except RequestError as error:
-        raise RequestError(str(error), code=error.info.code, param=_CHAT.prompt_field) from error
+        raise error.blaming(_CHAT.prompt_field) from error
 
 
 def _wider(one: int | None, other: int | None) -> int | None:
@@ -519,16 +515,15 @@ def _truncate(prompt: EncodedPrompt, tokens: int) -> None:
         prompt.text = None  # an echo shows what the model read
 
 
-def _template_messages(messages: Iterable[Message]) -> Generator[None, None, list[dict[str, Any]]]:
-    """Work for `Slices`."""
-    made: list[dict[str, Any]] = []
+def _template_messages(messages: Iterable[Message]) -> Work[list[JsonDict]]:
+    made: list[JsonDict] = []
     for message in messages:
         made.append(_template_message(message))
         yield
     return made
 
 
-def _template_message(message: Message) -> dict[str, Any]:
+def _template_message(message: Message) -> JsonDict:
     """A message as chat templates know it: no nulls, and "system" for its newer name."""
     fields = message.model_dump(exclude_none=True)
     fields["role"] = "system" if message.role == "developer" else message.role

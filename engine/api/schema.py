@@ -9,7 +9,7 @@ combinations. A new sampling parameter is one field of `GenerationBody` under it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
@@ -30,7 +30,7 @@ from jitney.engine.api.errors import echo
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.conversation.tools import Tool
 from jitney.engine.errors import RequestError
-from jitney.engine.types import Range, SamplingParams, declared
+from jitney.engine.types import JsonDict, Range, SamplingParams, declared
 
 #: Most stop strings of a request.
 MAX_STOPS = 64
@@ -178,7 +178,7 @@ _Prompt = (
 )
 
 
-def described(schema: dict[str, Any], model: type[GenerationBody]) -> None:
+def _described(schema: JsonDict, model: type[GenerationBody]) -> None:
     """Add to a model's JSON schema what its functions check: ranges, and the fields of others that
     may only ask for nothing.
     """
@@ -193,14 +193,21 @@ def described(schema: dict[str, Any], model: type[GenerationBody]) -> None:
 def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
     """The fields that are held to a range of SamplingParams, some under a name of their own."""
     for name in model.model_fields:
-        for item in declared(SamplingParams).get(_SAMPLED_AS.get(name, name), ()):
-            if isinstance(item, Range) and name not in ("max_tokens", "logprobs"):
-                yield name, item
+        limits = _range_of(_SAMPLED_AS.get(name, name))
+        if limits is not None and name not in ("max_tokens", "logprobs"):
+            yield name, limits
+
+
+def _range_of(field: str) -> Range | None:
+    """Of a field of SamplingParams, if it has one."""
+    items = declared(SamplingParams).get(field, ())
+    return next((item for item in items if isinstance(item, Range)), None)
 
 
 def ranged(field: str) -> AfterValidator:
     """Held to the range of a field of SamplingParams, under our field's name (RequestError)."""
-    [limits] = [item for item in declared(SamplingParams)[field] if isinstance(item, Range)]
+    limits = _range_of(field)
+    assert limits is not None
 
     def check(value: int | None, info: ValidationInfo) -> int | None:
         if value is not None:
@@ -270,6 +277,25 @@ def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and _all_of(int, value)
 
 
+def check_tools(
+    names: list[str], needs_tools: bool, chosen: Iterable[str], what: str = "functions"
+) -> None:
+    """Raise a pydantic error unless tools of these names fit a choice of them."""
+    if len(set(names)) < len(names):
+        raise at_field("tools", f"must not have two {what} of one name")
+    if needs_tools and not names:
+        raise at_field("tool_choice", "is only allowed with tools")
+    for name in chosen:
+        if name not in names:
+            raise at_field("tool_choice", f"names {echo(name)}, which is not among the tools")
+
+
+def kind_of(value: Any) -> str | None:
+    """The type that an object says it has; None if it says none."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
 def text_content(value: Any, kinds: tuple[str, ...] = ("text",)) -> str | None:
     """Message content as one string; text parts are joined by line breaks. kinds: what the route
     calls its parts.
@@ -282,8 +308,8 @@ def text_content(value: Any, kinds: tuple[str, ...] = ("text",)) -> str | None:
 
 
 def _text_part(index: int, part: Any, kinds: tuple[str, ...]) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _MEDIA_PARTS:
+    kind = kind_of(part)
+    if kind in _MEDIA_PARTS:
         raise unsupported(f"part {index}: this model reads text only")
     if kind not in kinds or not isinstance(part.get("text"), str):
         raise ValueError(f'part {index} must be {{"type": "{kinds[0]}", "text": string}}')
@@ -297,7 +323,7 @@ def _safe_id(value: str | None) -> str | None:
 
 
 Label = Annotated[str, Field(max_length=_LABEL_CHARS)]
-Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+_Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 
 class ModelBody(Part):
@@ -318,7 +344,7 @@ class GenerationBody(ModelBody):
     not refused.
     """
 
-    model_config = ConfigDict(json_schema_extra=described)
+    model_config = ConfigDict(json_schema_extra=_described)
 
     n: Annotated[int | None, ranged("n")] = None
     max_tokens: int | None = None
@@ -367,7 +393,7 @@ class GenerationBody(ModelBody):
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
-    metadata: Metadata | None = None
+    metadata: _Metadata | None = None
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
@@ -448,7 +474,7 @@ class _ToolCall(Part):
 FunctionName = Annotated[str, Field(pattern=_FUNCTION_NAME)]
 
 
-def object_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
+def object_schema(value: JsonDict | None) -> JsonDict | None:
     """The JSON schema of a function's arguments: of an object, with types that exist. Raises
     ValueError.
     """
@@ -462,7 +488,7 @@ def object_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
     return value
 
 
-def _unknown_type(schema: dict[str, Any]) -> str | None:
+def _unknown_type(schema: JsonDict) -> str | None:
     """A type that does not exist, somewhere among the schemas of properties and items."""
     todo: list[Any] = [schema]
     while todo:
@@ -485,7 +511,7 @@ class FunctionFields(Part):
 
     name: FunctionName
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(object_schema)] = None
+    parameters: Annotated[JsonDict | None, AfterValidator(object_schema)] = None
     strict: bool | None = None
 
     def as_tool(self) -> Tool:
@@ -510,6 +536,10 @@ class _NamedTool(Part):
     type: Literal["function"]
     function: _NamedFunction
 
+    @property
+    def names(self) -> list[str]:
+        return [self.function.name]
+
 
 class _AllowedTools(Part):
     mode: Literal["auto", "required"]
@@ -522,13 +552,17 @@ class _Allowed(Part):
     type: Literal["allowed_tools"]
     allowed_tools: _AllowedTools
 
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.allowed_tools.tools]
+
 
 #: auto: the model may call; none: it may not; required: it must; one function: it must call that
 #: one, once; some of them: it may or must call these.
 _ToolChoice = Literal["auto", "none", "required"] | _NamedTool | _Allowed
 
 
-def _checked_variables(value: Any) -> dict[str, Any]:
+def _checked_variables(value: Any) -> JsonDict:
     """Variables for the chat template, none of which is ours. Raises ValueError."""
     if value is None:
         return {}
@@ -619,38 +653,25 @@ class ChatBody(GenerationBody):
     #: Whether thoughts are shown; None: true.
     include_reasoning: bool | None = None
     chat_template_kwargs: Annotated[
-        dict[str, Any],
-        PlainValidator(_checked_variables, json_schema_input_type=dict[str, Any] | None),
+        JsonDict,
+        PlainValidator(_checked_variables, json_schema_input_type=JsonDict | None),
     ] = {}
 
     @model_validator(mode="after")
     def _chat_combinations(self) -> Self:
-        self._check_tools()
+        names = [tool.function.name for tool in self.tools or ()]
+        check_tools(names, self.tool_choice not in (None, "none"), self.chosen_names or ())
         if self.continue_final_message and self.add_generation_prompt:
             raise at_field("continue_final_message", "excludes add_generation_prompt")
         if self.top_logprobs is not None and not self.logprobs:
             raise at_field("top_logprobs", "is only allowed when logprobs is true")
         return self
 
-    def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise at_field("tools", "must not have two functions of one name")
-        if self.tool_choice not in (None, "none") and not names:
-            raise at_field("tool_choice", "is only allowed with tools")
-        for name in self.chosen_names or ():
-            if name not in names:
-                raise at_field("tool_choice", f"names {echo(name)}, which is not among the tools")
-
     @property
     def chosen_names(self) -> list[str] | None:
         """The functions that tool_choice names; None if it names none."""
         choice = self.tool_choice
-        if isinstance(choice, _NamedTool):
-            return [choice.function.name]
-        if isinstance(choice, _Allowed):
-            return [tool.function.name for tool in choice.allowed_tools.tools]
-        return None
+        return choice.names if isinstance(choice, Part) else None
 
     @property
     def tool_mode(self) -> Literal["auto", "none", "required"]:
@@ -704,7 +725,7 @@ def _refused_by(kind: type[ModelBody]) -> dict[str, tuple[Any, ...]]:
 
 def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Null, or one of the neutral values; 1 and true are not the same."""
-    return value is None or any(type(value) is type(ok) and value == ok for ok in neutral)
+    return value is None or (type(value), value) in [(type(ok), ok) for ok in neutral]
 
 
 def _unknown(raw: Mapping[str, Any], fields: set[str]) -> list[str]:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from starlette.types import Scope
-
 from jitney.engine.api.errors import ErrorForm
 from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.quotas import Quotas, Spending
@@ -26,7 +24,7 @@ from jitney.engine.conversation.formats import TurnFormat, turn_format
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.structured.setup import CheckerSetup
-from jitney.engine.types import EngineInfo, Grammar
+from jitney.engine.types import EngineInfo, Grammar, JsonDict
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -73,7 +71,8 @@ class Context:
         return (time.monotonic() - self.started) * 1000
 
 
-def context_of(scope: Scope) -> Context:
+def context_of(scope: Mapping[str, Any]) -> Context:
+    """Of a request, or of its scope."""
     return scope["jitney"]
 
 
@@ -234,13 +233,19 @@ class Service:
         assert info is not None and tokenizer is not None  # `unready` has just checked
         return info, tokenizer
 
+    @property
+    def info(self) -> EngineInfo:
+        """Of the running engine. Raises RequestError when there is none."""
+        info, _ = self.ready()
+        return info
+
     async def off_loop[T](self, work: Callable[[], T]) -> T:
         """Run blocking text work on a thread, for at most `tokenize_timeout_s`."""
         return await self._threads.run(work, self.settings.tokenize_timeout_s)
 
     async def render_chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[JsonDict],
         tokenizer: Tokenizer,
         most_chars: int,
         variables: Mapping[str, Any] = MappingProxyType({}),
@@ -262,8 +267,12 @@ class Service:
         """
         if self.grammars is not None:
             return await self.grammars.checked(grammar, param)
-        from jitney.engine.api.grammars import check_here
-
         info, tokenizer = self.ready()
         setup = CheckerSetup(tokenizer.special_names, info.vocab_size)
-        return await self.off_loop(lambda: check_here(setup, grammar, param))
+        return await self.off_loop(lambda: _checked_here(setup, grammar, param))
+
+
+def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> Grammar:
+    from jitney.engine.api.grammars import check_here
+
+    return check_here(setup, grammar, param)

@@ -14,6 +14,11 @@ from collections.abc import AsyncGenerator, Generator, Iterator
 
 from jitney.engine.errors import RequestError
 
+#: Stops now and then; returns what it made.
+type Work[T] = Generator[object, None, T]
+#: Stops after each piece of what is sent.
+type Pieces = Generator[bytes, None, None]
+
 #: Seconds of work between two turns of the loop. What a generator does between two stops should
 #: take much less.
 _SLICE_S = 0.002
@@ -28,15 +33,16 @@ class Slices:
     most: works under way at a time, one more is refused; 0: no limit.
     """
 
+    _open = 0
+    _taken = False
+
     def __init__(self, most: int = 0):
         self._most = most
-        self._open = 0
-        self._taken = False
         #: (slices had so far, order of coming, who waits).
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
-    async def result[T](self, work: Generator[object, None, T]) -> T:
+    async def result[T](self, work: Work[T]) -> T:
         """Run `work` to its end; what it returns. Raises RequestError busy if too much is under
         way.
         """
@@ -56,7 +62,7 @@ class Slices:
             self._open -= 1
             work.close()
 
-    async def blocks(self, pieces: Generator[bytes, None, None]) -> AsyncGenerator[bytes]:
+    async def blocks(self, pieces: Pieces) -> AsyncGenerator[bytes]:
         """What `pieces` gives, joined to blocks of some 64 kB. The loop's time is not held while
         the reader is busy with a block. Raises RequestError busy if too much is under way.
         """
@@ -116,7 +122,7 @@ class Slices:
         self._taken = False
 
 
-def at_once[T](work: Generator[object, None, T]) -> T:
+def at_once[T](work: Work[T]) -> T:
     """Run `work` to its end, where nobody is kept waiting."""
     while True:
         try:

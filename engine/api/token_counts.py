@@ -8,7 +8,7 @@ from jitney.engine.api.generation import Generation
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
+class _TokenCounts:
     """Tokens of a request."""
 
     prompt: int
@@ -19,12 +19,11 @@ class TokenCounts:
     reasoning: int
 
 
-def counts_of(generation: Generation) -> TokenCounts:
+def counts_of(generation: Generation) -> _TokenCounts:
     """As things stand now."""
-    parsers = [choice.parser for choice in generation.choices if choice.parser is not None]
-    return TokenCounts(
+    return _TokenCounts(
         prompt=sum(len(prompt.ids) for prompt in generation.request.prompts),
         cached=sum(generation.cached_tokens),
-        completion=sum(choice.n_tokens for choice in generation.choices),
-        reasoning=sum(parser.reasoning_tokens for parser in parsers),
+        completion=generation.completion_tokens,
+        reasoning=generation.reasoning_tokens,
     )

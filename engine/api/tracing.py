@@ -150,17 +150,23 @@ def _phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
         yield "decode", first, max(first, end)
 
 
-def _attributes(record: RequestRecord, parent: _Parent) -> dict[str, str | int]:
-    return {
-        "jitney.request_id": parent.request_id,
-        "jitney.engine_request_id": record.request_id,
-        "jitney.sequence": record.index,
-        "jitney.prompt_tokens": record.n_prompt,
-        "jitney.cached_tokens": record.cached_tokens,
-        "jitney.output_tokens": record.n_output,
-        "jitney.preemptions": record.preemptions,
-        "jitney.finish": record.finish,
-    }
+type _Attributes = dict[str, str | int]
+
+#: Name of an attribute -> field of the record.
+_RECORDED = {
+    "engine_request_id": "request_id",
+    "sequence": "index",
+    "prompt_tokens": "n_prompt",
+    "cached_tokens": "cached_tokens",
+    "output_tokens": "n_output",
+    "preemptions": "preemptions",
+    "finish": "finish",
+}
+
+
+def _attributes(record: RequestRecord, parent: _Parent) -> _Attributes:
+    found = {f"jitney.{name}": getattr(record, field) for name, field in _RECORDED.items()}
+    return {"jitney.request_id": parent.request_id} | found
 
 
 def _trace_headers(scope: Scope) -> Iterator[tuple[str, str]]:

@@ -68,18 +68,6 @@ class AssistantParser(Protocol):
         ...
 
 
-class ContentParser:
-    """Where a model has no markers, or nobody asks for them: all text is content."""
-
-    reasoning_tokens = 0
-
-    def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
-        return [ContentDelta(text)] if text else []
-
-    def finish(self) -> list[AssistantEvent]:
-        return []
-
-
 @dataclass(slots=True)
 class ToolCall:
     """A whole call."""

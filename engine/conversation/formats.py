@@ -6,9 +6,8 @@ Names are those of vLLM's parsers where it has one for the same form.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from jinja2 import Environment, TemplateError, meta
 
@@ -27,9 +26,10 @@ from jitney.engine.conversation.tool_calls import (
     TaggedCalls,
 )
 from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict
 
 #: Makes the reader of turns in which these functions may be called.
-type NewReader = Callable[[frozenset[str]], TextReader]
+type _NewReader = Callable[[frozenset[str]], TextReader]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class CallText:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
+class _ToolFormat:
     """How a family calls tools."""
 
     name: str
     #: Other names of it.
     aliases: tuple[str, ...]
-    new_reader: NewReader
+    new_reader: _NewReader
     #: How calls are forced; None: their arguments are not written as JSON, so that a schema cannot
     #: be forced on them, and forced calls are written as `GENERIC` has it.
     text: CallText | None
@@ -73,7 +73,7 @@ class ToolFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class _ReasoningFormat:
     """How a family writes what it thinks."""
 
     name: str
@@ -85,11 +85,11 @@ class ReasoningFormat:
     signs: tuple[str, ...]
 
 
-def _tagged(start: str, end: str) -> NewReader:
+def _tagged(start: str, end: str) -> _NewReader:
     return lambda names: TaggedCalls(start, end)
 
 
-def _named(markers: NameMarkers) -> NewReader:
+def _named(markers: NameMarkers) -> _NewReader:
     return lambda names: NamedCalls(markers)
 
 
@@ -110,7 +110,7 @@ _HERMES_TEXT = CallText(
 
 #: In the order in which their signs are looked for.
 TOOL_FORMATS = (
-    ToolFormat(
+    _ToolFormat(
         "harmony",
         ("openai", "gptoss"),
         lambda names: HarmonyReader(),
@@ -123,7 +123,7 @@ TOOL_FORMATS = (
         markers=harmony.MARKERS,
         signs=(harmony.CHANNEL,),
     ),
-    ToolFormat(
+    _ToolFormat(
         "deepseek_v31",
         (),
         _named(
@@ -146,7 +146,7 @@ TOOL_FORMATS = (
         unless="```json",
         wants_objects=False,
     ),
-    ToolFormat(
+    _ToolFormat(
         "deepseek_v3",
         ("deepseek_r1",),
         _named(
@@ -171,7 +171,7 @@ TOOL_FORMATS = (
         signs=(_CALL_BEGIN,),
         wants_objects=False,
     ),
-    ToolFormat(
+    _ToolFormat(
         "mistral_named",
         ("mistral_v11",),
         lambda names: MistralCalls(_MISTRAL, new_short_id),
@@ -179,7 +179,7 @@ TOOL_FORMATS = (
         markers=_MISTRAL_MARKERS,
         signs=("[ARGS]",),
     ),
-    ToolFormat(
+    _ToolFormat(
         "mistral",
         (),
         lambda names: MistralCalls(_MISTRAL, new_short_id),
@@ -194,7 +194,7 @@ TOOL_FORMATS = (
         markers=_MISTRAL_MARKERS,
         signs=(_MISTRAL,),
     ),
-    ToolFormat(
+    _ToolFormat(
         "gemma4",
         (),
         lambda names: BraceCalls("<|tool_call>", '<|"|>', "<tool_call|>"),
@@ -202,7 +202,7 @@ TOOL_FORMATS = (
         markers=("<|tool_call>", '<|"|>', "<tool_call|>"),
         signs=("<|tool_call>",),
     ),
-    ToolFormat(
+    _ToolFormat(
         "functiongemma",
         (),
         lambda names: BraceCalls("<start_function_call>", "<escape>", "<end_function_call>"),
@@ -210,7 +210,7 @@ TOOL_FORMATS = (
         markers=("<start_function_call>", "<escape>", "<end_function_call>"),
         signs=("<start_function_call>",),
     ),
-    ToolFormat(
+    _ToolFormat(
         "hermes",
         ("qwen", "qwen25", "qwen3"),
         _tagged("<tool_call>", "</tool_call>"),
@@ -218,7 +218,7 @@ TOOL_FORMATS = (
         markers=("<tool_call>", "</tool_call>"),
         signs=("<tool_call>",),
     ),
-    ToolFormat(
+    _ToolFormat(
         "llama3_json",
         ("llama3", "llama4_json"),
         lambda names: BareCalls(_PYTHON_TAG, names),
@@ -232,7 +232,7 @@ TOOL_FORMATS = (
         markers=(_PYTHON_TAG,),
         signs=(_PYTHON_TAG, '"parameters": dictionary of argument name'),
     ),
-    ToolFormat(
+    _ToolFormat(
         "gemma",
         ("gemma3",),
         lambda names: PythonCalls("```tool_code", names),
@@ -241,35 +241,36 @@ TOOL_FORMATS = (
     ),
 )
 #: For models whose template knows no tools, told how by a text of ours.
-GENERIC = next(format for format in TOOL_FORMATS if format.name == "hermes")
+_GENERIC = next(format for format in TOOL_FORMATS if format.name == "hermes")
 
-REASONING_FORMATS = (
-    ReasoningFormat(
+_REASONING_FORMATS = (
+    _ReasoningFormat(
         "qwen3",
         ("deepseek_r1", "deepseek_v3", "deepseek_v31", "think"),
         "<think>",
         "</think>",
         ("</think>", "<think>"),
     ),
-    ReasoningFormat("mistral", ("magistral",), "[THINK]", "[/THINK]", ("[/THINK]",)),
-    ReasoningFormat("gemma4", (), "<|channel>thought\n", "<channel|>", ("<|channel>thought",)),
+    _ReasoningFormat("mistral", ("magistral",), "[THINK]", "[/THINK]", ("[/THINK]",)),
+    _ReasoningFormat("gemma4", (), "<|channel>thought\n", "<channel|>", ("<|channel>thought",)),
 )
 _HARMONY_NAMES = ("harmony", "openai", "openai_gptoss", "gptoss")
 
-AUTO, NONE = "auto", "none"
+_AUTO, NONE = "auto", "none"
 TOOL_NAMES = (
-    AUTO,
+    _AUTO,
     NONE,
     *(name for format in TOOL_FORMATS for name in (format.name, *format.aliases)),
 )
 REASONING_NAMES = (
-    AUTO,
+    _AUTO,
     NONE,
     *_HARMONY_NAMES,
-    *(name for format in REASONING_FORMATS for name in (format.name, *format.aliases)),
+    *(name for format in _REASONING_FORMATS for name in (format.name, *format.aliases)),
 )
 #: Variables of templates that turn thinking on and off.
 _SWITCHES = ("enable_thinking", "thinking")
+_ENVIRONMENT = Environment(extensions=["jinja2.ext.loopcontrols"])
 #: Marks of templates for training, which jinja2 does not know.
 _TRAINING_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _WORD = re.compile(r"\w+")
@@ -280,9 +281,9 @@ class TurnFormat:
     """How the served model's turns are read."""
 
     #: None: calls are not looked for.
-    tools: ToolFormat | None = None
+    tools: _ToolFormat | None = None
     #: None: thoughts are not told from the rest, or by harmony's channels.
-    reasoning: ReasoningFormat | None = None
+    reasoning: _ReasoningFormat | None = None
     has_channels: bool = False
     #: What the chat template can be given.
     variables: frozenset[str] = frozenset()
@@ -312,7 +313,7 @@ class TurnFormat:
         """Whether the template can be told how long the model shall think."""
         return not self.variables.isdisjoint(("reasoning_effort", *_SWITCHES))
 
-    def effort_variables(self, effort: str | None) -> dict[str, Any]:
+    def effort_variables(self, effort: str | None) -> JsonDict:
         """What tells the template how long the model shall think. Raises RequestError where nothing
         would.
         """
@@ -356,64 +357,64 @@ class TurnFormat:
         return ContentReader() if self.tools is None else self.tools.new_reader(names)
 
     @property
-    def forced_tools(self) -> ToolFormat:
+    def forced_tools(self) -> _ToolFormat:
         """The form in which calls can be forced."""
         if self.tools is None or self.tools.text is None:
-            return GENERIC
+            return _GENERIC
         return self.tools
 
 
-def is_open(prompt: str, reasoning: ReasoningFormat) -> bool:
+def is_open(prompt: str, reasoning: _ReasoningFormat) -> bool:
     """Whether a prompt ends with the beginning of the thoughts."""
     return prompt.rstrip().endswith(reasoning.start.rstrip())
 
 
-def is_closed(prompt: str, reasoning: ReasoningFormat) -> bool:
+def is_closed(prompt: str, reasoning: _ReasoningFormat) -> bool:
     """Whether a prompt ends with the end of the thoughts, so that none follow."""
     return prompt.rstrip().endswith(reasoning.end)
 
 
-def turn_format(template: str, tools: str = AUTO, reasoning: str = AUTO) -> TurnFormat:
+def turn_format(template: str, tools: str = _AUTO, reasoning: str = _AUTO) -> TurnFormat:
     """How a model's turns are read. tools, reasoning: names, `AUTO` by the chat template's text."""
     channels = reasoning in _HARMONY_NAMES
-    if reasoning == AUTO:
+    if reasoning == _AUTO:
         channels = harmony.CHANNEL in template
     return TurnFormat(
         tools=_tool_format(template, tools),
         reasoning=None if channels else _reasoning_format(template, reasoning),
         has_channels=channels,
-        variables=template_variables(template),
+        variables=_template_variables(template),
     )
 
 
-def template_variables(template: str) -> frozenset[str]:
+def _template_variables(template: str) -> frozenset[str]:
     """What a chat template can be given; of one that jinja2 cannot read, all its words."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        parsed = environment.parse(_TRAINING_MARKS.sub("", template))
+        parsed = _ENVIRONMENT.parse(_TRAINING_MARKS.sub("", template))
         return frozenset(meta.find_undeclared_variables(parsed))
     except TemplateError:
         return frozenset(_WORD.findall(template))
 
 
-def _tool_format(template: str, name: str) -> ToolFormat | None:
+def _tool_format(template: str, name: str) -> _ToolFormat | None:
     if name == NONE:
         return None
-    if name == AUTO:
+    if name == _AUTO:
         for format in TOOL_FORMATS:
             is_signed = any(sign in template for sign in format.signs)
             if is_signed and format.unless not in template:
                 return format
-        return GENERIC
-    return next(format for format in TOOL_FORMATS if name in (format.name, *format.aliases))
+        return _GENERIC
+    return _named(TOOL_FORMATS, name)
 
 
-def _reasoning_format(template: str, name: str) -> ReasoningFormat | None:
-    if name == AUTO:
-        for format in REASONING_FORMATS:
+def _reasoning_format(template: str, name: str) -> _ReasoningFormat | None:
+    if name == _AUTO:
+        for format in _REASONING_FORMATS:
             if any(sign in template for sign in format.signs):
                 return format
-    for format in REASONING_FORMATS:
-        if name in (format.name, *format.aliases):
-            return format
-    return None
+    return _named(_REASONING_FORMATS, name)
+
+
+def _named[F: (_ToolFormat, _ReasoningFormat)](formats: Iterable[F], name: str) -> F | None:
+    return next((each for each in formats if name in (each.name, *each.aliases)), None)

@@ -19,7 +19,7 @@ from jitney.engine.conversation.formats import (
 )
 from jitney.engine.conversation.tools import Tool, ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import Grammar
+from jitney.engine.types import Grammar, JsonDict
 
 #: Calls of a turn that is forced to call and may do so more than once.
 _MOST_CALLS = 16
@@ -259,10 +259,10 @@ class _Lark:
         return "\n".join([f"start: {start}", *self._rules, _TEXTS])
 
 
-def _arguments_schema(tool: Tool) -> dict[str, Any]:
+def _arguments_schema(tool: Tool) -> JsonDict:
     """Of an object. A tool that says no parameters has none."""
     if tool.parameters is None:
-        schema: dict[str, Any] = {"properties": {}, "additionalProperties": False}
+        schema: JsonDict = {"properties": {}, "additionalProperties": False}
     else:
         schema = _closed(tool.parameters)
     return {"type": "object"} | schema

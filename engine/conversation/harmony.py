@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import re
 
-from jitney.engine.conversation.reading import Malformed, Reading, TextReader
+from jitney.engine.conversation.reading import Finding, Malformed, Reading, TextReader
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN = "<|constrain|>"
-END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
-MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
+END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
+MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, _RETURN, _CALL)
 #: The channel of thoughts, and how calls of a client's functions are addressed.
 THOUGHTS = "analysis"
 FUNCTIONS = "functions."
 
-_ENDS = (END, RETURN, CALL)
+_ENDS = (END, _RETURN, _CALL)
 #: What a header may begin with; a message whose end is missing ends there.
 _HEADS = (START, CHANNEL)
-#: Before a header too, if a call's address comes before its channel.
-_ADDRESSED = " to="
+#: The last one: before a header too, if a call's address comes before its channel.
+_OPENINGS = (*_HEADS, " to=")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 #: Longer headers are none.
 _MOST_HEADER = 512
@@ -36,16 +36,13 @@ class HarmonyReader(TextReader):
     #: Of the call that is being read; -1: none is.
     _call = -1
 
-    def read(self) -> Reading[None]:
+    def read(self) -> Reading:
         head = yield from self._first_head()
         while True:
-            header = ""
-            if head in (*_HEADS, _ADDRESSED):
-                header = yield from self._read_header(head)
             if head in _ENDS:
                 head = yield from self.until(_HEADS)
             else:
-                head = yield from self._read_body(header)
+                head = yield from self._read_message(head)
 
     def say(self, text: str) -> None:
         if self._call >= 0:
@@ -53,19 +50,18 @@ class HarmonyReader(TextReader):
         else:
             super().say(text)
 
-    def _first_head(self) -> Reading[str]:
+    def _first_head(self) -> Finding[str]:
         """What the turn begins with; empty where that is no header."""
         self.mark()
         try:
-            return (yield from self.any_of((*_HEADS, _ADDRESSED)))
+            return (yield from self.any_of(_OPENINGS))
         except Malformed:
             self.give_back()
             return ""
 
-    def _read_header(self, head: str) -> Reading[str]:
-        """All of it, up to the message; empty if it is none."""
-        header = head
-        while not header.endswith(MESSAGE):
+    def _read_header(self, header: str) -> Finding[str]:
+        """All of it from its opening, up to the message; empty if it is none."""
+        while header and not header.endswith(MESSAGE):
             header += yield from self.next_char()
             if len(header) > _MOST_HEADER:
                 self.give_back()
@@ -73,14 +69,17 @@ class HarmonyReader(TextReader):
         self.mark()
         return header
 
-    def _read_body(self, header: str) -> Reading[str]:
-        """A message; returns the marker behind it."""
+    def _begin(self, header: str) -> None:
+        """A message with this header begins."""
         recipient = _RECIPIENT.search(header)
         if recipient is not None:
             self._call = self.begin_call(recipient[1].removeprefix(FUNCTIONS))
         self.is_thinking = recipient is None and THOUGHTS in header
-        is_call = recipient is not None
-        marker = yield from self.until((*_ENDS, *_HEADS), drop_blanks=is_call)
+
+    def _read_message(self, head: str) -> Finding[str]:
+        """Returns the marker behind it."""
+        self._begin((yield from self._read_header(head)))
+        marker = yield from self.until((*_ENDS, *_HEADS), drop_blanks=self._call >= 0)
         self.is_thinking = False
         self._call = -1
         return marker

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from jitney.engine.conversation.reading import Malformed, Reading, TextReader
+from jitney.engine.conversation.reading import Finding, Malformed, Reading, TextReader
 
 #: What an object of a call calls its arguments.
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -17,7 +17,7 @@ _OUTSIDE = frozenset('{}[]:,+-.0123456789truefalsnE" \t\r\n')
 #: Those that end a number or a word.
 _BEHIND = frozenset(",}] \t\r\n")
 #: Most characters of a name: longer ones are no names.
-_MOST_NAME = 256
+MOST_NAME = 256
 
 
 class JsonReader(TextReader):
@@ -26,30 +26,31 @@ class JsonReader(TextReader):
     #: Names that a call may have; None: any.
     names: frozenset[str] | None = None
 
-    def read_call(self) -> Reading[None]:
+    def read_call(self) -> Reading:
         """An object with a name and arguments, in either order; other keys are read over."""
         call = _Call(self)
         yield from self.expect("{")
-        yield from self.skip_blanks()
         yield from self._read_member(call)
-        yield from self.skip_blanks()
-        while (yield from self.any_of(",}")) == ",":
-            yield from self.skip_blanks()
+        while (yield from self.any_of((",", "}"))) == ",":
             yield from self._read_member(call)
-            yield from self.skip_blanks()
         call.end()
 
-    def read_arguments(self, index: int) -> Reading[None]:
+    def read_arguments(self, index: int) -> Reading:
         """An object: the arguments of a call that has begun."""
         call = _Call(self)
         call.index = index
-        yield from self._read_object(call)
+        yield from self.look_for("{")
+        yield from self._read_value(call)
 
-    def _read_member(self, call: _Call) -> Reading[None]:
-        """A key and its value."""
-        key = yield from self._read_string()
+    def _read_member(self, call: _Call) -> Reading:
+        """A key and its value, with the blanks around them."""
         yield from self.skip_blanks()
-        yield from self.expect(":")
+        key = yield from self._read_string()
+        yield from self.expect_next(":")
+        yield from self._read_value_of(key, call)
+        yield from self.skip_blanks()
+
+    def _read_value_of(self, key: str, call: _Call) -> Reading:
         yield from self.skip_blanks()
         if key == "name" and call.name is None:
             call.take_name((yield from self._read_string()))
@@ -58,25 +59,20 @@ class JsonReader(TextReader):
         else:
             yield from self._read_value(None)
 
-    def _read_call_arguments(self, call: _Call) -> Reading[None]:
+    def _read_call_arguments(self, call: _Call) -> Reading:
         """An object; also as text in a string, and null, which some models write."""
-        first = yield from self.any_of(('"', "{", "n"))
-        self.unread(first)
-        if first == "{":
-            call.take_arguments("")
-            yield from self._read_object(call)
-        elif first == '"':
+        first = yield from self.peek()
+        if first == '"':
             call.take_arguments(_object_text((yield from self._read_string())))
-        else:
+        elif first == "n":
             yield from self.expect("null")
             call.take_arguments("{}")
+        else:
+            yield from self.look_for("{")
+            call.take_arguments("")
+            yield from self._read_value(call)
 
-    def _read_object(self, call: _Call) -> Reading[None]:
-        yield from self.expect("{")
-        self.unread("{")
-        yield from self._read_value(call)
-
-    def _read_value(self, call: _Call | None) -> Reading[None]:
+    def _read_value(self, call: _Call | None) -> Reading:
         """Any value. call: whose arguments it is."""
         depth = 0
         is_begun = False
@@ -91,36 +87,40 @@ class JsonReader(TextReader):
             is_begun = True
             _tell(call, char)
             if char == '"':
-                yield from self._pass_string(call)
+                yield from self._rest_of_string(call)
             depth += (char in "{[") - (char in "}]")
             if depth == 0 and char in '}]"':
                 return
 
-    def _pass_string(self, call: _Call | None) -> Reading[None]:
-        """The rest of a string."""
-        is_escaped = False
-        while True:
-            char = yield from self.next_char()
-            _tell(call, char)
-            if char == '"' and not is_escaped:
-                return
-            is_escaped = char == "\\" and not is_escaped
+    def _rest_of_string(self, call: _Call | None) -> Finding[str]:
+        """Up to the closing mark, as it is written."""
+        text = ""
+        while (char := (yield from self._told_char(call))) != '"':
+            text += char
+            if char == "\\":
+                text += yield from self._told_char(call)
+        return text
 
-    def _read_string(self) -> Reading[str]:
+    def _told_char(self, call: _Call | None) -> Finding[str]:
+        char = yield from self.next_char()
+        _tell(call, char)
+        return char
+
+    def _read_string(self) -> Finding[str]:
         """A string, decoded."""
         yield from self.expect('"')
-        text: list[str] = []
-        is_escaped = False
-        while True:
-            char = yield from self.next_char()
-            if char == '"' and not is_escaped:
-                break
-            text.append(char)
-            is_escaped = char == "\\" and not is_escaped
+        text = yield from self._rest_of_string(None)
         try:
-            return json.loads(f'"{"".join(text)}"', strict=False)
+            return json.loads(f'"{text}"', strict=False)
         except json.JSONDecodeError:
             raise Malformed from None
+
+
+def checked_name(text: str) -> str:
+    """What is no name raises Malformed."""
+    if not 0 < len(text) <= MOST_NAME:
+        raise Malformed
+    return text
 
 
 def _tell(call: _Call | None, text: str) -> None:
@@ -153,9 +153,9 @@ class _Call:
 
     def take_name(self, name: str) -> None:
         names = self._reader.names
-        if not 0 < len(name) <= _MOST_NAME or (names is not None and name not in names):
+        if names is not None and name not in names:
             raise Malformed
-        self.name = name
+        self.name = checked_name(name)
         if self.has_arguments:
             self._begin()
 

@@ -8,6 +8,7 @@ import contextlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
 from jitney.engine.conversation.events import (
     AssistantEvent,
@@ -18,7 +19,9 @@ from jitney.engine.conversation.events import (
 )
 
 #: A part of a parser: it is sent characters, and "" when there are no more.
-type Reading[T] = Generator[None, str, T]
+type Reading = Generator[None, str, None]
+#: One that returns what it found.
+type Finding[T] = Generator[None, str, T]
 #: Makes the name of a call.
 type NewId = Callable[[], str]
 
@@ -50,6 +53,17 @@ class TextReader:
     the characters, and raises Ended behind the last one.
     """
 
+    #: Text that is held back: blanks, and the beginning of what may be a marker.
+    _held = ""
+    _n_calls = 0
+    #: What is read now is thought, not said.
+    is_thinking = False
+    #: What the markers begin with that are looked for now; None: something else is read.
+    _watched: frozenset[str] | None = None
+    _drops_blanks = True
+    #: The marker that was found last.
+    found = ""
+
     def __init__(self, new_id: NewId = new_call_id):
         self._new_id = new_id
         self._events: list[AssistantEvent] = []
@@ -57,16 +71,6 @@ class TextReader:
         self._again: deque[str] = deque()
         #: Read since `mark`, to be given back should it be no call.
         self._since_mark: list[str] = []
-        #: Text that is held back: blanks, and the beginning of what may be a marker.
-        self._held = ""
-        self._n_calls = 0
-        #: What is read now is thought, not said.
-        self.is_thinking = False
-        #: What the markers begin with that are looked for now; None: something else is read.
-        self._watched: frozenset[str] | None = None
-        self._drops_blanks = True
-        #: The marker that was found last.
-        self.found = ""
         self._reading = self._read_all()
         next(self._reading)
 
@@ -102,11 +106,11 @@ class TextReader:
             self._reading.send("")
         return self._taken()
 
-    def read(self) -> Reading[None]:
+    def read(self) -> Reading:
         """Read until Ended is raised."""
         raise NotImplementedError
 
-    def _read_all(self) -> Reading[None]:
+    def _read_all(self) -> Reading:
         try:
             yield from self.read()
         except Ended:
@@ -116,7 +120,7 @@ class TextReader:
         taken, self._events = self._events, []
         return taken
 
-    def next_char(self) -> Reading[str]:
+    def next_char(self) -> Finding[str]:
         """The next character. Raises Ended."""
         if self._again:
             char = self._again.popleft()
@@ -142,19 +146,24 @@ class TextReader:
     def give_back(self) -> None:
         """What was read since `mark` is content, and may hold markers behind its beginning."""
         text = "".join(self._since_mark)
-        n_said = len(text) - len(text.lstrip()) + 1
-        self.unread(text[n_said:])
+        said = text[: _blanks_before(text) + 1]
+        self.unread(text.removeprefix(said))
         self.mark()
-        self.say(text[:n_said])
+        self.say(said)
 
     def say(self, text: str) -> None:
         """Content, or thoughts."""
-        kind = ReasoningDelta if self.is_thinking else ContentDelta
+        self._add(ReasoningDelta(text) if self.is_thinking else ContentDelta(text))
+
+    def _add(self, event: ContentDelta | ReasoningDelta | ToolCallArguments) -> None:
+        """Join text to the newest event if it goes on with that."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, ContentDelta | ReasoningDelta) and type(last) is kind:
-            self._events[-1] = kind(last.text + text)
-        elif text:
-            self._events.append(kind(text))
+        if isinstance(last, type(event)) and getattr(last, "index", 0) == getattr(
+            event, "index", 0
+        ):
+            self._events[-1] = replace(event, text=last.text + event.text)
+        elif event.text:
+            self._events.append(event)
 
     def begin_call(self, name: str) -> int:
         """A call has begun: what was read of it is not content any more. Returns its index."""
@@ -166,14 +175,10 @@ class TextReader:
 
     def add_arguments(self, index: int, text: str) -> None:
         """More of a call's arguments; it is not content any more."""
-        last = self._events[-1] if self._events else None
-        if isinstance(last, ToolCallArguments) and last.index == index:
-            self._events[-1] = ToolCallArguments(index, last.text + text)
-        elif text:
-            self._events.append(ToolCallArguments(index, text))
+        self._add(ToolCallArguments(index, text))
         self.mark()
 
-    def until(self, markers: Sequence[str], *, drop_blanks: bool = True) -> Reading[str]:
+    def until(self, markers: Sequence[str], *, drop_blanks: bool = True) -> Finding[str]:
         """What is said up to one of the markers, which is returned and marked. Blanks before the
         marker go with it, and are held back for that.
         """
@@ -197,22 +202,32 @@ class TextReader:
     def _settle(self, markers: Sequence[str], drop_blanks: bool) -> None:
         """Say what of the held text cannot be the beginning of a marker, or blanks before it."""
         while True:
-            blanks = len(self._held) - len(self._held.lstrip()) if drop_blanks else 0
+            blanks = _blanks_before(self._held) if drop_blanks else 0
             kept = self._held[blanks:]
             if blanks <= _MOST_BLANKS and (not kept or _may_become(kept, markers)):
                 return
             self.say(self._held[: blanks + 1])
             self._held = self._held[blanks + 1 :]
 
-    def skip_blanks(self) -> Reading[None]:
-        """Read over blanks."""
-        while True:
-            char = yield from self.next_char()
-            if not char.isspace():
-                self.unread(char)
-                return
+    def peek(self) -> Finding[str]:
+        """The next character, which is left. Raises Ended."""
+        char = yield from self.next_char()
+        self.unread(char)
+        return char
 
-    def drop_blanks(self) -> Reading[None]:
+    def peek_filled(self) -> Finding[str]:
+        """As `peek`, behind blanks."""
+        char = " "
+        while char.isspace():
+            char = yield from self.next_char()
+        self.unread(char)
+        return char
+
+    def skip_blanks(self) -> Reading:
+        """Read over blanks."""
+        yield from self.peek_filled()
+
+    def drop_blanks(self) -> Reading:
         """Read over blanks that are no content."""
         self.mark()
         while True:
@@ -222,24 +237,31 @@ class TextReader:
                 self._again.appendleft(char)
                 return
 
-    def expect(self, text: str) -> Reading[None]:
+    def expect(self, text: str) -> Reading:
         """Read this text. Raises Malformed at the first other character, which is left."""
         for wanted in text:
-            char = yield from self.next_char()
-            if char != wanted:
-                self.unread(char)
-                raise Malformed
+            yield from self.any_of((wanted,))
 
-    def any_of(self, texts: Sequence[str]) -> Reading[str]:
-        """Read one of these texts, of which none begins another. Raises Malformed."""
+    def expect_next(self, text: str) -> Reading:
+        """As `expect`, behind blanks."""
+        yield from self.skip_blanks()
+        yield from self.expect(text)
+
+    def look_for(self, text: str) -> Reading:
+        """As `expect`, and leave the text."""
+        yield from self.expect(text)
+        self.unread(text)
+
+    def any_of(self, texts: tuple[str, ...]) -> Finding[str]:
+        """Read one of these texts, of which none begins another. Raises Malformed at the first
+        character that belongs to none, which is left.
+        """
         read = ""
-        texts = tuple(texts)
         while read not in texts:
-            char = yield from self.next_char()
-            read += char
+            read += yield from self.peek()
             if not _may_become(read, texts):
-                self.unread(char)
                 raise Malformed
+            yield from self.next_char()
         return read
 
 
@@ -249,8 +271,17 @@ class ContentReader(TextReader):
     def feed(self, text: str) -> list[AssistantEvent]:
         return [ContentDelta(text)] if text else []
 
-    def read(self) -> Reading[None]:
+    def read(self) -> Reading:
         yield from self.next_char()
+
+
+def _place(event: AssistantEvent) -> int | None:
+    """Of the call that an event belongs to."""
+    return getattr(event, "index", None)
+
+
+def _blanks_before(text: str) -> int:
+    return len(text) - len(text.lstrip())
 
 
 def _may_become(text: str, markers: Sequence[str]) -> bool:

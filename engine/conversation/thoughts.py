@@ -52,14 +52,15 @@ class ThinkReader(TextReader):
     is_open: the prompt ends with the first tag.
     """
 
+    #: The thoughts are, and what comes is the other reader's.
+    _is_over = False
+
     def __init__(self, start: str, end: str, answer: TextReader, *, is_open: bool):
         self._start = start
         self._end = end
         self._answer = answer
-        self._is_open = is_open
-        self._is_over = False
+        self._is_open = self.is_thinking = is_open
         super().__init__()
-        self.is_thinking = is_open
 
     def feed(self, text: str) -> list[AssistantEvent]:
         if self._is_over:
@@ -78,7 +79,7 @@ class ThinkReader(TextReader):
         events = [] if self._is_over else super().close()
         return events + self._answer.close()
 
-    def read(self) -> Reading[None]:
+    def read(self) -> Reading:
         if not self._is_open:
             yield from self._open()
         if self._is_open:
@@ -92,12 +93,11 @@ class ThinkReader(TextReader):
         while True:
             yield from self.next_char()
 
-    def _open(self) -> Reading[None]:
+    def _open(self) -> Reading:
         """See whether the turn begins with thoughts."""
         self.mark()
         try:
-            yield from self.skip_blanks()
-            yield from self.expect(self._start)
+            yield from self.expect_next(self._start)
             self._is_open = True
             self.mark()
         except Malformed:

@@ -4,13 +4,21 @@ of a form is data (`engine.conversation.formats`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from jitney.engine.conversation.json_calls import JsonReader, literal, quoted
+from jitney.engine.conversation.json_calls import (
+    MOST_NAME,
+    JsonReader,
+    checked_name,
+    literal,
+    quoted,
+)
 from jitney.engine.conversation.python_calls import MOST_CHARS, python_calls
 from jitney.engine.conversation.reading import (
     Ended,
+    Finding,
     Malformed,
     NewId,
     Reading,
@@ -18,27 +26,30 @@ from jitney.engine.conversation.reading import (
     new_call_id,
 )
 
-#: Most characters of a name that stands without quotes.
-_MOST_NAME = 256
+#: What ends a name that stands without quotes, beside blanks.
+_BEHIND_NAME = '{[<"'
 
 
-class CallReader(TextReader):
+type _Markers = tuple[str, ...]
+
+
+class _CallReader(TextReader):
     """Content with calls between markers. What turns out to be no call is content."""
 
     def __init__(
         self,
-        starts: Sequence[str],
-        ends: Sequence[str] = (),
-        around: Sequence[str] = (),
+        starts: _Markers,
+        ends: _Markers = (),
+        around: _Markers = (),
         new_id: NewId = new_call_id,
     ):
         """starts, ends: markers before and after a call. around: others, which are read over."""
-        self._starts = tuple(starts)
-        self._ends = tuple(ends)
-        self._around = tuple(around)
+        self._starts = starts
+        self._ends = ends
+        self._around = around
         super().__init__(new_id)
 
-    def read(self) -> Reading[None]:
+    def read(self) -> Reading:
         passed = self._around
         while True:
             marker = yield from self.until(self._starts + passed)
@@ -48,7 +59,7 @@ class CallReader(TextReader):
                 if is_cut_short:  # its end is still to come
                     passed += self._ends
 
-    def attempt(self) -> Reading[bool]:
+    def attempt(self) -> Finding[bool]:
         """Read calls behind a marker. True: the last one had begun, and ended badly."""
         n_before = self._n_calls
         try:
@@ -59,26 +70,25 @@ class CallReader(TextReader):
             self.give_back()
             return self._n_calls > n_before
 
-    def read_calls(self) -> Reading[None]:
+    def read_calls(self) -> Reading:
         """What follows a marker. Raises Malformed."""
         raise NotImplementedError
 
 
-class TaggedCalls(CallReader, JsonReader):
+class TaggedCalls(_CallReader, JsonReader):
     """A JSON object between two tags."""
 
     def __init__(self, start: str, end: str):
         self._end = end
         super().__init__((start,), (end,))
 
-    def read_calls(self) -> Reading[None]:
+    def read_calls(self) -> Reading:
         yield from self.skip_blanks()
         yield from self.read_call()
-        yield from self.skip_blanks()
-        yield from self.expect(self._end)
+        yield from self.expect_next(self._end)
 
 
-class BareCalls(CallReader, JsonReader):
+class BareCalls(_CallReader, JsonReader):
     """Llama: JSON objects that are the whole turn, separated by semicolons, with or without a tag
     before them. Without one only tools that were given can be called.
     """
@@ -87,11 +97,8 @@ class BareCalls(CallReader, JsonReader):
         self._given = names
         super().__init__((tag,))
 
-    def read(self) -> Reading[None]:
-        yield from self.skip_blanks()
-        first = yield from self.next_char()
-        self.unread(first)
-        if first == "{":
+    def read(self) -> Reading:
+        if (yield from self.peek_filled()) == "{":
             self.names = self._given
             yield from self.attempt()
             self.names = None
@@ -99,12 +106,11 @@ class BareCalls(CallReader, JsonReader):
             self.unread("".join(self._since_mark))
         yield from super().read()
 
-    def read_calls(self) -> Reading[None]:
+    def read_calls(self) -> Reading:
         yield from self.skip_blanks()
         yield from self.read_call()
         while True:
-            yield from self.skip_blanks()
-            yield from self.expect(";")
+            yield from self.expect_next(";")
             yield from self.skip_blanks()
             yield from self.read_call()
 
@@ -127,43 +133,39 @@ class NameMarkers:
     around: tuple[str, ...] = ()
 
 
-class NamedCalls(CallReader, JsonReader):
+class NamedCalls(_CallReader, JsonReader):
     """DeepSeek: a name, then the arguments as JSON, with markers around them."""
 
     def __init__(self, markers: NameMarkers):
         self._markers = markers
         super().__init__((markers.start,), (markers.end,), markers.around)
 
-    def read_calls(self) -> Reading[None]:
-        markers = self._markers
-        yield from self.expect(markers.before_name)
+    def read_calls(self) -> Reading:
+        yield from self.expect(self._markers.before_name)
         name = yield from self.read_name()
         yield from self.skip_blanks()
-        yield from self.any_of(markers.after_name)
-        yield from self.skip_blanks()
+        yield from self.any_of(self._markers.after_name)
         yield from self.read_named(name)
-        for part in (markers.before_end, markers.end):
-            yield from self.skip_blanks()
-            yield from self.expect(part)
+        yield from self.expect_next(self._markers.before_end)
+        yield from self.expect_next(self._markers.end)
 
-    def read_named(self, name: str) -> Reading[None]:
+    def read_named(self, name: str) -> Reading:
         """The arguments of a call."""
-        yield from self.expect("{")
-        self.unread("{")
+        yield from self.skip_blanks()
+        yield from self.look_for("{")
         yield from self.read_arguments(self.begin_call(name))
 
-    def read_name(self) -> Reading[str]:
+    def read_name(self) -> Finding[str]:
         """A name without quotes."""
         name = ""
-        while True:
-            char = yield from self.next_char()
-            if char.isspace() or char in '{[<"':
-                self.unread(char)
-                break
+        while not _ends_name(char := (yield from self.next_char())):
             name += char
-        if not 0 < len(name) <= _MOST_NAME:
-            raise Malformed
-        return name
+        self.unread(char)
+        return checked_name(name)
+
+
+def _ends_name(char: str) -> bool:
+    return char in _BEHIND_NAME or char.isspace()
 
 
 class MistralCalls(NamedCalls):
@@ -173,43 +175,39 @@ class MistralCalls(NamedCalls):
 
     def __init__(self, start: str, new_id: NewId):
         self._markers = NameMarkers(start)
-        CallReader.__init__(self, (start,), new_id=new_id)
+        _CallReader.__init__(self, (start,), new_id=new_id)
 
-    def read_calls(self) -> Reading[None]:
-        yield from self.skip_blanks()
-        first = yield from self.next_char()
+    def read_calls(self) -> Reading:
+        first = yield from self.peek_filled()
         if first == "[":
             yield from self._read_list()
-            return
-        self.unread(first)
-        if first == "{":
+        elif first == "{":
             yield from self.read_call()
+        else:
+            name = yield from self.read_name()
+            yield from self._pass_markers()
+            yield from self.read_named(name)
+
+    def _pass_markers(self) -> Reading:
+        """What stands between a name and its arguments, among it the model's own name of the call;
+        ours are known to be new.
+        """
+        if (yield from self.peek_filled()) != "[":
             return
-        name = yield from self.read_name()
-        yield from self.skip_blanks()
-        behind = yield from self.any_of((self._ARGS, self._CALL_ID, "{"))
-        if behind == "{":
-            self.unread(behind)
-        if behind == self._CALL_ID:
-            yield from self._pass_id()
-        yield from self.skip_blanks()
-        yield from self.read_named(name)
+        if (yield from self.any_of((self._ARGS, self._CALL_ID))) == self._CALL_ID:
+            yield from self.read_name()
+            yield from self.expect(self._ARGS)
 
-    def _pass_id(self) -> Reading[None]:
-        """The model's own name of the call; ours are known to be new."""
-        yield from self.read_name()
-        yield from self.expect(self._ARGS)
-
-    def _read_list(self) -> Reading[None]:
-        behind = ","
-        while behind == ",":
+    def _read_list(self) -> Reading:
+        behind = yield from self.next_char()
+        while behind != "]":
             yield from self.skip_blanks()
             yield from self.read_call()
             yield from self.skip_blanks()
-            behind = yield from self.any_of(",]")
+            behind = yield from self.any_of((",", "]"))
 
 
-class PythonCalls(CallReader):
+class PythonCalls(_CallReader):
     """Gemma 3: Python in a fenced block. The arguments of a call come when the block ends."""
 
     _FENCE = "```"
@@ -218,28 +216,27 @@ class PythonCalls(CallReader):
         self._names = names
         super().__init__((start,))
 
-    def read_calls(self) -> Reading[None]:
-        code: list[str] = []
+    def read_calls(self) -> Reading:
+        code = ""
         try:
-            while code[-3:] != list(self._FENCE):
-                code.append((yield from self.next_char()))
+            while not code.endswith(self._FENCE):
+                code += yield from self.next_char()
                 if len(code) > MOST_CHARS:
                     raise Malformed
         except Ended:
-            self._called("".join(code))  # the turn is over, and what there is may be whole
+            with suppress(Malformed):
+                self._call(code)  # the turn is over, and what there is may be whole
             raise
-        if not self._called("".join(code[:-3])):
-            raise Malformed
+        self._call(code.removesuffix(self._FENCE))
 
-    def _called(self, code: str) -> bool:
-        """Say the calls of some code; False if it is none."""
-        try:
-            calls = python_calls(code, self._names)
-        except Malformed:
-            return False
-        for name, arguments in calls:
+    def _call(self, code: str) -> None:
+        """Say the calls of some code. Raises Malformed if it is none."""
+        for name, arguments in python_calls(code, self._names):
             self.add_arguments(self.begin_call(name), arguments)
-        return True
+
+
+#: Reads a pair, or a value.
+type _Member = Callable[[], Reading]
 
 
 class BraceCalls(NamedCalls):
@@ -247,101 +244,93 @@ class BraceCalls(NamedCalls):
     their own. The arguments are written as JSON here.
     """
 
+    #: Of the call that is being read.
+    _index = -1
+
     def __init__(self, start: str, quote: str, end: str):
         self._quote = quote
         super().__init__(NameMarkers(start, before_name="call:", end=end))
 
-    def read_calls(self) -> Reading[None]:
-        yield from self.skip_blanks()
-        yield from self.expect(self._markers.before_name)
+    def read_calls(self) -> Reading:
+        yield from self.expect_next(self._markers.before_name)
         name = yield from self.read_name()
-        yield from self.expect("{")
-        index = self.begin_call(name)
-        yield from self._read_pairs(index)
-        yield from self.skip_blanks()
-        yield from self.expect(self._markers.end)
+        yield from self.look_for("{")
+        self._index = self.begin_call(name)
+        yield from self._read_members("}", self._read_pair)
+        yield from self.expect_next(self._markers.end)
 
-    def _read_pairs(self, index: int) -> Reading[None]:
-        """Behind an opening brace."""
-        self.add_arguments(index, "{")
-        char = yield from self._next_filled()
-        while char != "}":
-            self.unread(char)
-            yield from self._read_key(index)
-            yield from self._read_value(index)
-            char = yield from self._separator(index, "}")
-        self.add_arguments(index, "}")
+    def _write(self, text: str) -> None:
+        """More of the arguments."""
+        self.add_arguments(self._index, text)
 
-    def _read_list(self, index: int) -> Reading[None]:
-        """Behind an opening bracket."""
-        self.add_arguments(index, "[")
-        char = yield from self._next_filled()
-        while char != "]":
-            self.unread(char)
-            yield from self._read_value(index)
-            char = yield from self._separator(index, "]")
-        self.add_arguments(index, "]")
+    def _read_members(self, end: str, read_member: _Member) -> Reading:
+        """From an opening bracket to the closing one."""
+        yield from self._copy_bracket()
+        while (yield from self.peek_filled()) != end:
+            yield from read_member()
+            yield from self._pass_comma(end)
+        yield from self._copy_bracket()
 
-    def _separator(self, index: int, end: str) -> Reading[str]:
-        """What follows a value: the end, or the beginning of the next one."""
-        char = yield from self._next_filled()
-        if char == end:
-            return char
-        if char != ",":
-            self.unread(char)
-            raise Malformed
-        self.add_arguments(index, ", ")
-        return (yield from self._next_filled())
+    def _copy_bracket(self) -> Reading:
+        self._write((yield from self.next_char()))
 
-    def _next_filled(self) -> Reading[str]:
-        yield from self.skip_blanks()
-        return (yield from self.next_char())
+    def _pass_comma(self, end: str) -> Reading:
+        """What follows a value, unless it is the end."""
+        if (yield from self.peek_filled()) != end:
+            yield from self.expect(",")
+            self._write(", ")
 
-    def _read_key(self, index: int) -> Reading[None]:
-        char = yield from self.next_char()
-        self.unread(char)
-        if char == self._quote[0]:
-            yield from self._read_text(index)
+    def _read_pair(self) -> Reading:
+        if (yield from self.peek()) == self._quote[0]:
+            yield from self._read_text()
             yield from self.expect(":")
-            self.add_arguments(index, ": ")
-            return
+        else:
+            self._write(quoted((yield from self._bare_key())))
+        self._write(": ")
+        yield from self._read_value()
+
+    def _bare_key(self) -> Finding[str]:
+        """A key without marks, up to its colon."""
         key = ""
         while (char := (yield from self.next_char())) != ":":
             key += char
-            if char in "{}[]," or len(key) > _MOST_NAME:
+            if char in "{}[]," or len(key) > MOST_NAME:
                 raise Malformed
-        self.add_arguments(index, quoted(key.strip()) + ": ")
+        return key.strip()
 
-    def _read_value(self, index: int) -> Reading[None]:
-        char = yield from self._next_filled()
-        if char == "{":
-            yield from self._read_pairs(index)
-        elif char == "[":
-            yield from self._read_list(index)
-        elif char == self._quote[0]:
-            self.unread(char)
-            yield from self._read_text(index)
+    def _read_value(self) -> Reading:
+        first = yield from self.peek_filled()
+        if first == "{":
+            yield from self._read_members("}", self._read_pair)
+        elif first == "[":
+            yield from self._read_members("]", self._read_value)
+        elif first == self._quote[0]:
+            yield from self._read_text()
         else:
-            self.unread(char)
-            yield from self._read_word(index)
+            yield from self._read_word()
 
-    def _read_text(self, index: int) -> Reading[None]:
+    def _read_text(self) -> Reading:
         """A string between marks."""
         yield from self.expect(self._quote)
-        self.add_arguments(index, '"')
+        self._write('"')
         held = ""
         while held != self._quote:
             held += yield from self.next_char()
-            while not self._quote.startswith(held):
-                self.add_arguments(index, quoted(held[0])[1:-1])
-                held = held[1:]
-                self.mark(held)
-        self.add_arguments(index, '"')
+            held = self._without_text(held)
+        self._write('"')
 
-    def _read_word(self, index: int) -> Reading[None]:
+    def _without_text(self, held: str) -> str:
+        """What may be the beginning of a mark; the text before it is written."""
+        while not self._quote.startswith(held):
+            self._write(quoted(held[0])[1:-1])
+            held = held[1:]
+            self.mark(held)
+        return held
+
+    def _read_word(self) -> Reading:
         """A number, true, false or null; anything else is a string without marks."""
         word = ""
         while (char := (yield from self.next_char())) not in ",}]":
             word += char
         self.unread(char)
-        self.add_arguments(index, literal(word.strip()))
+        self._write(literal(word.strip()))

@@ -32,7 +32,7 @@ _ENDS = (
 _FILE_MARKS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 
 
-class Vocabulary(Protocol):
+class _Vocabulary(Protocol):
     """What this module needs of a tokenizer."""
 
     def token_to_id(self, token: str, /) -> int | None: ...
@@ -63,7 +63,7 @@ class FillIn(NamedTuple):
 
     def prompt(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: _Vocabulary,
         before: str,
         after: str,
         others: Sequence[OtherFile] = (),
@@ -86,7 +86,7 @@ class FillIn(NamedTuple):
         return ids
 
 
-def find_fill_in(vocabulary: Vocabulary) -> FillIn | None:
+def find_fill_in(vocabulary: _Vocabulary) -> FillIn | None:
     """How the model is asked; None if it was not taught to."""
     for names in _NAMES:
         ids = _ids_of(vocabulary, names)
@@ -97,7 +97,7 @@ def find_fill_in(vocabulary: Vocabulary) -> FillIn | None:
     return None
 
 
-def _marks(vocabulary: Vocabulary) -> tuple[int, int] | None:
+def _marks(vocabulary: _Vocabulary) -> tuple[int, int] | None:
     for names in _FILE_MARKS:
         ids = _ids_of(vocabulary, names)
         if len(ids) == len(names):
@@ -105,13 +105,13 @@ def _marks(vocabulary: Vocabulary) -> tuple[int, int] | None:
     return None
 
 
-def _ids_of(vocabulary: Vocabulary, names: Sequence[str]) -> list[int]:
+def _ids_of(vocabulary: _Vocabulary, names: Sequence[str]) -> list[int]:
     """Of those that it has."""
     ids = [vocabulary.token_to_id(name) for name in names]
     return [id for id in ids if id is not None]
 
 
-def _beginning(vocabulary: Vocabulary) -> list[int]:
+def _beginning(vocabulary: _Vocabulary) -> list[int]:
     """The token that the model's texts begin with, where its tokenizer puts one."""
     first = vocabulary.encode("")[:1]
     return first if first == [vocabulary.bos_id] else []

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from jitney.engine.types import JsonDict
 from jitney.engine.worker_pipe import WorkerPipe, limit_memory
 
 #: Most bytes of memory that rendering may take.
@@ -37,13 +38,13 @@ class TemplateSource(msgspec.Struct, frozen=True):
 class Chat(msgspec.Struct, frozen=True):
     """A conversation to be rendered."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonDict]
     #: More characters of text are an error.
     most_chars: int
     #: Seconds after which this process ends by itself, should nobody be left to end it.
     limit_s: float
     #: What else goes to the template, and to what renders it (`continue_final_message`).
-    variables: dict[str, Any] = {}
+    variables: JsonDict = {}
 
 
 class Rendered(msgspec.Struct, frozen=True):
@@ -62,11 +63,11 @@ _SANDBOX = "transformers.utils.chat_template_utils"
 _FIRST = Chat([{"role": "user", "content": ""}], most_chars=0, limit_s=60.0)
 
 
-def render(source: TemplateSource, messages: list[dict[str, Any]], **variables: Any) -> str:
+def render(source: TemplateSource, messages: list[JsonDict], **variables: Any) -> str:
     """The prompt text of a conversation. Raises whatever the template raises."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    given: dict[str, Any] = source.special_tokens | variables
+    given: JsonDict = source.special_tokens | variables
     texts, _ = render_jinja_template([messages], chat_template=source.template, **given)
     return texts[0]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from jitney.engine.api.answers import Described
+from jitney.engine.types import JsonDict
 
 
 class TextContent(Described):
@@ -28,7 +29,7 @@ class ToolUseContent(Described):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonDict
 
 
 class ThinkingTokens(Described):

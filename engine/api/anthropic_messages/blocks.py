@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic_core import from_json
 
@@ -97,7 +96,7 @@ class _ToolUse(_Block):
         return self.begun() | {"input": _arguments("".join(self._texts))}
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _arguments(text: str) -> JsonDict:
     """The object that the text is, as far as it goes: it may have been cut off."""
     try:
         value = from_json(text.encode("utf-8", "replace"), allow_partial=True)
@@ -138,11 +137,10 @@ class Blocks:
 
     def close(self) -> Iterator[Event]:
         """End the block that is open, if one is."""
-        if self._open is None:
-            return
-        yield from self._deltas(self._open.ended())
-        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
-        self._open = None
+        if self._open is not None:
+            yield from self._deltas(self._open.ended())
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+            self._open = None
 
     def _begin(self, block: _Block) -> Iterator[Event]:
         yield from self.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import orjson
 
 from jitney.engine.api.anthropic_messages.schema import (
@@ -16,6 +14,7 @@ from jitney.engine.api.anthropic_messages.schema import (
 )
 from jitney.engine.api.request import Conversation, Kind
 from jitney.engine.api.schema import ReasoningEffort
+from jitney.engine.api.slices import Work
 from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.tools import ToolMode, ToolUse, chosen_tools
 from jitney.engine.types import JsonDict
@@ -31,11 +30,9 @@ _MODES: dict[str, ToolMode] = {
 }
 
 
-def conversation_of(
-    body: CountTokensBody, kind: Kind, turns: TurnFormat
-) -> Generator[None, None, Conversation]:
+def conversation_of(body: CountTokensBody, kind: Kind, turns: TurnFormat) -> Work[Conversation]:
     """What the body makes the template read. An effort is a wish: a model that cannot be told of
-    one does what it does. Work for `Slices`. Raises RequestError.
+    one does what it does. Raises RequestError.
     """
     messages = yield from _template_messages(body.system, body.messages)
     variables: JsonDict = {}
@@ -64,9 +61,7 @@ def _effort(body: CountTokensBody, turns: TurnFormat) -> ReasoningEffort | None:
     return "xhigh" if wish == "max" else wish
 
 
-def _template_messages(
-    system: str | None, given: list[MessageParam]
-) -> Generator[None, None, list[JsonDict]]:
+def _template_messages(system: str | None, given: list[MessageParam]) -> Work[list[JsonDict]]:
     """Neighbours of one role are one message. What the system says in the middle is said by the
     user: most templates know a system message only at the beginning.
     """
@@ -127,6 +122,5 @@ def _tool_use(body: CountTokensBody) -> ToolUse | None:
     choice = body.tool_choice
     if choice is None:
         return chosen_tools(tools, "auto", None, parallel=True)
-    only = None if choice.name is None else [choice.name]
     parallel = not choice.disable_parallel_tool_use and choice.type != "tool"
-    return chosen_tools(tools, _MODES[choice.type], only, parallel=parallel)
+    return chosen_tools(tools, _MODES[choice.type], body.chosen_names, parallel=parallel)

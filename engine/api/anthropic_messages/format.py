@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import orjson
 
@@ -12,6 +12,7 @@ from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.errors import answer_to
 from jitney.engine.api.formats import Format
 from jitney.engine.api.generation import Generation
+from jitney.engine.api.slices import Pieces
 from jitney.engine.api.token_counts import counts_of
 from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict
@@ -25,15 +26,14 @@ class MessageFormat(Format):
     def __init__(self, generation: Generation, tokenizer: TokenBytes, body: MessagesBody):
         super().__init__(generation, tokenizer)
         self._max_tokens = body.max_tokens
-        omits = body.thinking is not None and body.thinking.display == "omitted"
-        self._blocks = Blocks(shows_thoughts=not omits)
+        self._blocks = Blocks(shows_thoughts=body.shows_thoughts)
 
     def add(self, choice: Choice, delta: ChoiceDelta) -> None:
         for event in delta.events:
             for _ in self._blocks.push(event):
                 pass
 
-    def whole(self) -> Generator[bytes, None, None]:
+    def whole(self) -> Pieces:
         yield b""
         message = self._message() | {"content": self._blocks.content()} | self._end()
         yield orjson.dumps(message)
@@ -45,12 +45,12 @@ class MessageFormat(Format):
         for event in delta.events:
             yield from map(_frame, self._blocks.push(event))
 
-    def tail(self) -> Generator[bytes, None, None]:
+    def tail(self) -> Pieces:
         yield from map(_frame, self._blocks.close())
         yield _frame({"type": "message_delta", "delta": self._end(), "usage": self._usage()})
         yield _frame({"type": "message_stop"})
 
-    def failure(self, error: Exception, request_id: str) -> Generator[bytes, None, None]:
+    def failure(self, error: Exception, request_id: str) -> Pieces:
         yield _frame(answer_to(error, request_id).anthropic(request_id))
 
     def _message(self) -> JsonDict:
@@ -70,11 +70,15 @@ class MessageFormat(Format):
         [choice] = self.generation.choices
         return {"stop_reason": self._stop_reason(choice), "stop_sequence": choice.stop_string}
 
+    def _reached(self, choice: Choice) -> str:
+        """The limit that ended it."""
+        allowed = choice.engine_request.sampling.max_tokens
+        is_cut = allowed is not None and allowed < self._max_tokens
+        return "model_context_window_exceeded" if is_cut else "max_tokens"
+
     def _stop_reason(self, choice: Choice) -> str:
         if choice.finish == "length":
-            allowed = choice.engine_request.sampling.max_tokens
-            is_cut = allowed is not None and allowed < self._max_tokens
-            return "model_context_window_exceeded" if is_cut else "max_tokens"
+            return self._reached(choice)
         if choice.n_calls:
             return "tool_use"
         return "end_turn" if choice.stop_string is None else "stop_sequence"

@@ -38,30 +38,31 @@ _KIND = Kind(
 #: Of the API, as a header says them. The second takes no temperature, top_p and top_k; here both
 #: do.
 _VERSIONS = ("2023-06-01", "2026-10-21")
+_KNOWN = " and ".join(_VERSIONS)
 
 
-async def create_message(service: Service, request: Request) -> ASGIApp:
+async def _create_message(service: Service, request: Request) -> ASGIApp:
     _check_version(request)
     body, headers = await read_body(service, request, MessagesBody)
     if body.metadata is not None:
         body = body.model_copy(update={"user": body.metadata.user_id})
-    info, _ = service.ready()
+    info = service.info
     own = {
         "max_tokens": body.max_tokens,
         "stop": tuple(body.stop_sequences or ()),
     }
     sampling = sampling_params(body, info, own)
     conversation = await service.slices.result(conversation_of(body, _KIND, service.turns))
-    context = context_of(request.scope)
+    context = context_of(request)
     wanted = await conversation_request(service, body, context, conversation, sampling)
     return Answer(service, wanted, partial(MessageFormat, body=body), headers)
 
 
-async def count_tokens(service: Service, request: Request) -> ASGIApp:
+async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     _check_version(request)
     body, headers = await read_body(service, request, CountTokensBody)
     check_model(service, body.model)
-    info, _ = service.ready()
+    info = service.info
     sampling_params(body, info, {})  # what a message is refused for is refused here too
     conversation = await service.slices.result(conversation_of(body, _KIND, service.turns))
     prompt = await conversation_prompt(service, conversation)
@@ -73,15 +74,14 @@ def _check_version(request: Request) -> None:
     """A request need not name the version of the API: answers are the same in all."""
     version = request.headers.get("anthropic-version", _VERSIONS[0])
     if version not in _VERSIONS:
-        known = " and ".join(_VERSIONS)
-        raise HttpError(400, f"anthropic-version: not {echo(version)}; {known} are known here")
+        raise HttpError(400, f"anthropic-version: not {echo(version)}; {_KNOWN} are known here")
 
 
 MESSAGE_ROUTES = (
     HttpRoute(
         "/v1/messages",
         ("POST",),
-        create_message,
+        _create_message,
         "answer a conversation, in Anthropic's form",
         generates=True,
         body=MessagesBody,
@@ -90,7 +90,7 @@ MESSAGE_ROUTES = (
     HttpRoute(
         "/v1/messages/count_tokens",
         ("POST",),
-        count_tokens,
+        _count_tokens,
         "the tokens of such a conversation",
         body=CountTokensBody,
         answer=CountAnswer,

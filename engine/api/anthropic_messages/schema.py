@@ -16,12 +16,15 @@ from jitney.engine.api.schema import (
     Label,
     Part,
     at_field,
+    check_tools,
+    kind_of,
     object_schema,
     ranged,
     text_content,
     unsupported,
 )
 from jitney.engine.conversation.tools import Tool
+from jitney.engine.types import JsonDict
 
 
 class _CacheControl(Part):
@@ -55,7 +58,7 @@ class ToolUseBlock(Part):
     type: Literal["tool_use"]
     id: Annotated[Label, Field(min_length=1)]
     name: Annotated[Label, Field(min_length=1)]
-    input: dict[str, Any]
+    input: JsonDict
     cache_control: _CacheControl | None = None
     toolset_name: None = None
 
@@ -84,7 +87,7 @@ class ToolResultBlock(Part):
         return f"Error: {self.content}" if self.is_error else self.content
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+_Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 _BLOCKS: dict[str, type[Part]] = {
     "text": TextBlock,
     "thinking": ThinkingBlock,
@@ -100,8 +103,8 @@ _SAYS: dict[str, tuple[type[Part], ...]] = {
 
 
 def _block(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str):
+    kind = kind_of(value)
+    if kind is None:
         raise ValueError("must be an object with a type")
     if kind not in _BLOCKS:
         raise unsupported(f"blocks of type {echo(kind)} are not supported here")
@@ -119,8 +122,8 @@ class MessageParam(Part):
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        list[Annotated[Block, PlainValidator(_block, json_schema_input_type=Block)]],
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
+        list[Annotated[_Block, PlainValidator(_block, json_schema_input_type=_Block)]],
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Block]),
     ]
 
     @model_validator(mode="after")
@@ -154,7 +157,7 @@ class ToolParam(Part):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
-    input_schema: Annotated[dict[str, Any], AfterValidator(object_schema)]
+    input_schema: Annotated[JsonDict, AfterValidator(object_schema)]
     strict: bool | None = None
     cache_control: _CacheControl | None = None
     allowed_callers: list[Literal["direct"]] | None = None
@@ -169,8 +172,8 @@ class ToolParam(Part):
 
 
 def _tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "custom":
+    kind = kind_of(value)
+    if kind not in (None, "custom"):
         raise unsupported(f"tools of type {echo(kind)} are not supported here")
     return ToolParam.model_validate(value)
 
@@ -184,9 +187,10 @@ class ToolChoice(Part):
 
     @model_validator(mode="after")
     def _named(self) -> Self:
-        if self.type == "tool" and self.name is None:
-            raise at_field("name", "must name the tool")
-        if self.type != "tool" and self.name is not None:
+        if self.type == "tool":
+            if self.name is None:
+                raise at_field("name", "must name the tool")
+        elif self.name is not None:
             raise at_field("name", "goes with the type tool")
         return self
 
@@ -207,7 +211,7 @@ class _Thinking(Part):
 
 class _Format(Part):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonDict, Field(alias="schema")]
 
 
 class _OutputConfig(Part):
@@ -293,19 +297,23 @@ class CountTokensBody(GenerationBody):
     cache_control: _CacheControl | None = None
     context_management: _ContextManagement | None = None
 
+    @property
+    def shows_thoughts(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
+
     @model_validator(mode="after")
     def _tools_fit(self) -> Self:
         names = [tool.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise at_field("tools", "must not have two tools of one name")
         choice = self.tool_choice
-        if choice is not None and choice.type != "none" and not names:
-            raise at_field("tool_choice", "is only allowed with tools")
-        if choice is not None and choice.type == "tool" and choice.name not in names:
-            raise at_field(
-                "tool_choice", f"names {echo(choice.name)}, which is not among the tools"
-            )
+        needs_tools = choice is not None and choice.type != "none"
+        check_tools(names, needs_tools, self.chosen_names or (), "tools")
         return self
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The tool that tool_choice names; None if it names none."""
+        choice = self.tool_choice
+        return [choice.name] if choice is not None and choice.name is not None else None
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:

@@ -94,9 +94,7 @@ class _ResultFile:
         """The file, whole."""
         if self._file is None:
             return None
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        _settle(self._file)
         self._part.rename(self._path)
         now = int(time.time())
         return StoredFile(self._id, self._owner, "batch_output", self._name, self._size, now)
@@ -106,3 +104,10 @@ class _ResultFile:
         if self._file is not None:
             self._file.close()
             self._part.unlink(missing_ok=True)
+
+
+def _settle(file: BinaryIO) -> None:
+    """Have it on the disk, and close it."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

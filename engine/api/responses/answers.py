@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from jitney.engine.api.answers import ChatTokenLogprob, Described
+from jitney.engine.types import JsonDict
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -117,9 +118,9 @@ class ResponseAnswer(Described):
     safety_identifier: str | None
     service_tier: Literal["default"]
     temperature: float
-    text: dict[str, Any]
+    text: JsonDict
     tool_choice: Any
-    tools: list[dict[str, Any]]
+    tools: list[JsonDict]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
@@ -138,7 +139,7 @@ class InputItems(Described):
     """GET /v1/responses/{response_id}/input_items."""
 
     object: Literal["list"]
-    data: list[dict[str, Any]]
+    data: list[JsonDict]
     first_id: str
     last_id: str
     has_more: bool

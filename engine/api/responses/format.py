@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from jitney.engine.api.generation import Generation
 from jitney.engine.api.jsonio import in_pieces, json_list
 from jitney.engine.api.responses.output import Event, Output
 from jitney.engine.api.responses.schema import ResponsesBody
+from jitney.engine.api.slices import Pieces
 from jitney.engine.api.token_counts import counts_of
 from jitney.engine.conversation.events import ContentDelta
 from jitney.engine.text.detokenizer import TokenBytes
-from jitney.engine.types import SamplingParams
+from jitney.engine.types import JsonDict, SamplingParams
 
 #: Called with the response and its output items, without log-probabilities, when it has ended.
-type Keep = Callable[[dict[str, Any], list[dict[str, Any]]], None]
+type _Keep = Callable[[JsonDict, list[JsonDict]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,11 @@ class Asked:
 
     body: ResponsesBody
     #: Keeps the response, if it is to be kept.
-    keep: Keep | None
+    keep: _Keep | None
+
+
+#: Events that a stream begins with.
+_OPENING = ("response.created", "response.in_progress")
 
 
 class ResponseFormat(Format):
@@ -51,7 +56,7 @@ class ResponseFormat(Format):
         for _ in self._events(delta):
             pass
 
-    def whole(self) -> Generator[bytes, None, None]:
+    def whole(self) -> Pieces:
         for _ in self._output.finish(self._status):
             yield b""
         yield from in_pieces(self._ended())
@@ -60,7 +65,7 @@ class ResponseFormat(Format):
         """A stream begins with the response before anything of it is there."""
         response = self._response("in_progress")
         frames: list[bytes] = []
-        for kind in ("response.created", "response.in_progress"):
+        for kind in _OPENING:
             frames += self._frame({"type": kind, "response": response})
         return b"".join(frames)
 
@@ -68,12 +73,12 @@ class ResponseFormat(Format):
         for event in self._events(delta):
             yield from self._frame(event)
 
-    def tail(self) -> Generator[bytes, None, None]:
+    def tail(self) -> Pieces:
         for event in self._output.finish(self._status):
             yield from self._frame(event)
         yield from self._frame({"type": f"response.{self._status}", "response": self._ended()})
 
-    def failure(self, error: Exception, request_id: str) -> Generator[bytes, None, None]:
+    def failure(self, error: Exception, request_id: str) -> Pieces:
         for event in self._output.close("incomplete"):
             yield from self._frame(event)
         answer = answer_to(error, request_id)
@@ -94,17 +99,16 @@ class ResponseFormat(Format):
                 tokens = None
 
     def _frame(self, event: Event) -> Iterator[bytes]:
-        numbered = event | {"sequence_number": self._sequence}
-        self._sequence += 1
         yield b"event: " + event["type"].encode() + b"\ndata: "
-        yield from in_pieces(numbered)
+        yield from in_pieces(event | {"sequence_number": self._sequence})
         yield b"\n\n"
+        self._sequence += 1
 
     @property
     def _status(self) -> str:
         return "incomplete" if self._finish == "length" else "completed"
 
-    def _ended(self) -> dict[str, Any]:
+    def _ended(self) -> JsonDict:
         """The response at its end, which is kept if that was asked for."""
         response = self._response(self._status)
         if self._finish == "length":
@@ -114,12 +118,12 @@ class ResponseFormat(Format):
         self._keep(response)
         return response | {"output": self._output.items()}
 
-    def _keep(self, response: dict[str, Any]) -> None:
+    def _keep(self, response: JsonDict) -> None:
         if self._asked.keep is not None:
             items = [_without_logprobs(item) for item in self._output.items()]
             self._asked.keep(response | {"output": items}, items)
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: str) -> JsonDict:
         """Without its output."""
         return _repeated(self._asked.body, self.request.sampling) | {
             "id": self.request.id,
@@ -133,7 +137,7 @@ class ResponseFormat(Format):
             "usage": None if status == "in_progress" else self._usage(),
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonDict:
         counts = counts_of(self.generation)
         return {
             "input_tokens": counts.prompt,
@@ -145,27 +149,26 @@ class ResponseFormat(Format):
 
     def _logprobs(self, tokens: TokenList, short: bool) -> Any:
         """As a value of JSON. short: without the tokens' bytes, as in events."""
+        return json_list(lambda place: self._scored(tokens, place, short), len(tokens))
 
-        def entry(place: int) -> dict[str, Any]:
-            scored = self._scores.entry(tokens, place)
-            return _short(scored) if short else scored
-
-        return json_list(entry, len(tokens))
+    def _scored(self, tokens: TokenList, place: int, short: bool) -> JsonDict:
+        scored = self._scores.entry(tokens, place)
+        return _short(scored) if short else scored
 
 
-def _short(scored: dict[str, Any]) -> dict[str, Any]:
+def _short(scored: JsonDict) -> JsonDict:
     top = [{"token": each["token"], "logprob": each["logprob"]} for each in scored["top_logprobs"]]
     return {"token": scored["token"], "logprob": scored["logprob"], "top_logprobs": top}
 
 
-def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+def _without_logprobs(item: JsonDict) -> JsonDict:
     if item["type"] != "message":
         return item
     parts = [part | {"logprobs": []} for part in item["content"]]
     return item | {"content": parts}
 
 
-def _repeated(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
+def _repeated(body: ResponsesBody, sampling: SamplingParams) -> JsonDict:
     """What a response repeats of its request."""
     tools = body.tools or []
     return {
@@ -191,13 +194,13 @@ def _repeated(body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _reasoning(body: ResponsesBody) -> dict[str, Any]:
+def _reasoning(body: ResponsesBody) -> JsonDict:
     effort = None if body.reasoning is None else body.reasoning.effort
     return {"effort": effort, "summary": None}
 
 
-def _text(body: ResponsesBody) -> dict[str, Any]:
-    shown: dict[str, Any] = {"type": "text"}
+def _text(body: ResponsesBody) -> JsonDict:
+    shown = {"type": "text"}
     if body.text is not None and body.text.format is not None:
         shown = body.text.format.model_dump(by_alias=True, exclude_none=True)
     return {"format": shown, "verbosity": "medium"}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import orjson
 
 from jitney.engine.api.errors import echo
 from jitney.engine.api.responses.schema import Item, ReferenceItem
 from jitney.engine.api.responses.store import ResponseStore, Turn
+from jitney.engine.api.slices import Work
 from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict
 
 #: Type of an item -> how its ids begin.
 _ID_PREFIXES = {
@@ -29,13 +30,11 @@ def new_item_id(kind: str) -> str:
     return _ID_PREFIXES[kind] + uuid.uuid4().hex
 
 
-def kept_items(
-    items: Sequence[Item], store: ResponseStore, tenant: str
-) -> Generator[None, None, list[dict[str, Any]]]:
+def kept_items(items: Sequence[Item], store: ResponseStore, tenant: str) -> Work[list[JsonDict]]:
     """The items of a body as they are kept: each has an id of ours, and references are what they
-    refer to. Work for `Slices`. Raises RequestError.
+    refer to. Raises RequestError.
     """
-    kept: list[dict[str, Any]] = []
+    kept: list[JsonDict] = []
     for place, item in enumerate(items):
         if isinstance(item, ReferenceItem):
             kept.append(_referred(item, place, store, tenant))
@@ -47,7 +46,7 @@ def kept_items(
     return kept
 
 
-def _referred(item: ReferenceItem, place: int, store: ResponseStore, tenant: str) -> dict[str, Any]:
+def _referred(item: ReferenceItem, place: int, store: ResponseStore, tenant: str) -> JsonDict:
     found = store.item(tenant, item.id)
     if found is None:
         raise RequestError(
@@ -56,9 +55,9 @@ def _referred(item: ReferenceItem, place: int, store: ResponseStore, tenant: str
     return found
 
 
-def earlier_items(turn: Turn | None) -> Generator[None, None, list[dict[str, Any]]]:
-    """All items of a conversation up to this turn. Work for `Slices`."""
-    items: list[dict[str, Any]] = []
+def earlier_items(turn: Turn | None) -> Work[list[JsonDict]]:
+    """All items of a conversation up to this turn."""
+    items: list[JsonDict] = []
     for each in turn.turns() if turn is not None else ():
         items += orjson.loads(each.input)
         items += orjson.loads(each.output)
@@ -66,13 +65,11 @@ def earlier_items(turn: Turn | None) -> Generator[None, None, list[dict[str, Any
     return items
 
 
-def template_messages(
-    instructions: str | None, items: Iterable[dict[str, Any]]
-) -> Generator[None, None, list[dict[str, Any]]]:
+def template_messages(instructions: str | None, items: Iterable[JsonDict]) -> Work[list[JsonDict]]:
     """The messages that items make. Thoughts, content and calls that follow one another are one
-    message of the assistant. Work for `Slices`.
+    message of the assistant.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonDict] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     for place, item in enumerate(items):
@@ -82,7 +79,7 @@ def template_messages(
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+def _add(messages: list[JsonDict], item: JsonDict) -> None:
     match item["type"]:
         case "message" if item["role"] == "assistant":
             message = _assistant(messages, "content")
@@ -104,19 +101,21 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
             )
 
 
-def _assistant(messages: list[dict[str, Any]], field: str = "") -> dict[str, Any]:
+def _assistant(messages: list[JsonDict], field: str = "") -> JsonDict:
     """The assistant's message that comes next: the last one, unless it has something in this field
     already, or has called a tool and goes on to speak.
     """
-    last = messages[-1] if messages else {"role": "none"}
-    if last["role"] == "assistant":
-        is_over = bool(last.get(field)) or (bool(field) and "tool_calls" in last)
-        if not is_over:
-            return last
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    messages.append(message)
-    return message
+    if not _goes_on(messages, field):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
 
 
-def _text(item: dict[str, Any]) -> str:
+def _goes_on(messages: list[JsonDict], field: str) -> bool:
+    """Whether the last message is the assistant's, and may get this field."""
+    last = messages[-1] if messages else {}
+    is_over = bool(last.get(field)) or (bool(field) and "tool_calls" in last)
+    return last.get("role") == "assistant" and not is_over
+
+
+def _text(item: JsonDict) -> str:
     return "".join(part["text"] for part in item["content"])

@@ -15,11 +15,12 @@ from jitney.engine.conversation.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from jitney.engine.types import JsonDict
 
 #: An event without its sequence number.
-type Event = dict[str, Any]
+type Event = JsonDict
 #: The log-probabilities of tokens as a JSON value; the second answer is the shorter form of events.
-type Scored = Callable[[TokenList, bool], Any]
+type _Scored = Callable[[TokenList, bool], Any]
 
 
 class _OpenItem:
@@ -32,13 +33,14 @@ class _OpenItem:
         #: Position among the output items.
         self.place = place
 
-    def at(self) -> dict[str, Any]:
+    def at(self) -> JsonDict:
         return {"item_id": self.id, "output_index": self.place}
 
-    def in_part(self) -> dict[str, Any]:
-        return self.at() | {"content_index": 0}
+    def of_part(self, kind: str, **more: Any) -> Event:
+        """An event of its one part."""
+        return {"type": f"response.{kind}"} | self.at() | {"content_index": 0} | more
 
-    def shown(self, status: str) -> dict[str, Any]:
+    def shown(self, status: str) -> JsonDict:
         """The item as it stands."""
         raise NotImplementedError
 
@@ -60,15 +62,16 @@ class _OpenItem:
 class _Message(_OpenItem):
     kind = "message"
 
-    def __init__(self, place: int, scored: Scored | None):
+    #: Whether its one part has been begun.
+    _has_part = False
+
+    def __init__(self, place: int, scored: _Scored | None):
         super().__init__(place)
         self._scored = scored
         self._texts: list[str] = []
         self._tokens = TokenList.empty(None)
-        #: Whether its one part has been begun.
-        self._has_part = False
 
-    def shown(self, status: str) -> dict[str, Any]:
+    def shown(self, status: str) -> JsonDict:
         content = [self._part()] if self._has_part else []
         return {
             "id": self.id,
@@ -81,7 +84,7 @@ class _Message(_OpenItem):
     def begun(self) -> Iterator[Event]:
         yield from super().begun()
         self._has_part = True
-        yield {"type": "response.content_part.added"} | self.in_part() | {"part": self._part()}
+        yield self.of_part("content_part.added", part=self._part())
 
     def more(self, text: str, tokens: TokenList | None) -> Iterator[Event]:
         self._texts.append(text)
@@ -89,16 +92,12 @@ class _Message(_OpenItem):
         if self._scored is not None and tokens is not None:
             self._keep(tokens)
             logprobs = self._scored(tokens, True)
-        yield (
-            {"type": "response.output_text.delta"}
-            | self.in_part()
-            | {"delta": text, "logprobs": logprobs}
-        )
+        yield self.of_part("output_text.delta", delta=text, logprobs=logprobs)
 
     def done(self, status: str) -> Iterator[Event]:
-        text = {"text": "".join(self._texts), "logprobs": self._logprobs(True)}
-        yield {"type": "response.output_text.done"} | self.in_part() | text
-        yield {"type": "response.content_part.done"} | self.in_part() | {"part": self._part()}
+        text, logprobs = "".join(self._texts), self._logprobs(True)
+        yield self.of_part("output_text.done", text=text, logprobs=logprobs)
+        yield self.of_part("content_part.done", part=self._part())
         yield from super().done(status)
 
     def _keep(self, tokens: TokenList) -> None:
@@ -111,7 +110,7 @@ class _Message(_OpenItem):
             return []
         return self._scored(self._tokens, short)
 
-    def _part(self) -> dict[str, Any]:
+    def _part(self) -> JsonDict:
         return {
             "type": "output_text",
             "text": "".join(self._texts),
@@ -128,7 +127,7 @@ class _Reasoning(_OpenItem):
         self._texts: list[str] = []
         self._has_part = False
 
-    def shown(self, status: str) -> dict[str, Any]:
+    def shown(self, status: str) -> JsonDict:
         return {
             "id": self.id,
             "type": "reasoning",
@@ -140,19 +139,18 @@ class _Reasoning(_OpenItem):
     def begun(self) -> Iterator[Event]:
         yield from super().begun()
         self._has_part = True
-        yield {"type": "response.content_part.added"} | self.in_part() | {"part": self._part()}
+        yield self.of_part("content_part.added", part=self._part())
 
     def more(self, text: str) -> Iterator[Event]:
         self._texts.append(text)
-        yield {"type": "response.reasoning_text.delta"} | self.in_part() | {"delta": text}
+        yield self.of_part("reasoning_text.delta", delta=text)
 
     def done(self, status: str) -> Iterator[Event]:
-        text = {"text": "".join(self._texts)}
-        yield {"type": "response.reasoning_text.done"} | self.in_part() | text
-        yield {"type": "response.content_part.done"} | self.in_part() | {"part": self._part()}
+        yield self.of_part("reasoning_text.done", text="".join(self._texts))
+        yield self.of_part("content_part.done", part=self._part())
         yield from super().done(status)
 
-    def _part(self) -> dict[str, Any]:
+    def _part(self) -> JsonDict:
         return {"type": "reasoning_text", "text": "".join(self._texts)}
 
 
@@ -165,7 +163,7 @@ class _FunctionCall(_OpenItem):
         self._name = name
         self._arguments: list[str] = []
 
-    def shown(self, status: str) -> dict[str, Any]:
+    def shown(self, status: str) -> JsonDict:
         return {
             "id": self.id,
             "type": "function_call",
@@ -196,12 +194,12 @@ class Output:
     they are wanted.
     """
 
-    def __init__(self, scored: Scored | None):
+    def __init__(self, scored: _Scored | None):
         self._scored = scored
         self._closed: list[_Closed] = []
         self._open: _OpenItem | None = None
 
-    def items(self) -> list[dict[str, Any]]:
+    def items(self) -> list[JsonDict]:
         """All that have ended."""
         return [closed.item.shown(closed.status) for closed in self._closed]
 

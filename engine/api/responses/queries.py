@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
 from jitney.engine.api.responses.schema import includable
 from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict
 
 _Include = Annotated[list[str], AfterValidator(includable)]
 
@@ -27,7 +28,7 @@ class InputItemsQuery(BaseModel):
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
 
-    def page(self, items: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+    def page(self, items: list[JsonDict]) -> tuple[list[JsonDict], bool]:
         """These items, and whether more follow. Raises RequestError."""
         ordered = items if self.order == "asc" else items[::-1]
         start = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from jitney.engine.api.endpoints import Answer, read_body
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.queries import read_query
+from jitney.engine.api.queries import listed, read_query
 from jitney.engine.api.request import (
     Conversation,
     Kind,
@@ -21,15 +21,15 @@ from jitney.engine.api.request import (
     sampling_params,
 )
 from jitney.engine.api.responses.answers import DeletedResponse, InputItems, ResponseAnswer
-from jitney.engine.api.responses.format import Asked, Keep, ResponseFormat
+from jitney.engine.api.responses.format import Asked, ResponseFormat
 from jitney.engine.api.responses.items import earlier_items, kept_items, template_messages
 from jitney.engine.api.responses.queries import InputItemsQuery, ResponseQuery
 from jitney.engine.api.responses.schema import ResponsesBody
-from jitney.engine.api.responses.store import KeptResponse, Turn
+from jitney.engine.api.responses.store import KeptResponse, ResponseStore, Turn
 from jitney.engine.api.responses.tools import tool_use
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service, context_of
-from jitney.engine.types import SamplingParams
+from jitney.engine.types import JsonDict, SamplingParams
 
 _KIND = Kind(
     "resp_",
@@ -42,9 +42,9 @@ _KIND = Kind(
 )
 
 
-async def create_response(service: Service, request: Request) -> ASGIApp:
+async def _create_response(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, ResponsesBody)
-    context = context_of(request.scope)
+    context = context_of(request)
     check_model(service, body.model)
     before = _previous(service, body, context.tenant)
     sampling = _sampling(service, body)
@@ -56,8 +56,9 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
     )
     wanted = await conversation_request(service, body, context, conversation, sampling)
     turn = Turn(before, orjson.dumps(items))
-    keep = None if body.store is False else _keeper(service, context.tenant, wanted.id, turn)
-    return Answer(service, wanted, partial(ResponseFormat, asked=Asked(body, keep)), headers)
+    keep = _Keeper(service.responses, context.tenant, wanted.id, turn)
+    asked = Asked(body, None if body.store is False else keep)
+    return Answer(service, wanted, partial(ResponseFormat, asked=asked), headers)
 
 
 def _previous(service: Service, body: ResponsesBody, tenant: str) -> Turn | None:
@@ -69,7 +70,7 @@ def _previous(service: Service, body: ResponsesBody, tenant: str) -> Turn | None
 
 
 def _sampling(service: Service, body: ResponsesBody) -> SamplingParams:
-    info, _ = service.ready()
+    info = service.info
     logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
     own = {
         "max_tokens": body.max_output_tokens,
@@ -78,27 +79,32 @@ def _sampling(service: Service, body: ResponsesBody) -> SamplingParams:
     return sampling_params(body, info, own)
 
 
-def _keeper(service: Service, tenant: str, id: str, turn: Turn) -> Keep:
-    def keep(response: dict[str, Any], items: list[dict[str, Any]]) -> None:
-        turn.output = orjson.dumps(items)
-        service.responses.put(tenant, id, turn, response)
+@dataclass(frozen=True, slots=True)
+class _Keeper:
+    """Keeps a response at its end."""
 
-    return keep
+    store: ResponseStore
+    tenant: str
+    id: str
+    turn: Turn
+
+    def __call__(self, response: JsonDict, items: list[JsonDict]) -> None:
+        self.turn.output = orjson.dumps(items)
+        self.store.put(self.tenant, self.id, self.turn, response)
 
 
-async def show_response(service: Service, request: Request) -> Response:
+async def _show_response(service: Service, request: Request) -> Response:
     read_query(request, ResponseQuery)
     return _json(_kept(service, request).body)
 
 
-async def delete_response(service: Service, request: Request) -> Response:
+async def _delete_response(service: Service, request: Request) -> Response:
     kept = _kept(service, request)
-    service.responses.discard(context_of(request.scope).tenant, kept.id)
-    gone = {"id": kept.id, "object": "response", "deleted": True}
-    return _json(orjson.dumps(gone))
+    service.responses.discard(context_of(request).tenant, kept.id)
+    return _written({"id": kept.id, "object": "response", "deleted": True})
 
 
-async def cancel_response(service: Service, request: Request) -> Response:
+async def _cancel_response(service: Service, request: Request) -> Response:
     _kept(service, request)
     raise HttpError(
         400,
@@ -106,24 +112,21 @@ async def cancel_response(service: Service, request: Request) -> Response:
     )
 
 
-async def list_input_items(service: Service, request: Request) -> Response:
+async def _list_input_items(service: Service, request: Request) -> Response:
     """What the response was asked with; not what came before it."""
     query = read_query(request, InputItemsQuery)
-    items: list[dict[str, Any]] = orjson.loads(_kept(service, request).turn.input)
+    items: list[JsonDict] = orjson.loads(_kept(service, request).turn.input)
     page, has_more = query.page(items)
-    listed = {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else "",
-        "last_id": page[-1]["id"] if page else "",
-        "has_more": has_more,
-    }
-    return _json(orjson.dumps(listed))
+    return _written(listed(page, more=has_more, none=""))
 
 
 def _kept(service: Service, request: Request) -> KeptResponse:
-    tenant = context_of(request.scope).tenant
+    tenant = context_of(request).tenant
     return service.responses.get(tenant, request.path_params["response_id"], "response_id")
+
+
+def _written(body: JsonDict) -> Response:
+    return _json(orjson.dumps(body))
 
 
 def _json(body: bytes) -> Response:
@@ -134,7 +137,7 @@ RESPONSE_ROUTES = (
     HttpRoute(
         "/v1/responses",
         ("POST",),
-        create_response,
+        _create_response,
         "answer a conversation of items, which may be kept",
         generates=True,
         body=ResponsesBody,
@@ -143,7 +146,7 @@ RESPONSE_ROUTES = (
     HttpRoute(
         "/v1/responses/{response_id}",
         ("GET",),
-        show_response,
+        _show_response,
         "a response that is kept",
         query=ResponseQuery,
         answer=ResponseAnswer,
@@ -151,21 +154,21 @@ RESPONSE_ROUTES = (
     HttpRoute(
         "/v1/responses/{response_id}",
         ("DELETE",),
-        delete_response,
+        _delete_response,
         "forget a response",
         answer=DeletedResponse,
     ),
     HttpRoute(
         "/v1/responses/{response_id}/cancel",
         ("POST",),
-        cancel_response,
+        _cancel_response,
         "end a response in the background; there are none",
         answer=ResponseAnswer,
     ),
     HttpRoute(
         "/v1/responses/{response_id}/input_items",
         ("GET",),
-        list_input_items,
+        _list_input_items,
         "what a response was asked with",
         query=InputItemsQuery,
         answer=InputItems,

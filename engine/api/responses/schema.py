@@ -16,12 +16,14 @@ from jitney.engine.api.schema import (
     Part,
     ReasoningEffort,
     at_field,
+    check_tools,
+    kind_of,
     ranged,
     text_content,
     unsupported,
 )
 from jitney.engine.structured.grammar import ANY_OBJECT
-from jitney.engine.types import Grammar
+from jitney.engine.types import Grammar, JsonDict
 
 #: What a response may be asked to show more of. Only the log-probabilities are ours to give: the
 #: others are of tools that run elsewhere and never do here, and of reasoning that is not encrypted
@@ -38,7 +40,7 @@ _INCLUDABLE = frozenset(
         "web_search_call.results",
     }
 )
-LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS = "message.output_text.logprobs"
 
 
 def includable(names: list[str]) -> list[str]:
@@ -50,7 +52,7 @@ def includable(names: list[str]) -> list[str]:
 
 
 _Status = Literal["in_progress", "completed", "incomplete"]
-_Texts = str | list[dict[str, Any]]
+_Texts = str | list[JsonDict]
 
 
 class _Item(Part):
@@ -59,7 +61,7 @@ class _Item(Part):
     id: Label | None = None
     status: _Status | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> JsonDict:
         """The item as it is kept and listed, without its id."""
         raise NotImplementedError
 
@@ -92,7 +94,7 @@ class MessageItem(_Item):
     content: Annotated[str, PlainValidator(_input_text, json_schema_input_type=_Texts)]
     phase: Literal["commentary", "final_answer"] | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> JsonDict:
         if self.role == "assistant":
             part = {"type": "output_text", "text": self.content, "annotations": []}
         else:
@@ -115,7 +117,7 @@ class FunctionCallItem(_Item):
     namespace: None = None
     caller: None = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> JsonDict:
         return {
             "type": "function_call",
             "status": self.status or "completed",
@@ -134,7 +136,7 @@ class FunctionOutputItem(_Item):
     namespace: None = None
     caller: None = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> JsonDict:
         return {
             "type": "function_call_output",
             "status": self.status or "completed",
@@ -153,9 +155,9 @@ class ReasoningItem(_Item):
 
     type: Literal["reasoning"]
     content: list[_Thought] | None = None
-    summary: list[dict[str, Any]] | None = None
+    summary: list[JsonDict] | None = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> JsonDict:
         content = [thought.model_dump() for thought in self.content or ()]
         return {
             "type": "reasoning",
@@ -207,15 +209,16 @@ class _TextFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonDict | None, Field(alias="schema")] = None
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.type == "json_schema" and self.schema_ is None:
-            raise at_field("schema", "must be a JSON schema")
-        if self.type == "json_schema" and self.name is None:
-            raise at_field("name", "must name the schema")
+        if self.type == "json_schema":
+            if self.schema_ is None:
+                raise at_field("schema", "must be a JSON schema")
+            if self.name is None:
+                raise at_field("name", "must name the schema")
         return self
 
 
@@ -243,7 +246,7 @@ class FunctionTool(FunctionFields):
     output_schema: None = None
     async_: Annotated[Literal[False] | None, Field(alias="async")] = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> JsonDict:
         """As a response repeats it."""
         shown = {
             "type": "function",
@@ -257,8 +260,8 @@ class FunctionTool(FunctionFields):
 
 
 def _tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
+    kind = kind_of(value)
+    if kind not in (None, "function"):
         raise unsupported(f"tools of type {echo(kind)} are not supported here")
     return FunctionTool.model_validate(value)
 
@@ -269,6 +272,10 @@ class NamedFunction(Part):
     type: Literal["function"]
     name: str
 
+    @property
+    def names(self) -> list[str]:
+        return [self.name]
+
 
 class AllowedTools(Part):
     """A choice of tools: some of them."""
@@ -277,19 +284,28 @@ class AllowedTools(Part):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
+    @property
+    def names(self) -> list[str]:
+        return [tool.name for tool in self.tools]
 
-ToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
+
+_ToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
+
+
+#: Choices of tools that are objects, by their types.
+_CHOICES: dict[str | None, type[Part]] = {
+    "function": NamedFunction,
+    "allowed_tools": AllowedTools,
+}
 
 
 def _tool_choice(value: Any) -> Any:
-    if value is None or value in ("none", "auto", "required"):
+    if value in (None, "none", "auto", "required"):
         return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function":
-        return NamedFunction.model_validate(value)
-    if kind == "allowed_tools":
-        return AllowedTools.model_validate(value)
-    if isinstance(kind, str):
+    kind = kind_of(value)
+    if kind in _CHOICES:
+        return _CHOICES[kind].model_validate(value)
+    if kind is not None:
         raise unsupported(f"a choice of type {echo(kind)} is not supported here")
     raise ValueError("must be none, auto, required or a function")
 
@@ -345,7 +361,7 @@ class ResponsesBody(GenerationBody):
     store: bool | None = None
     text: _Text | None = None
     tool_choice: Annotated[
-        Any, PlainValidator(_tool_choice, json_schema_input_type=ToolChoice | None)
+        Any, PlainValidator(_tool_choice, json_schema_input_type=_ToolChoice | None)
     ] = None
     tools: (
         Annotated[
@@ -361,24 +377,15 @@ class ResponsesBody(GenerationBody):
     @model_validator(mode="after")
     def _tools_fit(self) -> Self:
         names = [tool.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise at_field("tools", "must not have two functions of one name")
-        if self.tool_choice not in (None, "none", "auto") and not names:
-            raise at_field("tool_choice", "is only allowed with tools")
-        for name in self.chosen_names or ():
-            if name not in names:
-                raise at_field("tool_choice", f"names {echo(name)}, which is not among the tools")
+        needs_tools = self.tool_choice not in (None, "none", "auto")
+        check_tools(names, needs_tools, self.chosen_names or ())
         return self
 
     @property
     def chosen_names(self) -> list[str] | None:
         """The functions that tool_choice names; None if it names none."""
         choice = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            return [choice.name]
-        if isinstance(choice, AllowedTools):
-            return [tool.name for tool in choice.tools]
-        return None
+        return choice.names if isinstance(choice, NamedFunction | AllowedTools) else None
 
     @property
     def effort(self) -> ReasoningEffort | None:
@@ -402,4 +409,4 @@ class ResponsesBody(GenerationBody):
 
     @property
     def shows_logprobs(self) -> bool:
-        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())

@@ -5,13 +5,13 @@ own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import orjson
 
 from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.types import JsonDict
 
 #: Bytes of a response's place itself.
 _PLACE_BYTES = 1024
@@ -36,13 +36,14 @@ class Turn:
 
     def turns(self) -> list[Turn]:
         """From the first turn of the conversation to this one."""
-        turns: list[Turn] = []
-        turn: Turn | None = self
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.before
-        turns.reverse()
-        return turns
+        return list(_chain(self))[::-1]
+
+
+def _chain(turn: Turn | None) -> Iterator[Turn]:
+    """A turn, and those before it."""
+    while turn is not None:
+        yield turn
+        turn = turn.before
 
 
 @dataclass(slots=True, eq=False)
@@ -69,23 +70,17 @@ class _Shelf:
     n_bytes: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class ResponseStore:
     """At most so many responses and bytes of all tenants together; the oldest ones of who has most
     go first. ttl_s: seconds that one is kept; clock: seconds.
     """
 
-    def __init__(
-        self,
-        most: int,
-        most_bytes: int,
-        ttl_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._most = most
-        self._most_bytes = most_bytes
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._shelves: dict[str, _Shelf] = {}
+    _most: int
+    _most_bytes: int
+    _ttl_s: float
+    _clock: Callable[[], float] = time.monotonic
+    _shelves: dict[str, _Shelf] = field(default_factory=dict[str, _Shelf], init=False)
 
     @property
     def count(self) -> int:
@@ -95,7 +90,7 @@ class ResponseStore:
     def n_bytes(self) -> int:
         return sum(shelf.n_bytes for shelf in self._shelves.values())
 
-    def put(self, tenant: str, id: str, turn: Turn, body: dict[str, Any]) -> None:
+    def put(self, tenant: str, id: str, turn: Turn, body: JsonDict) -> None:
         """Keep a response; one of that id is replaced."""
         self.discard(tenant, id)
         items = orjson.loads(turn.input) + orjson.loads(turn.output)
@@ -124,7 +119,7 @@ class ResponseStore:
             )
         return kept
 
-    def item(self, tenant: str, id: str) -> dict[str, Any] | None:
+    def item(self, tenant: str, id: str) -> JsonDict | None:
         """An item of a response that is kept."""
         self._drop_old(tenant)
         shelf = self._shelves.get(tenant)
@@ -174,21 +169,17 @@ class ResponseStore:
 
 def _need(shelf: _Shelf, turn: Turn) -> None:
     """A response needs the turn, and with it those before."""
-    needed: Turn | None = turn
-    while needed is not None:
+    for needed in _chain(turn):
         needed.needed_by += 1
         if needed.needed_by > 1:
             return
         shelf.n_bytes += needed.n_bytes
-        needed = needed.before
 
 
 def _let_go(shelf: _Shelf, turn: Turn) -> None:
     """One less needs the turn; when none does, it needs those before no longer."""
-    needless: Turn | None = turn
-    while needless is not None:
+    for needless in _chain(turn):
         needless.needed_by -= 1
         if needless.needed_by:
             return
         shelf.n_bytes -= needless.n_bytes
-        needless = needless.before

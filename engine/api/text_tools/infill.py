@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.endpoints import Answer, read_body
 from jitney.engine.api.errors import error_event
-from jitney.engine.api.formats import Format
+from jitney.engine.api.formats import Format, event_of
 from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import in_pieces
 from jitney.engine.api.request import (
@@ -26,6 +26,7 @@ from jitney.engine.api.request import (
 )
 from jitney.engine.api.schema import GenerationBody, Label, Part
 from jitney.engine.api.service import Context, Service, context_of
+from jitney.engine.api.slices import Pieces
 from jitney.engine.text.fill_in import OtherFile
 from jitney.engine.types import JsonDict
 
@@ -82,8 +83,8 @@ class InfillAnswer(BaseModel):
 
 async def infill(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, InfillBody)
-    wanted = await _infill_request(service, body, context_of(request.scope))
-    return Answer(service, wanted, InfillFormat, headers)
+    wanted = await _infill_request(service, body, context_of(request))
+    return Answer(service, wanted, _InfillFormat, headers)
 
 
 async def _infill_request(
@@ -105,25 +106,22 @@ async def _infill_request(
     return await ids_request(service, body, context, _KIND, ids, sampling)
 
 
-class InfillFormat(Format):
+class _InfillFormat(Format):
     """llama.cpp's events: no [DONE], the last one says `stop`."""
 
-    def whole(self) -> Generator[bytes, None, None]:
+    def whole(self) -> Pieces:
         [choice] = self.generation.choices
         return in_pieces(self._last(choice, self._totals[choice.index]))
 
     def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
-        piece = self._piece(choice, delta)
         if delta.finish is not None:
-            piece = self._last(choice, delta)
-        yield b"data: "
-        yield from in_pieces(piece)
-        yield b"\n\n"
+            return event_of(self._last(choice, delta))
+        return event_of(self._piece(choice, delta))
 
-    def tail(self) -> Generator[bytes, None, None]:
+    def tail(self) -> Pieces:
         yield from ()
 
-    def failure(self, error: Exception, request_id: str) -> Generator[bytes, None, None]:
+    def failure(self, error: Exception, request_id: str) -> Pieces:
         yield error_event(error, request_id)
 
     def _piece(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
@@ -131,7 +129,7 @@ class InfillFormat(Format):
         return {"index": choice.index, "content": delta.text, "tokens": tokens, "stop": False}
 
     def _last(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
-        usage: dict[str, Any] = self.generation.usage()
+        usage: JsonDict = self.generation.usage()
         return self._piece(choice, delta) | {
             "stop": True,
             "model": self.request.model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from jitney.engine.api.request import chat_conversation, check_chars, check_mode
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody, parse_body
 from jitney.engine.api.service import Service
+from jitney.engine.api.slices import Pieces
 from jitney.engine.api.text_tools.bodies import (
     ChatTokenizeBody,
     DetokenizeAnswer,
@@ -27,12 +28,13 @@ from jitney.engine.api.text_tools.bodies import (
 )
 from jitney.engine.api.text_tools.infill import InfillAnswer, InfillBody, infill
 from jitney.engine.errors import RequestError
+from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict
 
 _POST = ("POST",)
 
 
-async def tokenize(service: Service, request: Request) -> ASGIApp:
+async def _tokenize(service: Service, request: Request) -> ASGIApp:
     """A chat if it has messages, else a text."""
     raw = await read_raw(service, request)
     if raw.get("messages") is not None:
@@ -48,15 +50,14 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
     return _answer(service, _counted(service, ids, strings=bool(body.return_token_strs)), ignored)
 
 
-async def _tokenize_chat(service: Service, raw: dict[str, Any]) -> ASGIApp:
+async def _tokenize_chat(service: Service, raw: JsonDict) -> ASGIApp:
     body, ignored = parse_body(ChatTokenizeBody, raw)
-    check_model(service, body.model)
-    text = await conversation_text(service, await chat_conversation(service, body))
+    text = await _chat_text(service, body)
     ids = await _encode(service, text, "messages", special=bool(body.add_special_tokens))
     return _answer(service, _counted(service, ids, strings=bool(body.return_token_strs)), ignored)
 
 
-async def detokenize(service: Service, request: Request) -> ASGIApp:
+async def _detokenize(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, DetokenizeBody)
     check_model(service, body.model)
     info, tokenizer = service.ready()
@@ -66,7 +67,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
     return _sent(service, {"prompt": text, "content": text}, headers)
 
 
-async def tokenizer_info(service: Service, request: Request) -> ASGIApp:
+async def _tokenizer_info(service: Service, request: Request) -> ASGIApp:
     info, tokenizer = service.ready()
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     body: JsonDict = {name: tokenizer.special_tokens.get(name) for name in names}
@@ -76,11 +77,14 @@ async def tokenizer_info(service: Service, request: Request) -> ASGIApp:
     return _sent(service, body, {})
 
 
-async def apply_template(service: Service, request: Request) -> ASGIApp:
+async def _apply_template(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, ChatBody)
+    return _sent(service, {"prompt": await _chat_text(service, body)}, headers)
+
+
+async def _chat_text(service: Service, body: ChatBody) -> str:
     check_model(service, body.model)
-    text = await conversation_text(service, await chat_conversation(service, body))
-    return _sent(service, {"prompt": text}, headers)
+    return await conversation_text(service, await chat_conversation(service, body))
 
 
 async def _encode(service: Service, text: str, param: str, *, special: bool) -> list[int]:
@@ -89,7 +93,7 @@ async def _encode(service: Service, text: str, param: str, *, special: bool) -> 
     try:
         return await service.off_loop(lambda: tokenizer.encode(text, add_special_tokens=special))
     except RequestError as error:
-        raise RequestError(str(error), code=error.info.code, param=param) from error
+        raise error.blaming(param) from error
 
 
 def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
@@ -107,15 +111,15 @@ def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
 def _pieces(service: Service, ids: list[int]) -> Any:
     """The tokens with their texts, in llama.cpp's form."""
     _, tokenizer = service.ready()
+    return json_list(lambda place: _piece(tokenizer, ids[place]), len(ids))
 
-    def piece(place: int) -> JsonDict:
-        data = tokenizer.token_bytes(ids[place])
-        try:
-            return {"id": ids[place], "piece": data.decode()}
-        except UnicodeDecodeError:
-            return {"id": ids[place], "piece": list(data)}
 
-    return json_list(piece, len(ids))
+def _piece(tokenizer: TokenBytes, id: int) -> JsonDict:
+    data = tokenizer.token_bytes(id)
+    try:
+        return {"id": id, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": id, "piece": list(data)}
 
 
 def _answer(service: Service, body: JsonDict, ignored: list[str]) -> ASGIApp:
@@ -128,7 +132,7 @@ def _sent(service: Service, body: JsonDict, headers: dict[str, str]) -> ASGIApp:
     return BlockAnswer(blocks, headers | {"content-type": "application/json"})
 
 
-def _written(pieces: Iterator[bytes]) -> Generator[bytes, None, None]:
+def _written(pieces: Iterator[bytes]) -> Pieces:
     yield from pieces
 
 
@@ -145,7 +149,7 @@ TEXT_ROUTES = (
     HttpRoute(
         "/tokenize",
         _POST,
-        tokenize,
+        _tokenize,
         "the tokens of a text or of a chat, as vLLM and llama.cpp have it",
         body=TokenizeBody,
         answer=TokenizeAnswer,
@@ -153,7 +157,7 @@ TEXT_ROUTES = (
     HttpRoute(
         "/detokenize",
         _POST,
-        detokenize,
+        _detokenize,
         "the text of tokens",
         body=DetokenizeBody,
         answer=DetokenizeAnswer,
@@ -161,14 +165,14 @@ TEXT_ROUTES = (
     HttpRoute(
         "/tokenizer_info",
         ("GET",),
-        tokenizer_info,
+        _tokenizer_info,
         "the tokenizer's special tokens and the chat template, as vLLM has it",
         answer=TokenizerAnswer,
     ),
     HttpRoute(
         "/apply-template",
         _POST,
-        apply_template,
+        _apply_template,
         "what the chat template makes of a chat",
         body=ChatBody,
         answer=TemplateAnswer,
