@@ -405,7 +405,7 @@ def _tool_format(template: str, name: str) -> _ToolFormat | None:
             if is_signed and format.unless not in template:
                 return format
         return _GENERIC
-    return _named(TOOL_FORMATS, name)
+    return _by_name(TOOL_FORMATS, name)
 
 
 def _reasoning_format(template: str, name: str) -> _ReasoningFormat | None:
@@ -413,8 +413,8 @@ def _reasoning_format(template: str, name: str) -> _ReasoningFormat | None:
         for format in _REASONING_FORMATS:
             if any(sign in template for sign in format.signs):
                 return format
-    return _named(_REASONING_FORMATS, name)
+    return _by_name(_REASONING_FORMATS, name)
 
 
-def _named[F: (_ToolFormat, _ReasoningFormat)](formats: Iterable[F], name: str) -> F | None:
+def _by_name[F: (_ToolFormat, _ReasoningFormat)](formats: Iterable[F], name: str) -> F | None:
     return next((each for each in formats if name in (each.name, *each.aliases)), None)
