@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.errors import RequestError
@@ -160,3 +161,10 @@ def _groups(make: Callable[[int], Any], count: int) -> Iterator[bytes]:
         yield mark + orjson.dumps(group)[1:-1]
         mark = b","
     yield b"]"
+
+
+def json_answer(
+    value: Any, headers: dict[str, str] | None = None, *, status: int = 200
+) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(value), status, headers=headers, media_type="application/json")

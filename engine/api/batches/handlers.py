@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
-import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -27,11 +25,11 @@ from jitney.engine.api.batches.records import Batch, StoredFile, new_id
 from jitney.engine.api.batches.service import Batches, now
 from jitney.engine.api.batches.store import Store
 from jitney.engine.api.batches.upload import Upload, receive_upload
-from jitney.engine.api.batches.webhooks import is_allowed
+from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError, echo
-from jitney.engine.api.jsonio import read_object
+from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.schema import checked
 from jitney.engine.api.service import Service, context_of
@@ -61,7 +59,7 @@ async def upload_file(service: Service, request: Request) -> Response:
             keeper.part(id).unlink(missing_ok=True)
             raise
     ignored = [name for name in upload.fields if name != "purpose"]
-    return answered(shown_file(file), ignored_header(ignored))
+    return json_answer(shown_file(file), ignored_header(ignored))
 
 
 async def _received(request: Request, path: Path, limit: int) -> Upload:
@@ -108,12 +106,12 @@ async def list_files(service: Service, request: Request) -> Response:
         purpose=query.purpose or "",
         newest_first=query.order == "desc",
     )
-    return answered(shown_list([shown_file(file) for file in files], more=more))
+    return json_answer(shown_list([shown_file(file) for file in files], more=more))
 
 
 async def show_file(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
-    return answered(shown_file(await _file(keeper, request)))
+    return json_answer(shown_file(await _file(keeper, request)))
 
 
 async def file_content(service: Service, request: Request) -> ASGIApp:
@@ -140,7 +138,7 @@ async def delete_file(service: Service, request: Request) -> Response:
     if needed_by:
         raise HttpError(400, f"batch {needed_by} still reads this file", code="file_in_use")
     await asyncio.to_thread(keeper.path(file.id).unlink, missing_ok=True)
-    return answered({"id": file.id, "object": "file", "deleted": True})
+    return json_answer({"id": file.id, "object": "file", "deleted": True})
 
 
 async def _file(keeper: Keeper, request: Request) -> StoredFile:
@@ -164,7 +162,7 @@ async def create_batch(service: Service, request: Request) -> Response:
     await keeper.do(Store.add_batch, batch)
     runner.begin(batch.id)
     ignored = [name for name in raw if name not in BatchBody.model_fields]
-    return answered(shown_batch(batch), ignored_header(ignored))
+    return json_answer(shown_batch(batch), ignored_header(ignored))
 
 
 def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
@@ -174,7 +172,7 @@ def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
     created_at = now()
     metadata = body.metadata or {}
     webhook_url = metadata.get(WEBHOOK_KEY, "")
-    check_webhook_url(service.settings, webhook_url, f"metadata.{WEBHOOK_KEY}")
+    check_webhook_url(service.settings.webhook_prefixes, webhook_url, f"metadata.{WEBHOOK_KEY}")
     return Batch(
         id=new_id("batch_"),
         owner=owner,
@@ -186,12 +184,6 @@ def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
         created_at=created_at,
         expires_at=created_at + window_s(body.completion_window),
     )
-
-
-def check_webhook_url(settings: ServerSettings, url: str, param: str) -> None:
-    """Raise RequestError, blaming the field `param`, for a URL that is not allowed."""
-    if url and not is_allowed(url, settings.webhook_prefixes):
-        raise RequestError("this server sends nothing to that URL (webhook_prefixes)", param=param)
 
 
 async def _check_batch(keeper: Keeper, settings: ServerSettings, batch: Batch) -> None:
@@ -216,12 +208,12 @@ async def list_batches(service: Service, request: Request) -> Response:
     query = read_query(request, BatchQuery)
     owner = context_of(request.scope).tenant
     batches, more = await keeper.do(Store.batches, owner, after=query.after, limit=query.limit)
-    return answered(shown_list([shown_batch(batch) for batch in batches], more=more))
+    return json_answer(shown_list([shown_batch(batch) for batch in batches], more=more))
 
 
 async def show_batch(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
-    return answered(shown_batch(await _batch(keeper, request)))
+    return json_answer(shown_batch(await _batch(keeper, request)))
 
 
 async def cancel_batch(service: Service, request: Request) -> Response:
@@ -236,7 +228,7 @@ async def cancel_batch(service: Service, request: Request) -> Response:
         raise HttpError(
             400, f"batch {batch.id} is {batch.status} and cannot be cancelled", code="batch_ended"
         )
-    return answered(shown_batch(batch))
+    return json_answer(shown_batch(batch))
 
 
 async def _batch(keeper: Keeper, request: Request) -> Batch:
@@ -251,8 +243,3 @@ async def _batch(keeper: Keeper, request: Request) -> Batch:
 def _batches(service: Service) -> Batches:
     assert service.batches is not None  # `create_app` has made them
     return service.batches
-
-
-def answered(value: Any, headers: dict[str, str] | None = None, *, status: int = 200) -> Response:
-    """A JSON answer."""
-    return Response(orjson.dumps(value), status, headers=headers, media_type="application/json")

@@ -22,6 +22,7 @@ import httpx
 
 from jitney.engine.api.batches.deliveries import Deliveries, Delivery
 from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.errors import RequestError
 
 _log = logging.getLogger("jitney.api")
 
@@ -59,6 +60,12 @@ def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
         ):
             return True
     return False
+
+
+def check_webhook_url(prefixes: tuple[str, ...], url: str, param: str) -> None:
+    """Raise RequestError, blaming the field `param`, for a URL that is not allowed."""
+    if url and not is_allowed(url, prefixes):
+        raise RequestError("this server sends nothing to that URL (webhook_prefixes)", param=param)
 
 
 def _lies_under(path: str, folder: str) -> bool:

@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api.batches.forms import shown_list, window_s
-from jitney.engine.api.batches.handlers import answered, check_webhook_url
 from jitney.engine.api.batches.keeper import Keeper
 from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.service import now
+from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import send_body, start_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
@@ -27,7 +27,7 @@ from jitney.engine.api.jobs.forms import JobBody, JobQuery, shown_job
 from jitney.engine.api.jobs.records import Asked, Job, Repeated
 from jitney.engine.api.jobs.runner import JobRunner
 from jitney.engine.api.jobs.service import Jobs
-from jitney.engine.api.jsonio import read_object
+from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.schema import checked
 from jitney.engine.api.service import Service, context_of
@@ -66,7 +66,7 @@ async def create_job(service: Service, request: Request) -> Response:
 def _new_job(service: Service, body: JobBody, owner: str) -> Job:
     created_at = now()
     url = body.webhook_url or ""
-    check_webhook_url(service.settings, url, "webhook_url")
+    check_webhook_url(service.settings.webhook_prefixes, url, "webhook_url")
     return Job(
         id=new_id("job_"),
         owner=owner,
@@ -115,7 +115,7 @@ async def _check_room(service: Service, keeper: Keeper, owner: str) -> None:
 
 def _accepted(job: Job, headers: dict[str, str]) -> Response:
     where = {"location": f"/v1/jobs/{job.id}"}
-    return answered(shown_job(job), headers | where, status=202)
+    return json_answer(shown_job(job), headers | where, status=202)
 
 
 async def list_jobs(service: Service, request: Request) -> Response:
@@ -123,12 +123,12 @@ async def list_jobs(service: Service, request: Request) -> Response:
     query = read_query(request, JobQuery)
     owner = context_of(request.scope).tenant
     jobs, more = await keeper.do(table.page, owner, after=query.after, limit=query.limit)
-    return answered(shown_list([shown_job(job) for job in jobs], more=more))
+    return json_answer(shown_list([shown_job(job) for job in jobs], more=more))
 
 
 async def show_job(service: Service, request: Request) -> Response:
     keeper = await _jobs(service).keeper()
-    return answered(shown_job(await _job(keeper, request)))
+    return json_answer(shown_job(await _job(keeper, request)))
 
 
 async def cancel_job(service: Service, request: Request) -> Response:
@@ -141,7 +141,7 @@ async def cancel_job(service: Service, request: Request) -> Response:
         raise HttpError(
             400, f"job {job.id} is {job.status} and cannot be cancelled", code="job_ended"
         )
-    return answered(shown_job(job))
+    return json_answer(shown_job(job))
 
 
 async def job_events(service: Service, request: Request) -> ASGIApp:

@@ -338,8 +338,8 @@ def test_too_long_a_wait_is_refused_with_the_seconds():
     ) as refusal:
         core.scheduler.add(make_request("c", [1]))
     info = refusal.value.info
-    # Until 11.25 are ahead, three quarters of what may be, and a little at random.
-    assert info.code == "queue_full" and info.retry_after == pytest.approx(8.75 + 0.25, abs=0.25)
+    # Until 9 are ahead, six tenths of what may be, and a little at random.
+    assert info.code == "queue_full" and info.retry_after == pytest.approx(11.0 + 0.25, abs=0.25)
     assert "sequences waiting: 0" in info.message
     core.check()
     assert "c" not in core.scheduler.state.groups
