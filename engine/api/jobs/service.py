@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.keeper import Keeper
-from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.jobs.runner import JobRunner
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.api.service import Service
+
+if TYPE_CHECKING:
+    from jitney.engine.api.batches.service import Batches
 
 
 class Jobs:
