@@ -51,7 +51,7 @@ class Reader(HTMLParser):
 
 
 def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str, Any]]:
-    clock = client.history._clock()
+    clock = client.history.clock()
     notes = [{"level": "warn", "code": "x", "t": 0.0, "message": "<b>note</b>"}]
     data = at_once(report.collect(client, minutes, notes, clock, 0.0))  # type: ignore[arg-type]
     reader = Reader(report.render(data))

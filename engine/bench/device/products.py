@@ -21,6 +21,7 @@ from jitney.engine.bench.device.timing import chained, copies_for, distance, tim
 from jitney.engine.executor.sampling import threshold
 from jitney.engine.models.quantization import SCHEMES, Packed, product, quantise, widened
 from jitney.engine.types import JsonDict
+from jitney.kernels.int8 import round_rows
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
@@ -56,7 +57,8 @@ def _product_row(
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     moved = held + x.nbytes + 4 * rows * shape[1]
     floor_s, bound = job.measured.of(moved, 2.0 * rows * shape[0] * shape[1])
-    error = _product_error(kernels, x, weights)
+    rounds = kernels.int8 is not None and scheme == "int8"
+    error = _product_error(kernels, x, weights, rounds=rounds)
 
     def time() -> JsonDict:
         seeds = range(1, copies_for(job, moved))
@@ -73,9 +75,15 @@ def _product_row(
     yield checked(row, WRONG[jnp.dtype(dtype).itemsize], time)
 
 
-def _product_error(kernels: KernelSet, x: jax.Array, weights: Any) -> float:
-    """Distance from the product of the widened weights in float32."""
-    exact = jnp.matmul(x.astype(jnp.float32), widened(weights), precision="highest")
+def _product_error(kernels: KernelSet, x: jax.Array, weights: Any, *, rounds: bool) -> float:
+    """Distance from the product of the widened weights in float32. rounds: the kernel rounds rows
+    to int8, and so does what it is compared with.
+    """
+    rows = x.astype(jnp.float32)
+    if rounds:
+        codes, scales = round_rows(x)
+        rows = codes * scales
+    exact = jnp.matmul(rows, widened(weights), precision="highest")
     ours = jax.jit(lambda x, w: product(x, w, kernels))(x, weights)
     return float(distance(ours, exact))
 
