@@ -10,6 +10,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jitney.engine.api.disconnect import until_disconnect
 
+#: Of an answer that is a stream of server-sent events: no cache keeps it, and no proxy waits for
+#: more of it.
+EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class BlockAnswer:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jitney.engine.api.blocks import BlockAnswer, send_body, start_of
+from jitney.engine.api.blocks import EVENT_STREAM, BlockAnswer, send_body, start_of
 from jitney.engine.api.choices import Deltas
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError
@@ -139,14 +139,7 @@ class Answer:
                 await send_body(send, block)
 
     def _stream_start(self) -> Message:
-        return start_of(
-            self.headers
-            | {
-                "content-type": "text/event-stream; charset=utf-8",
-                "cache-control": "no-store",
-                "x-accel-buffering": "no",
-            }
-        )
+        return start_of(self.headers | EVENT_STREAM)
 
 
 def _frames(format: Format, deltas: Deltas) -> Pieces:

@@ -26,6 +26,19 @@ class Event:
     created_at: int
     data: dict[str, Any]
 
+    @classmethod
+    def of_end(
+        cls, id: str, status: str, times: dict[str, int], more: dict[str, Any] | None = None
+    ) -> Event:
+        """The end of a batch or of a job.
+
+        id: "batch_..." or "job_...", and the event's own begins with "evt_".
+        times: when each state was reached.
+        more: what is told beside the id.
+        """
+        kind, _, rest = id.partition("_")
+        return cls(f"evt_{rest}", f"{kind}.{status}", times[status], {"id": id} | (more or {}))
+
     def text(self) -> bytes:
         return orjson.dumps(
             {
@@ -81,12 +94,7 @@ class Deliveries:
 
 def _batch_event(row: sqlite3.Row) -> Event:
     batch = batch_of(row)
-    return Event(
-        batch.id.replace("batch_", "evt_"),
-        f"batch.{batch.status}",
-        batch.times[batch.status],
-        {"id": batch.id},
-    )
+    return Event.of_end(batch.id, batch.status, batch.times)
 
 
 BATCH_ENDS = Deliveries("batches", _batch_event)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -54,6 +55,14 @@ class Reply:
         """Seconds after which to try again."""
         told = self.headers.get(b"retry-after-ms", b"1000")
         return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, int(told) / 1000))
+
+    def shown(self, request_id: str) -> dict[str, Any]:
+        """As a part of a larger JSON text."""
+        return {
+            "status_code": self.status,
+            "request_id": request_id,
+            "body": orjson.Fragment(bytes(self.body)),
+        }
 
 
 class LineExecutor:
@@ -163,16 +172,11 @@ def _scope_of(request: LineRequest, context: Context) -> Scope:
 def _written(custom_id: str, request_id: str, reply: Reply) -> LineAnswer:
     """A line of the output file if its answer is a 200, else one of the error file. Blocks."""
     good = reply.status == 200
-    response = {
-        "status_code": reply.status,
-        "request_id": request_id,
-        "body": orjson.Fragment(bytes(reply.body)),
-    }
     text = orjson.dumps(
         {
             "id": f"batch_req_{request_id}",
             "custom_id": custom_id,
-            "response": response,
+            "response": reply.shown(request_id),
             "error": None,
         }
     )

@@ -20,6 +20,7 @@ from jitney.engine.api.batches.forms import (
     shown_list,
     window_s,
 )
+from jitney.engine.api.batches.found import found
 from jitney.engine.api.batches.keeper import Keeper
 from jitney.engine.api.batches.records import Batch, StoredFile, new_id
 from jitney.engine.api.batches.service import Batches, now
@@ -142,12 +143,7 @@ async def delete_file(service: Service, request: Request) -> Response:
 
 
 async def _file(keeper: Keeper, request: Request) -> StoredFile:
-    """The file that the path names. Raises HttpError 404 if it is not there, or not theirs."""
-    id = request.path_params["file_id"]
-    file = await keeper.do(Store.file, id, context_of(request.scope).tenant)
-    if file is None:
-        raise HttpError(404, f"no file {echo(id)}", code="not_found", param="file_id")
-    return file
+    return await found(keeper, request, "file", Store.file)
 
 
 async def create_batch(service: Service, request: Request) -> Response:
@@ -232,12 +228,7 @@ async def cancel_batch(service: Service, request: Request) -> Response:
 
 
 async def _batch(keeper: Keeper, request: Request) -> Batch:
-    """The batch that the path names. Raises HttpError 404 if it is not there, or not theirs."""
-    id = request.path_params["batch_id"]
-    batch = await keeper.do(Store.batch, id, context_of(request.scope).tenant)
-    if batch is None:
-        raise HttpError(404, f"no batch {echo(id)}", code="not_found", param="batch_id")
-    return batch
+    return await found(keeper, request, "batch", Store.batch)
 
 
 def _batches(service: Service) -> Batches:

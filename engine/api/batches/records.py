@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-#: Batches in these states are over, and change no more.
+#: Batches and jobs in these states are over, and change no more.
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 

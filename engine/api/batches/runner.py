@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.keeper import Keeper
@@ -14,16 +14,13 @@ from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.records import Batch, Fault, Line
 from jitney.engine.api.batches.results import finish
 from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.tasks import Tasks
 from jitney.engine.api.service import Service
-
-_log = logging.getLogger("jitney.api")
 
 #: Lines of a batch that are taken from the store at once.
 _GROUP = 64
 #: Faults of a file that are told.
 _MOST_FAULTS = 10
-#: Seconds before a batch that could not be worked on is taken up again.
-_AGAIN_S = 10.0
 
 
 class BatchRunner:
@@ -44,11 +41,10 @@ class BatchRunner:
         self._keeper = keeper
         self._executor = executor
         self._on_end = on_end
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks = Tasks(self._forget)
         #: Set for a batch that is to be cancelled.
         self._cancels: dict[str, asyncio.Event] = {}
         self._places = Places(service)
-        self._stopped = False
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
@@ -57,10 +53,11 @@ class BatchRunner:
 
     def begin(self, id: str) -> None:
         """Work on a batch."""
-        if self._stopped or id in self._tasks:
-            return
-        self._cancels[id] = asyncio.Event()
-        self._tasks[id] = asyncio.create_task(self._work(id))
+        self._cancels.setdefault(id, asyncio.Event())
+        self._tasks.begin(id, partial(self._work, id))
+
+    def _forget(self, id: str) -> None:
+        del self._cancels[id]
 
     def cancel(self, id: str) -> None:
         """A batch is in the state "cancelling": give up its lines."""
@@ -69,37 +66,22 @@ class BatchRunner:
 
     def stop(self) -> None:
         """Give up the lines in flight; the next start goes on with them."""
-        self._stopped = True
-        for task in self._tasks.values():
-            task.cancel()
+        self._tasks.stop()
 
     async def stopped(self) -> None:
         """Wait until nothing runs any more, after `stop`."""
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._tasks.stopped()
 
     async def _work(self, id: str) -> None:
-        """One batch to its end. What cannot be done now, a full disk perhaps, is tried again."""
-        try:
-            while not await self._work_once(id):
-                await asyncio.sleep(_AGAIN_S)
-        finally:
-            del self._tasks[id], self._cancels[id]
-        self._on_end()
-
-    async def _work_once(self, id: str) -> bool:
-        """True at its end."""
-        try:
+        """One batch to its end."""
+        batch = await self._keeper.do(Store.batch, id)
+        if batch is not None and batch.status == "validating":
+            await self._validate(batch)
             batch = await self._keeper.do(Store.batch, id)
-            if batch is not None and batch.status == "validating":
-                await self._validate(batch)
-                batch = await self._keeper.do(Store.batch, id)
-            if batch is not None and batch.status == "in_progress":
-                await self._answer_all(batch)
-            await self._end(id)
-        except Exception:
-            _log.exception("batch %s could not be worked on; it is tried again", id)
-            return False
-        return True
+        if batch is not None and batch.status == "in_progress":
+            await self._answer_all(batch)
+        await self._end(id)
+        self._on_end()
 
     async def _validate(self, batch: Batch) -> None:
         faults = await self._read_lines(batch)

@@ -12,12 +12,11 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import orjson
 
+from jitney.engine.api.batches import rows
 from jitney.engine.api.batches.records import (
-    ENDED,
     AnsweredLine,
     Batch,
     Fault,
@@ -118,7 +117,6 @@ _PLAIN = (
     "failed",
 )
 _FILE_FIELDS = ("id", "owner", "purpose", "name", "size", "created_at")
-_ENDED = ", ".join(f"'{status}'" for status in ENDED)
 
 
 class Store:
@@ -161,10 +159,7 @@ class Store:
         return count, size
 
     def add_file(self, file: StoredFile) -> None:
-        names = ", ".join(_FILE_FIELDS)
-        marks = ", ".join("?" * len(_FILE_FIELDS))
-        values = [getattr(file, name) for name in _FILE_FIELDS]
-        self.db.execute(f"INSERT INTO files ({names}) VALUES ({marks})", values)
+        rows.insert(self.db, "files", {name: getattr(file, name) for name in _FILE_FIELDS})
 
     def file(self, id: str, owner: str) -> StoredFile | None:
         """The file of that id, if it is this owner's."""
@@ -178,10 +173,17 @@ class Store:
         """At most so many of an owner's files, those behind `after`, and whether there are more.
         purpose: only of this one; empty for all.
         """
-        wanted = "AND purpose = ?" if purpose else ""
-        values = [purpose] if purpose else []
-        rows, more = self.page("files", owner, after, limit, newest_first, wanted, values)
-        return [_file_of(row) for row in rows], more
+        page, more = rows.page(
+            self.db,
+            "files",
+            owner,
+            after=after,
+            limit=limit,
+            newest_first=newest_first,
+            condition="purpose = ?" if purpose else "TRUE",
+            values=[purpose] if purpose else [],
+        )
+        return [_file_of(row) for row in page], more
 
     def file_ids(self) -> set[str]:
         """Of all files, whoever has them."""
@@ -191,7 +193,7 @@ class Store:
         """Forget a file, unless a batch still needs it: the id of that batch, else nothing."""
         with self.transaction():
             query = f"""SELECT id FROM batches WHERE input_file_id = ? AND owner = ?
-                AND status NOT IN ({_ENDED})"""
+                AND {rows.OPEN}"""
             row = self.db.execute(query, (id, owner)).fetchone()
             if row is not None:
                 return row["id"]
@@ -202,8 +204,7 @@ class Store:
 
     def open_batches(self, owner: str) -> int:
         """How many of an owner's batches are not over."""
-        query = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN ({_ENDED})"
-        return self.db.execute(query, (owner,)).fetchone()[0]
+        return rows.n_open(self.db, "batches", owner)
 
     def add_batch(self, batch: Batch) -> None:
         columns = {name: getattr(batch, name) for name in _PLAIN}
@@ -212,16 +213,11 @@ class Store:
             "times": orjson.dumps(batch.times),
             "faults": orjson.dumps(batch.faults),
         }
-        names = ", ".join(columns)
-        marks = ", ".join("?" * len(columns))
-        self.db.execute(f"INSERT INTO batches ({names}) VALUES ({marks})", list(columns.values()))
+        rows.insert(self.db, "batches", columns)
 
     def forget_ended(self, owner: str, keep: int) -> None:
         """Of an owner's batches that are over, and told, keep the newest."""
-        query = f"""DELETE FROM batches WHERE number IN (
-            SELECT number FROM batches WHERE owner = ? AND status IN ({_ENDED}) AND told_at IS NULL
-            ORDER BY number DESC LIMIT -1 OFFSET ?)"""
-        self.db.execute(query, (owner, keep))
+        rows.forget_ended(self.db, "batches", owner, keep)
 
     def batch(self, id: str, owner: str | None = None) -> Batch | None:
         """The batch of that id, if it is this owner's; None: whoever has it."""
@@ -232,12 +228,12 @@ class Store:
 
     def batches(self, owner: str, *, after: str, limit: int) -> tuple[list[Batch], bool]:
         """As `files`, the newest first."""
-        rows, more = self.page("batches", owner, after, limit, True, "", [])
-        return [batch_of(row) for row in rows], more
+        page, more = rows.page(self.db, "batches", owner, after=after, limit=limit)
+        return [batch_of(row) for row in page], more
 
     def unfinished(self) -> list[str]:
         """Ids of the batches that are not over, the oldest first."""
-        query = f"SELECT id FROM batches WHERE status NOT IN ({_ENDED}) ORDER BY number"
+        query = f"SELECT id FROM batches WHERE {rows.OPEN} ORDER BY number"
         return [row["id"] for row in self.db.execute(query)]
 
     def move(self, id: str, sources: Iterable[str], status: str, now: int) -> bool:
@@ -248,17 +244,8 @@ class Store:
             row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
             if row is None or row["status"] not in tuple(sources):
                 return False
-            self._set_status(row, status, now)
+            rows.set_status(self.db, "batches", row, status, now)
             return True
-
-    def _set_status(self, row: sqlite3.Row, status: str, now: int) -> None:
-        times = orjson.loads(row["times"]) | {status: now}
-        self.db.execute(
-            "UPDATE batches SET status = ?, times = ? WHERE id = ?",
-            (status, orjson.dumps(times), row["id"]),
-        )
-        if status in ENDED and row["webhook_url"]:
-            self.db.execute("UPDATE batches SET told_at = ? WHERE id = ?", (now, row["id"]))
 
     def fail(self, id: str, faults: list[Fault], now: int) -> bool:
         """A batch whose file cannot be worked on; False if it is not being validated any more."""
@@ -270,7 +257,7 @@ class Store:
                 "UPDATE batches SET faults = ? WHERE id = ?", (orjson.dumps(faults), id)
             )
             self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
-            self._set_status(row, "failed", now)
+            rows.set_status(self.db, "batches", row, "failed", now)
             return True
 
     def finish(
@@ -285,7 +272,7 @@ class Store:
                     query = f"UPDATE batches SET {name} = ? WHERE id = ?"
                     self.db.execute(query, (file.id, id))
             self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
-            self._set_status(row, status, now)
+            rows.set_status(self.db, "batches", row, status, now)
 
     # Lines.
 
@@ -316,7 +303,7 @@ class Store:
             query = "SELECT COUNT(*) FROM lines WHERE batch_id = ?"
             [total] = self.db.execute(query, (id,)).fetchone()
             self.db.execute("UPDATE batches SET total = ? WHERE id = ?", (total, id))
-            self._set_status(row, "in_progress", now)
+            rows.set_status(self.db, "batches", row, "in_progress", now)
             return True
 
     def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
@@ -341,29 +328,6 @@ class Store:
         query = """SELECT number, custom_id, outcome, answer FROM lines
             WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
         return [_answered(row) for row in self.db.execute(query, (id, after, limit))]
-
-    def page(
-        self,
-        table: str,
-        owner: str,
-        after: str,
-        limit: int,
-        newest_first: bool,
-        wanted: str,
-        values: list[Any],
-    ) -> tuple[list[sqlite3.Row], bool]:
-        """One page of a list. An `after` that the owner does not have begins a list without an
-        end's place: it is empty.
-        """
-        sign, order = ("<", "DESC") if newest_first else (">", "ASC")
-        behind = ""
-        if after:
-            behind = f"AND number {sign} (SELECT number FROM {table} WHERE id = ? AND owner = ?)"
-            values = [after, owner, *values]
-        query = f"""SELECT * FROM {table} WHERE owner = ? {behind} {wanted}
-            ORDER BY number {order} LIMIT ?"""
-        rows = self.db.execute(query, [owner, *values, limit + 1]).fetchall()
-        return rows[:limit], len(rows) > limit
 
 
 def _file_of(row: sqlite3.Row) -> StoredFile:

@@ -14,14 +14,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api.batches.forms import shown_list, window_s
+from jitney.engine.api.batches.found import found
 from jitney.engine.api.batches.keeper import Keeper
 from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.service import now
 from jitney.engine.api.batches.webhooks import check_webhook_url
-from jitney.engine.api.blocks import send_body, start_of
+from jitney.engine.api.blocks import EVENT_STREAM, send_body, start_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
-from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.forms import JobBody, JobQuery, shown_job
 from jitney.engine.api.jobs.records import Asked, Job, Repeated
@@ -37,7 +38,6 @@ from jitney.engine.errors import RequestError
 _KEPT_JOBS = 1000
 _REPEAT_HEADER = "idempotency-key"
 _MOST_KEY_CHARS = 255
-_EVENT_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-store"}
 
 
 async def create_job(service: Service, request: Request) -> Response:
@@ -51,11 +51,8 @@ async def create_job(service: Service, request: Request) -> Response:
     job = _new_job(service, body, context_of(request.scope).tenant)
     asked = Asked(orjson.dumps(body.body), _repeat_key(request), _digest(body))
     ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
-    known = await keeper.do(table.find_repeated, job.owner, asked.repeat_key)
-    if known is None:
-        await _check_room(service, keeper, job.owner)
-        await keeper.do(table.forget_ended, job.owner, _KEPT_JOBS)
-        known = await keeper.do(table.add, job, asked)
+    most = service.settings.key_jobs
+    known = await keeper.do(table.add, job, asked, most_open=most, keep=_KEPT_JOBS)
     if known is None:
         runner.begin(job)
         return _accepted(job, ignored)
@@ -101,15 +98,6 @@ def _check_same(known: Repeated, asked: Asked) -> None:
             f"job {known.job.id} has this Idempotency-Key, and asks for something else",
             code="idempotency_key_used",
             param=_REPEAT_HEADER,
-        )
-
-
-async def _check_room(service: Service, keeper: Keeper, owner: str) -> None:
-    """Raise RequestError if a key has as many jobs under way as it may have."""
-    most = service.settings.key_jobs
-    if await keeper.do(table.n_open, owner) >= most:
-        raise RequestError(
-            f"one key may have {most} jobs under way (key_jobs)", code="rate_limit", retry_after=5.0
         )
 
 
@@ -182,7 +170,7 @@ class _EventAnswer:
         await until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        await send(start_of(_EVENT_HEADERS))
+        await send(start_of(EVENT_STREAM))
         async with aclosing(self.events) as events:
             async for event in events:
                 await send_body(send, event)
@@ -190,12 +178,7 @@ class _EventAnswer:
 
 
 async def _job(keeper: Keeper, request: Request) -> Job:
-    """The job that the path names. Raises HttpError 404 if it is not there, or not theirs."""
-    id = request.path_params["job_id"]
-    job = await keeper.do(table.find, id, context_of(request.scope).tenant)
-    if job is None:
-        raise HttpError(404, f"no job {echo(id)}", code="not_found", param="job_id")
-    return job
+    return await found(keeper, request, "job", table.find)
 
 
 def _jobs(service: Service) -> Jobs:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Jobs in these states are over, and change no more.
-ENDED = ("completed", "failed", "cancelled", "expired")
+from jitney.engine.api.batches.records import ENDED
 
 
 @dataclass(slots=True)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 
 import orjson
 
-from jitney.engine.api.batches.execution import LineExecutor, Reply
+from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.keeper import Keeper
 from jitney.engine.api.batches.lines import LineRequest
 from jitney.engine.api.batches.places import Places
+from jitney.engine.api.batches.tasks import Tasks
 from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.records import Job
 from jitney.engine.api.service import Service
-
-_log = logging.getLogger("jitney.api")
-
-#: Seconds before a job whose end could not be written down is taken up again.
-_AGAIN_S = 10.0
 
 
 class JobRunner:
@@ -39,10 +35,13 @@ class JobRunner:
         self._executor = executor
         self._on_end = on_end
         self._places = Places(service)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks = Tasks(self._changed)
         #: Set, and forgotten, at a job's next change.
         self._news: dict[str, asyncio.Event] = {}
-        self.is_stopped = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._tasks.is_stopped
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
@@ -51,8 +50,7 @@ class JobRunner:
 
     def begin(self, job: Job) -> None:
         """Work on a job."""
-        if not self.is_stopped and job.id not in self._tasks:
-            self._tasks[job.id] = asyncio.create_task(self._work(job))
+        self._tasks.begin(job.id, partial(self._work, job))
 
     def news(self, id: str) -> asyncio.Event:
         """An event that is set when the job changes; at once if it is not worked on."""
@@ -66,41 +64,23 @@ class JobRunner:
         """End a job without an answer; False if it was over."""
         if not await self._keeper.do(table.finish, id, "cancelled", None, int(time.time())):
             return False
-        task = self._tasks.get(id)
-        if task is not None:
-            task.cancel()
+        self._tasks.cancel(id)
         self._on_end()
         return True
 
     def stop(self) -> None:
         """Give up what is being computed; the next start goes on with it."""
-        self.is_stopped = True
-        for task in self._tasks.values():
-            task.cancel()
+        self._tasks.stop()
 
     async def stopped(self) -> None:
         """Wait until nothing runs any more, after `stop`."""
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._tasks.stopped()
 
     async def _work(self, job: Job) -> None:
         """One job to its end."""
-        try:
-            while not await self._work_once(job):
-                await asyncio.sleep(_AGAIN_S)
-        finally:
-            del self._tasks[job.id]
-            self._changed(job.id)
+        status, answer = await self._outcome(job)
+        await self._keeper.do(table.finish, job.id, status, answer, int(time.time()))
         self._on_end()
-
-    async def _work_once(self, job: Job) -> bool:
-        """True at its end. What cannot be done now, a full disk perhaps, is tried again."""
-        try:
-            status, answer = await self._outcome(job)
-            await self._keeper.do(table.finish, job.id, status, answer, int(time.time()))
-        except Exception:
-            _log.exception("job %s could not be worked on; it is tried again", job.id)
-            return False
-        return True
 
     async def _outcome(self, job: Job) -> tuple[str, bytes | None]:
         """The state in which the job ends, and its answer."""
@@ -120,19 +100,9 @@ class JobRunner:
         request = LineRequest(job.endpoint, body)
         reply = await self._executor.answered(request, request_id, job.owner)
         status = "completed" if reply.status == 200 else "failed"
-        return status, _written(reply, request_id)
+        return status, orjson.dumps(reply.shown(request_id))
 
     def _changed(self, id: str) -> None:
         event = self._news.pop(id, None)
         if event is not None:
             event.set()
-
-
-def _written(reply: Reply, request_id: str) -> bytes:
-    return orjson.dumps(
-        {
-            "status_code": reply.status,
-            "request_id": request_id,
-            "body": orjson.Fragment(bytes(reply.body)),
-        }
-    )

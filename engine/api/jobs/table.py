@@ -12,9 +12,12 @@ from typing import Any
 
 import orjson
 
+from jitney.engine.api.batches import rows
 from jitney.engine.api.batches.deliveries import Deliveries, Event
+from jitney.engine.api.batches.records import ENDED
 from jitney.engine.api.batches.store import Store
-from jitney.engine.api.jobs.records import ENDED, Asked, Job, Repeated
+from jitney.engine.api.jobs.records import Asked, Job, Repeated
+from jitney.engine.errors import RequestError
 
 #: Columns that are fields of `Job` as they are.
 _PLAIN = (
@@ -27,22 +30,31 @@ _PLAIN = (
     "status",
     "answer",
 )
-_ENDED = ", ".join(f"'{status}'" for status in ENDED)
+#: All that a `Job` is made of, without what may be long and is not in it.
+_COLUMNS = ", ".join((*_PLAIN, "metadata", "times"))
 
 
-def n_open(store: Store, owner: str) -> int:
-    """How many of an owner's jobs are not over."""
-    query = f"SELECT COUNT(*) FROM jobs WHERE owner = ? AND status NOT IN ({_ENDED})"
-    return store.db.execute(query, (owner,)).fetchone()[0]
-
-
-def add(store: Store, job: Job, asked: Asked) -> Repeated | None:
-    """Keep a new job, unless its owner has one that is called so: that one is returned."""
+def add(store: Store, job: Job, asked: Asked, *, most_open: int, keep: int) -> Repeated | None:
+    """Keep a new job, unless its owner has one that is called so: that one is returned. Of the
+    owner's jobs that are over, the newest `keep` stay. Raises RequestError for an owner with
+    `most_open` jobs under way.
+    """
     with store.transaction():
-        known = find_repeated(store, job.owner, asked.repeat_key)
+        known = _find_repeated(store, job.owner, asked.repeat_key)
         if known is None:
+            _check_room(store, job.owner, most_open)
+            rows.forget_ended(store.db, "jobs", job.owner, keep)
             _insert(store, job, asked)
         return known
+
+
+def _check_room(store: Store, owner: str, most_open: int) -> None:
+    if rows.n_open(store.db, "jobs", owner) >= most_open:
+        raise RequestError(
+            f"one key may have {most_open} jobs under way (key_jobs)",
+            code="rate_limit",
+            retry_after=5.0,
+        )
 
 
 def _insert(store: Store, job: Job, asked: Asked) -> None:
@@ -54,21 +66,21 @@ def _insert(store: Store, job: Job, asked: Asked) -> None:
         "repeat_key": asked.repeat_key,
         "digest": asked.digest,
     }
-    names = ", ".join(columns)
-    marks = ", ".join("?" * len(columns))
-    store.db.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", list(columns.values()))
+    rows.insert(store.db, "jobs", columns)
 
 
-def find_repeated(store: Store, owner: str, repeat_key: str | None) -> Repeated | None:
+def _find_repeated(store: Store, owner: str, repeat_key: str | None) -> Repeated | None:
     """The job that an owner called so."""
-    query = "SELECT * FROM jobs WHERE owner = ? AND repeat_key = ?"
+    if repeat_key is None:
+        return None
+    query = f"SELECT {_COLUMNS}, digest FROM jobs WHERE owner = ? AND repeat_key = ?"
     row = store.db.execute(query, (owner, repeat_key)).fetchone()
     return None if row is None else Repeated(_job_of(row), row["digest"])
 
 
 def find(store: Store, id: str, owner: str) -> Job | None:
     """The job of that id, if it is this owner's."""
-    query = "SELECT * FROM jobs WHERE id = ? AND owner = ?"
+    query = f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
     row = store.db.execute(query, (id, owner)).fetchone()
     return None if row is None else _job_of(row)
 
@@ -77,13 +89,13 @@ def page(store: Store, owner: str, *, after: str, limit: int) -> tuple[list[Job]
     """At most so many of an owner's jobs, those behind `after`, the newest first, and whether there
     are more.
     """
-    rows, more = store.page("jobs", owner, after, limit, True, "", [])
-    return [_job_of(row) for row in rows], more
+    page, more = rows.page(store.db, "jobs", owner, after=after, limit=limit, columns=_COLUMNS)
+    return [_job_of(row) for row in page], more
 
 
 def unfinished(store: Store) -> list[Job]:
     """The jobs that are not over, the oldest first."""
-    query = f"SELECT * FROM jobs WHERE status NOT IN ({_ENDED}) ORDER BY number"
+    query = f"SELECT {_COLUMNS} FROM jobs WHERE {rows.OPEN} ORDER BY number"
     return [_job_of(row) for row in store.db.execute(query)]
 
 
@@ -93,36 +105,20 @@ def begin(store: Store, id: str, now: int) -> bytes | None:
         row = store.db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
         if row is None or row["status"] in ENDED:
             return None
-        _set_status(store, row, "in_progress", now)
+        rows.set_status(store.db, "jobs", row, "in_progress", now)
         return row["body"]
 
 
 def finish(store: Store, id: str, status: str, answer: bytes | None, now: int) -> bool:
     """A job is over; its request is forgotten. False if it was over already."""
     with store.transaction():
-        row = store.db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
+        query = "SELECT id, webhook_url, status, times FROM jobs WHERE id = ?"
+        row = store.db.execute(query, (id,)).fetchone()
         if row is None or row["status"] in ENDED:
             return False
-        query = "UPDATE jobs SET answer = ?, body = x'', told_at = ? WHERE id = ?"
-        store.db.execute(query, (answer, now if row["webhook_url"] else None, id))
-        _set_status(store, row, status, now)
+        store.db.execute("UPDATE jobs SET answer = ?, body = x'' WHERE id = ?", (answer, id))
+        rows.set_status(store.db, "jobs", row, status, now)
         return True
-
-
-def _set_status(store: Store, row: sqlite3.Row, status: str, now: int) -> None:
-    times = orjson.loads(row["times"]) | {status: now}
-    store.db.execute(
-        "UPDATE jobs SET status = ?, times = ? WHERE id = ?",
-        (status, orjson.dumps(times), row["id"]),
-    )
-
-
-def forget_ended(store: Store, owner: str, keep: int) -> None:
-    """Of an owner's jobs that are over, and told, keep the newest."""
-    query = f"""DELETE FROM jobs WHERE number IN (
-        SELECT number FROM jobs WHERE owner = ? AND status IN ({_ENDED}) AND told_at IS NULL
-        ORDER BY number DESC LIMIT -1 OFFSET ?)"""
-    store.db.execute(query, (owner, keep))
 
 
 def response_of(job: Job) -> Any:
@@ -141,12 +137,8 @@ def _job_of(row: sqlite3.Row) -> Job:
 def _job_event(row: sqlite3.Row) -> Event:
     """The end of a job, with its answer."""
     job = _job_of(row)
-    return Event(
-        job.id.replace("job_", "evt_"),
-        f"job.{job.status}",
-        job.times[job.status],
-        {"id": job.id, "metadata": job.metadata or None, "response": response_of(job)},
-    )
+    more = {"metadata": job.metadata or None, "response": response_of(job)}
+    return Event.of_end(job.id, job.status, job.times, more)
 
 
 JOB_ENDS = Deliveries("jobs", _job_event)

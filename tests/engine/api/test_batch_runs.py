@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +15,7 @@ import openai
 import pytest
 from api_fakes import FakeClient, Script, make_app, until
 from batch_files import CHATS, COMPLETIONS, answers, begin, ended, jsonl, line
+from batch_process import free_port, serving_process
 from openai import OpenAI
 
 from jitney.engine.api.batches.execution import LineExecutor
@@ -26,40 +24,18 @@ from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.errors import ConfigError
 
-SERVER = Path(__file__).parents[2] / "support" / "batch_server.py"
-
 
 @contextmanager
 def server(folder: Path, port: int) -> Iterator[tuple[OpenAI, subprocess.Popen[bytes]]]:
     """A server process and a client of it."""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(folder)], env=environ)
     client = OpenAI(
         base_url=f"http://127.0.0.1:{port}/v1",
         api_key="none",
         max_retries=0,
         http_client=openai.DefaultHttpxClient(trust_env=False),
     )
-    try:
-        until(lambda: answers_calls(client), 60)
+    with serving_process(folder, port) as process:
         yield client, process
-    finally:
-        process.kill()
-        process.wait(30)
-
-
-def answers_calls(client: OpenAI) -> bool:
-    try:
-        client.batches.list()
-    except openai.APIConnectionError:
-        return False
-    return True
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def answered(client: OpenAI, id: str) -> int:

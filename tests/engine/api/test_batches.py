@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import openai
@@ -19,6 +17,7 @@ from api_fakes import FakeClient, Script, call, http_client, make_app, served, u
 from batch_files import CHATS, answers, begin, ended, jsonl, line
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
+from webhook_receiver import receiving
 
 from jitney.engine.api.batches import webhooks
 from jitney.engine.api.batches.records import Batch, Line, Outcome, StoredFile
@@ -426,67 +425,38 @@ def test_a_server_without_a_folder_says_so():
     assert refused.value.code == "no_store"
 
 
-class Hooks(BaseHTTPRequestHandler):
-    """Answers 500 to the first message, and keeps all."""
-
-    came: ClassVar[list[tuple[dict[str, str], bytes]]] = []
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.came.append((dict(self.headers), body))
-        self.send_response(500 if len(self.came) == 1 else 200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def hooks() -> Iterator[str]:
-    """A server that is told of ends."""
-    Hooks.came.clear()
-    server = HTTPServer(("127.0.0.1", 0), Hooks)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/hooks/"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-
-
 @pytest.mark.parametrize("secret", ["whsec_c2VjcmV0IG9mIG91cnM=", "any text"])
 def test_the_end_is_told_and_signed(folder: Path, monkeypatch: pytest.MonkeyPatch, secret: str):
     """Again after a failure; OpenAI's client finds the signature right."""
     monkeypatch.setattr(webhooks, "_PAUSES_S", (0.05, 0.05))
-    with hooks() as url:
-        limits: dict[str, Any] = {"webhook_prefixes": (url,), "webhook_secret": secret}
+    with receiving(lambda number: number == 1) as hooks:
+        limits: dict[str, Any] = {"webhook_prefixes": (hooks.url,), "webhook_secret": secret}
         with serving(folder, **limits) as client:
-            batch = begin(client, [line("a")], metadata={"webhook_url": url + "x"})
+            batch = begin(client, [line("a")], metadata={"webhook_url": hooks.url + "x"})
             ended(client, batch.id)
-            until(lambda: len(Hooks.came) == 2, 30)
-            (first, body), (second, again) = Hooks.came
-            assert first["webhook-id"] == second["webhook-id"] and body == again
-            event = client.webhooks.unwrap(again, second, secret=secret)
+            until(lambda: len(hooks.came) == 2, 30)
+            first, second = hooks.came
+            assert first.key == second.key and first.body == second.body
+            event = client.webhooks.unwrap(second.body, second.headers, secret=secret)
             assert event.type == "batch.completed"
             assert event.data.id == batch.id
             with pytest.raises(openai.InvalidWebhookSignatureError):
-                client.webhooks.unwrap(again, second, secret="another")
+                client.webhooks.unwrap(second.body, second.headers, secret="another")
 
 
 def test_an_end_that_was_not_told_is_told_after_a_restart(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(webhooks, "_PAUSES_S", (1.0, 0.05))
-    with hooks() as url:
-        limits: dict[str, Any] = {"webhook_prefixes": (url,), "webhook_secret": "s"}
+    with receiving(lambda number: number == 1) as hooks:
+        limits: dict[str, Any] = {"webhook_prefixes": (hooks.url,), "webhook_secret": "s"}
         with serving(folder, **limits) as client:
-            batch = begin(client, [], metadata={"webhook_url": url})
-            until(lambda: len(Hooks.came) == 1, 30)
+            batch = begin(client, [], metadata={"webhook_url": hooks.url})
+            until(lambda: len(hooks.came) == 1, 30)
         with serving(folder, **limits) as client:
-            until(lambda: len(Hooks.came) == 2, 30)
-            event = client.webhooks.unwrap(Hooks.came[1][1], Hooks.came[1][0], secret="s")
+            until(lambda: len(hooks.came) == 2, 30)
+            told = hooks.came[1]
+            event = client.webhooks.unwrap(told.body, told.headers, secret="s")
             assert event.type == "batch.failed"
             assert event.data.id == batch.id
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
+from batch_process import free_port, serving_process
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
+from webhook_receiver import receiving
 
 from jitney.engine.api.batches import webhooks
 from jitney.engine.api.batches.store import Store
@@ -30,7 +26,6 @@ from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ErrorInfo
 
 CHATS = "/v1/chat/completions"
-SERVER = Path(__file__).parents[2] / "support" / "batch_server.py"
 OVER = ("completed", "failed", "cancelled", "expired")
 
 
@@ -247,105 +242,49 @@ def test_a_silent_stream_of_events_shows_that_it_lives_and_ends_with_the_server(
         until(lambda: next(texts).startswith(":"), 30)
 
 
-class Hooks(BaseHTTPRequestHandler):
-    """Fails at every third message that it knows, and keeps what it took by its key."""
-
-    came: Counter[str]
-    taken: dict[str, list[bytes]]
-    headers_of: dict[str, dict[str, str]]
-    lock = threading.Lock()
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        key = self.headers["webhook-id"]
-        with self.lock:
-            self.came[key] += 1
-            fails = sum(self.came.values()) % 3 == 0
-            if not fails:
-                self.taken.setdefault(key, []).append(body)
-                self.headers_of[key] = dict(self.headers)
-        self.send_response(500 if fails else 200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def hooks() -> Iterator[str]:
-    Hooks.came, Hooks.taken, Hooks.headers_of = Counter(), {}, {}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hooks)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/hooks/"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-
-
 def test_every_end_is_taken_once_by_a_receiver_that_often_fails(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The answer comes with it, signed as OpenAI's client checks it."""
     monkeypatch.setattr(webhooks, "_PAUSES_S", (0.05,) * 20)
     engine = FakeClient(Script("some words"), seats=32)
-    with hooks() as url:
-        limits: dict[str, Any] = {"webhook_prefixes": (url,), "webhook_secret": "any text"}
+    with receiving(lambda number: number % 3 == 0) as hooks:
+        limits: dict[str, Any] = {"webhook_prefixes": (hooks.url,), "webhook_secret": "any text"}
         with serving(folder, engine, **limits) as http:
-            ids = [begin(http, asked(f"j{i}", webhook_url=url))["id"] for i in range(100)]
-            until(lambda: len(Hooks.taken) == 100, 60)
-        assert all(len(bodies) == 1 for bodies in Hooks.taken.values())
-        assert sum(Hooks.came.values()) > 120, "some came again"
-        told = {json.loads(bodies[0])["data"]["id"] for bodies in Hooks.taken.values()}
+            ids = [begin(http, asked(f"j{i}", webhook_url=hooks.url))["id"] for i in range(100)]
+            until(lambda: len(hooks.taken) == 100, 60)
+        assert len({message.key for message in hooks.taken}) == 100, "none is taken twice"
+        assert len(hooks.came) > 120, "some came again"
+        told = {json.loads(message.body)["data"]["id"] for message in hooks.taken}
         assert told == set(ids)
-        key, [body] = Hooks.taken.popitem()
-        event = json.loads(body)
-        assert event["type"] == "job.completed" and event["id"] == key
+        last = hooks.taken[-1]
+        event = json.loads(last.body)
+        assert event["type"] == "job.completed" and event["id"] == last.key
         ChatCompletion.model_validate(event["data"]["response"]["body"])
         client = OpenAI(api_key="none", base_url="http://127.0.0.1")
-        client.webhooks.verify_signature(body.decode(), Hooks.headers_of[key], secret="any text")
-
-
-@contextmanager
-def process(folder: Path, port: int) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen([sys.executable, str(SERVER), str(port), str(folder)], env=environ)
-    try:
-        with http_client(f"http://127.0.0.1:{port}") as http:
-            until(lambda: _answers(http), 60)
-            yield http, child
-    finally:
-        child.kill()
-        child.wait(30)
-
-
-def _answers(http: httpx.Client) -> bool:
-    try:
-        return http.get("/v1/models").status_code == 200
-    except httpx.TransportError:
-        return False
+        client.webhooks.verify_signature(last.body.decode(), last.headers, secret="any text")
 
 
 def test_a_server_that_is_killed_goes_on_with_its_jobs(folder: Path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with process(folder, port) as (http, child):
-        ids = [begin(http, asked(f"j{i}"))["id"] for i in range(40)]
-        child.send_signal(signal.SIGKILL)
-        child.wait(30)
-    with process(folder, port) as (http, _):
-        jobs = [ended(http, id) for id in ids]
+    port = free_port()
+    with http_client(f"http://127.0.0.1:{port}") as http:
+        with serving_process(folder, port) as process:
+            ids = [begin(http, asked(f"j{i}"))["id"] for i in range(40)]
+            process.send_signal(signal.SIGKILL)
+            process.wait(30)
+        with serving_process(folder, port):
+            jobs = [ended(http, id) for id in ids]
     assert {job["status"] for job in jobs} == {"completed"}
+
+
+def _add(store: Store, id: str) -> None:
+    job = Job(id, "me", CHATS, {}, "https://example.org", 1, 9)
+    table.add(store, job, Asked(b"{}", None, "d"), most_open=9, keep=0)
 
 
 def test_a_job_ends_once(tmp_path: Path):
     store = Store(tmp_path / "s.sqlite3")
-    job = Job("job_1", "me", CHATS, {}, "https://example.org", 1, 9)
-    table.add(store, job, Asked(b"{}", None, "d"))
+    _add(store, "job_1")
     assert table.begin(store, "job_1", 2) == b"{}" == table.begin(store, "job_1", 3)
     assert table.finish(store, "job_1", "completed", b"{}", 4)
     assert not table.finish(store, "job_1", "cancelled", None, 5)
@@ -355,10 +294,10 @@ def test_a_job_ends_once(tmp_path: Path):
     assert table.find(store, "job_1", "you") is None and not table.unfinished(store)
     [due] = table.JOB_ENDS.due(store, 9.0, 5)
     assert (due.id, due.event.type, due.attempts) == ("job_1", "job.completed", 0)
-    table.forget_ended(store, "me", 0)
+    _add(store, "job_2")
     assert table.find(store, "job_1", "me"), "its end has not been told"
     table.JOB_ENDS.tried(store, "job_1", None)
-    table.forget_ended(store, "me", 0)
+    _add(store, "job_3")
     assert table.find(store, "job_1", "me") is None
 
 
@@ -367,4 +306,4 @@ def test_tables_of_before_get_the_table_of_jobs(tmp_path: Path):
     store.db.executescript("DROP TABLE jobs; PRAGMA user_version = 1")
     store.close()
     store = Store(tmp_path / "s.sqlite3")
-    assert table.n_open(store, "me") == 0
+    assert table.unfinished(store) == []

@@ -1,0 +1,26 @@
+"""What the path of a request names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+
+from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.store import Store
+from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.service import context_of
+
+
+async def found[T](
+    keeper: Keeper, request: Request, kind: str, find: Callable[[Store, str, str], T | None]
+) -> T:
+    """The file, batch or job that the path names, as `{kind}_id`. Raises HttpError 404 if it is not
+    there, or not theirs.
+    """
+    param = f"{kind}_id"
+    id = request.path_params[param]
+    thing = await keeper.do(find, id, context_of(request.scope).tenant)
+    if thing is None:
+        raise HttpError(404, f"no {kind} {echo(id)}", code="not_found", param=param)
+    return thing

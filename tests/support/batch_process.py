@@ -1,0 +1,42 @@
+"""A server with a made-up engine in a process of its own, that a test may kill."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from api_fakes import http_client, until
+
+_SERVER = Path(__file__).parent / "batch_server.py"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def serving_process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Once it answers."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, str(_SERVER), str(port), str(folder)], env=environ)
+    try:
+        with http_client(f"http://127.0.0.1:{port}") as http:
+            until(lambda: _answers(http), 60)
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def _answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/v1/models").status_code == 200
+    except httpx.TransportError:
+        return False

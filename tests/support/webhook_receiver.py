@@ -1,0 +1,74 @@
+"""A server on 127.0.0.1 that is told of the ends of batches and jobs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass(frozen=True)
+class Message:
+    headers: dict[str, str]
+    body: bytes
+    #: Whether it was answered with a 200.
+    taken: bool
+
+    @property
+    def key(self) -> str:
+        return self.headers["webhook-id"]
+
+
+class Receiver(ThreadingHTTPServer):
+    """Keeps all that comes, and answers some of it with a 500."""
+
+    daemon_threads = True
+
+    def __init__(self, fails: Callable[[int], bool]):
+        """fails: whether the message of that number, counted from 1, is answered with a 500."""
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self._fails = fails
+        self._lock = threading.Lock()
+        self.came: list[Message] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/hooks/"
+
+    @property
+    def taken(self) -> list[Message]:
+        return [message for message in self.came if message.taken]
+
+    def take(self, headers: dict[str, str], body: bytes) -> bool:
+        with self._lock:
+            taken = not self._fails(len(self.came) + 1)
+            self.came.append(Message(headers, body, taken))
+        return taken
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        taken = self.server.take(dict(self.headers), body)
+        self.send_response(200 if taken else 500)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def receiving(fails: Callable[[int], bool]) -> Iterator[Receiver]:
+    with Receiver(fails) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(10)
