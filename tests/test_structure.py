@@ -48,6 +48,7 @@ FLOORS = {
     "jitney.engine.api.jobs": 7,
     "jitney.dashboard": 8,
     "jitney.engine.bench": 8,
+    "jitney.engine.fleet": 8,
     "jitney.engine.cli": 9,
 }
 #: `from jitney.engine import LLM` fetches it from above, when it is asked for.
@@ -65,7 +66,13 @@ DEVICE_ROOMS = (
 HOST_MODULES = ("jitney.engine.executor.memory", "jitney.engine.bench.device.run")
 ACCELERATOR = {"jax", "jaxlib", "flax", "jax_triton"}
 WEB = {"starlette", "uvicorn", "h11", "httpx", "openai", "prometheus_client"}
-WEB_ROOMS = ("jitney.engine.api", "jitney.engine.bench", "jitney.engine.cli", "jitney.dashboard")
+WEB_ROOMS = (
+    "jitney.engine.api",
+    "jitney.engine.bench",
+    "jitney.engine.fleet",
+    "jitney.engine.cli",
+    "jitney.dashboard",
+)
 #: Fetches the default model, as a client and when asked.
 FETCHER = {"jitney.engine.checkpoints.package_index": {"httpx"}}
 

@@ -1,0 +1,1 @@
+"""Several engines behind one endpoint: replicas, models made of models, and rolling out."""
