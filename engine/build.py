@@ -493,6 +493,7 @@ def _describe(
         prefix_cache=settings.prefix_cache,
         version=version("jitney"),
         max_waiting_requests=settings.max_waiting_requests,
+        max_predicted_wait_s=settings.max_predicted_wait_s,
         executables=len(runner.executables),
         compile_seconds=runner.compile_seconds,
         tensor_parallel=settings.tensor_parallel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ _NO_GRAMMARS = ErrorInfo(
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 #: Seconds between two looks at grammars that are being compiled, while there is nothing else to do.
 _COMPILING_S = 0.002
+#: Seconds between two reports that say how long a newcomer would wait: somebody reads it every few
+#: seconds, and each costs some microseconds for every seat.
+_PREDICT_EVERY_S = 0.5
 
 
 class StepRunner(Protocol):
@@ -148,6 +152,8 @@ class EngineCore:
     _asleep: bool = False
     #: When the device finished the last step; None after a time without work.
     _ready: float | None = None
+    #: When a report last said how long a newcomer would wait.
+    _predicted_at: float = -math.inf
     #: For the next report.
     _rejected: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
     _questions: list[AskSeatMap] = field(default_factory=list[AskSeatMap])
@@ -375,7 +381,23 @@ class EngineCore:
         if self._flight is not None:
             events += seat_events(self._flight.plan, self._flight.started)
         work = None if self.grammars is None else self.grammars.take_work()
-        return StepReport(rejected + outputs, record, events, chunks or [], answers, grammars=work)
+        return StepReport(
+            rejected + outputs,
+            record,
+            events,
+            chunks or [],
+            answers,
+            grammars=work,
+            predicted_wait=self._predicted_wait(),
+        )
+
+    def _predicted_wait(self) -> float | None:
+        """What a newcomer would wait, if it has not been said for a while."""
+        now = self.clock()
+        if now - self._predicted_at < _PREDICT_EVERY_S:
+            return None
+        self._predicted_at = now
+        return self.scheduler.predicted_wait_s
 
     def _unseated(self) -> list[SequenceEvent]:
         """Who lost its seat other than for a plan."""

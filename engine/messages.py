@@ -154,6 +154,9 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     canary: list[CanaryFinding] = []
     #: None: there was none.
     grammars: GrammarWork | None = None
+    #: Seconds that whoever comes now should wait for a seat; None: not looked at since the last
+    #: report that said it.
+    predicted_wait: float | None = None
 
 
 class FirstStep(msgspec.Struct, tag="first_step", frozen=True):

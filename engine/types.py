@@ -517,6 +517,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     proofs: list[KernelProof] = []  # of every kernel that is not the reference's own
     max_logprobs: int = MAX_LOGPROBS  # alternatives that are computed for each token
     canary_every: int = 0  # one request in so many is computed again with the reference; 0: none
+    max_predicted_wait_s: float = 0.0  # longer predicted waits are refused; 0: none is
 
     @property
     def request_limits(self) -> RequestLimits:

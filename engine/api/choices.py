@@ -170,6 +170,8 @@ class Choice:
     started: bool = False
     #: time.monotonic() of its newest token; 0 before the first.
     tokens_at: float = 0.0
+    #: Seconds that it waited for a seat; None before its first token.
+    queued_s: float | None = None
 
     @property
     def mean_logprob(self) -> float:

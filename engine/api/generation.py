@@ -178,6 +178,7 @@ class Generation:
             self._metrics.itl.observe((now - choice.tokens_at) / len(output.tokens))
         else:
             self._metrics.ttft.observe(now - self._context.started)
+            choice.queued_s = output.queued_s
             if output.queued_s is not None:
                 self._metrics.queue.observe(output.queued_s)
 
@@ -193,7 +194,14 @@ class Generation:
         self._metrics.finished.labels(choice.finish).inc()
         self._metrics.output_lengths.observe(choice.n_tokens)
         if not self._context.background:
-            self._metrics.e2e.observe(time.monotonic() - self._context.started)
+            self._observe_whole_time(choice)
+
+    def _observe_whole_time(self, choice: Choice) -> None:
+        """From arrival to end, and of it what was not spent waiting for a seat."""
+        whole_s = time.monotonic() - self._context.started
+        self._metrics.e2e.observe(whole_s)
+        if choice.queued_s is not None:
+            self._metrics.work.observe(max(0.0, whole_s - choice.queued_s))
 
     async def _pump(self, number: int, outputs: AsyncIterator[SequenceOutput]) -> None:
         """Take the outputs of one engine request."""

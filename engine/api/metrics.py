@@ -61,6 +61,9 @@ class ServerMetrics:
         )
         self.e2e = self._histogram("e2e_seconds", "arrival to the end of a sequence", _SECONDS)
         self.queue = self._histogram("queue_seconds", "arrival to boarding, per sequence", _SECONDS)
+        self.work = self._histogram(
+            "work_seconds", "boarding to the end of a sequence: the rest of its time", _SECONDS
+        )
         self.prompt_lengths = self._histogram(
             "prompt_tokens_per_request", "tokens per prompt", _TOKENS
         )
@@ -108,6 +111,18 @@ _GAUGES = {
     ),
     "requests_running": ("sequences in a seat", _newest("seats_busy")),
     "requests_waiting": ("sequences waiting for a seat", attrgetter("counters.waiting")),
+    "requests_open": (
+        "sequences without an end, as the server counts them: also while no engine runs",
+        attrgetter("history.n_open"),
+    ),
+    "predicted_wait_seconds": (
+        "wait for a seat that is foreseen for whoever comes now",
+        attrgetter("counters.predicted_wait"),
+    ),
+    "predicted_wait_limit_seconds": (
+        "foreseen wait beyond which requests are refused (max_predicted_wait_s); 0: no limit",
+        _of_engine("max_predicted_wait_s"),
+    ),
     "seats": ("seats", _of_engine("seats")),
     "seats_busy": ("seats taken", _newest("seats_busy")),
     "kv_pages": ("KV pages", _of_engine("pages")),
@@ -252,10 +267,12 @@ _PARTS = (_gauges, _counters, _labelled, _build, _histograms)
 
 def _step_seconds(client: EngineClient) -> Metric:
     family = HistogramMetricFamily(
-        "jitney_step_seconds", "one step's result to the next one's", labels=["kind"]
+        "jitney_step_seconds",
+        "one step's result to the next one's, by the rows of its program",
+        labels=["kind", "rows"],
     )
-    for kind, histogram in client.counters.step_seconds.items():
-        family.add_metric([kind], *_samples(histogram))
+    for (kind, rows), histogram in sorted(client.counters.step_seconds.items()):
+        family.add_metric([kind, str(rows)], *_samples(histogram))
     return family
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,10 +78,12 @@ class EngineCounters:
     #: Sequences that wait, and their prompt tokens.
     waiting: int = 0
     waiting_tokens: int = 0
+    #: Seconds that whoever comes now should wait for a seat.
+    predicted_wait: float = 0.0
     #: Seconds from one step's result to the next one's, device time plus the gap before it, by kind
-    #: of step.
-    step_seconds: dict[str, Histogram] = field(
-        default_factory=lambda: {kind: Histogram(_STEP_BOUNDS) for kind in _STEP_KINDS}
+    #: of step and rows of its program: (kind, rows), of those that ran.
+    step_seconds: dict[tuple[str, int], Histogram] = field(
+        default_factory=lambda: defaultdict(lambda: Histogram(_STEP_BOUNDS))
     )
     host_gap_seconds: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS))
     seat_fill_ratio: Histogram = field(default_factory=lambda: Histogram(_FILL_BOUNDS))
@@ -97,7 +100,8 @@ class EngineCounters:
         self.preemptions += values["preempted"]
         self.compiles += values["compiled"]
         self.waiting, self.waiting_tokens = values["waiting"], values["waiting_tokens"]
-        self.step_seconds[kind].observe(values["device_s"] + values["gap_s"])
+        program = kind, values["bucket_tokens"]
+        self.step_seconds[program].observe(values["device_s"] + values["gap_s"])
         self.host_gap_seconds.observe(values["gap_s"])
         self.seat_fill_ratio.observe(values["seats_busy"] / max(1, values["seats"]))
         self.last = record
@@ -126,6 +130,7 @@ class EngineCounters:
     def observe_idle(self, waiting: int) -> None:
         """An idle tick: nothing sits in a seat, and no page is held by a sequence."""
         self.waiting, self.waiting_tokens = waiting, 0
+        self.predicted_wait = 0.0
         if self.last is not None:
             self.last = self.last.copy()
             self.last["seats_busy"] = self.last["pages_used"] = 0

@@ -414,6 +414,8 @@ class ProcessClient:
         self.counters.observe_canary(report.canary)
         if report.grammars is not None:
             self.counters.observe_grammars(report.grammars)
+        if report.predicted_wait is not None:
+            self.counters.predicted_wait = report.predicted_wait
         self._deliver(report.outputs)
 
     def _take_outputs(self, outputs: list[SequenceOutput]) -> None:

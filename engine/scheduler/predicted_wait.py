@@ -60,9 +60,18 @@ class PredictedWait:
         """Seconds it should wait for a seat; 0 before anything was measured."""
         if self.step_times.step is None:
             return 0.0
-        ahead = self.state.n_ahead(newcomer)
+        return self._behind(self.state.n_ahead(newcomer), self.step_times.step)
+
+    @property
+    def of_last(self) -> float:
+        """Seconds that somebody should wait who goes after everybody who is here now."""
+        if self.step_times.step is None:
+            return 0.0
+        return self._behind(self.state.live.n_waiting, self.step_times.step)
+
+    def _behind(self, ahead: int, step_s: float) -> float:
         steps = self._batch_steps(ahead) if self.batch else self._seat_steps(ahead)
-        return self.step_times.step * max(steps, self._prompt_steps(ahead)) if steps else 0.0
+        return step_s * max(steps, self._prompt_steps(ahead)) if steps else 0.0
 
     def _seat_steps(self, ahead: int) -> float:
         """Steps until so many who are ahead, and then the newcomer, have found a seat.

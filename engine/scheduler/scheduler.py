@@ -132,6 +132,13 @@ class Scheduler:
         return bool(self.state.groups)
 
     @property
+    def predicted_wait_s(self) -> float:
+        """Seconds that whoever comes now should wait for a seat, behind all who wait. Takes some
+        microseconds for each seat that is taken.
+        """
+        return self._entrance.predicted_wait.of_last
+
+    @property
     def steps(self) -> int:
         """Plans made so far; also the number of the newest."""
         return self._steps

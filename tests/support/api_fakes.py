@@ -145,6 +145,7 @@ class FakeClient:
             prefix_cache=True,
             version="0",
             max_waiting_requests=256,
+            max_predicted_wait_s=60.0,
         )
         self.info: EngineInfo | None = EngineInfo(**(defaults | info))
         self.history.core_ready(self.info)

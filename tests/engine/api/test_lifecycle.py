@@ -409,6 +409,7 @@ def test_metrics_count_requests_and_the_engines_rows():
     client.counters.observe_step(
         record(
             mixed=1,
+            bucket_tokens=8,
             prefill=5,
             decode=2,
             padding=1,
@@ -423,7 +424,15 @@ def test_metrics_count_requests_and_the_engines_rows():
         )
     )
     client.counters.observe_step(
-        record(decode=4, seats_busy=4, seats=8, pages_used=8, pages_cached=2, device_s=0.003)
+        record(
+            bucket_tokens=4,
+            decode=4,
+            seats_busy=4,
+            seats=8,
+            pages_used=8,
+            pages_cached=2,
+            device_s=0.003,
+        )
     )
     client.counters.observe_outputs(
         [
@@ -432,6 +441,7 @@ def test_metrics_count_requests_and_the_engines_rows():
             )
         ]
     )
+    client.counters.predicted_wait = 2.5
     got = samples(app)
     want = {
         'jitney_requests_total{class="2xx",route="/v1/completions"}': 1,
@@ -461,16 +471,22 @@ def test_metrics_count_requests_and_the_engines_rows():
         "jitney_kv_pages_cached": 2,
         "jitney_requests_waiting": 0,
         "jitney_engine_up": 1,
-        'jitney_step_seconds_bucket{kind="mixed",le="0.2"}': 0,
-        'jitney_step_seconds_bucket{kind="mixed",le="0.5"}': 1,
-        'jitney_step_seconds_sum{kind="mixed"}': 0.5,
-        'jitney_step_seconds_bucket{kind="decode",le="0.005"}': 1,
+        'jitney_step_seconds_bucket{kind="mixed",le="0.2",rows="8"}': 0,
+        'jitney_step_seconds_bucket{kind="mixed",le="0.5",rows="8"}': 1,
+        'jitney_step_seconds_sum{kind="mixed",rows="8"}': 0.5,
+        'jitney_step_seconds_bucket{kind="decode",le="0.005",rows="4"}': 1,
+        "jitney_work_seconds_count": 1,
+        "jitney_requests_open": 0,
+        "jitney_predicted_wait_seconds": 2.5,
+        "jitney_predicted_wait_limit_seconds": 60,
         'jitney_seat_fill_ratio_bucket{le="0.4"}': 1,
         'jitney_seat_fill_ratio_bucket{le="+Inf"}': 2,
     }
     assert {name: got.get(name) for name in want} == pytest.approx(want)
     client.counters.observe_idle(0)
-    assert samples(app)["jitney_seats_busy"] == 0 and client.counters.last["decode"] == 4
+    got = samples(app)
+    assert got["jitney_seats_busy"] == got["jitney_predicted_wait_seconds"] == 0
+    assert client.counters.last["decode"] == 4
 
 
 def test_labels_stay_few():

@@ -263,8 +263,8 @@ METRICS = """# HELP jitney_rows_total computed rows
 jitney_rows_total{kind="prefill"} %d
 jitney_rows_total{kind="decode"} %d
 jitney_rows_total{kind="padding"} %d
-jitney_step_seconds_sum{kind="decode"} %s
-jitney_step_seconds_sum{kind="mixed"} 1.5
+jitney_step_seconds_sum{kind="decode",rows="4"} %s
+jitney_step_seconds_sum{kind="mixed",rows="64"} 1.5
 jitney_queue_seconds_count %d
 jitney_queue_seconds_sum %s
 jitney_queue_seconds_bucket{le="0.5"} 3

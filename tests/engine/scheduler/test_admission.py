@@ -293,6 +293,20 @@ def test_the_wait_is_foreseen_from_rests_and_expectations():
     assert foreseen(core) == pytest.approx((2 * 20 + 10 * (4 - 0.5)) / 2)
 
 
+def test_the_wait_of_whoever_comes_now_is_reported_twice_a_second():
+    clock = FakeClock()
+    core = busy_core(clock)
+    for i in range(4):
+        core.add(make_request(f"w{i}", [1], max_tokens=10))
+    assert core.scheduler.predicted_wait_s == foreseen(core)
+    clock.now += 1.0
+    assert core.step().predicted_wait == core.scheduler.predicted_wait_s > 0.0
+    clock.now += 0.1
+    assert core.step().predicted_wait is None, "it costs time for every seat"
+    clock.now += 0.4
+    assert core.step().predicted_wait == core.scheduler.predicted_wait_s
+
+
 def test_a_foreseen_wait_is_right_about_a_real_queue():
     """Eight seats, sixty ahead: the prediction is within 15 % of when the newcomer boards."""
     clock = FakeClock()
