@@ -1,0 +1,487 @@
+"""One replica of a fleet, fast enough for thousands: the scheduler's rules over counts, and one
+entry for each request instead of one for each row.
+
+Between two changes (a prompt to compute, somebody who comes or ends) all steps are alike but for
+the contexts, which grow by one: they are taken in one leap. Steps with prompt rows are planned one
+by one, with the scheduler's own budget for them. The host is one step ahead, as it is in the
+engine. What is left out: preemption (a request boards when the pages last to everybody's end), the
+scatter of single steps, orders other than first come, first served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, nsmallest
+from typing import NamedTuple
+
+from jitney.engine.scheduler.plan import StepWork
+from jitney.engine.simulation.fleet_steps import StepCosts
+from jitney.engine.simulation.simulator import EngineShape
+
+#: What the fading mean of step times keeps of itself with each step, as in the engine's estimate.
+_FADE = 0.95
+_NEVER = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class FleetRequest:
+    """One request on its way through a fleet. Times in seconds, NaN until they are known."""
+
+    number: int
+    at: float
+    n_prompt: int
+    n_output: int
+    #: As in `workload.Arrival`.
+    conversation: int = 0
+    n_shared: int = 0
+    #: When its first and last token were handed out; written by the replica.
+    first: float = math.nan
+    end: float = math.nan
+    #: Prompt tokens that were found in a cache.
+    n_cached: int = 0
+    #: Tokens that a core which died had generated: the next one computes them as rows of a prompt.
+    n_done: int = 0
+    #: How often it was given to a replica again.
+    repeats: int = 0
+
+    @property
+    def n_known(self) -> int:
+        """Tokens to compute before the next one is generated."""
+        return self.n_prompt + self.n_done
+
+    @property
+    def n_left(self) -> int:
+        """Tokens to generate."""
+        return self.n_output - self.n_done
+
+    @property
+    def n_longest(self) -> int:
+        """KV positions at its end."""
+        return self.n_prompt + self.n_output
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A prompt that has a seat and is not computed yet."""
+
+    request: FleetRequest
+    #: Tokens that are computed, or were found.
+    start: int
+
+    @property
+    def n_left(self) -> int:
+        return self.request.n_known - self.start
+
+
+class _Stream(NamedTuple):
+    """A sequence that decodes."""
+
+    #: The plan in which its seat is free again.
+    leaves_at: int
+    #: Order among those that leave together.
+    number: int
+    request: FleetRequest
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The prompt rows of a step while it is planned."""
+
+    decoding: int
+    tokens_left: int
+    rows: int
+    prompt: int = 0
+    pairs: int = 0
+    chunks: int = 0
+    finished: list[FleetRequest] = field(default_factory=list[FleetRequest])
+
+
+@dataclass(slots=True)
+class _PrefixCache:
+    """Beginnings of prompts that stayed behind, by conversation; the one used last goes last."""
+
+    kept: OrderedDict[int, int] = field(default_factory=OrderedDict[int, int])
+    tokens: int = 0
+    #: The longest beginning that all conversations share and that is here.
+    shared: int = 0
+
+    def take(self, request: FleetRequest) -> int:
+        """Tokens found; the conversation's are somebody's own from here on."""
+        if not request.conversation:
+            return 0
+        found = self.kept.pop(request.conversation, 0)
+        self.tokens -= found
+        return max(found, min(self.shared, request.n_shared))
+
+    def put(self, request: FleetRequest, room: int) -> None:
+        """Keep a prompt, and let go of others until all fit the room (tokens)."""
+        if request.conversation:
+            self.shared = max(self.shared, request.n_shared)
+            self.tokens += request.n_prompt - self.kept.pop(request.conversation, 0)
+            self.kept[request.conversation] = request.n_prompt
+        self.fit(room)
+
+    def fit(self, room: int) -> None:
+        while self.tokens > room and self.kept:
+            self.tokens -= self.kept.popitem(last=False)[1]
+
+    def clear(self) -> None:
+        self.kept.clear()
+        self.tokens = self.shared = 0
+
+
+class ReplicaModel:
+    """A replica, advanced to whatever time somebody looks at it.
+
+    Time moves by `advance`, which must have been called with the time of whatever follows.
+    """
+
+    def __init__(self, engine: EngineShape, costs: StepCosts, *, prefix_cache: bool = False):
+        self.engine = engine
+        self.costs = costs
+        self._seats = engine.limits.max_seats
+        self._page = engine.page_size
+        self._capacity = (engine.pages - 1) * engine.page_size  # one page is trash
+        self._waiting: deque[FleetRequest] = deque()
+        self._prompts: list[_Prompt] = []
+        self._streams: list[_Stream] = []
+        # KV positions that the streams attend to in the next plan, and those that are promised to
+        # everybody who has a seat.
+        self._keys = 0
+        self._promised = 0
+        # By the start of their contexts less the plan, negative: the longest context.
+        self._longest: list[tuple[int, int]] = []
+        self._plans = 0
+        # When the host plans next, and the device has done what was launched.
+        self._plan_at = 0.0
+        self._device_free = 0.0
+        self._in_flight = False
+        # Who was turned away for lack of pages, until somebody leaves.
+        self._turned_away: FleetRequest | None = None
+        self._cache = _PrefixCache() if prefix_cache else None
+        self._finished: list[FleetRequest] = []
+        #: Fading mean of step times, seconds; 0 before the first.
+        self.step_s = 0.0
+        #: Prompt tokens and all tokens of those who wait.
+        self.waiting_prompt = 0
+        self.waiting_work = 0
+        #: Seconds in which a step ran, and seat-seconds.
+        self.busy_s = 0.0
+        self.seated_s = 0.0
+
+    @property
+    def n_seated(self) -> int:
+        return len(self._streams) + len(self._prompts)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def n_open(self) -> int:
+        """Requests that have not got their last token."""
+        return self.n_seated + len(self._waiting)
+
+    def take_finished(self) -> list[FleetRequest]:
+        """Who has got the last token since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def offer(self, request: FleetRequest, now: float) -> None:
+        """Let a request wait for a seat."""
+        if not self.n_open:
+            self._plan_at = max(now, self._device_free)
+        self._wait(request)
+
+    def _wait(self, request: FleetRequest) -> None:
+        self._waiting.append(request)
+        self.waiting_prompt += request.n_known
+        self.waiting_work += request.n_longest
+
+    def refuses(self, request: FleetRequest, wait_s: float) -> bool:
+        """Whether the engine would answer 429, by the bounds of its settings. wait_s: as
+        `predicted_wait` says."""
+        limits = self.engine.limits
+        if not self.n_open or len(self._waiting) < self._seats - self.n_seated:
+            return False
+        beyond = len(self._waiting) + 1 - (self._seats - self.n_seated)
+        if beyond > limits.max_waiting_requests:
+            return True
+        if self._waiting and self.waiting_work + request.n_longest > limits.max_waiting_tokens:
+            return True
+        return 0 < limits.max_predicted_wait_s < wait_s
+
+    def predicted_wait(self) -> float:
+        """Seconds that a newcomer should wait for a seat, as the engine predicts them."""
+        ahead = len(self._waiting)
+        steps = self._seat_steps(ahead)
+        if not steps:
+            return 0.0
+        waiting = min(ahead + 1, self._seats)
+        rows = self.costs.share(len(self._streams), waiting) * self.costs.token_budget
+        return self.step_s * max(steps, self.waiting_prompt / max(1.0, rows))
+
+    def _seat_steps(self, ahead: int) -> float:
+        """As `PredictedWait._seat_steps`."""
+        wanted = ahead + 1 - (self._seats - self.n_seated)
+        if wanted <= 0:
+            return 0.0
+        if wanted <= self.n_seated:
+            return self._rests(wanted)[-1]
+        left = sum(self._rests(self.n_seated))
+        mean = (self.waiting_work - self.waiting_prompt) / max(1, ahead)
+        return max(1.0, (left + mean * (ahead - (self._seats - 1) / 2)) / self._seats)
+
+    def _rests(self, count: int) -> list[int]:
+        """The shortest rests of those who sit, in tokens, ascending."""
+        rests = [stream.leaves_at - self._plans for stream in self._streams]
+        rests += [prompt.request.n_left for prompt in self._prompts]
+        return nsmallest(count, rests)
+
+    def advance(self, until: float) -> None:
+        """Let all steps begin that are planned before `until`."""
+        while self._plan_at < until and self._plan(until):
+            pass
+
+    def finish(self) -> None:
+        """Let everybody get to the end."""
+        self.advance(_NEVER)
+
+    def stop(self, now: float) -> list[FleetRequest]:
+        """The device is lost: nobody has a seat, and nothing is cached any more. -> all who were
+        open, in the order in which they came."""
+        self._leave()
+        for stream in self._streams:
+            request = stream.request
+            request.n_done = request.n_output - max(1, stream.leaves_at - self._plans)
+        requests = [stream.request for stream in self._streams]
+        requests += [prompt.request for prompt in self._prompts]
+        requests += self._waiting
+        requests.sort(key=lambda request: request.number)
+        self._streams.clear()
+        self._prompts.clear()
+        self._waiting.clear()
+        self._longest.clear()
+        self._keys = self._promised = self.waiting_prompt = self.waiting_work = 0
+        self._plan_at = self._device_free = now
+        self._in_flight = False
+        self._turned_away = None
+        if self._cache is not None:
+            self._cache.clear()
+        return requests
+
+    def resume(self, requests: list[FleetRequest], at: float) -> None:
+        """Go on with these, as the next core does with those of the one that died."""
+        for request in requests:
+            self._wait(request)
+        self._plan_at = self._device_free = at
+
+    def _plan(self, until: float) -> bool:
+        """One step with prompt rows, or several without; False if there is nobody."""
+        self._leave()
+        draft = self._draft_prompts() if self._prompts or self._waiting else None
+        if draft is not None and draft.prompt:
+            self._take_step(draft)
+            return True
+        if self._streams:
+            self._leap(until)
+            return True
+        self._in_flight = False
+        return False
+
+    def _leave(self) -> None:
+        """The seats of those whose last token is on its way are free."""
+        streams, now = self._streams, self._plans
+        while streams and streams[0].leaves_at <= now:
+            request = heappop(streams).request
+            request.end = max(self._device_free, self._plan_at) + self.costs.host.after
+            self._keys -= request.n_longest
+            self._promised -= self._positions(request)
+            self._turned_away = None
+            self._finished.append(request)
+            if self._cache is not None:
+                self._cache.put(request, self._capacity - self._live)
+
+    @property
+    def _live(self) -> int:
+        """KV positions of those who have a seat."""
+        return self._keys + sum(prompt.request.n_known for prompt in self._prompts)
+
+    def _positions(self, request: FleetRequest) -> int:
+        """Of the pages that it has at its end."""
+        return -(-request.n_longest // self._page) * self._page
+
+    def _draft_prompts(self) -> _Draft:
+        """Prompt rows as the scheduler plans them: those who have a seat, then those who board."""
+        decoding, prompts = len(self._streams), self._prompts
+        seatable = min(len(self._waiting), self._seats - decoding - len(prompts))
+        start = prompts[0].start if prompts else 0
+        most = self.costs.token_budget - decoding
+        if wanting := len(prompts) + seatable:
+            most = min(most, self.costs.prompt_rows(decoding, start, wanting))
+        draft = _Draft(decoding, most, decoding)
+        for at, prompt in enumerate(prompts):
+            if not draft.tokens_left:
+                break
+            self._add_chunk(prompt, draft, at + 1 == len(prompts) and not seatable)
+        self._board(draft, seatable)
+        return draft
+
+    def _board(self, draft: _Draft, seatable: int) -> None:
+        while seatable > 0 and draft.tokens_left:
+            request = self._waiting[0]
+            if not self._pages_last(request):
+                return
+            self._waiting.popleft()
+            self.waiting_prompt -= request.n_known
+            self.waiting_work -= request.n_longest
+            prompt = _Prompt(request, self._found(request))
+            self._promised += self._positions(request)
+            self._prompts.append(prompt)
+            seatable -= 1
+            self._add_chunk(prompt, draft, not seatable)
+
+    def _found(self, request: FleetRequest) -> int:
+        """Tokens of the prompt that need not be computed; the last one must be."""
+        if self._cache is None:
+            return 0
+        found = min(self._cache.take(request), request.n_prompt - 1)
+        found -= found % self._page
+        self._cache.fit(self._capacity - self._live - request.n_known)
+        request.n_cached += found
+        return found
+
+    def _add_chunk(self, prompt: _Prompt, draft: _Draft, is_last: bool) -> None:
+        """The next rows of a prompt. is_last: no other can use the rows that it leaves."""
+        count = min(prompt.n_left, draft.tokens_left)
+        if is_last:
+            count = min(count, self.costs.thrifty(draft.rows, count, draft.decoding))
+        draft.pairs += count * prompt.start + count * (count + 1) // 2
+        draft.prompt += count
+        draft.rows += count
+        draft.tokens_left -= count
+        draft.chunks += 1
+        prompt.start += count
+        if not prompt.n_left:
+            draft.finished.append(prompt.request)
+
+    def _pages_last(self, request: FleetRequest) -> bool:
+        """Whether pages suffice to everybody's end if this one boards too."""
+        needed = self._positions(request)
+        if self._promised + needed <= self._capacity or not self.n_seated:
+            return True
+        if self._turned_away is request:
+            return False
+        if self._peak(request) <= self._capacity:
+            return True
+        self._turned_away = request
+        return False
+
+    def _peak(self, newcomer: FleetRequest) -> float:
+        """The most positions that are ever held at a time if the newcomer boards now and nobody
+        after it."""
+        riders = [(s.leaves_at - self._plans, s.request.n_longest) for s in self._streams]
+        riders += [(p.request.n_left, p.request.n_longest) for p in self._prompts]
+        riders.append((newcomer.n_left, newcomer.n_longest))
+        riders.sort(reverse=True)
+        peak = held = slack = 0.0
+        for there, (rest, longest) in enumerate(riders, 1):
+            # At the end of this one: those who end later lack as much as they go on.
+            held += longest
+            slack += rest
+            peak = max(peak, held - slack + there * (rest + self._page / 2))
+        return peak
+
+    def _take_step(self, draft: _Draft) -> None:
+        """Launch a step with prompt rows."""
+        work = StepWork(
+            draft.decoding, draft.prompt, self._keys, self._longest_context(), draft.pairs
+        )
+        seconds = self.costs.mixed_seconds(work)
+        handed_out = self._launch(seconds, draft.decoding + draft.chunks)
+        self._keys += draft.decoding
+        self._plans += 1
+        for request in draft.finished:
+            self._start_decoding(request, handed_out)
+        if draft.finished:
+            self._prompts = [prompt for prompt in self._prompts if prompt.n_left]
+        self._learn(seconds, 1)
+
+    def _start_decoding(self, request: FleetRequest, first: float) -> None:
+        """Its first token comes with the step just launched, and each plan brings one more."""
+        if math.isnan(request.first):
+            request.first = first
+        leaves_at = self._plans - 1 + request.n_left
+        heappush(self._streams, _Stream(leaves_at, request.number, request))
+        heappush(self._longest, (self._plans - request.n_known, leaves_at))
+        self._keys += request.n_known + 1
+
+    def _launch(self, seconds: float, rows: int) -> float:
+        """-> when the tokens of this step are handed out."""
+        host = self.costs.host
+        before = host.before + host.before_per_row * rows
+        after = host.after + host.after_per_row * rows if self._in_flight else 0.0
+        launched = self._plan_at + before
+        ready = max(launched, self._device_free) + seconds
+        self._plan_at = max(launched, self._device_free if self._in_flight else 0.0) + after
+        self._device_free = ready
+        self._in_flight = True
+        return max(ready, self._plan_at + before) + after
+
+    def _leap(self, until: float) -> None:
+        """Steps in which all streams decode and nobody else: until somebody's seat is free, or
+        until `until`."""
+        decoding, longest = len(self._streams), self._longest_context()
+        most = self._streams[0].leaves_at - self._plans
+        first = self.costs.decode_seconds(decoding, self._keys, longest)
+        self._launch(first, decoding)
+        taken, total = 1, first
+        if most > 1 and self._plan_at < until:
+            taken, total = self._go_on(decoding, longest, most, first, until)
+        self._keys += taken * decoding
+        self._plans += taken
+        self._learn(total / taken, taken)
+
+    def _go_on(
+        self, decoding: int, longest: int, most: int, first: float, until: float
+    ) -> tuple[int, float]:
+        """The steps of a leap after its first. -> (steps, device seconds) with the first."""
+        more = most - 1
+        last = self.costs.decode_seconds(decoding, self._keys + more * decoding, longest + more)
+        host = self.costs.host
+        before = host.before + host.before_per_row * decoding
+        after = host.after + host.after_per_row * decoding
+        growth = (last - first) / more
+        begin = max(first + growth, before + after)
+        if until < _NEVER:
+            more = min(more, _steps_within(until - self._plan_at, begin, growth))
+        last = first + growth * more
+        total = more * (first + growth + last) / 2
+        planned = self._plan_at + (more - 1) * (before + after) + before
+        self._device_free = max(self._device_free + total, planned + last)
+        self._plan_at = max(self._device_free - last, planned) + after
+        return 1 + more, first + total
+
+    def _longest_context(self) -> int:
+        """The most positions that a stream attends to in the next step; 0 without any."""
+        contexts = self._longest
+        while contexts and contexts[0][1] <= self._plans:
+            heappop(contexts)
+        return self._plans - contexts[0][0] + 1 if contexts else 0
+
+    def _learn(self, seconds: float, steps: int) -> None:
+        """Take in the time of so many steps."""
+        kept = _FADE**steps if self.step_s else 0.0
+        self.step_s = kept * self.step_s + (1 - kept) * seconds
+        self.busy_s += steps * seconds
+        self.seated_s += steps * seconds * self.n_seated
+
+
+def _steps_within(seconds: float, first: float, growth: float) -> int:
+    """The steps that begin in so many seconds, at least one, if each takes `growth` longer than the
+    one before it."""
+    steps = seconds / first
+    steps = seconds / (first + growth * steps / 2)
+    return max(1, math.ceil(steps))
