@@ -22,10 +22,12 @@ from jax.sharding import Mesh
 
 from jitney.engine import messages
 from jitney.engine.canary import LIMITS, MOST_TOKENS, CanaryCore
+from jitney.engine.checkpoints.identity import model_identity
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.cache_folder import open_compilation_cache
+from jitney.engine.config.digest import configuration_digest
 from jitney.engine.config.platforms import DEVICE_PLATFORMS, INSTALL
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.core import EngineCore
@@ -500,6 +502,9 @@ def _describe(
         sampling_defaults=defaults,
         proofs=proofs,
         canary_every=settings.canary_every,
+        config_digest=configuration_digest(
+            setup.config, model=model_identity(setup.source), version=version("jitney")
+        ),
         max_logprobs=settings.max_logprobs,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),

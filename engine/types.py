@@ -518,6 +518,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = MAX_LOGPROBS  # alternatives that are computed for each token
     canary_every: int = 0  # one request in so many is computed again with the reference; 0: none
     max_predicted_wait_s: float = 0.0  # longer predicted waits are refused; 0: none is
+    config_digest: str = ""  # of what decides answers and speed (`config.digest`), 64 hex digits
 
     @property
     def request_limits(self) -> RequestLimits:

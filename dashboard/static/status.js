@@ -214,6 +214,7 @@ export function showFacts(info) {
     ...facts.map(([name, value, kind = ""]) =>
       make("div", {class: kind}, make("dt", {}, name), make("dd", {}, value)),
     ),
+    ...configFact(info.config_digest),
   );
   document.title = `Jitney: ${info.model}`;
   const out = kernelsOut(info);
@@ -254,6 +255,16 @@ function proofInWords({kernel, error, reason}) {
     return `${kernel} is off by ${error.toPrecision(2)}`;
   }
   return `${kernel} could not run${reason ? ` (${reason})` : ""}`;
+}
+
+/** The configuration's digest: its beginning, and all of it for who points at it or tabs to it. */
+function configFact(digest) {
+  if (!digest) {
+    return [];
+  }
+  const whole = make("span", {class: "whole", role: "tooltip", id: "config-digest"}, digest);
+  const cut = make("code", {tabindex: 0, "aria-describedby": "config-digest"}, digest.slice(0, 12));
+  return [make("div", {class: "config minor"}, make("dt", {}, "config"), make("dd", {}, cut, whole))];
 }
 
 function samplingFact(defaults) {

@@ -225,6 +225,27 @@ class Version(BaseModel):
     version: str
 
 
+class SettingInForce(Described):
+    """A setting. section, key: as in a TOML file. value: of secrets how many there are. origin:
+    "default", or where it stands in a file, the environment or the flags. counted: part of the
+    digest.
+    """
+
+    section: str
+    key: str
+    value: bool | int | float | str | list[int] | list[str]
+    origin: str
+    counted: bool
+
+
+class Configuration(Described):
+    """GET /config. config_digest: empty until the engine is ready. settings: by flat name."""
+
+    version: str
+    config_digest: str
+    settings: dict[str, SettingInForce]
+
+
 class Sleeping(Described):
     """GET /is_sleeping."""
 

@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from jitney.engine.config.digest import short
 from jitney.engine.process import counters as engine
 from jitney.engine.types import EngineState, KernelProof
 
@@ -253,6 +254,8 @@ def _proofs(client: EngineClient) -> Sequence[KernelProof]:
 
 def _build(client: EngineClient) -> Iterator[Metric]:
     labels = {name: str(getattr(client.info, name)) for name in _BUILD if client.info}
+    if client.info:
+        labels["config"] = short(client.info.config_digest)
     yield InfoMetricFamily("jitney_build", "what is running", _VERSION | labels)
 
 

@@ -6,18 +6,21 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import orjson
+from msgspec import to_builtins
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jitney.engine.api.errors import no_model
+from jitney.engine.api.errors import HttpError, no_model
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.service import Service
+from jitney.engine.config.differences import report_of
 from jitney.engine.types import EngineInfo, JsonDict, KernelProof, Seat
 
 #: Fields of EngineInfo that `/version` shows.
 _SHOWN = (
+    "config_digest",
     "platform",
     "device",
     "tensor_parallel",
@@ -91,6 +94,16 @@ async def show_version(service: Service, request: Request) -> Response:
     """The version, and once the engine is ready, what it runs on and in which number formats."""
     info = service.client.info
     return _json({"version": version("jitney")} | ({} if info is None else _shown(info)))
+
+
+async def show_config(service: Service, request: Request) -> Response:
+    """Every setting with its value and its origin; secrets are counted."""
+    if service.layered is None:
+        raise HttpError(404, "the settings of this server are not known", code="not_found")
+    info = service.client.info
+    digest = "" if info is None else info.config_digest
+    report = report_of(service.layered, version=version("jitney"), config_digest=digest)
+    return _json(to_builtins(report))
 
 
 def _shown(info: EngineInfo) -> JsonDict:

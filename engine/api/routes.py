@@ -83,6 +83,14 @@ ROUTES = (
         answer=answers.Version,
     ),
     HttpRoute(
+        "/config",
+        _GET,
+        ops.show_config,
+        "every setting, and where its value came from",
+        role=Role.ADMIN,
+        answer=answers.Configuration,
+    ),
+    HttpRoute(
         "/openapi.json",
         _GET,
         ops.show_openapi,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jitney.engine.api.grammars import Grammars
     from jitney.engine.api.jobs.service import Jobs
     from jitney.engine.api.tracing import Tracing
+    from jitney.engine.config.layers import Layered
     from jitney.engine.text.tokenizer import Tokenizer
 
 
@@ -115,6 +116,8 @@ class Service:
         self.grammars: Grammars | None = None
         #: Makes spans for OpenTelemetry; None: it is off.
         self.tracing: Tracing | None = None
+        #: The settings, and where each came from; None: nobody said.
+        self.layered: Layered | None = None
         #: Files and batches of requests, and jobs.
         self.batches: Batches | None = None
         self.jobs: Jobs | None = None

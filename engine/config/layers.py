@@ -24,7 +24,7 @@ from jitney.engine.errors import ConfigError
 
 _ENV_PREFIX = "JITNEY_"
 #: Names with the prefix that are not settings of one run.
-_ENV_OTHER = ("JITNEY_CACHE",)
+_ENV_OTHER = ("JITNEY_CACHE", "JITNEY_ENGINE_KEY")
 #: How flags and the environment write true and false.
 _BOOLEANS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
@@ -135,6 +135,16 @@ def _section_class(info: FieldInfo) -> type[Section]:
     return info.annotation
 
 
+@dataclass(frozen=True, slots=True)
+class Layered:
+    """A configuration, and which layer each of its values is from."""
+
+    config: Config
+    #: Flat name -> where the value stands ("run.toml: [engine] max_seats", "JITNEY_MAX_SEATS",
+    #: "--max-seats"); what is absent has its default.
+    origins: Mapping[str, str]
+
+
 def load_config(
     file: str | Path | None = None,
     environ: Mapping[str, str] = NOTHING,
@@ -145,15 +155,24 @@ def load_config(
     flags: flat name -> value of the field's own type, or text to be parsed. Raises ConfigError,
     naming the place.
     """
+    return load_layers(file, environ, flags).config
+
+
+def load_layers(
+    file: str | Path | None = None,
+    environ: Mapping[str, str] = NOTHING,
+    flags: Mapping[str, Any] = NOTHING,
+) -> Layered:
+    """As `load_config`, with where each value came from."""
     values: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
-    origin: dict[tuple[str, str], str] = {}
+    origins: dict[str, str] = {}
     for setting, value, where in (*_from_file(file), *_from_environ(environ), *_from_flags(flags)):
         values[setting.section][setting.key] = value
-        origin[setting.section, setting.key] = where
+        origins[setting.name] = where
     try:
-        return Config.model_validate(values)
+        return Layered(Config.model_validate(values), origins)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origin)) from None
+        raise ConfigError(_explain(error, origins)) from None
 
 
 def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, Any, str]]:
@@ -206,15 +225,16 @@ def _unknown(name: str, known: list[str]) -> str:
     return f"{_short(name)} is unknown; {hint}"
 
 
-def _explain(error: ValidationError, origin: Mapping[tuple[str, str], str]) -> str:
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     """All complaints in one line, each with the place the value came from."""
+    places = {(setting.section, setting.key): setting.name for setting in settings().values()}
     lines = []
     for item in error.errors(include_url=False):
         section, *rest = map(str, item["loc"])
         where = f"[{section}]"
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if rest:
-            where = origin.get((section, rest[0]), rest[0])
+            where = origins.get(places.get((section, rest[0]), ""), rest[0])
             if item["type"] != "value_error":
                 message += f", not {_short(repr(item['input']))}"
         lines.append(f"{where}: {message}")

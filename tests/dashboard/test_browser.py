@@ -96,6 +96,28 @@ def test_kernels_that_were_wrong_at_start_are_told_above_all(client, open_page):
     assert open_page.problems == []
 
 
+def test_the_configurations_digest_is_small_until_one_looks(client, open_page):
+    page = open_page.page
+    digest = "0123456789abcdef" * 4
+    with visit(page, type(client)(config_digest=digest)):
+        cut, whole = page.locator(".config code"), page.locator("#config-digest")
+        cut.wait_for(state="visible")
+        assert cut.inner_text() == "0123456789ab" and whole.is_hidden()
+        cut.focus()
+        whole.wait_for(state="visible")
+        assert whole.inner_text() == digest
+        cut.blur()
+        whole.wait_for(state="hidden")
+        cut.hover()
+        whole.wait_for(state="visible")
+        box = whole.bounding_box()
+        assert box and box["x"] >= 0 and box["x"] + box["width"] <= page.viewport_size["width"]
+    with visit(page, client):
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        assert page.locator(".config").count() == 0
+    assert open_page.problems == []
+
+
 def test_the_canary_counts_on_the_page(client, open_page):
     page = open_page.page
     with visit(page, client):

@@ -354,6 +354,7 @@ def test_models_version_and_slots():
     shown = run(call(app, "/version", method="GET")).json()
     assert list(shown) == [
         "version",
+        "config_digest",
         "platform",
         "device",
         "tensor_parallel",
@@ -518,3 +519,11 @@ def test_vllm_names_when_asked_for():
     }
     assert {name: got.get(name) for name in want} == want
     assert not any(name.startswith("vllm:") for name in samples(make_app()))
+
+
+def test_the_digest_is_a_label_of_one_metric():
+    app = make_app(FakeClient(config_digest="0123456789abcdef" * 4))
+    assert run(call(app, "/version", method="GET")).json()["config_digest"][:12] == "0123456789ab"
+    text = run(call(app, "/metrics", method="GET")).body.decode()
+    (line,) = [line for line in text.splitlines() if "0123456789ab" in line]
+    assert line.startswith("jitney_build_info{") and 'config="0123456789ab"' in line

@@ -1,0 +1,61 @@
+"""`jitney config show`: every setting, and where its value came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+
+from jitney.engine.cli.config_sources import settings_here, settings_of
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.keys import KEY_FLAG, engine_key
+from jitney.engine.config.differences import ConfigReport
+
+_PLACE = Flag.of(
+    "place",
+    "a TOML file, beside the environment; or the URL of a running server; nothing: the environment",
+    None,
+    nargs="?",
+    metavar="FILE|URL",
+)
+JSON_FLAG = Flag.switch("--json", "print one JSON object")
+_COMMAND = Command(
+    "config show",
+    "Every setting of a file or of a running server, and where its value came from.",
+    [FlagGroup([_PLACE, JSON_FLAG, KEY_FLAG])],
+    usage="jitney config show [FILE|URL] [FLAG ...]",
+)
+#: What is said where there is no digest.
+NO_DIGEST = "not known before the model is here"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the settings; exit status 0."""
+    args = _COMMAND.parse(arguments)
+    if args.place is not None and "://" in args.place:
+        report = settings_of(args.place, engine_key(args))
+    else:
+        report = settings_here(args.place)
+    if args.json:
+        print(json.dumps(msgspec.to_builtins(report), indent=2))
+    else:
+        _print(report)
+    return 0
+
+
+def _print(report: ConfigReport) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("setting", "value", "from", "digest", box=None, pad_edge=False)
+    for setting in report.settings.values():
+        name = f"[{setting.section}] {setting.key}"
+        part = "" if setting.counted else "no part"
+        cells = (name, json.dumps(setting.value), setting.origin, part)
+        table.add_row(*map(escape, cells))
+    console = Console(highlight=False)
+    digest = report.config_digest or NO_DIGEST
+    console.print(f"Jitney {report.version}, configuration {digest}", markup=False, soft_wrap=True)
+    console.print(table)

@@ -1,0 +1,84 @@
+"""Where `jitney config` reads settings: files here, running servers elsewhere."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+
+import httpx
+import msgspec
+
+from jitney.engine.checkpoints.identity import model_identity
+from jitney.engine.checkpoints.sources import local_source
+from jitney.engine.config.differences import ConfigReport, report_of
+from jitney.engine.config.digest import configuration_digest
+from jitney.engine.config.layers import Layered, load_layers
+from jitney.engine.config.schema import Config
+from jitney.engine.errors import ConfigError, JitneyError, ModelError
+
+_TIMEOUT_S = 10.0
+#: What a status means to who asked.
+_REFUSALS = {
+    401: "an API key is needed: set JITNEY_ENGINE_KEY, or give --key-file",
+    403: "an administrator's key is needed",
+    404: "it does not tell its settings; is this a Jitney engine of this version?",
+}
+
+
+class Untold(JitneyError):
+    """A server does not tell its settings."""
+
+
+def settings_here(file: str | None) -> ConfigReport:
+    """What a server that is started here with this file is set to: file and environment."""
+    return _report(load_layers(file, os.environ))
+
+
+def settings_of(place: str, key: str) -> ConfigReport:
+    """Of a file alone, or of the server at a URL. key: an administrator's, empty if it needs none.
+    Raises ConfigError and Untold.
+    """
+    if "://" in place:
+        return _asked(place, key)
+    return _report(load_layers(place))
+
+
+def digest_here(config: Config) -> str:
+    """The digest of an engine with this configuration; empty where the model is not here, so that
+    nobody knows what it is.
+    """
+    try:
+        source = local_source(config.model.id)
+    except ModelError:
+        return ""
+    if source is None:
+        return ""
+    identity = model_identity(source)
+    return configuration_digest(config, model=identity, version=version("jitney"))
+
+
+def _report(layered: Layered) -> ConfigReport:
+    digest = digest_here(layered.config)
+    return report_of(layered, version=version("jitney"), config_digest=digest)
+
+
+def _asked(url: str, key: str) -> ConfigReport:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    address = url.rstrip("/") + "/config"
+    try:
+        answer = httpx.get(address, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url!r} is not a URL: {error}") from None
+    except httpx.HTTPError as error:
+        raise Untold(f"{url} does not answer: {str(error) or type(error).__name__}") from None
+    if answer.status_code != 200:
+        why = _REFUSALS.get(answer.status_code, f"it answers {answer.status_code}")
+        raise Untold(f"{url}: {why}")
+    return _read(url, answer.content)
+
+
+def _read(url: str, answer: bytes) -> ConfigReport:
+    try:
+        return msgspec.json.decode(answer, type=ConfigReport)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise Untold(f"{url}: {_REFUSALS[404]}") from None

@@ -1,0 +1,234 @@
+"""The digest of a configuration: what is part of it, and that nothing else moves it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from jitney.engine.checkpoints import identity
+from jitney.engine.checkpoints.families import tiny_config
+from jitney.engine.checkpoints.identity import model_identity
+from jitney.engine.checkpoints.sources import ModelSource, local_source
+from jitney.engine.config.differences import ConfigReport, differences, report_of
+from jitney.engine.config.digest import LEFT_OUT, configuration_digest, short
+from jitney.engine.config.layers import load_config, load_layers, settings
+from jitney.engine.config.schema import Config
+
+#: Settings that are part of the digest. A new setting goes here, or into LEFT_OUT.
+COUNTED = {
+    "dtype",
+    "weights",
+    "context",
+    "chat_template",
+    "max_seats",
+    "page_size",
+    "token_budget",
+    "seat_buckets",
+    "token_buckets",
+    "pages",
+    "memory_gib",
+    "memory_share",
+    "kv_dtype",
+    "prefix_cache",
+    "share_outputs",
+    "policy",
+    "batch_size",
+    "max_wait_ms",
+    "static_timeout_ms",
+    "order",
+    "prefill_share",
+    "target_itl_ms",
+    "max_predicted_wait_s",
+    "max_waiting_requests",
+    "max_waiting_tokens",
+    "background_seats",
+    "kernels",
+    "max_logprobs",
+    "canary_every",
+    "platform",
+    "tensor_parallel",
+    "generation_config",
+    "default_temperature",
+    "default_top_p",
+    "default_top_k",
+    "default_min_p",
+    "default_repetition_penalty",
+    "tool_call_parser",
+    "reasoning_parser",
+    "body_limit",
+    "read_timeout_s",
+    "template_timeout_s",
+    "write_timeout_s",
+    "max_connections",
+    "request_timeout_s",
+    "key_max_concurrent",
+    "key_tokens_per_minute",
+    "otel",
+    "step_timeout_s",
+    "restart",
+    "on_core_death",
+}
+
+
+def digest(model: str = "m", version: str = "1", file: Path | None = None, **flags: str) -> str:
+    config = load_config(file, flags=flags)
+    return configuration_digest(config, model=model, version=version)
+
+
+def test_every_setting_has_its_place():
+    """A new setting is put into COUNTED here or into LEFT_OUT, and docs/rollout.md says which."""
+    assert set(settings()) == COUNTED | LEFT_OUT
+    assert not COUNTED & LEFT_OUT
+    text = (ROOT / "docs" / "rollout.md").read_text()
+    assert not [name for name in LEFT_OUT if f"`{settings()[name].key}`" not in text]
+
+
+def test_model_version_and_settings_count():
+    base = digest()
+    assert len(base) == 64 and set(base) <= set("0123456789abcdef")
+    assert short(base) == base[:12]
+    changed = [
+        digest(model="other"),
+        digest(version="2"),
+        digest(max_seats="31"),
+        digest(tool_call_parser="hermes"),
+        digest(default_temperature="0.5"),
+    ]
+    assert len({base, *changed}) == 6
+
+
+def test_what_is_left_out_does_not_count():
+    same = digest(
+        model="m",
+        host="127.0.0.2",
+        port="9000",
+        log_level="debug",
+        record="/tmp/trace.jsonl",
+        api_key_file="/keys",
+        device="1",
+    )
+    assert same == digest()
+
+
+def test_the_order_of_a_file_and_of_numbers_does_not_count(tmp_path: Path):
+    one, two = tmp_path / "one.toml", tmp_path / "two.toml"
+    one.write_text(
+        "[engine]\nmax_wait_ms = 100\nprefill_share = 1\nseat_buckets = [4, 8]\n"
+        "[model]\ndtype = 'float32'\n"
+    )
+    two.write_text(
+        "[model]\ndtype = 'float32'\n"
+        "[engine]\nseat_buckets = [4, 8]\nprefill_share = 1.0\nmax_wait_ms = 100.0\n"
+    )
+    assert digest(file=one) == digest(file=two) != digest()
+
+
+def test_it_survives_the_way_to_the_core():
+    """The core's process gets its configuration as JSON."""
+    config = load_config(flags={"seat_buckets": "4,8", "max_wait_ms": "0.1"})
+    sent = Config.model_validate(json.loads(config.model_dump_json()), strict=False)
+    ours, theirs = [configuration_digest(c, model="m", version="1") for c in (config, sent)]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("seed", ["0", "4242"])
+def test_it_is_the_same_in_every_process(seed: str):
+    code = (
+        "from jitney.engine.config.digest import configuration_digest as digest\n"
+        "from jitney.engine.config.layers import load_config\n"
+        "print(digest(load_config(flags={'max_seats': '8'}), model='m', version='1'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == digest(max_seats="8")
+
+
+def test_what_stands_in_a_template_counts_and_not_where_it_lies(tmp_path: Path):
+    one, two = tmp_path / "a.jinja", tmp_path / "b.jinja"
+    one.write_text("{{ messages }}")
+    two.write_text("{{ messages }}")
+    before = digest(chat_template=str(one))
+    assert before == digest(chat_template=str(two)) != digest()
+    two.write_text("{{ other }}")
+    assert digest(chat_template=str(two)) != before
+
+
+def test_a_folder_is_its_files_and_not_its_name(tmp_path: Path):
+    def source(name: str, **files: str) -> ModelSource:
+        folder = tmp_path / name
+        folder.mkdir()
+        for stem, text in files.items():
+            (folder / stem.replace("_", ".")).write_text(text)
+        return ModelSource("hf", str(folder), name, tiny_config())
+
+    base = source("a", config_json="{}", model_safetensors="abc")
+    same = source("b", model_safetensors="abc", config_json="{}", README_md="hello")
+    other = source("c", config_json="{}", model_safetensors="abd")
+    assert model_identity(base) == model_identity(same) != model_identity(other)
+
+
+def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(identity, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(identity, "_BLOCKS", 4)
+    monkeypatch.setattr(identity, "_BLOCK_BYTES", 10)
+    blocks = list(identity._blocks(2000))
+    assert blocks == [(0, 10), (663, 10), (1326, 10), (1990, 10)]
+    assert list(identity._blocks(1000)) == [(0, 1000)]
+    file = tmp_path / "m.gguf"
+    source = ModelSource("gguf", str(file), "m", tiny_config())
+    seen = set()
+    for changed in (None, 0, 1999, 1330, 500):
+        data = bytearray(2000)
+        if changed is not None:
+            data[changed] = 1
+        file.write_bytes(data)
+        seen.add(model_identity(source))
+    assert len(seen) == 4  # byte 500 lies between two blocks
+    file.write_bytes(bytes(2001))
+    assert model_identity(source) not in seen
+
+
+def test_a_model_that_is_not_here_has_no_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("JITNEY_CACHE", str(tmp_path))
+    assert local_source("smollm2-135m") is None
+    assert local_source("owner/name") is None
+    tiny = local_source("tiny-random")
+    assert tiny is not None and model_identity(tiny) == model_identity(tiny)
+
+
+def test_origins_are_those_of_the_layers(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text("[engine]\nmax_seats = 8\npage_size = 32\n[server]\napi_keys = ['sesame']\n")
+    layered = load_layers(file, {"JITNEY_PAGE_SIZE": "64"}, {"order": "fair"})
+    report = report_of(layered, version="1")
+    origins = {name: value.origin for name, value in report.settings.items()}
+    assert origins["max_seats"] == f"{file}: [engine] max_seats"
+    assert (origins["page_size"], origins["order"]) == ("JITNEY_PAGE_SIZE", "--order")
+    assert origins["policy"] == "default"
+    assert report.settings["api_keys"].value == "1 set, not shown"
+    assert "sesame" not in str(report)
+
+
+def test_differences_fill_in_defaults_and_name_what_only_one_knows(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text("[engine]\nmax_seats = 8\nmax_waiting_requests = 256\n[server]\nport = 1\n")
+    a = report_of(load_layers(file), version="1")
+    b = report_of(load_layers(), version="1")
+    found = list(differences(a, b))
+    assert [(one.name, one.counted) for one in found] == [("max_seats", True), ("port", False)]
+    without = {name: value for name, value in b.settings.items() if name != "policy"}
+    older = ConfigReport(version="0", config_digest="", settings=without)
+    (policy,) = differences(b, older)
+    assert (policy.name, policy.b) == ("policy", None)
