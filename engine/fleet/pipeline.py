@@ -1,0 +1,435 @@
+"""Models one after another: what one stage makes stands in the prompt of the next.
+
+A stage generates, or ranks texts by how likely its model finds them. The last one answers the
+client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from jitney.engine.api.errors import HttpError
+from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
+from jitney.engine.config.schema import Section
+from jitney.engine.errors import RequestError
+from jitney.engine.fleet.answering import (
+    CHAT,
+    COMPLETIONS,
+    MADE_FIELD,
+    Answering,
+    ModelAnswer,
+    ModelStream,
+    Question,
+    made,
+    name_error,
+    named,
+    refuse_field,
+    refuse_token_ids,
+    stage_header,
+    stage_usage,
+    text_of,
+    total_usage,
+)
+from jitney.engine.fleet.scoring import score_text
+from jitney.engine.fleet.stage_budget import StageBudget
+from jitney.engine.fleet.stage_templates import StageRenderer
+from jitney.engine.text.stage_template_worker import variables_of
+from jitney.engine.types import JsonDict
+
+#: Variables that every template has, and the one of each text that is ranked.
+_GIVEN = ("question", "messages")
+_CANDIDATE = "candidate"
+_MOST_STAGES = 16
+_MOST_CANDIDATES = 256
+#: Of a model whose seats nobody knows.
+_UNKNOWN_SEATS = 8
+#: Fields of a request that a stage sets itself.
+_OWN_FIELDS = ("model", "messages", "prompt", "stream", "stream_options", "n", "best_of", "echo")
+#: Fields about the client's prompt, which no engine gets to see.
+_PROMPT_FIELDS = (
+    "echo",
+    "suffix",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "continue_final_message",
+    "return_token_ids",
+)
+_WHY = "its prompt goes through the templates of a pipeline"
+
+_StageName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")]
+_Seats = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class GenerateStage(Section):
+    """`kind = "generate"`: the model answers a prompt."""
+
+    kind: Literal["generate"] = Field(description="the model answers a prompt")
+    name: _StageName = Field(description="what later templates, errors and usage call it")
+    model: str = Field(description="name of a model of the fleet")
+    prompt: str = Field(
+        description="Jinja template: the user's message, or the prompt of a text completion"
+    )
+    system: str = Field(
+        default="",
+        description="Jinja template: the system's message; in a text completion it comes first",
+    )
+    route: Literal["chat", "completions"] | None = Field(
+        default=None,
+        description="what its model is asked by, empty: chat; the last stage uses the client's",
+    )
+    n: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="answers that it makes, empty: 1; the last stage makes as many as the client "
+        "asks for",
+    )
+    fields: dict[str, Any] = Field(
+        default={},
+        description="more fields of the request, such as { max_tokens = 64 }; in the last stage "
+        "the client's stand above them",
+    )
+    seats: _Seats | None = Field(
+        default=None,
+        description="requests that the model computes at once; empty: as its engines say",
+    )
+
+    @property
+    def templates(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "system": self.system}
+
+
+class RankStage(Section):
+    """`kind = "rank"`: texts are sorted by how likely the model finds each."""
+
+    kind: Literal["rank"] = Field(description="texts are sorted by how likely the model finds each")
+    name: _StageName = Field(description="what later templates, errors and usage call it")
+    model: str = Field(description="name of a model of the fleet that engines serve")
+    candidates: list[str] | None = Field(
+        default=None, min_length=1, max_length=_MOST_CANDIDATES, description="the texts"
+    )
+    candidates_of: str | None = Field(
+        default=None, description="instead of them: name of an earlier stage that makes several"
+    )
+    prompt: str = Field(
+        description="Jinja template of what stands before the scored text; `candidate` is the text "
+        "in question"
+    )
+    scored: str = Field(
+        description="Jinja template of the text whose mean log-probability is the candidate's score"
+    )
+    keep: int = Field(
+        default=1, ge=1, le=_MOST_CANDIDATES, description="texts that it passes on, the best first"
+    )
+    seats: _Seats | None = Field(
+        default=None,
+        description="requests that the model computes at once; empty: as its engines say",
+    )
+
+    @property
+    def templates(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "scored": self.scored}
+
+
+Stage = GenerateStage | RankStage
+
+
+class PipelineSettings(Section):
+    """`kind = "pipeline"` in fleet.toml."""
+
+    kind: Literal["pipeline"] = Field(description="models one after another")
+    stages: list[Annotated[Stage, Field(discriminator="kind")]] = Field(
+        min_length=1,
+        max_length=_MOST_STAGES,
+        description="in their order, each a table [[models.NAME.stages]]; the last one generates",
+    )
+    max_waiting: int = Field(
+        default=256,
+        ge=0,
+        le=1 << 20,
+        description="requests that may wait until the slowest stage has seats for them",
+    )
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        known: list[str] = []
+        for stage in self.stages:
+            if stage.name in (*known, *_GIVEN, _CANDIDATE):
+                raise ValueError(f"two stages, or a variable, are called {stage.name}")
+            _check_stage(stage, known)
+            known.append(stage.name)
+        _check_last(self.stages[-1])
+        return self
+
+    @property
+    def parts(self) -> list[str]:
+        """Models that it is made of."""
+        return list(dict.fromkeys(stage.model for stage in self.stages))
+
+    @property
+    def scoring(self) -> list[str]:
+        """Those that must score texts."""
+        return [stage.model for stage in self.stages if isinstance(stage, RankStage)]
+
+
+def _check_stage(stage: Stage, known: Sequence[str]) -> None:
+    """known: names of the stages before. Raises ValueError."""
+    where = f"stage {stage.name}"
+    given = [*_GIVEN, *known]
+    if isinstance(stage, RankStage):
+        given.append(_CANDIDATE)
+        if (stage.candidates is None) == (stage.candidates_of is None):
+            raise ValueError(f"{where}: give either candidates or candidates_of")
+        if stage.candidates_of is not None and stage.candidates_of not in known:
+            raise ValueError(f"{where}: candidates_of must name an earlier stage")
+    else:
+        _check_fields(stage, CompletionBody if stage.route == "completions" else ChatBody)
+    for name, template in stage.templates.items():
+        try:
+            unknown = variables_of(template) - set(given)
+        except ValueError as error:
+            raise ValueError(f"{where}: {name} is no Jinja template: {error}") from None
+        if unknown:
+            raise ValueError(
+                f"{where}: {name} asks for {sorted(unknown)[0]!r}; it may ask for "
+                f"{', '.join(given)}"
+            )
+
+
+def _check_last(stage: Stage) -> None:
+    """Raises ValueError."""
+    where = f"stage {stage.name}"
+    if not isinstance(stage, GenerateStage):
+        raise ValueError(f'{where}: the last stage must be of kind "generate"')
+    for name in ("route", "n"):
+        if getattr(stage, name) is not None:
+            raise ValueError(f"{where}: {name} of the last stage is the client's; leave it out")
+    _check_fields(stage, CompletionBody)
+
+
+def _check_fields(stage: GenerateStage, kind: type[GenerationBody]) -> None:
+    """Raises ValueError."""
+    for name in stage.fields:
+        if name in _OWN_FIELDS:
+            raise ValueError(f"stage {stage.name}: fields: {name} is set by the stage itself")
+    needed: JsonDict = {"prompt": "x"}
+    if kind is ChatBody:
+        needed = {"messages": [{"role": "user", "content": "x"}]}
+    try:
+        _, unknown = parse_body(kind, needed | stage.fields)
+    except RequestError as error:
+        raise ValueError(f"stage {stage.name}: fields: {error}") from None
+    if unknown:
+        raise ValueError(f"stage {stage.name}: fields: no route has a field {unknown[0]}")
+
+
+@dataclass(slots=True)
+class _Run:
+    """One request on its way through the stages."""
+
+    question: Question
+    #: Of the templates: those given, then what each stage made, by its name.
+    variables: JsonDict
+    #: Of the stages so far.
+    usages: list[JsonDict] = field(default_factory=list)
+
+
+class Pipeline:
+    """One model made of stages. models: who answers for those of the stages."""
+
+    def __init__(self, settings: PipelineSettings, models: Answering):
+        self._stages = settings.stages
+        last = settings.stages[-1]
+        assert isinstance(last, GenerateStage)  # checked with the settings
+        self._last = last
+        self._models = models
+        templates = {
+            f"{stage.name}.{name}": template
+            for stage in settings.stages
+            for name, template in stage.templates.items()
+        }
+        self._renderer = StageRenderer(templates)
+        self._budget = StageBudget([stage.model for stage in self._stages], settings.max_waiting)
+
+    async def start(self) -> None:
+        """Start the processes that render its templates."""
+        await self._renderer.start()
+
+    async def close(self) -> None:
+        """End them."""
+        await self._renderer.close()
+
+    async def seats(self) -> int | None:
+        """Requests that it works on at once."""
+        await self._look_at_seats()
+        return self._budget.limit
+
+    async def answer(self, question: Question) -> ModelAnswer:
+        """Raises HttpError, RequestError."""
+        async with self._last_question(question) as (asked, run):
+            with _in_stage(self._last, _passed_on(question)), self._timed(self._last):
+                answer = await self._models.answer(asked)
+            body = answer.body | {"usage": self._usage(answer.usage, run)}
+            body[MADE_FIELD] = self._told(answer.body)
+            return ModelAnswer(body, stage_header(self._last.name, answer.headers))
+
+    @asynccontextmanager
+    async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
+        """The last stage's stream. Raises HttpError, RequestError."""
+        async with self._last_question(question) as (asked, run):
+            with _in_stage(self._last, _passed_on(question)), self._timed(self._last):
+                async with self._models.stream(asked) as stream:
+                    headers = stage_header(self._last.name, stream.headers)
+                    yield ModelStream(self._chunks(stream, run), headers)
+
+    @asynccontextmanager
+    async def _last_question(self, question: Question) -> AsyncIterator[tuple[Question, _Run]]:
+        """What the last stage is asked, once the others are through. Raises HttpError,
+        RequestError.
+        """
+        variables = _variables_of(question)
+        await self._look_at_seats()
+        async with self._budget.place(question.deadline):
+            run = _Run(question, variables)
+            for stage in self._stages[:-1]:
+                with _in_stage(stage):
+                    run.variables[stage.name] = await self._made(stage, run)
+            with _in_stage(self._last):
+                asked = await self._asked_last(run)
+            yield asked, run
+
+    @contextmanager
+    def _timed(self, stage: Stage) -> Iterator[None]:
+        """Tell the budget how long a stage's model takes."""
+        began = time.monotonic()
+        yield
+        self._budget.spent(self._stages.index(stage), time.monotonic() - began)
+
+    async def _look_at_seats(self) -> None:
+        for stage in self._stages:
+            seats = stage.seats or await self._models.seats(stage.model) or _UNKNOWN_SEATS
+            self._budget.set_seats(stage.model, seats)
+
+    async def _made(self, stage: Stage, run: _Run) -> JsonDict:
+        """What a stage makes, as later templates see it."""
+        if isinstance(stage, RankStage):
+            return await self._ranked(stage, run)
+        prompt = await self._prompt(stage, run.variables, stage.route != "completions")
+        body = stage.fields | prompt | {"n": stage.n or 1}
+        route = COMPLETIONS if stage.route == "completions" else CHAT
+        question = run.question
+        asked = Question(stage.model, route, body, question.headers, question.deadline)
+        with self._timed(stage):
+            answer = await self._models.answer(asked)
+        run.usages += stage_usage(stage.name, stage.model, answer.usage)
+        texts = [text_of(choice) for choice in answer.choices]
+        return {"text": texts[0], "texts": texts}
+
+    async def _prompt(
+        self, stage: GenerateStage, variables: Mapping[str, Any], is_chat: bool
+    ) -> JsonDict:
+        """The field that holds a stage's prompt."""
+        text = await self._render(stage, "prompt", variables)
+        system = await self._render(stage, "system", variables) if stage.system else ""
+        if not is_chat:
+            return {"prompt": f"{system}\n\n{text}" if system else text}
+        messages = [{"role": "system", "content": system}] if system else []
+        return {"messages": [*messages, {"role": "user", "content": text}]}
+
+    async def _render(self, stage: Stage, template: str, variables: Mapping[str, Any]) -> str:
+        return await self._renderer.render(f"{stage.name}.{template}", dict(variables))
+
+    async def _asked_last(self, run: _Run) -> Question:
+        """The client's request with the pipeline's prompt."""
+        question = run.question
+        prompt = await self._prompt(self._last, run.variables, question.is_chat)
+        given = question.body
+        fields = {name: value for name, value in self._last.fields.items() if name not in given}
+        return question.to(self._last.model, **fields, **prompt)
+
+    async def _ranked(self, stage: RankStage, run: _Run) -> JsonDict:
+        """The best of some texts, and the scores of all that are kept."""
+        texts = stage.candidates or run.variables[stage.candidates_of or ""]["texts"]
+        at_once = asyncio.Semaphore(self._budget.seats(stage.model))
+
+        async def score(text: str) -> tuple[float, JsonDict]:
+            async with at_once:
+                return await self._score(stage, run, text)
+
+        with self._timed(stage):
+            scored = await asyncio.gather(*(score(text) for text in texts))
+        usage = total_usage([usage for _, usage in scored])
+        del usage["stages"]
+        run.usages += stage_usage(stage.name, stage.model, usage)
+        order = sorted(range(len(texts)), key=lambda place: -scored[place][0])[: stage.keep]
+        best = [texts[place] for place in order]
+        return {"text": best[0], "texts": best, "scores": [scored[place][0] for place in order]}
+
+    async def _score(self, stage: RankStage, run: _Run, text: str) -> tuple[float, JsonDict]:
+        variables = run.variables | {_CANDIDATE: text}
+        prompt = await self._render(stage, "prompt", variables)
+        scored = await self._render(stage, "scored", variables)
+        return await score_text(self._models, run.question, stage.model, prompt, scored)
+
+    async def _chunks(self, stream: ModelStream, run: _Run) -> AsyncIterator[JsonDict]:
+        """The last stage's chunks; the first says whose they are."""
+        is_first = True
+        async for chunk in stream.chunks:
+            if "error" in chunk:
+                chunk = name_error(chunk, self._last.name)
+            elif is_first:
+                chunk = chunk | {MADE_FIELD: self._told(chunk)}
+                is_first = False
+            if chunk.get("usage"):
+                chunk = chunk | {"usage": self._usage(chunk["usage"], run)}
+            yield chunk
+
+    def _usage(self, usage: JsonDict, run: _Run) -> JsonDict:
+        last = stage_usage(self._last.name, self._last.model, usage)
+        return total_usage([*run.usages, *last])
+
+    def _told(self, inner: JsonDict) -> JsonDict:
+        return made({"kind": "pipeline", "stage": self._last.name}, inner)
+
+
+@contextmanager
+def _in_stage(stage: Stage, fields: Collection[str] = ()) -> Iterator[None]:
+    """Name a stage in its errors. fields: as `named` has them."""
+    try:
+        yield
+    except (HttpError, RequestError) as error:
+        raise named(error, stage.name, fields) from error
+
+
+def _passed_on(question: Question) -> set[str]:
+    """The fields of a request that the last stage gets as they are."""
+    return set(question.body) - {"messages", "prompt"}
+
+
+def _variables_of(question: Question) -> JsonDict:
+    """What every template is given of a request. Raises RequestError for what no pipeline can
+    do.
+    """
+    body = question.checked()
+    refuse_token_ids(question, body)
+    for name in _PROMPT_FIELDS:
+        refuse_field(body, name, _WHY)
+    if isinstance(body, CompletionBody):
+        if len(body.prompt) > 1:
+            raise RequestError(f"prompt must be one text: {_WHY}", param="prompt")
+        messages = [{"role": "user", "content": body.prompt[0]}]
+    else:
+        if body.add_generation_prompt is False:
+            raise RequestError(
+                f"add_generation_prompt must be true: {_WHY}", param="add_generation_prompt"
+            )
+        messages = [{"role": each.role, "content": each.content or ""} for each in body.messages]
+    asked = [each["content"] for each in messages if each["role"] == "user"]
+    return {"question": asked[-1] if asked else "", "messages": messages}
