@@ -1,0 +1,228 @@
+"""Models made of models, beside those that engines serve: all by their names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from jitney.engine.api.blocks import EVENT_STREAM, send_body, start_of
+from jitney.engine.api.disconnect import until_disconnect
+from jitney.engine.api.errors import error_event
+from jitney.engine.api.jsonio import json_answer
+from jitney.engine.api.service import context_of
+from jitney.engine.config.schema import Section
+from jitney.engine.errors import ConfigError
+from jitney.engine.fleet.answering import (
+    Answering,
+    ComposedModel,
+    ModelAnswer,
+    ModelStream,
+    Question,
+)
+from jitney.engine.fleet.cascade import Cascade, CascadeSettings
+from jitney.engine.fleet.ensemble import Ensemble, EnsembleSettings
+from jitney.engine.fleet.pipeline import Pipeline, PipelineSettings
+from jitney.engine.types import JsonDict
+
+#: Kind -> its settings in fleet.toml.
+COMPOSED_KINDS: dict[str, type[Section]] = {
+    "cascade": CascadeSettings,
+    "ensemble": EnsembleSettings,
+    "pipeline": PipelineSettings,
+}
+#: What a card shows of templates: nothing.
+_HIDDEN = {"stages": {"__all__": {"prompt", "system", "scored", "candidates", "fields"}}}
+#: What a stream says while there is nothing to say (`formats.Format.keep_alive`).
+_KEEP_ALIVE = b"\n\n"
+_DONE = b"data: [DONE]\n\n"
+#: Chunks that are read before the client has taken those before them.
+_AHEAD = 16
+#: Headers or a chunk; None: the end.
+type _Item = JsonDict | Exception | None
+
+
+class ComposedSettings(Protocol):
+    """Of a model made of models."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the models that it is made of."""
+        ...
+
+    @property
+    def scoring(self) -> list[str]:
+        """Those of them that must score texts, which only engines do."""
+        ...
+
+
+def composed_of(models: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are made of others."""
+    kinds = tuple(COMPOSED_KINDS.values())
+    return {name: each for name, each in models.items() if isinstance(each, kinds)}
+
+
+def check_parts(composed: Mapping[str, ComposedSettings], served: Collection[str]) -> None:
+    """Raise ConfigError, one line, for parts that do not exist and for models made of themselves.
+
+    served: names of the models that engines serve.
+    """
+    for name, settings in composed.items():
+        for part in settings.parts:
+            if part not in served and part not in composed:
+                known = ", ".join([*served, *composed])
+                raise ConfigError(
+                    f"[models.{name}] is made of {part!r}, which is no model of this fleet; there "
+                    f"are: {known}"
+                )
+        for part in settings.scoring:
+            if part not in served:
+                raise ConfigError(
+                    f"[models.{name}] scores texts by {part!r}, which is made of models; name one "
+                    "that engines serve"
+                )
+    for name in composed:
+        _check_no_cycle(composed, [name])
+
+
+def _check_no_cycle(composed: Mapping[str, ComposedSettings], path: list[str]) -> None:
+    settings = composed.get(path[-1])
+    for part in settings.parts if settings else ():
+        if part in path:
+            shown = " -> ".join([*path[path.index(part) :], part])
+            raise ConfigError(f"[models.{part}] is made of itself: {shown}; break the circle")
+        _check_no_cycle(composed, [*path, part])
+
+
+def _made(settings: object, models: Answering) -> ComposedModel:
+    match settings:
+        case CascadeSettings():
+            return Cascade(settings, models)
+        case EnsembleSettings():
+            return Ensemble(settings, models)
+        case PipelineSettings():
+            return Pipeline(settings, models)
+    raise TypeError(f"{type(settings).__name__} is no kind of composed model")
+
+
+class ComposedModels:
+    """`Answering` for every name of a fleet: those made of others by themselves, the rest by
+    `engines`.
+    """
+
+    def __init__(self, composed: Mapping[str, Any], engines: Answering, served: Collection[str]):
+        """composed: settings by name. Raises ConfigError."""
+        check_parts(composed, served)
+        self._engines = engines
+        self._settings = dict(composed)
+        self._models = {name: _made(each, self) for name, each in composed.items()}
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a model is made of others."""
+        return name in self._models
+
+    def __iter__(self) -> Iterator[str]:
+        """Their names."""
+        return iter(self._models)
+
+    async def start(self) -> None:
+        """Start what they need."""
+        await asyncio.gather(*(model.start() for model in self._models.values()))
+
+    async def close(self) -> None:
+        """End it."""
+        await asyncio.gather(*(model.close() for model in self._models.values()))
+
+    def made_of(self, name: str) -> JsonDict:
+        """What a model is made of, as /v1/models shows it."""
+        return self._settings[name].model_dump(exclude=_HIDDEN, exclude_none=True)
+
+    async def answer(self, question: Question) -> ModelAnswer:
+        """Raises HttpError, RequestError."""
+        model = self._models.get(question.model)
+        return await (self._engines if model is None else model).answer(question)
+
+    def stream(self, question: Question) -> AbstractAsyncContextManager[ModelStream]:
+        """Raises HttpError, RequestError when it is entered."""
+        model = self._models.get(question.model)
+        return (self._engines if model is None else model).stream(question)
+
+    async def seats(self, model: str) -> int | None:
+        """Requests that a model computes at once."""
+        composed = self._models.get(model)
+        return await (self._engines.seats(model) if composed is None else composed.seats())
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedAnswer:
+    """Asks a model made of models and sends what comes of it, as an ASGI application."""
+
+    models: Answering
+    question: Question
+    #: Seconds without a chunk after which a stream says that it lives.
+    keep_alive_s: float
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until the answer is out, or the client has left."""
+        await until_disconnect(receive, self.send(scope, receive, send))
+
+    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self.question.streams:
+            answer = await self.models.answer(self.question)
+            await json_answer(answer.body, answer.headers)(scope, receive, send)
+            return
+        queue = asyncio.Queue[_Item](_AHEAD)
+        asking = asyncio.create_task(self._ask(queue))
+        try:
+            await self._send_stream(queue, context_of(scope).request_id, send)
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _ask(self, queue: asyncio.Queue[_Item]) -> None:
+        """All of the asking, in one task: the headers, the chunks, and None or an error."""
+        try:
+            async with self.models.stream(self.question) as stream:
+                await queue.put(stream.headers)
+                async for chunk in stream.chunks:
+                    await queue.put(chunk)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    async def _send_stream(self, queue: asyncio.Queue[_Item], request_id: str, send: Send) -> None:
+        """Raises what went wrong before anything was sent; later it is an event."""
+        headers = await queue.get()
+        if isinstance(headers, Exception):
+            raise headers
+        await send(start_of({**(headers or {}), **EVENT_STREAM}))
+        while True:
+            item = await self._next(queue)
+            if item is None:
+                break
+            if isinstance(item, Exception):
+                await send_body(send, error_event(item, request_id))
+                break
+            await send_body(send, _event_of(item) if item else _KEEP_ALIVE)
+        await send_body(send, _DONE)
+        await send_body(send, b"", more=False)
+
+    async def _next(self, queue: asyncio.Queue[_Item]) -> _Item:
+        """An empty chunk where none comes for long."""
+        try:
+            return await asyncio.wait_for(queue.get(), self.keep_alive_s)
+        except TimeoutError:
+            return {}
+
+
+def _event_of(chunk: JsonDict) -> bytes:
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"

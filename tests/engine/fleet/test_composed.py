@@ -1,0 +1,133 @@
+"""Models made of models made of models, by their names."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from scripted_models import ScriptedModels, always, chat, chunks, fails, said_in
+
+from jitney.engine.api.errors import HttpError
+from jitney.engine.errors import ConfigError
+from jitney.engine.fleet.cascade import CascadeSettings
+from jitney.engine.fleet.composed import ComposedModels, check_parts
+from jitney.engine.fleet.ensemble import EnsembleSettings
+from jitney.engine.fleet.pipeline import PipelineSettings
+
+
+def cascade(small: str, large: str) -> CascadeSettings:
+    return CascadeSettings(kind="cascade", small=small, large=large, threshold=0.5)
+
+
+def ensemble(*models: str, **fields) -> EnsembleSettings:
+    return EnsembleSettings(kind="ensemble", models=list(models), **fields)
+
+
+def pipeline(*models: str) -> PipelineSettings:
+    stages = [
+        {"kind": "generate", "name": f"s{place}", "model": model, "prompt": "{{ question }}"}
+        for place, model in enumerate(models)
+    ]
+    return PipelineSettings.model_validate({"kind": "pipeline", "stages": stages})
+
+
+def scripts(sure: bool = True) -> ScriptedModels:
+    return ScriptedModels(
+        tiny=always("small", math.log(0.9 if sure else 0.1)), big=always("large", -0.1)
+    )
+
+
+NESTED = {
+    "smart": cascade("tiny", "big"),
+    "panel": ensemble("smart", "big"),
+    "notes": pipeline("tiny", "smart"),
+}
+
+
+@pytest.mark.parametrize("sure, stage", [(True, "small"), (False, "large")])
+def test_a_cascade_in_a_pipeline(sure: bool, stage: str):
+    async def scene():
+        models = ComposedModels(NESTED, scripts(sure), {"tiny", "big"})
+        await models.start()
+        try:
+            question = chat("notes", stream=True, stream_options={"include_usage": True})
+            streamed = await chunks(models, question)
+            return await models.answer(chat("notes")), streamed
+        finally:
+            await models.close()
+
+    answer, (headers, came) = asyncio.run(asyncio.wait_for(scene(), 60))
+    assert answer.body["model"] == ("tiny" if sure else "big")
+    assert answer.headers["x-jitney-stage"] == headers["x-jitney-stage"] == f"s1/{stage}"
+    assert answer.body["jitney"]["inner"]["kind"] == "cascade"
+    assert came[0]["jitney"]["inner"]["stage"] == stage
+    assert said_in(came) == answer.choices[0]["message"]["content"] == stage
+    stages = ["s0", "s1/small"] if sure else ["s0", "s1/small", "s1/large"]
+    for usage in (answer.usage, came[-1]["usage"]):
+        assert [entry["stage"] for entry in usage["stages"]] == stages
+        assert usage["completion_tokens"] == len(stages)
+
+
+def test_a_cascade_in_an_ensemble():
+    models = ComposedModels(NESTED, scripts(sure=False), {"tiny", "big"})
+    answer = asyncio.run(models.answer(chat("panel")))
+    assert answer.headers["x-jitney-stage"] == "smart/large"
+    assert answer.body["jitney"]["votes"] == 2
+    assert len(answer.usage["stages"]) == 3
+
+
+def test_an_error_names_all_stages_on_the_way():
+    async def scene():
+        broken = scripts(sure=False)
+        broken.models["big"] = fails(HttpError(503, "gone", code="engine_dead"))
+        models = ComposedModels(NESTED, broken, {"tiny", "big"})
+        try:
+            await models.answer(chat("notes"))
+        finally:
+            await models.close()
+
+    with pytest.raises(HttpError, match="stage s1: stage large: gone"):
+        asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_each_is_told_apart_and_says_what_it_is_made_of():
+    models = ComposedModels(NESTED, scripts(), {"tiny", "big"})
+    assert list(models) == ["smart", "panel", "notes"]
+    assert "tiny" not in models
+    assert models.made_of("smart") == {
+        "kind": "cascade",
+        "small": "tiny",
+        "large": "big",
+        "threshold": 0.5,
+        "measure": "mean",
+        "window": 8,
+    }
+    assert models.made_of("notes")["stages"] == [
+        {"kind": "generate", "name": "s0", "model": "tiny"},
+        {"kind": "generate", "name": "s1", "model": "smart"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "composed, complaint",
+    [
+        ({"a": cascade("tiny", "huge")}, r"\[models.a\] is made of 'huge', which is no model"),
+        ({"a": cascade("a", "tiny")}, "made of itself: a -> a;"),
+        (
+            {"a": cascade("tiny", "b"), "b": pipeline("c"), "c": ensemble("a", "tiny")},
+            "made of itself: a -> b -> c -> a;",
+        ),
+        (
+            {
+                "a": cascade("tiny", "big"),
+                "b": ensemble("a", "big", choose="score", scorer="a"),
+            },
+            "scores texts by 'a', which is made of models",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(composed: dict, complaint: str):
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        check_parts(composed, {"tiny", "big"})
+    assert "\n" not in str(raised.value)
