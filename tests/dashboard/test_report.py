@@ -5,14 +5,14 @@ metrics that exist.
 from __future__ import annotations
 
 import json
-import re
 from html.parser import HTMLParser
 from importlib.resources import files
 from typing import Any
 
 import pytest
-from api_fakes import FakeClient, make_app
+from api_fakes import FakeClient
 from history_fakes import random_run
+from metric_names import metric_names, named_in
 from page_fakes import get, page
 
 from jitney.dashboard import report, timeline
@@ -112,17 +112,8 @@ def test_the_grafana_board_names_metrics_that_exist():
         for variable in board["templating"]["list"]
         if variable["type"] == "query"
     ]
-    named = set(re.findall(r"\bjitney_\w+", " ".join(expressions)))
-    text = make_app().state.service.metrics.render().decode()
-    declared = dict(re.findall(r"^# TYPE (jitney_\w+) (\w+)$", text, re.MULTILINE))
-    exist = {name for name, kind in declared.items() if kind in ("gauge", "counter")}
-    exist |= {
-        f"{name}_{part}"
-        for name, kind in declared.items()
-        if kind == "histogram"
-        for part in ("bucket", "sum", "count")
-    }
-    assert len(named) > 20 and not named - exist
+    named = named_in(" ".join(expressions))
+    assert len(named) > 20 and not named - metric_names()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     taken = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
     assert len(set(taken)) == len(taken) and all(

@@ -11,3 +11,4 @@ TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 DATA = TESTS / "data"
 CONFIGS = ROOT / "configs"
+DEPLOY = CONFIGS / "deploy"

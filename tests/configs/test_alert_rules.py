@@ -1,0 +1,83 @@
+"""The alert rules name metrics and labels that exist. That they fire is shown by promtool, where
+there is one: `promtool test rules configs/deploy/prometheus/rules_test.yml`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from api_fakes import FakeClient, Script, make_app
+from metric_names import metric_names, named_in
+from places import DEPLOY
+
+from jitney.engine.process.counters import EngineCounters
+from jitney.engine.types import KernelProof
+
+FOLDER = DEPLOY / "prometheus"
+RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]
+CASES = yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"]
+
+
+def test_every_metric_of_a_rule_exists():
+    named = named_in(" ".join(rule["expr"] for rule in RULES))
+    assert len(named) >= 15 and not named - metric_names()
+
+
+def test_every_rule_says_what_is_wrong_where_and_what_to_do():
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) >= 10
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
+        assert rule["annotations"]["description"].endswith(".")
+
+
+def test_every_rule_has_a_case_in_which_it_fires():
+    fires = {
+        check["alertname"]
+        for case in CASES
+        for check in case["alert_rule_test"]
+        if check["exp_alerts"]
+    }
+    assert fires == {rule["alert"] for rule in RULES}
+    series = " ".join(entry["series"] for case in CASES for entry in case["input_series"])
+    assert not named_in(series) - metric_names()
+
+
+def test_labels_that_the_rules_choose_by_exist():
+    """A rule over a label's value that no series has is silent for ever."""
+    counters = EngineCounters()
+    known = {
+        "kind": set(counters.rows),
+        "when": {"start", "late"},
+        "state": {"sleeping"},
+        "reason": {"queue_full", "deadline_unreachable", "engine_dead"},
+        "job": {"jitney"},
+    }
+    proof = KernelProof(kernel="k", error=1.0, limit=0.0)
+    app = make_app(FakeClient(Script("abc"), proofs=[proof]))
+    text = app.state.service.metrics.render().decode()
+    assert 'jitney_engine_state{state="sleeping"}' in text
+    assert 'jitney_compiles_total{when="late"}' in text
+    assert 'jitney_kernel_out{kernel="k"} 1.0' in text
+    for rule in RULES:
+        for label, values in re.findall(r'(\w+)=~?"([^"]+)"', rule["expr"]):
+            assert set(values.split("|")) <= known[label], rule["alert"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize("words", [("check", "rules.yml"), ("test", "rules_test.yml")])
+def test_promtool_agrees(words: tuple[str, str]):
+    how, file = words
+    done = subprocess.run(
+        ["promtool", how, "rules", file],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
