@@ -1,0 +1,210 @@
+"""Two arms compared: what is named worse, and how seldom what is equal is."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jitney.engine.fleet.comparison import (
+    CLUSTERS,
+    FIGURES,
+    Comparison,
+    Interval,
+    Outcome,
+    Sums,
+    half_width,
+)
+
+#: Requests a minute of each arm: 5 % go to the candidate.
+STABLE, CANDIDATE = 190, 10
+
+
+def sums_of(count: np.ndarray, total: np.ndarray) -> Sums:
+    return Sums(count.astype(float), total.astype(float))
+
+
+class Minutes:
+    """Requests of both arms, minute by minute, with lognormal speeds and rare errors.
+
+    spread: standard deviation of the logarithm of a request's speed; by_key: of a key's own share
+    of it.
+    """
+
+    def __init__(self, seed: int, slower: float = 0.0, spread: float = 0.4, by_key: float = 0.0):
+        self.random = np.random.default_rng(seed)
+        self.comparison = Comparison()
+        self.spread = spread
+        self.shift = {"stable": 0.0, "candidate": math.log(1 - slower)}
+        self.of_keys = {
+            arm: by_key * self.random.standard_normal(CLUSTERS) for arm in ("stable", "candidate")
+        }
+
+    def minute(self, error_share: float = 0.01) -> None:
+        for arm, requests in (("stable", STABLE), ("candidate", CANDIDATE)):
+            clusters = self.random.integers(CLUSTERS, size=requests)
+            logs = self.shift[arm] + self.of_keys[arm][clusters]
+            logs = logs + self.spread * self.random.standard_normal(requests)
+            failed = self.random.random(requests) < error_share
+            sums = self.comparison.sums[arm]
+            for name, values in (("tokens_per_s", logs), ("errors", failed.astype(float))):
+                np.add.at(sums[name].count, clusters, 1)
+                np.add.at(sums[name].total, clusters, values)
+
+    def verdicts(self, minutes: int) -> list[str]:
+        """Of the speed, looked at every minute, until there is one."""
+        seen = []
+        for _ in range(minutes):
+            self.minute()
+            interval = self.comparison.interval("tokens_per_s")
+            if interval is not None:
+                seen.append(interval.verdict(FIGURES["tokens_per_s"]))
+        return seen
+
+
+def test_a_candidate_ten_per_cent_slower_is_named_worse_within_hours():
+    named = []
+    for seed in range(40):
+        run = Minutes(seed, slower=0.1)
+        verdicts = run.verdicts(240)
+        assert "better" not in verdicts
+        named.append("worse" in verdicts)
+        interval = run.comparison.interval("tokens_per_s")
+        assert interval is not None and interval.low < 0.9 * 1.05 and interval.high < 1
+    assert sum(named) == 40
+
+
+def test_an_equal_one_is_seldom_called_worse_though_looked_at_every_minute():
+    """200 runs of 240 looks each: at most 5 % of them may ever say that it differs."""
+    differs = 0
+    for seed in range(200):
+        verdicts = Minutes(1000 + seed).verdicts(240)
+        differs += any(verdict != "no difference seen yet" for verdict in verdicts)
+    assert differs <= 10
+
+
+def test_looking_often_at_plain_intervals_would_lie():
+    """What the sequential rule is for: Welch's interval of one look, looked at every minute."""
+    differs = 0
+    for seed in range(60):
+        run = Minutes(1000 + seed)
+        for _ in range(240):
+            run.minute()
+            stable, candidate = (run.comparison.sums[arm]["tokens_per_s"] for arm in run.shift)
+            if candidate.enough:
+                apart = abs(candidate.mean - stable.mean)
+                if apart > 1.96 * math.sqrt(candidate.variance + stable.variance):
+                    differs += 1
+                    break
+    assert differs > 9
+
+
+def test_keys_that_differ_are_no_evidence_against_an_arm():
+    """Each key has its own speed and stays in its arm: requests of one key say the same again."""
+    differs = 0
+    for seed in range(60):
+        verdicts = Minutes(5000 + seed, spread=0.1, by_key=0.5).verdicts(240)
+        differs += any(verdict != "no difference seen yet" for verdict in verdicts)
+    assert differs <= 5
+
+
+def test_rare_errors_of_equal_arms_are_seldom_called_worse():
+    differs = 0
+    for seed in range(100):
+        run = Minutes(9000 + seed)
+        for _ in range(120):
+            run.minute(error_share=0.005)
+            interval = run.comparison.interval("errors")
+            if interval and interval.verdict(FIGURES["errors"]) != "no difference seen yet":
+                differs += 1
+                break
+    assert differs <= 5
+
+
+def test_a_candidate_that_fails_is_seen_within_few_requests():
+    comparison = Comparison()
+    for number in range(600):
+        comparison.add("stable", number % CLUSTERS, Outcome(True, 10, 1.0))
+    for number in range(60):
+        assert (comparison.interval("errors") is None) == (number < 30)
+        comparison.add("candidate", number, Outcome(ok=number % 3 != 0))
+    interval = comparison.interval("errors")
+    assert interval is not None and interval.verdict(FIGURES["errors"]) == "worse"
+    assert interval.estimate == pytest.approx(1 / 3) and interval.low > 0.05
+
+
+def test_figures_are_those_of_the_requests():
+    comparison = Comparison()
+    for number in range(40):
+        comparison.add("stable", number, Outcome(True, 20, 2.0, 0.5, 0.2))
+        comparison.add("candidate", number, Outcome(True, 20, 4.0, 0.25, 0.4))
+    comparison.add("candidate", 1, Outcome(ok=False, tokens=5, total_s=1.0))
+    assert comparison.level("stable", "tokens_per_s") == pytest.approx(10)
+    assert comparison.level("candidate", "token_cost") == pytest.approx(0.02)
+    assert comparison.level("candidate", "errors") == pytest.approx(1 / 41)
+    assert (comparison.requests("stable"), comparison.requests("candidate")) == (40, 41)
+    assert comparison.tokens == {"stable": 800, "candidate": 805}
+    verdicts = {
+        name: interval.verdict(figure)
+        for name, figure in FIGURES.items()
+        if (interval := comparison.interval(name)) is not None
+    }
+    assert verdicts == {
+        "tokens_per_s": "worse",
+        "first_token_s": "better",
+        "token_cost": "worse",
+        "errors": "no difference seen yet",
+    }
+    speed = comparison.interval("tokens_per_s")
+    assert speed is not None and speed.estimate == pytest.approx(0.5)
+
+
+def test_few_keys_give_no_interval():
+    comparison = Comparison()
+    for number in range(1000):
+        comparison.add("stable", number % 10, Outcome(True, 10, 1.0))
+        comparison.add("candidate", number % 10, Outcome(True, 10, 1.0))
+    assert comparison.interval("tokens_per_s") is None
+
+
+def test_the_half_width_is_the_formulas():
+    """By hand: V = 0.01, t = 0.1, alpha = 0.05: sqrt(2 * 0.02 * ln(sqrt(2) * 20))."""
+    assert half_width(0.01, 0.1, 0.05) == pytest.approx(math.sqrt(0.04 * math.log(28.2842712)))
+    assert half_width(0.0, 0.1, 0.05) == 0
+    assert half_width(1e-6, 0.1, 0.05) < half_width(1e-5, 0.1, 0.05)
+
+
+def test_the_variance_of_single_requests_is_the_usual_one():
+    values = np.random.default_rng(1).standard_normal(100)
+    sums = sums_of(np.r_[np.ones(100), np.zeros(156)], np.r_[values, np.zeros(156)])
+    assert sums.variance == pytest.approx(values.var(ddof=1) / 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "interval", "breaks", "keeps"),
+    [
+        ("tokens_per_s", Interval(0.9, 0.86, 0.94), True, False),
+        ("tokens_per_s", Interval(0.93, 0.9, 0.96), False, False),
+        ("tokens_per_s", Interval(1.0, 0.96, 1.04), False, True),
+        ("first_token_s", Interval(1.2, 1.1, 1.3), True, False),
+        ("first_token_s", Interval(1.0, 0.96, 1.04), False, True),
+        ("errors", Interval(0.1, 0.06, 0.14), True, False),
+        ("errors", Interval(0.0, -0.02, 0.02), False, True),
+    ],
+)
+def test_margins(name: str, interval: Interval, breaks: bool, keeps: bool):
+    figure = FIGURES[name]
+    assert interval.breaks(figure, 0.05) is breaks
+    assert interval.keeps(figure, 0.05) is keeps
+
+
+def test_it_can_be_kept_as_json():
+    run = Minutes(3)
+    for _ in range(20):
+        run.minute()
+    restored = Comparison.restored(json.loads(json.dumps(run.comparison.saved())))
+    assert restored.interval("tokens_per_s") == run.comparison.interval("tokens_per_s")
+    with pytest.raises((KeyError, ValueError)):
+        Comparison.restored({"tokens": {"stable": 1, "candidate": 1}, "sums": {}})
