@@ -193,6 +193,7 @@ def metrics(client: EngineClient, records: np.ndarray, latency: JsonDict) -> Met
         "seats_busy": counters.gauge("seats_busy"),
         "waiting": counters.waiting,
         "waiting_tokens": counters.waiting_tokens,
+        "predicted_wait_s": round(counters.predicted_wait, 3),
         "pages_used": counters.gauge("pages_used"),
         "steps": dict(counters.steps),
         "rows": dict(counters.rows),

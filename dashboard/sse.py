@@ -42,7 +42,7 @@ _EVENT_COLUMNS = (
     "reason",
 )
 #: Most bytes of an event of a feed that is read: a key frame of thousands of seats has a tenth.
-_MOST_EVENT_BYTES = 8 << 20
+MOST_EVENT_BYTES = 8 << 20
 #: Milliseconds after which a page whose feed has ended asks again.
 _RETRY_MS = 1000
 
@@ -108,6 +108,7 @@ class Metrics(TypedDict):
     seats_busy: int  # gauge, as of the newest step's plan
     waiting: int  # gauge: sequences without a seat
     waiting_tokens: int  # gauge: their prompt tokens
+    predicted_wait_s: float  # gauge: of a request that came now
     pages_used: int  # gauge
     steps: dict[str, int]  # by `STEP_KINDS`
     rows: dict[str, int]  # by `ROW_KINDS`
@@ -203,7 +204,7 @@ class EventTooLong(JitneyError):
 
 
 async def whole_events(
-    parts: AsyncIterator[bytes], most_bytes: int = _MOST_EVENT_BYTES
+    parts: AsyncIterator[bytes], most_bytes: int = MOST_EVENT_BYTES
 ) -> AsyncIterator[bytes]:
     """The events of a feed whose bytes arrive in any parts. Raises EventTooLong if one has more
     than most_bytes.

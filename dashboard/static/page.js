@@ -206,7 +206,8 @@ function show() {
   say($("headline"), headline(engine.frame, now));
   showFigures(now);
   $("empty").hidden = !untouched;
-  drawQueue($("queue"), $("queue-text"), now.waiting ?? 0);
+  const wait = past() ? null : (metrics.predicted_wait_s ?? null);
+  drawQueue($("queue"), $("queue-text"), now.waiting ?? 0, wait);
   grid.show(moment);
   const seated = now.taken === null ? "no engine" : `${now.taken} of ${now.seats} taken`;
   $("seats").setAttribute("aria-label", `Seats: ${seated}`);

@@ -1,13 +1,15 @@
 // The queue: a dot for each waiting sequence, as far as there is room.
 
-import {colour, count, onWidth, pen, resize, say} from "./dom.js";
+import {colour, count, onWidth, pen, resize, say, seconds} from "./dom.js";
 
 const DOT = 13;
 const ROWS = 3;
 const widths = new WeakMap();
 
-export function drawQueue(canvas, text, waiting) {
-  say(text, waiting ? `${count(waiting)} waiting` : "nobody waits");
+/** wait: seconds that a request should wait that came now; null where that is not known. */
+export function drawQueue(canvas, text, waiting, wait) {
+  const newcomer = wait ? `; who comes now should wait ${seconds(wait)}` : "";
+  say(text, (waiting ? `${count(waiting)} waiting` : "nobody waits") + newcomer);
   if (!widths.has(canvas)) {
     widths.set(canvas, canvas.parentElement.clientWidth);
     onWidth(canvas.parentElement, (width) => widths.set(canvas, width));

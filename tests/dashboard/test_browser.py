@@ -138,6 +138,16 @@ def test_the_canary_counts_on_the_page(client, open_page):
     assert open_page.problems == []
 
 
+def test_who_comes_now_is_told_how_long_it_should_wait(client, open_page):
+    page = open_page.page
+    client.counters.predicted_wait = 3.25
+    with visit(page, client):
+        says(page, "queue-text", "2 waiting; who comes now should wait 3.25 s")
+        client.counters.predicted_wait = 0.0
+        says(page, "queue-text", "2 waiting")
+    assert open_page.problems == []
+
+
 def test_a_scripted_trip_is_shown_look_by_look(client, open_page):
     page = open_page.page
     with visit(page, client):

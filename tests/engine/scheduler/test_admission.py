@@ -322,6 +322,14 @@ def test_a_foreseen_wait_is_right_about_a_real_queue():
     assert newcomer.boarded_at - started == pytest.approx(predicted, rel=0.15)
 
 
+@pytest.mark.parametrize("order", ["fcfs", "fair", "priority", "shortest"])
+def test_the_last_in_line_waits_longest(order: str):
+    core = busy_core(FakeClock(), order=order)
+    for i in range(6):
+        core.add(make_request(f"w{i}", [1], max_tokens=10, user=str(i % 2)))
+    assert core.scheduler.predicted_wait_s >= foreseen(core, user="new") > 0
+
+
 def test_only_those_who_go_first_are_waited_for():
     """Ten wait; by priority five of them go before the newcomer, by tenant (one has all ten) one of
     them.
