@@ -19,6 +19,7 @@ from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
 from jitney.dashboard.drawing import Drawings, blocks_of
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, check_minutes
+from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.queries import seconds, whole, word
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import core_seat_lists, page_cells, page_map
@@ -65,6 +66,7 @@ class _Dashboard(PageRoutes):
     def lines(self) -> list[PageLine]:
         lines = self.page_lines()
         lines.append(PageLine(Route("/feed", FeedEndpoint(self.feed), methods=["GET"])))
+        lines.append(PageLine(Route("/pulse", FeedEndpoint(Pulses(self.client)), methods=["GET"])))
         lines.append(PageLine(Route("/engines", self.engines)))
         for route in ENGINE_ROUTES:
             handler = partial(route.handler, self)

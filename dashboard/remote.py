@@ -5,12 +5,14 @@ they may need.
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Mapping
+from functools import cache
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
-from jitney.dashboard.sse import EventTooLong, whole_events
+from jitney.dashboard.sse import MOST_EVENT_BYTES, EventTooLong, whole_events
 from jitney.engine.errors import ConfigError, JitneyError
 
 #: Seconds to connect.
@@ -55,6 +57,7 @@ class RemoteEngine:
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
             transport=transport,
+            verify=_tls(),
             trust_env=False,
             follow_redirects=False,
         )
@@ -97,17 +100,27 @@ class RemoteEngine:
         if answer.status_code != 204:
             raise Unreachable(f"{self.url} does not accept the API key ({answer.status_code})")
 
-    async def feed(self) -> AsyncIterator[bytes]:
-        """The feed's events as they come, until it ends. Raises Unreachable."""
+    async def feed(
+        self, path: str = "feed", most_bytes: int = MOST_EVENT_BYTES
+    ) -> AsyncIterator[bytes]:
+        """A feed's events as they come, until it ends; most_bytes: of one of them. Raises
+        Unreachable.
+        """
         headers = {"accept": "text/event-stream"}
-        async with self.answer("GET", "feed", headers=headers) as answer:
+        async with self.answer("GET", path, headers=headers) as answer:
             if answer.status_code != 200:
                 raise Unreachable(f"{self.url}: {_refusal(answer.status_code)}")
             try:
-                async for event in whole_events(answer.aiter_bytes()):
+                async for event in whole_events(answer.aiter_bytes(), most_bytes):
                     yield event
             except EventTooLong as error:
                 raise Unreachable(f"{self.url}: {error}") from None
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all: making it reads every authority's certificate."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 #: What a status means to who wanted to look.

@@ -31,6 +31,9 @@ class _SignIn(msgspec.Struct, forbid_unknown_fields=True):
 class PageRoutes:
     """Handlers of the routes that hold no data."""
 
+    #: The file at "/".
+    index = "index.html"
+
     def __init__(self, keys: Keys):
         self.keys = keys
         self.sessions = Sessions(keys.needed)
@@ -45,15 +48,26 @@ class PageRoutes:
             PageLine(Route("/sign-out", self.sign_out, methods=["POST"]), Role.ANYBODY),
         ]
 
-    def engine_list(self, engines: list[JsonDict], *, standalone: bool) -> Response:
-        """What the page asks for first."""
-        signed_in = self.sessions.needed
-        return to_json({"standalone": standalone, "signed_in": signed_in, "engines": engines})
+    def engine_list(
+        self, engines: list[JsonDict], *, standalone: bool, fleet: str = ""
+    ) -> Response:
+        """What the page asks for first. fleet: where all engines are shown, if anywhere."""
+        listing = {
+            "standalone": standalone,
+            "signed_in": self.sessions.needed,
+            "engines": engines,
+            "fleet": fleet,
+        }
+        return to_json(listing)
 
     async def page(self, request: Request) -> Response:
         """The page, or the sign-in form (401) to whom may not look."""
+        return await self.page_file(request, self.index)
+
+    async def page_file(self, request: Request, name: str) -> Response:
+        """One of the pages, or the sign-in form (401)."""
         if self.sessions.of_request(request.scope).role >= Role.USER:
-            return await self.files.get_response("index.html", request.scope)
+            return await self.files.get_response(name, request.scope)
         return self.files.sign_in_page()
 
     async def sign_in(self, request: Request) -> Response:

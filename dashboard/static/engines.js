@@ -1,32 +1,37 @@
-// The switch between engines, where the page watches several.
+// Which engine the page shows, and the way to others, where it is one of several.
 
 import {make} from "./dom.js";
 import {ask} from "./feed.js";
 
 const EVERY_MS = 5000;
 
-/** Watch the first engine and offer the others. start(base, standalone). */
+/** Watch this page's engine and offer the others. start(base, standalone). */
 export async function setUpEngines(select, start) {
   const alone = {standalone: false, engines: [{name: "", base: "", state: "unknown"}]};
-  const {standalone, signed_in: signedIn, engines} = await ask("engines").catch(() => alone);
+  const {standalone, signed_in: signedIn, engines, fleet} = await ask("engines").catch(() => alone);
   document.getElementById("sign-out").hidden = !signedIn;
-  const wanted = engines.find((one) => `#${one.base}` === location.hash) ?? engines[0];
-  fill(select, engines, wanted.base);
+  const here = fleet ? "" : engines[0].base;
+  if (fleet) {
+    showWayBack(document.getElementById("fleet"), fleet);
+  }
+  fill(select, engines, here);
   select.parentElement.hidden = engines.length < 2;
-  select.addEventListener("change", () => {
-    history.replaceState(null, "", `#${select.value}`);
-    start(select.value, standalone);
-  });
-  start(wanted.base, standalone);
+  select.addEventListener("change", () => location.assign(select.value));
+  start(here, standalone);
   if (engines.length > 1) {
-    setInterval(() => refresh(select), EVERY_MS);
+    setInterval(() => refresh(select, here), EVERY_MS);
   }
 }
 
-async function refresh(select) {
+function showWayBack(link, fleet) {
+  link.href = fleet;
+  link.hidden = false;
+}
+
+async function refresh(select, here) {
   const listing = await ask("engines").catch(() => null);
   if (listing) {
-    fill(select, listing.engines, select.value);
+    fill(select, listing.engines, here);
   }
 }
 

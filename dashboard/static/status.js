@@ -169,6 +169,11 @@ export function showFigures(now) {
     ["Waiting", figure(now.waiting), undefined, now.waiting ? "waits" : ""],
     ["KV pages", percent(used, all), all ? used / all : 0],
   ];
+  showTiles(values);
+}
+
+/** The figures: of each its name, value, share (for a meter; undefined: it has none) and mark. */
+export function showTiles(values) {
   tiles ??= values.map(([name, , share]) => makeTile(name, share !== undefined));
   values.forEach(([, value, share, mark], i) => setTile(tiles[i], value, share, mark));
 }

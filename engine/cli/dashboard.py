@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jitney.engine.cli.bench_flags import check_numbers
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.keys import KEY_FLAG, engine_key
 from jitney.engine.cli.listen import base_url, check_tls, listen, read_keys
@@ -21,18 +22,24 @@ from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.applications import Starlette
 
     from jitney.dashboard.remote import RemoteEngine
+    from jitney.engine.api.settings import ServerSettings
 
 _DEFAULT_ENGINE = "http://127.0.0.1:8000"
 _DEFAULT_PORT = "8080"
 _FLAGS = (
     Flag.of(
-        "--engine",
-        f"an engine; may be repeated [{_DEFAULT_ENGINE}]",
+        "replicas",
+        f"an engine, or several [{_DEFAULT_ENGINE}]; its name is its host and port if it gets none",
         [],
-        action="append",
-        metavar="URL",
+        nargs="*",
+        metavar="[NAME=]URL",
+    ),
+    Flag.of("--engine", "the same", [], action="append", metavar="[NAME=]URL"),
+    Flag.number(
+        "--price-per-hour", "of one engine, in any currency, for the price of tokens with several"
     ),
     Flag.of("--host", "address to listen on", "127.0.0.1", metavar="TEXT"),
     Flag.of("--port", "port to listen on; 0: any free one", _DEFAULT_PORT, metavar="N"),
@@ -63,7 +70,7 @@ def _flag_of(name: str, metavar: str) -> Flag:
 
 _COMMAND = Command(
     "dashboard",
-    "Serve the page for one or several engines elsewhere.",
+    "Serve the page of an engine elsewhere, or one page for several.",
     [
         FlagGroup(
             (
@@ -74,7 +81,7 @@ _COMMAND = Command(
             )
         )
     ],
-    usage="jitney dashboard --engine URL [--engine URL ...] [FLAG ...]",
+    usage="jitney dashboard [NAME=]URL [[NAME=]URL ...] [FLAG ...]",
 )
 
 
@@ -86,42 +93,72 @@ def run(arguments: Sequence[str]) -> int:
     # The engines' key is also what visitors sign in with, and the engines know what it may see.
     flags["admin_keys"] = (key,) if key else ()
     config = load_config(None, NOTHING, flags)
-    _serve(config, args.engine or [_DEFAULT_ENGINE], key)
+    check_numbers(args, price_per_hour=0)
+    given = [*args.replicas, *args.engine] or [_DEFAULT_ENGINE]
+    _serve(config, _engines(given, key), args.price_per_hour)
     return 0
 
 
-def _serve(config: Config, urls: Sequence[str], key: str) -> None:
-    """Raises ConfigError for an engine that cannot be one."""
+def _engines(given: Sequence[str], key: str) -> dict[str, RemoteEngine]:
+    """By name. Raises ConfigError for one that cannot be an engine, or is there twice."""
+    from jitney.dashboard.fleet_member import read_name
     from jitney.dashboard.remote import RemoteEngine
+
+    engines: dict[str, RemoteEngine] = {}
+    for text in given:
+        name, url = read_name(text)
+        engine = RemoteEngine(url, key)
+        if engine.url in {known.url for known in engines.values()}:
+            raise ConfigError(f"{engine.url} is given twice")
+        if name in engines:
+            raise ConfigError(f"two engines are called {name}: give them names, as NAME=URL")
+        engines[name] = engine
+    return engines
+
+
+def _serve(config: Config, engines: dict[str, RemoteEngine], price: float | None) -> None:
     from jitney.engine.cli.descriptors import raise_descriptor_limit
     from jitney.engine.cli.display import make_display
 
-    if len(set(urls)) < len(urls):
-        raise ConfigError("--engine names one engine twice")
     raise_descriptor_limit()
     check_tls(config.server)
-    engines = [RemoteEngine(url, key) for url in urls]
     make_display().close()
-    _listen(config, engines)
+    _listen(config, engines, price)
 
 
-def _listen(config: Config, engines: Sequence[RemoteEngine]) -> None:
-    server = _web_server(config, engines)
+def _listen(config: Config, engines: dict[str, RemoteEngine], price: float | None) -> None:
+    server = _web_server(config, engines, price)
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        names = ", ".join(engine.url for engine in engines)
+        names = ", ".join(engine.url for engine in engines.values())
         page = base_url(config.server, bound.getsockname()[1])
         print(f"Jitney's page of {names}: {page}/", flush=True)
         asyncio.run(_until_signal(server, bound))
 
 
-def _web_server(config: Config, engines: Sequence[RemoteEngine]) -> uvicorn.Server:
-    from jitney.dashboard.standalone import create_standalone
+def _web_server(
+    config: Config, engines: dict[str, RemoteEngine], price: float | None
+) -> uvicorn.Server:
+    """price: of one engine for an hour."""
     from jitney.engine.api.connections import Connections
     from jitney.engine.cli.serve import limits, web_server
 
     settings = limits(config, read_keys(config.server))
-    app = create_standalone(engines, settings)
+    app = _page_of(engines, settings, price)
     return web_server(config, settings, app, Connections(settings))
+
+
+def _page_of(
+    engines: dict[str, RemoteEngine], settings: ServerSettings, price: float | None
+) -> Starlette:
+    """The page of the only engine, or that of all."""
+    from jitney.dashboard.fleet import Fleet
+    from jitney.dashboard.fleet_page import create_fleet_page
+    from jitney.dashboard.standalone import create_standalone
+
+    if len(engines) == 1:
+        [engine] = engines.values()
+        return create_standalone(engine, settings)
+    return create_fleet_page(Fleet(engines, price_per_hour=price), settings)
 
 
 async def _until_signal(server: uvicorn.Server, bound: socket.socket) -> None:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from page_browser import press, says, served, state, table_is, tells, visit
-from starlette.applications import Starlette
-from starlette.routing import Mount
-
-from jitney.dashboard import create_dashboard
-from jitney.engine.api.settings import ServerSettings
+from page_browser import press, says, state, table_is, tells, visit
 
 MARKUP = "<img src=x onerror=alert(1)>"
 FIGURES = {
@@ -186,36 +181,6 @@ def test_the_policy_lab_compares(client, open_page):
         ]
         table_is(page, "lab-figures", [["Output tok/s", "10", "25", "24"]])
         assert page.locator("#lab-result canvas").count() == 2
-    assert open_page.problems == []
-
-
-def test_the_switch_between_engines(client, other, open_page):
-    page, settings = open_page.page, ServerSettings()
-    app = Starlette(
-        routes=[
-            Mount("/engines/1", create_dashboard(other, settings)),
-            Mount("/", create_dashboard(client, settings)),
-        ]
-    )
-    page.route(
-        "**/engines",
-        lambda route: route.fulfill(
-            json={
-                "standalone": True,
-                "engines": [
-                    {"name": "one", "url": "http://one", "base": "", "state": "ready"},
-                    {"name": MARKUP, "url": "http://two", "base": "engines/1/", "state": "ready"},
-                ],
-            }
-        ),
-    )
-    with served(app) as url:
-        page.goto(url)
-        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
-        assert page.locator("#try").is_hidden()
-        page.select_option("#engine", "engines/1/")
-        says(page, "headline", "Idle: all 6 seats free, static")
-        page.goto("about:blank")
     assert open_page.problems == []
 
 

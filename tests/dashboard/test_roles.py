@@ -44,6 +44,7 @@ PAGE_ROUTES = [
     ("GET", "/assets/page.js", Role.ANYBODY),
     ("GET", "/engines", Role.USER),
     ("GET", "/feed", Role.USER),
+    ("GET", "/pulse", Role.USER),
     ("GET", "/nowhere", Role.USER),
     *[
         (method, route.path.replace("{id}", "ann-0"), route.role)
@@ -300,7 +301,7 @@ def test_a_page_elsewhere_shows_what_its_key_may_see(shared):
     remote = RemoteEngine("http://engine", ANN, httpx.ASGITransport(engine))
 
     async def session():
-        async with browser(create_standalone([remote], settings)) as web:
+        async with browser(create_standalone(remote, settings)) as web:
             assert (await web.get("/engines/0/requests")).status_code == 401
             assert (await web.post("/sign-in", json={"key": ROOT})).status_code == 401
             assert (await web.post("/sign-in", json={"key": ANN})).status_code == 204

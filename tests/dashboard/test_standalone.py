@@ -38,11 +38,9 @@ def engine_app(client: FakeClient, *keys: str):
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
 
 
-def standalone(*urls: str, key: str = "", **settings: Any):
+def standalone(url: str, key: str = "", **settings: Any):
     keys = (digest_key(key),) if key else ()
-    return create_standalone(
-        [RemoteEngine(url, key) for url in urls], ServerSettings(admin_keys=keys, **settings)
-    )
+    return create_standalone(RemoteEngine(url, key), ServerSettings(admin_keys=keys, **settings))
 
 
 def ask(app, *paths: str, method: str = "GET", **headers: str) -> list[Any]:
@@ -53,16 +51,15 @@ def ask(app, *paths: str, method: str = "GET", **headers: str) -> list[Any]:
     return run(session())
 
 
-def test_engines_are_listed_whether_they_answer_or_not(client):
+def test_an_engine_is_listed_whether_it_answers_or_not(client):
     with served(engine_app(client)) as (url, _):
-        (answer,) = ask(standalone(url, "http://127.0.0.1:1"), "/engines")
-    listing = answer.json()
-    assert listing["standalone"] is True
-    assert [(one["name"], one["base"], one["state"]) for one in listing["engines"]] == [
-        ("scripted", "engines/0/", "ready"),
-        ("", "engines/1/", "unreachable"),
-    ]
-    assert listing["engines"][0]["url"] == url
+        answers = [ask(standalone(where), "/engines")[0] for where in (url, "http://127.0.0.1:1")]
+        there, gone = [answer.json() for answer in answers]
+        assert there["standalone"] is True and there["fleet"] == ""
+        assert there["engines"] == [
+            {"name": "scripted", "url": url, "state": "ready", "base": "engines/0/"}
+        ]
+        assert [(one["name"], one["state"]) for one in gone["engines"]] == [("", "unreachable")]
 
 
 def test_answers_are_the_engines_own(client):
@@ -233,6 +230,11 @@ def test_the_program_serves_and_leaves_when_told(client, number):
     [
         (["--engine", "http://key@host"], "a key comes from"),
         (["--engine", "a", "--engine", "a"], "twice"),
+        (["one=a", "two=a:80/dashboard", "two=b"], "two engines are called two"),
+        (["one=a", "http://a"], "twice"),
+        (["a/b=http://a"], "is not the URL"),
+        (["é=http://a"], "cannot name a replica"),
+        (["a", "b", "--price-per-hour", "-1"], "--price-per-hour must be at least 0"),
         (["--host", "0.0.0.0"], "no API key"),
         (["--port", "x"], "whole number"),
     ],
@@ -256,7 +258,7 @@ def hostile(status: int = 200, **headers: str) -> RemoteEngine:
 
 
 def asked_of(engine: RemoteEngine, path: str) -> httpx.Response:
-    (answer,) = ask(create_standalone([engine], ServerSettings()), f"/engines/0/{path}")
+    (answer,) = ask(create_standalone(engine, ServerSettings()), f"/engines/0/{path}")
     return answer
 
 

@@ -1,0 +1,336 @@
+"""Several replicas at once: their pulses are taken while anybody looks, and one feed tells all
+viewers what has changed. The fields of its events are explained here, and nowhere else.
+
+Events: "hello", "fleet" (`_FleetFrame`), "delta" (`_FleetDelta`) and "bye". Times are seconds since
+1970 by this server's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Required, TypedDict
+
+from jitney.dashboard import sse
+from jitney.dashboard.fleet_member import Card, Member, follow, in_order, price_of, rounded
+from jitney.dashboard.pulse import LEVELS, SEAT_LETTERS
+from jitney.dashboard.remote import RemoteEngine
+from jitney.dashboard.sse import SEAT_STATES
+from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+from jitney.engine.api.access import EVERYBODY, Identity
+from jitney.engine.types import JsonDict
+
+log = logging.getLogger("jitney.dashboard")
+
+#: Rises with every change that an older page would not understand.
+_FLEET_VERSION = 1
+#: Frames a second, at most, and bytes that a viewer is sent in one, key frames of newcomers aside:
+#: a large frame is followed by a longer pause.
+_HZ = 2.0
+MOST_BYTES_PER_S = 64_000
+#: Seconds without a change after which a frame goes out all the same.
+_HEARTBEAT_S = 1.0
+#: Seconds that replicas are watched for somebody who had a glance, and that such a one waits for
+#: their first words.
+_GLANCE_S, _FIRST_WORD_S = 15.0, 0.5
+#: Each letter -> the one of the same state that does not say how far its sequence has come.
+_WITHOUT_LEVELS = str.maketrans(
+    {letter: SEAT_LETTERS[place - place % LEVELS] for place, letter in enumerate(SEAT_LETTERS)}
+)
+
+
+class _Sums(TypedDict):
+    """The whole fleet."""
+
+    replicas: int
+    #: Of them, those that take requests.
+    ready: int
+    seats: int
+    taken: int
+    waiting: int
+    #: The longest wait that a ready replica predicts, and whose it is; null without a ready one.
+    predicted_wait_s: float | None
+    worst: str
+    output_rate: float
+    prompt_rate: float
+    #: Of a million useful tokens of all replicas that answer; null as in `Card`.
+    price: float | None
+
+
+class _Hello(TypedDict):
+    """The first event."""
+
+    version: int  # _FLEET_VERSION
+    signed_in: bool  # somebody may sign out
+    role: str  # "admin", or "user", who cannot open a replica's own page
+    seat_states: tuple[str, ...]  # `sse.SEAT_STATES`
+    seat_letters: str  # `pulse.SEAT_LETTERS`
+    levels: int  # `pulse.LEVELS`
+    price_per_hour: float | None  # of one replica
+
+
+class _FleetFrame(TypedDict):
+    """Everything, in the order of the names."""
+
+    t: float
+    replicas: list[Card]
+    sums: _Sums
+
+
+class _FleetDelta(TypedDict, total=False):
+    """What has changed since the frame or delta before."""
+
+    t: Required[float]
+    #: Fields of `Card` by the replica's name.
+    replicas: dict[str, JsonDict]
+    #: Fields of `_Sums`.
+    sums: JsonDict
+
+
+class Fleet:
+    """The replicas, and the feed of them; lives on one asyncio loop.
+
+    price_per_hour: of one replica, in any currency. signed_in: visitors have shown a key.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, RemoteEngine],
+        *,
+        price_per_hour: float | None = None,
+        signed_in: bool = False,
+        max_viewers: int = MAX_VIEWERS,
+    ):
+        self.members: dict[str, Member] = {}
+        self.price_per_hour = price_per_hour
+        self.signed_in = signed_in
+        self._max_viewers = max_viewers
+        self._viewers: set[Viewer] = set()
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._telling: asyncio.Task[None] | None = None
+        #: Ends what a glance has begun.
+        self._leaving: asyncio.TimerHandle | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        #: What viewers were sent last.
+        self._sent: _FleetFrame | None = None
+        self._sent_at = 0.0
+        self.set_replicas(replicas)
+
+    def set_replicas(self, replicas: Mapping[str, RemoteEngine]) -> None:
+        """Watch these from now on; whoever is watched already, under the same name at the same URL,
+        goes on to be.
+        """
+        before = self.members
+        members = {}
+        for name in sorted(replicas, key=in_order):
+            known = before.get(name)
+            same = known is not None and known.engine.url == replicas[name].url
+            members[name] = known if known and same else Member(name, replicas[name])
+        self.members = members
+        for name, member in before.items():
+            if members.get(name) is not member:
+                self._let_go(member)
+        if self._viewers:
+            self._follow_all()
+
+    def _let_go(self, member: Member) -> None:
+        """It is of the fleet no more."""
+        if member.name in self._following:
+            self._following.pop(member.name).cancel()
+        closing = asyncio.create_task(member.engine.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Let all replicas go."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+        self._stop()
+        await asyncio.gather(*(member.engine.close() for member in self.members.values()))
+
+    @contextmanager
+    def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
+        """A viewer for as long as the block runs; last_id does not matter here. Raises
+        TooManyViewers.
+        """
+        if len(self._viewers) >= self._max_viewers:
+            raise TooManyViewers(self._max_viewers)
+        viewer = Viewer([self._hello(identity)], lost=True, identity=identity)
+        if self._sent is not None:
+            self._send_all_of_it(viewer)
+        self._viewers.add(viewer)
+        self._follow_all()
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers and self._leaving is None:
+                self._stop()
+
+    async def glance(self) -> None:
+        """Know how the replicas are, for somebody who does not stay; waits a moment for those that
+        were not heard of yet.
+        """
+        self._follow_all()
+        loop = asyncio.get_running_loop()
+        if self._leaving is not None:
+            self._leaving.cancel()
+        self._leaving = loop.call_later(_GLANCE_S, self._leave)
+        end = loop.time() + _FIRST_WORD_S
+        while loop.time() < end and not all(one.is_known for one in self.members.values()):
+            await asyncio.sleep(_FIRST_WORD_S / 10)
+
+    def _leave(self) -> None:
+        """Who had a glance is gone."""
+        self._leaving = None
+        if not self._viewers:
+            self._stop()
+
+    def _follow_all(self) -> None:
+        """A task for each replica, and one that tells of them."""
+        for name, member in self.members.items():
+            if name not in self._following:
+                self._following[name] = asyncio.create_task(follow(member))
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell())
+
+    def _stop(self) -> None:
+        for task in self._following.values():
+            task.cancel()
+        self._following.clear()
+        if self._telling is not None:
+            self._telling.cancel()
+        self._telling = self._sent = None
+        for member in self.members.values():
+            member.look_away()
+
+    def _hello(self, identity: Identity) -> bytes:
+        data: _Hello = {
+            "version": _FLEET_VERSION,
+            "signed_in": self.signed_in,
+            "role": identity.role.name.lower(),
+            "seat_states": SEAT_STATES,
+            "seat_letters": SEAT_LETTERS,
+            "levels": LEVELS,
+            "price_per_hour": self.price_per_hour,
+        }
+        return sse.encode("hello", data)
+
+    def frame(self) -> _FleetFrame:
+        """The fleet as it is known now."""
+        now = time.monotonic()
+        for member in self.members.values():
+            member.check_silence(now)
+        cards = [member.card(self.price_per_hour) for member in self.members.values()]
+        return {"t": round(time.time(), 1), "replicas": cards, "sums": self._sums(cards)}
+
+    def _sums(self, cards: list[Card]) -> _Sums:
+        ready = [card for card in cards if card["state"] == "ready"]
+        members = [member for member in self.members.values() if member.answers]
+        answering = [card for card in cards if card["state"] not in ("gone", "connecting")]
+        worst = max(ready, key=lambda card: card["predicted_wait_s"], default=None)
+        useful = sum(member.rates.of("useful") for member in members)
+        per_hour = self.price_per_hour
+        return {
+            "replicas": len(cards),
+            "ready": len(ready),
+            "seats": sum(len(card["seats"]) for card in answering),
+            "taken": sum(card["taken"] for card in answering),
+            "waiting": sum(card["waiting"] for card in answering),
+            "predicted_wait_s": None if worst is None else worst["predicted_wait_s"],
+            "worst": "" if worst is None else worst["name"],
+            "output_rate": rounded(sum(card["output_rate"] for card in answering)),
+            "prompt_rate": rounded(sum(card["prompt_rate"] for card in answering)),
+            "price": None if per_hour is None else price_of(per_hour * len(members), useful),
+        }
+
+    async def _tell(self) -> None:
+        """Frames until nobody looks. The pause after each is as long as its bytes are worth."""
+        try:
+            while True:
+                n_bytes = self._tell_once()
+                await asyncio.sleep(max(1 / _HZ, n_bytes / MOST_BYTES_PER_S))
+        except Exception:
+            log.exception("the fleet's feed failed")
+        for viewer in self._viewers:
+            viewer.close(sse.bye("the fleet's feed failed; the server's log says why"))
+
+    def _tell_once(self) -> int:
+        """Send what has changed; returns how many bytes a viewer got at most."""
+        before, now = self._sent, self.frame()
+        changes = None if before is None else _changes(before, now)
+        quiet = changes is not None and changes.keys() == {"t"}
+        if quiet and time.monotonic() - self._sent_at < _HEARTBEAT_S:
+            return 0
+        self._sent, self._sent_at = now, time.monotonic()
+        encoded: dict[bool, bytes] = {}
+        for viewer in self._viewers:
+            if changes is None or viewer.lost:
+                self._send_all_of_it(viewer)
+                continue
+            is_admin = viewer.identity.is_admin
+            if is_admin not in encoded:
+                encoded[is_admin] = sse.encode("delta", changes if is_admin else _dimmed(changes))
+            viewer.put(encoded[is_admin])
+        return max(map(len, encoded.values()), default=0)
+
+    def _send_all_of_it(self, viewer: Viewer) -> None:
+        """The newest frame that was sent."""
+        frame = self._sent
+        assert frame is not None
+        if not viewer.identity.is_admin:
+            frame = {**frame, "replicas": [_dim_card(card) for card in frame["replicas"]]}
+        viewer.lost = False
+        viewer.put(sse.encode("fleet", frame))
+
+
+def _without_levels(seats: str) -> str:
+    """As a user may see them: how far others' answers have come is not theirs to know."""
+    return seats.translate(_WITHOUT_LEVELS)
+
+
+def _dim_card(card: Card) -> Card:
+    return {**card, "seats": _without_levels(card["seats"])}
+
+
+def _dimmed(changes: _FleetDelta) -> _FleetDelta:
+    replicas = changes.get("replicas", {})
+    return {**changes, "replicas": {name: _dim(fields) for name, fields in replicas.items()}}
+
+
+def _dim(fields: JsonDict) -> JsonDict:
+    if "seats" not in fields:
+        return fields
+    return {**fields, "seats": _without_levels(fields["seats"])}
+
+
+def _changes(before: _FleetFrame, now: _FleetFrame) -> _FleetDelta | None:
+    """None if they are not of the same replicas."""
+    if not _same_replicas(before["replicas"], now["replicas"]):
+        return None
+    changes: _FleetDelta = {"t": now["t"]}
+    replicas = {}
+    for old, new in zip(before["replicas"], now["replicas"], strict=True):
+        fields = _changed(old, new)
+        if fields:
+            replicas[new["name"]] = fields
+    if replicas:
+        changes["replicas"] = replicas
+    sums = _changed(before["sums"], now["sums"])
+    if sums:
+        changes["sums"] = sums
+    return changes
+
+
+def _same_replicas(before: Iterable[Card], now: Iterable[Card]) -> bool:
+    def identities(cards: Iterable[Card]) -> list[tuple[str, str]]:
+        return [(card["name"], card["url"]) for card in cards]
+
+    return identities(before) == identities(now)
+
+
+def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> JsonDict:
+    return {name: value for name, value in now.items() if before[name] != value}

@@ -1,0 +1,282 @@
+"""One replica of a fleet as it is known here: its newest pulse, its rates, and since when it is
+gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypedDict
+
+import msgspec
+
+from jitney.dashboard import sse
+from jitney.dashboard.pulse import LEVELS, MOST_BYTES, PULSE_VERSION, SEAT_LETTERS, Pulse
+from jitney.dashboard.relay import Relay
+from jitney.dashboard.remote import RemoteEngine, Unreachable
+from jitney.dashboard.sse import SEAT_STATES
+from jitney.engine.errors import ConfigError
+from jitney.engine.types import JsonDict
+
+log = logging.getLogger("jitney.dashboard")
+
+#: Seconds without a word after which a replica is gone. Pulses come once a second at least.
+_SILENCE_S = 3.0
+#: Seconds until one that is gone is asked again: at first, and at most.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 5.0
+#: Seconds that rates are taken over.
+_RATE_S = 5.0
+#: Seconds of silence of its core after which an engine that serves is called silent.
+_QUIET_S = 3
+_MILLION = 1e6
+_FREE = SEAT_LETTERS[SEAT_STATES.index("free") * LEVELS]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
+_DATA = b"data: "
+_read_pulse = msgspec.json.Decoder(Pulse).decode
+_OTHER_VERSION = "{} is of another version than this page"
+
+
+class Card(TypedDict):
+    """What is shown of one replica. Words and counts of a replica that is gone are its last."""
+
+    name: str
+    url: str
+    #: "connecting" until it was heard of; "gone" while it does not answer; "silent" while only its
+    #: server answers; else as `sse.KeyFrame` has it.
+    state: str
+    #: When it was heard of last; null unless it is gone.
+    since: float | None
+    #: Why it is gone, in words; empty if it is not.
+    trouble: str
+    model: str
+    #: `pulse.SEAT_LETTERS`, one a seat.
+    seats: str
+    taken: int
+    waiting: int
+    predicted_wait_s: float
+    pages_used: int
+    pages: int
+    #: Output and prompt tokens a second.
+    output_rate: float
+    prompt_rate: float
+    #: Of a million useful tokens; null without a price per hour, or without tokens.
+    price: float | None
+    #: Engines and servers that were started anew.
+    restarts: int
+    #: While it loads: stage, done, total.
+    progress: JsonDict | None
+
+
+def read_name(text: str) -> tuple[str, str]:
+    """A replica's name and URL from "NAME=URL", or from a URL alone, whose host and port are then
+    its name. Raises ConfigError.
+    """
+    name, equals, url = text.partition("=")
+    if not equals or "/" in name:
+        return _name_of(text), text
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot name a replica: letters, digits and . _ : - only, 63 of them at most"
+        )
+    return name, url
+
+
+def _name_of(url: str) -> str:
+    place = url.partition("://")[2] or url
+    return re.sub(r"[^A-Za-z0-9._:-]+", "-", place.rstrip("/")).strip("-.:_")[:63] or "replica"
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """What names are sorted by: r2 comes before r10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+class _Totals(NamedTuple):
+    """What an engine had done by then."""
+
+    t: float
+    output: int
+    prompt: int
+    useful: int
+
+
+class _Rates:
+    """Tokens a second, over the last _RATE_S."""
+
+    def __init__(self) -> None:
+        self._kept: deque[_Totals] = deque()
+
+    def add(self, now: _Totals) -> None:
+        kept = self._kept
+        kept.append(now)
+        while len(kept) > 2 and kept[1].t <= now.t - _RATE_S:
+            kept.popleft()
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def of(self, name: str) -> float:
+        """Of a field of `_Totals`; 0 before there are two."""
+        if len(self._kept) < 2:
+            return 0.0
+        first, last = self._kept[0], self._kept[-1]
+        seconds = last.t - first.t
+        return (getattr(last, name) - getattr(first, name)) / seconds if seconds > 0 else 0.0
+
+
+def price_of(per_hour: float | None, useful_rate: float) -> float | None:
+    """What a million useful tokens cost at this rate; to three digits."""
+    if per_hour is None or useful_rate <= 0:
+        return None
+    return float(f"{per_hour / 3600 / useful_rate * _MILLION:.3g}")
+
+
+def rounded(rate: float) -> float:
+    """To whole tokens a second where there are many."""
+    return round(rate, 1) if rate < 10 else float(round(rate))
+
+
+@dataclass(eq=False)
+class Member:
+    """One replica as it is known here."""
+
+    name: str
+    engine: RemoteEngine
+    #: Its own page's feed, for all who look at that.
+    relay: Relay = field(init=False)
+    pulse: Pulse | None = None
+    #: When it was heard of last, by time.monotonic() and since 1970.
+    heard_at: float = 0.0
+    heard: float = 0.0
+    #: It does not answer, and why.
+    gone: bool = False
+    trouble: str = ""
+    #: Restarts of the servers that ran here before, and those servers.
+    past_restarts: int = 0
+    rates: _Rates = field(default_factory=_Rates)
+
+    def __post_init__(self) -> None:
+        self.relay = Relay(self.engine)
+
+    @property
+    def is_known(self) -> bool:
+        """It was heard of, or is known to be gone."""
+        return bool(self.heard_at) or self.gone
+
+    @property
+    def answers(self) -> bool:
+        return self.pulse is not None and bool(self.heard_at) and not self.gone
+
+    def take(self, pulse: Pulse) -> None:
+        """It has said how it is."""
+        before = self.pulse
+        if before is not None and before.run != pulse.run:
+            self.past_restarts += before.restarts + 1
+            self.rates.clear()
+        if self.gone:
+            self.rates.clear()
+        self.pulse = pulse
+        self.rates.add(
+            _Totals(pulse.t, pulse.output_tokens, pulse.prompt_tokens, pulse.useful_rows)
+        )
+        self.gone, self.trouble = False, ""
+        self.heard_at, self.heard = time.monotonic(), time.time()
+
+    def lost(self, trouble: str) -> None:
+        """It does not answer."""
+        self.gone, self.trouble = True, trouble
+        if not self.heard:
+            self.heard = time.time()
+
+    def check_silence(self, now: float) -> None:
+        """now: time.monotonic()."""
+        if self.answers and now - self.heard_at > _SILENCE_S:
+            self.lost(f"{self.engine.url} says nothing any more")
+
+    def look_away(self) -> None:
+        """Nobody watches it from now on: what is known of it is old when somebody comes."""
+        self.gone, self.trouble = False, ""
+        self.heard_at = self.heard = 0.0
+        self.rates.clear()
+
+    @property
+    def state(self) -> str:
+        if self.gone:
+            return "gone"
+        if self.pulse is None or not self.heard_at:
+            return "connecting"
+        if self.pulse.state == "ready" and self.pulse.silent_s >= _QUIET_S:
+            return "silent"
+        return self.pulse.state
+
+    def card(self, price_per_hour: float | None) -> Card:
+        pulse = self.pulse or _NOTHING
+        counts = self.answers
+        return {
+            "name": self.name,
+            "url": self.engine.url,
+            "state": self.state,
+            "since": round(self.heard) if self.gone else None,
+            "trouble": self.trouble,
+            "model": pulse.model,
+            "seats": pulse.seats,
+            "taken": _taken(pulse),
+            "waiting": pulse.waiting,
+            "predicted_wait_s": round(pulse.predicted_wait_s, 1),
+            "pages_used": pulse.pages_used,
+            "pages": pulse.pages,
+            "output_rate": rounded(self.rates.of("output")) if counts else 0.0,
+            "prompt_rate": rounded(self.rates.of("prompt")) if counts else 0.0,
+            "price": price_of(price_per_hour, self.rates.of("useful")) if counts else None,
+            "restarts": self.past_restarts + pulse.restarts,
+            "progress": msgspec.to_builtins(pulse.progress),
+        }
+
+
+_NOTHING = Pulse(version=PULSE_VERSION, run="", t=0.0, state="connecting")
+
+
+def _taken(pulse: Pulse) -> int:
+    """Seats taken. While somebody waits, a seat that was left a moment ago is as good as taken."""
+    seated = len(pulse.seats) - pulse.seats.count(_FREE)
+    return max(seated, min(pulse.seats_busy, len(pulse.seats))) if pulse.waiting else seated
+
+
+async def follow(member: Member) -> None:
+    """Take its pulses; one that is gone is asked again and again."""
+    wait = _FIRST_WAIT_S
+    while True:
+        try:
+            async for event in member.engine.feed("pulse", MOST_BYTES):
+                _take(member, event)
+                wait = _FIRST_WAIT_S
+            member.lost(member.trouble or f"{member.engine.url} has ended its feed")
+        except Unreachable as error:
+            member.lost(str(error))
+        except Exception:
+            log.exception("the pulse of %s could not be read", member.engine.url)
+            member.lost("its pulse could not be read; this server's log says why")
+        await asyncio.sleep(wait)
+        wait = min(_LONGEST_WAIT_S, 1.5 * wait)
+
+
+def _take(member: Member, event: bytes) -> None:
+    """Raises Unreachable for what no engine of this version says."""
+    name, _, rest = event.partition(b"\n")
+    if name == b"event: bye":
+        member.trouble = str(sse.decode(event)[1]["reason"])[:500]
+        return
+    if name != b"event: pulse":
+        return
+    try:
+        pulse = _read_pulse(rest.strip().removeprefix(_DATA))
+    except msgspec.MsgspecError:
+        raise Unreachable(_OTHER_VERSION.format(member.engine.url)) from None
+    if pulse.version != PULSE_VERSION:
+        raise Unreachable(_OTHER_VERSION.format(member.engine.url))
+    member.take(pulse)

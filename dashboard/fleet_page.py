@@ -1,0 +1,137 @@
+"""The page of a fleet: all replicas at "/", each one's own page at "/r/NAME/"."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Mount, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
+from jitney.dashboard.fleet import Fleet
+from jitney.dashboard.fleet_member import Member
+from jitney.dashboard.passing import PASSED_METHODS, nothing_here, pass_on
+from jitney.dashboard.routes import HANDLERS, PageRoutes
+from jitney.engine.api.access import Keys, Role
+from jitney.engine.api.cross_site import cors
+from jitney.engine.api.middleware import HeaderLimits
+from jitney.engine.api.settings import ServerSettings
+
+#: A replica's own page.
+_REPLICA = "/r/{name}"
+
+
+class _FleetPage(PageRoutes):
+    """Handlers for all replicas. settings.api_keys: what visitors of this page must know.
+
+    A replica answers to our key, which may be an administrator's; so its own page is for
+    administrators here. What the fleet's page shows is in nobody's name.
+    """
+
+    index = "fleet.html"
+
+    def __init__(self, fleet: Fleet, settings: ServerSettings):
+        super().__init__(Keys(settings))
+        self.fleet = fleet
+        fleet.signed_in = self.sessions.needed
+
+    def lines(self) -> list[PageLine]:
+        """What a replica is asked goes last: its path is any."""
+        fleet_feed = Route("/feed", FeedEndpoint(self.fleet), methods=["GET"])
+        return [*self.page_lines(), PageLine(fleet_feed), *self._replica_lines()]
+
+    def _replica_lines(self) -> list[PageLine]:
+        """The page and its files hold no data, as `PageRoutes.page_lines` has it."""
+        feed = Route(f"{_REPLICA}/feed", _ReplicaFeed(self.fleet), methods=["GET"])
+        passed = Route(f"{_REPLICA}/{{path:path}}", self.pass_on, methods=PASSED_METHODS)
+        return [
+            PageLine(Route(_REPLICA, self.add_slash), Role.ANYBODY),
+            PageLine(Route(f"{_REPLICA}/", self.replica_page), Role.ANYBODY),
+            PageLine(Mount(f"{_REPLICA}/assets", self.files), Role.ANYBODY),
+            PageLine(Route(f"{_REPLICA}/sign-in", self.sign_in, methods=["POST"]), Role.ANYBODY),
+            PageLine(Route(f"{_REPLICA}/sign-out", self.sign_out, methods=["POST"]), Role.ANYBODY),
+            PageLine(Route(f"{_REPLICA}/engines", self.list_replicas), Role.ADMIN),
+            PageLine(feed, Role.ADMIN),
+            PageLine(passed, Role.ADMIN),
+        ]
+
+    async def add_slash(self, request: Request) -> Response:
+        name = _member(self.fleet, request.scope).name
+        return RedirectResponse(f"./{name}/")
+
+    async def replica_page(self, request: Request) -> Response:
+        """The page that an engine serves itself; who may not look at one replica is sent to all."""
+        _member(self.fleet, request.scope)
+        role = self.sessions.of_request(request.scope).role
+        if role is Role.USER:
+            return RedirectResponse("../../")
+        return await self.page_file(request, "index.html")
+
+    async def list_replicas(self, request: Request) -> Response:
+        """All of them, for the switch on a replica's page: this one's base is its own path."""
+        here = _member(self.fleet, request.scope)
+        await self.fleet.glance()
+        engines = [
+            {
+                "name": member.name,
+                "url": member.engine.url,
+                "state": member.state,
+                "base": "" if member is here else f"../{member.name}/",
+            }
+            for member in self.fleet.members.values()
+        ]
+        return self.engine_list(engines, standalone=True, fleet="../../")
+
+    async def pass_on(self, request: Request) -> Response:
+        """A replica's own answer."""
+        member = _member(self.fleet, request.scope)
+        return await pass_on(member.engine, request, request.path_params["path"])
+
+
+def _member(fleet: Fleet, scope: Scope) -> Member:
+    """The replica of a request's path. Raises HttpError 404."""
+    member = fleet.members.get(scope["path_params"]["name"])
+    if member is None:
+        raise nothing_here()
+    return member
+
+
+class _ReplicaFeed:
+    """The feed of the replica that the path names."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        feed = FeedEndpoint(_member(self.fleet, scope).relay)
+        await feed(scope, receive, send)
+
+
+def create_fleet_page(fleet: Fleet, settings: ServerSettings) -> Starlette:
+    """The page of these replicas, by itself or to be mounted under a path of its own; `fleet` is
+    closed with it. settings: allowed_hosts, cors_origins and api_keys count here.
+    """
+    page = _FleetPage(fleet, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await fleet.close()
+
+    lines = page.lines()
+    router: Any = Router([line.route for line in lines], redirect_slashes=False)
+    inner: ASGIApp = HeaderLimits(router, settings)
+    return Starlette(
+        routes=[Mount("/", app=inner)],
+        exception_handlers=HANDLERS,
+        lifespan=lifespan,
+        middleware=[
+            *cors(settings),
+            *page_middleware(lines, page.sessions, settings.cors_origins),
+        ],
+    )

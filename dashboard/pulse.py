@@ -1,0 +1,204 @@
+"""The pulse of one engine: what a page of many engines shows of each, twice a second. Every pulse
+says all of it, so one that is lost is no loss; nothing in it tells whose requests sit there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from jitney.dashboard import sse
+from jitney.dashboard.snapshot import seat_columns
+from jitney.dashboard.sse import SEAT_NUMBERS, SEAT_STATES
+from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+from jitney.engine.api.access import EVERYBODY, Identity
+from jitney.engine.process.client import EngineClient
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+
+log = logging.getLogger("jitney.dashboard")
+
+#: Rises with every change that an older reader would not understand.
+PULSE_VERSION = 1
+#: Degrees of how far a sequence has come.
+LEVELS = 16
+#: A seat is one of these: its state's place in SEAT_STATES, times LEVELS, plus its level.
+SEAT_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+#: Most seats of an engine that are taken from it.
+_MOST_SEATS = 65_536
+#: Most bytes of a pulse.
+MOST_BYTES = 2 * _MOST_SEATS
+#: Pulses a second, and seconds without a change after which one goes out all the same.
+_HZ = 2.0
+_HEARTBEAT_S = 1.0
+_LETTERS = np.frombuffer(SEAT_LETTERS.encode(), np.uint8)
+_N_PROMPT, _N_COMPUTED, _N_OUTPUT, _MAX_TOKENS = (
+    SEAT_NUMBERS.index(name) for name in ("n_prompt", "n_computed", "n_output", "max_tokens")
+)
+_PREFILL, _DECODE = SEAT_STATES.index("prefill"), SEAT_STATES.index("decode")
+
+type _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+type _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+type _Word = Annotated[str, msgspec.Meta(max_length=500)]
+
+
+class Loading(msgspec.Struct, frozen=True):
+    """How far an engine that starts has come."""
+
+    stage: _Word
+    done: _Count
+    total: _Count
+
+
+class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An engine now. Totals are since its server's start."""
+
+    version: _Count
+    #: Another server, another run.
+    run: _Word
+    #: Seconds of the engine's time.monotonic().
+    t: float
+    #: As `sse.KeyFrame` has it.
+    state: _Word
+    model: _Word = ""
+    #: One of SEAT_LETTERS a seat; empty while no engine serves.
+    seats: Annotated[str, msgspec.Meta(max_length=_MOST_SEATS, pattern="^[A-Za-z0-9+/]*$")] = ""
+    #: Seats taken, as of the newest step's plan.
+    seats_busy: _Count = 0
+    #: Sequences without a seat, and seconds that a request should wait for one that came now.
+    waiting: _Count = 0
+    predicted_wait_s: _Seconds = 0.0
+    pages_used: _Count = 0
+    pages: _Count = 0
+    #: Total tokens: prompt tokens computed, and output tokens.
+    prompt_tokens: _Count = 0
+    output_tokens: _Count = 0
+    #: Total rows that were of use to somebody, see `row_kinds`.
+    useful_rows: _Count = 0
+    #: Engine processes that were started to replace one that ended.
+    restarts: _Count = 0
+    #: Seconds since the core was last heard of, as whole ones.
+    silent_s: _Count = 0
+    #: None unless it loads.
+    progress: Loading | None = None
+
+
+def seat_letters(client: EngineClient, *, with_levels: bool) -> str:
+    """All seats, a letter each. with_levels: with how far their sequences have come."""
+    seats = seat_columns(client.history)
+    levels = np.zeros(len(seats.state), np.int64)
+    if with_levels:
+        levels = _levels(seats.state, seats.numbers)
+    return _LETTERS[seats.state * np.int64(LEVELS) + levels].tobytes().decode()
+
+
+def _levels(state: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """int64[S]: 0 to LEVELS - 1; the last one only for who is done. numbers: by SEAT_NUMBERS."""
+    reads, writes = state == _PREFILL, state == _DECODE
+    reached = np.where(reads, numbers[_N_COMPUTED], numbers[_N_OUTPUT])
+    end = np.where(reads, numbers[_N_PROMPT], numbers[_MAX_TOKENS])
+    levels = (LEVELS - 1) * reached // np.maximum(end, 1)
+    return np.where(reads | writes, np.clip(levels, 0, LEVELS - 1), 0)
+
+
+def pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -> Pulse:
+    """How the engine is; with_levels: see `seat_letters`."""
+    counters, info = client.counters, client.info
+    serves = info is not None and client.state in ("ready", "draining")
+    useful = [kind.name for kind in ROW_KIND_TABLE.values() if kind.useful]
+    return Pulse(
+        version=PULSE_VERSION,
+        run=run,
+        t=round(now, 3),
+        state=client.state,
+        model=info.model if info is not None else "",
+        seats=seat_letters(client, with_levels=with_levels) if serves else "",
+        seats_busy=counters.gauge("seats_busy"),
+        waiting=counters.waiting,
+        predicted_wait_s=round(counters.predicted_wait, 3),
+        pages_used=counters.gauge("pages_used"),
+        pages=info.pages if info is not None else 0,
+        prompt_tokens=counters.rows["prefill"],
+        output_tokens=counters.rows["decode"],
+        useful_rows=sum(counters.rows[name] for name in useful),
+        restarts=counters.engine_restarts,
+        silent_s=int(client.last_step_age()),
+        progress=_loading(client),
+    )
+
+
+def _loading(client: EngineClient) -> Loading | None:
+    progress = client.progress
+    if progress is None or client.state not in ("loading", "restarting"):
+        return None
+    return Loading(progress.stage, progress.done, progress.total)
+
+
+class Pulses:
+    """The pulses of one engine, for as long as anybody takes them; lives on one asyncio loop."""
+
+    def __init__(self, client: EngineClient, max_viewers: int = MAX_VIEWERS):
+        self.client = client
+        self.run = uuid.uuid4().hex[:8]
+        self._max_viewers = max_viewers
+        self._viewers: set[Viewer] = set()
+        self._beating: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
+        """A viewer for as long as the block runs; last_id does not matter here, and how far others'
+        sequences have come is for administrators. Raises TooManyViewers.
+        """
+        if len(self._viewers) >= self._max_viewers:
+            raise TooManyViewers(self._max_viewers)
+        viewer = Viewer([self._encoded(identity, time.monotonic())], identity=identity)
+        self._viewers.add(viewer)
+        if self._beating is None or self._beating.done():
+            self._beating = asyncio.create_task(self._beat())
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers and self._beating is not None:
+                self._beating.cancel()
+                self._beating = None
+
+    def _encoded(self, identity: Identity, now: float) -> bytes:
+        pulse = pulse_of(self.client, self.run, now, with_levels=identity.is_admin)
+        return sse.encode("pulse", pulse)
+
+    async def _beat(self) -> None:
+        """Until nobody looks."""
+        reason = "the pulse failed; the server's log says why"
+        try:
+            await self._send_changes()
+        except Exception:
+            log.exception("the engine's pulse failed")
+        for viewer in self._viewers:
+            viewer.close(sse.bye(reason))
+
+    async def _send_changes(self) -> None:
+        before, sent_at = None, 0.0
+        while True:
+            now = time.monotonic()
+            pulse = pulse_of(self.client, self.run, now, with_levels=True)
+            same = before is not None and msgspec.structs.replace(before, t=pulse.t) == pulse
+            if not same or now - sent_at >= _HEARTBEAT_S:
+                self._send(sse.encode("pulse", pulse), now)
+                before, sent_at = pulse, now
+            await asyncio.sleep(1 / _HZ)
+
+    def _send(self, whole: bytes, now: float) -> None:
+        """whole: the pulse with all that administrators see."""
+        others = b""
+        for viewer in self._viewers:
+            if not viewer.identity.is_admin:
+                others = others or self._encoded(viewer.identity, now)
+            viewer.put(whole if viewer.identity.is_admin else others)

@@ -1,0 +1,213 @@
+// The page of a fleet: one feed tells of all replicas (its fields are explained in dashboard/fleet.py), and the newest
+// frame is drawn, once per animation frame at most.
+
+import {$, count, legend, percent, reducedMotion, say, seconds, table} from "./dom.js";
+import {watch} from "./feed.js";
+import {Replicas, noteOf, priceInWords, waitInWords} from "./replicas.js";
+import {seatLegend} from "./seats.js";
+import {showTiles} from "./status.js";
+
+/** The version of the feed that this page reads. */
+const FEED_VERSION = 1;
+const STALE_MS = 3000;
+/** Milliseconds between two pictures for those who want little to move, and between two fillings of the table. */
+const STILL_MS = 1900;
+const FILL_MS = 900;
+const HEAD = [
+  "Replica",
+  "State",
+  "Seats taken",
+  "Seats",
+  "Waiting",
+  "Predicted wait",
+  "Output tok/s",
+  "Prompt tok/s",
+  "KV pages",
+  "Restarts",
+  "Model",
+];
+
+let hello = null;
+let fleet = null; // the newest frame, with every delta since: t, sums, replicas
+let heardAt = performance.now();
+let trouble = "";
+let scheduled = false;
+let shownAt = 0;
+let filledAt = 0;
+const replicas = new Replicas($("replicas"), $("found"));
+replicas.onMeasured = schedule;
+
+const receive = {
+  hello(data) {
+    hello = data;
+    fleet = null;
+    $("sign-out").hidden = !data.signed_in;
+    if (data.version !== FEED_VERSION) {
+      trouble = "This page is of another version than its server; expect mistakes.";
+    }
+  },
+  fleet(data) {
+    const names = ({replicas: all}) => JSON.stringify(all.map((card) => [card.name, card.url]));
+    const same = fleet && names(fleet) === names(data);
+    fleet = data;
+    if (!same) {
+      replicas.reset(data.replicas, hello);
+      find();
+    }
+  },
+  delta(data) {
+    if (!fleet) {
+      return;
+    }
+    const {replicas: changed = {}, sums = {}, t} = data;
+    fleet = {
+      t,
+      sums: {...fleet.sums, ...sums},
+      replicas: fleet.replicas.map((card) =>
+        changed[card.name] ? {...card, ...changed[card.name]} : card,
+      ),
+    };
+  },
+  bye({reason}) {
+    trouble = reason;
+  },
+};
+
+function event(name, data) {
+  heardAt = performance.now();
+  trouble = "";
+  receive[name]?.(data);
+  schedule();
+}
+
+function schedule() {
+  if (!scheduled) {
+    scheduled = true;
+    requestAnimationFrame(draw);
+  }
+}
+
+function draw(now) {
+  scheduled = false;
+  updateState();
+  if (!fleet || (reducedMotion.matches && now - shownAt < STILL_MS)) {
+    return;
+  }
+  shownAt = now;
+  say($("headline"), headline(fleet.sums));
+  document.title = `Jitney: ${fleet.sums.ready} of ${fleet.sums.replicas} replicas ready`;
+  showSums(fleet.sums);
+  replicas.show(fleet.replicas, fleet.t);
+  if ($("replica-details").open && now - filledAt >= FILL_MS) {
+    filledAt = now;
+    fillTable();
+  }
+}
+
+/** Is it full, who waits, and is everybody there? */
+function headline({replicas: all, ready, seats, taken, waiting}) {
+  const there = ready === all ? `All ${count(all)} replicas ready` : `${count(ready)} of ${count(all)} replicas ready`;
+  const queue = waiting ? `, ${count(waiting)} waiting` : ", nobody waits";
+  return `${there}, ${count(taken)} of ${count(seats)} seats taken${queue}`;
+}
+
+function showSums(sums) {
+  const worst = sums.worst && sums.predicted_wait_s ? ` (${sums.worst})` : "";
+  const priced = hello.price_per_hour !== null;
+  showTiles([
+    ["Replicas ready", `${count(sums.ready)} of ${count(sums.replicas)}`, sums.ready / sums.replicas],
+    [
+      "Seats taken",
+      `${count(sums.taken)} of ${count(sums.seats)}`,
+      sums.seats ? sums.taken / sums.seats : 0,
+      sums.seats && sums.taken === sums.seats ? "full" : "",
+    ],
+    ["Output tok/s", count(sums.output_rate)],
+    ["Prompt tok/s", count(sums.prompt_rate)],
+    ["Waiting", count(sums.waiting), undefined, sums.waiting ? "waits" : ""],
+    ["Longest predicted wait", waitInWords(sums.predicted_wait_s), undefined, sums.predicted_wait_s ? "waits" : ""],
+    ...(priced ? [["A million useful tokens", priceInWords(sums.price)]] : []),
+  ]);
+  const where = worst ? ` The longest wait is foreseen at ${sums.worst}.` : "";
+  say(
+    $("fleet-sub"),
+    `One cell is one seat; its brightness is how far its sequence has come.${where}`,
+  );
+}
+
+function fillTable() {
+  const priced = hello.price_per_hour !== null;
+  const rows = fleet.replicas.map((card) => [
+    card.name,
+    card.state,
+    card.taken,
+    card.seats.length,
+    card.waiting,
+    waitInWords(card.predicted_wait_s),
+    card.output_rate,
+    card.prompt_rate,
+    percent(card.pages_used, card.pages),
+    card.restarts,
+    card.model,
+    ...(priced ? [priceInWords(card.price)] : []),
+    noteOf(card, fleet.t).trim(),
+  ]);
+  const head = [...HEAD, ...(priced ? ["A million useful tokens"] : []), "What there is to say"];
+  table($("replica-table"), head, rows);
+}
+
+function updateState() {
+  const silent = performance.now() - heardAt;
+  const live = fleet ? "live" : "connecting";
+  const state = silent > STALE_MS ? "stale" : live;
+  if (document.body.dataset.state !== state) {
+    document.body.dataset.state = state;
+  }
+  say($("state"), state);
+  const last = fleet ? " The last values are shown." : "";
+  const text =
+    state === "stale" ? `No news from the server for ${seconds(Math.round(silent / 1000))}.${last}` : trouble;
+  $("trouble").hidden = !text;
+  say($("trouble"), text);
+}
+
+function find() {
+  if (fleet) {
+    replicas.find($("find").value, fleet.replicas);
+    replicas.measure();
+    schedule();
+  }
+}
+
+$("find").addEventListener("input", find);
+document.addEventListener("keydown", (event) => {
+  if (event.key === "/" && document.activeElement !== $("find")) {
+    event.preventDefault();
+    $("find").focus();
+  }
+});
+$("sign-out").addEventListener("click", async () => {
+  await fetch("sign-out", {method: "POST"}).catch(() => null);
+  location.reload();
+});
+$("replica-details").addEventListener("toggle", () => {
+  filledAt = 0;
+  schedule();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  replicas.restyle();
+  schedule();
+});
+legend($("seat-legend"), seatLegend);
+setInterval(updateState, 500);
+watch(
+  "",
+  {
+    event,
+    trouble(text) {
+      trouble = text;
+      updateState();
+    },
+  },
+  new AbortController().signal,
+);

@@ -1,0 +1,205 @@
+// The replicas: a card each, in the order in which the feed names them.
+
+import {count, make, onWidth, percent, say, seconds} from "./dom.js";
+import {SeatMap, forgetSheets} from "./seatmap.js";
+
+/** How cards look, by the most replicas that look so. tallest: their seat maps, in CSS pixels; map: without the
+ *  card's borders and paddings. */
+const SIZES = [
+  {most: 12, name: "roomy", tallest: 92, beside: 29},
+  {most: 40, name: "middle", tallest: 66, beside: 29},
+  {most: Infinity, name: "dense", tallest: 40, beside: 21},
+];
+
+/** Seconds of a predicted wait as people read them. */
+export const waitInWords = (wait) => (wait === null ? "–" : seconds(wait));
+export const priceInWords = (price) => (price === null ? "–" : price.toLocaleString("en"));
+/** Whole seconds of a time that goes on. */
+const lasting = (time) => (time < 60 ? `${Math.max(0, Math.round(time))} s` : seconds(time));
+const SILENT = ["gone", "connecting"];
+
+/** What a card says below its figures; t: the feed's clock. */
+export function noteOf(card, t) {
+  const restarts = card.restarts
+    ? `Restarted ${card.restarts === 1 ? "once" : `${count(card.restarts)} times`}.`
+    : "";
+  if (card.state === "gone") {
+    const since = new Date(1000 * card.since).toLocaleTimeString("en-GB");
+    return `Gone since ${since}, ${lasting(t - card.since)}: ${card.trouble}. ${restarts}`;
+  }
+  if (card.progress) {
+    const {stage, done, total} = card.progress;
+    const far = total > 1000 ? percent(done, total) : `${count(done)} of ${count(total)}`;
+    return `Loading: ${stage} ${far}. ${restarts}`;
+  }
+  if (card.state === "silent") {
+    return `Its engine says nothing. ${restarts}`;
+  }
+  return restarts;
+}
+
+/** A card's figures: [name, value, mark]; "more": not where there is little room. */
+function figuresOf(card, priced) {
+  const seats = card.seats.length;
+  return [
+    ["Seats", seats ? `${card.taken} of ${seats}` : "–", ""],
+    ["Waiting", count(card.waiting), card.waiting ? "waits" : ""],
+    ["Predicted wait", waitInWords(card.predicted_wait_s), "more"],
+    ["Output tok/s", count(card.output_rate), ""],
+    ["KV pages", percent(card.pages_used, card.pages), "more"],
+    ...(priced ? [["Price / M tok", priceInWords(card.price), "more"]] : []),
+  ];
+}
+
+class ReplicaCard {
+  /** hello: of the feed. */
+  constructor(card, hello) {
+    this.hello = hello;
+    const isAdmin = hello.role !== "user";
+    const path = `r/${encodeURIComponent(card.name)}/`;
+    const name = isAdmin ? make("a", {href: path}, card.name) : make("span", {}, card.name);
+    this.link = name;
+    this.word = make("span", {class: "word"});
+    this.canvas = make("canvas", {role: "img", "aria-label": "Seats"});
+    this.figures = make("dl");
+    this.note = make("p", {class: "note"});
+    this.element = make(
+      "li",
+      {class: "replica"},
+      make("div", {class: "top"}, make("h3", {title: card.url}, name), this.word),
+      make("div", {class: "map"}, this.canvas),
+      this.figures,
+      this.note,
+    );
+    this.map = new SeatMap(this.canvas, {
+      states: hello.seat_states,
+      letters: hello.seat_letters,
+      levels: hello.levels,
+    });
+    this.shown = [];
+  }
+
+  show(card, t, width, tallest) {
+    if (this.element.dataset.state !== card.state) {
+      this.element.dataset.state = card.state;
+    }
+    say(this.word, card.state);
+    this.map.show(card.seats, width, tallest);
+    const seats = card.seats.length;
+    const last = SILENT.includes(card.state) ? ", as it was heard of last" : "";
+    const label = seats ? `${card.taken} of ${seats} seats taken${last}` : "No seats are known";
+    if (this.canvas.getAttribute("aria-label") !== label) {
+      this.canvas.setAttribute("aria-label", label);
+    }
+    this.showFigures(figuresOf(card, this.hello.price_per_hour !== null));
+    const note = noteOf(card, t).trim();
+    say(this.note, note);
+    this.note.hidden = !note;
+  }
+
+  showFigures(figures) {
+    figures.forEach(([name, value, mark], i) => {
+      if (!this.shown[i]) {
+        this.shown[i] = {value: make("dd"), row: make("div")};
+        this.shown[i].row.append(make("dt", {}, name), this.shown[i].value);
+        this.figures.append(this.shown[i].row);
+      }
+      const {value: place, row} = this.shown[i];
+      say(place, value);
+      if (row.className !== mark) {
+        row.className = mark;
+      }
+    });
+  }
+}
+
+export class Replicas {
+  constructor(list, found) {
+    Object.assign(this, {list, found});
+    this.cards = new Map(); // by name, in the list's order
+    this.width = 0; // of a card's inside
+    this.wanted = "";
+    onWidth(list, () => this.measure());
+    list.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  /** Start anew with these. */
+  reset(replicas, hello) {
+    this.hello = hello;
+    this.cards = new Map(replicas.map((card) => [card.name, new ReplicaCard(card, hello)]));
+    this.size = SIZES.find(({most}) => replicas.length <= most);
+    this.list.dataset.size = this.size.name;
+    this.list.replaceChildren(...[...this.cards.values()].map((one) => one.element));
+    this.measure();
+  }
+
+  /** The width is read here, never while drawing. */
+  measure() {
+    const first = [...this.cards.values()].find((one) => !one.element.hidden);
+    if (first) {
+      this.width = Math.max(20, Math.floor(first.element.clientWidth - this.size.beside + 4));
+      this.onMeasured?.();
+    }
+  }
+
+  show(replicas, t) {
+    for (const card of replicas) {
+      const one = this.cards.get(card.name);
+      if (!one.element.hidden) {
+        one.show(card, t, this.width, this.size.tallest);
+      }
+    }
+  }
+
+  /** Hide who does not match these words: name, state or model. */
+  find(text, replicas) {
+    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    let matches = 0;
+    for (const card of replicas) {
+      const about = `${card.name} ${card.state} ${card.model}`.toLowerCase();
+      const hidden = !words.every((word) => about.includes(word));
+      this.cards.get(card.name).element.hidden = hidden;
+      matches += !hidden;
+    }
+    say(this.found, words.length ? `${count(matches)} of ${count(replicas.length)} shown` : "");
+  }
+
+  restyle() {
+    forgetSheets();
+    for (const one of this.cards.values()) {
+      one.map.restyle();
+    }
+  }
+
+  key(event) {
+    const shown = [...this.cards.values()].filter((one) => !one.element.hidden);
+    const at = shown.findIndex((one) => one.link === document.activeElement);
+    const to = at < 0 ? undefined : neighbour(shown, at, event.key);
+    if (to !== undefined) {
+      event.preventDefault();
+      shown[to]?.link.focus();
+    }
+  }
+}
+
+/** The place that a key leads to; undefined for keys that lead nowhere. */
+function neighbour(shown, at, key) {
+  const tops = () => shown.map((one) => one.element.offsetTop);
+  switch (key) {
+    case "ArrowRight":
+      return Math.min(shown.length - 1, at + 1);
+    case "ArrowLeft":
+      return Math.max(0, at - 1);
+    case "Home":
+      return 0;
+    case "End":
+      return shown.length - 1;
+    case "ArrowDown":
+    case "ArrowUp": {
+      const columns = tops().filter((top, _, all) => top === all[0]).length;
+      const to = key === "ArrowDown" ? at + columns : at - columns;
+      return shown[to] ? to : at;
+    }
+  }
+  return undefined;
+}

@@ -1,0 +1,426 @@
+"""Several replicas at once: what each says of itself, what all viewers are told, and whose page is
+where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from api_fakes import call, run, served
+from fleet_fakes import FakeReplica, engines_app, urls_of
+from page_browser import free_port
+from page_browser import served as served_at
+from page_fakes import browser
+
+from jitney.dashboard import fleet as fleet_module
+from jitney.dashboard import fleet_member, sse
+from jitney.dashboard.fleet import Fleet
+from jitney.dashboard.fleet_member import read_name
+from jitney.dashboard.fleet_page import create_fleet_page
+from jitney.dashboard.pulse import LEVELS, PULSE_VERSION, SEAT_LETTERS, Pulse, pulse_of
+from jitney.dashboard.remote import RemoteEngine
+from jitney.dashboard.sse import SEAT_STATES
+from jitney.dashboard.viewers import Viewer
+from jitney.engine.api.access import EVERYBODY, Identity, Role
+from jitney.engine.api.settings import ServerSettings, digest_key
+from jitney.engine.errors import ConfigError
+from jitney.engine.messages import Progress
+
+USER = Identity(Role.USER, "somebody")
+#: Seconds until a test gives up.
+PATIENCE_S = 30
+
+
+def letters(*seats: tuple[str, int]) -> str:
+    """A letter for each (state, level)."""
+    return "".join(
+        SEAT_LETTERS[SEAT_STATES.index(state) * LEVELS + level] for state, level in seats
+    )
+
+
+class Watch:
+    """What a viewer of the fleet's feed has been told, as the page keeps it."""
+
+    def __init__(self) -> None:
+        self.hello: dict[str, Any] = {}
+        self.cards: dict[str, dict[str, Any]] = {}
+        self.sums: dict[str, Any] = {}
+
+    def apply(self, event: bytes) -> None:
+        name, data = sse.decode(event)
+        if name == "hello":
+            self.hello = data
+        elif name == "fleet":
+            self.cards = {card["name"]: card for card in data["replicas"]}
+            self.sums = data["sums"]
+        elif name == "delta":
+            for name, fields in data.get("replicas", {}).items():
+                self.cards[name] |= fields
+            self.sums |= data.get("sums", {})
+
+    def states(self) -> dict[str, str]:
+        return {name: card["state"] for name, card in self.cards.items()}
+
+
+async def until_told(viewer: Viewer, watch: Watch, condition: Any) -> None:
+    """Take in events until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in viewer:
+            watch.apply(event)
+            if condition():
+                return
+    raise AssertionError("the feed has ended")
+
+
+def fleet_of(urls: dict[str, str], **options: Any) -> Fleet:
+    return Fleet({name: RemoteEngine(url) for name, url in urls.items()}, **options)
+
+
+@contextlib.asynccontextmanager
+async def watched(fleet: Fleet, identity: Identity = EVERYBODY) -> AsyncIterator[Any]:
+    """A viewer of the fleet and what it was told; the fleet is closed behind it."""
+    with fleet.viewer(identity=identity) as viewer:
+        yield viewer, Watch()
+    await fleet.close()
+
+
+def busy_replica(seats: int = 4) -> FakeReplica:
+    """Two seats taken: one halfway through its answer, one at its prompt."""
+    replica = FakeReplica(seats)
+    replica.take_seat(0, n_prompt=8, n_output=15, max_tokens=30)
+    replica.take_seat(2, n_prompt=8, n_output=0, max_tokens=30)
+    return replica
+
+
+def test_a_pulse_says_what_the_seats_are_and_of_whom_nothing():
+    replica = busy_replica()
+    replica.counters.waiting, replica.counters.predicted_wait = 3, 1.23456
+    pulse = pulse_of(replica, "run", 5.0, with_levels=True)  # type: ignore[arg-type]
+    free = ("free", 0)
+    assert pulse.seats == letters(("decode", 7), free, ("prefill", 0), free)
+    assert (pulse.waiting, pulse.predicted_wait_s, pulse.model) == (3, 1.235, "scripted")
+    dim = pulse_of(replica, "run", 5.0, with_levels=False)  # type: ignore[arg-type]
+    assert dim.seats == letters(("decode", 0), free, ("prefill", 0), free)
+    assert b"r1" not in msgspec.json.encode(pulse)
+
+
+def test_an_engine_that_loads_has_no_seats_and_says_how_far_it_is():
+    replica = FakeReplica()
+    replica.state, replica.progress = "loading", Progress("weights", 3, 8)
+    pulse = pulse_of(replica, "run", 5.0, with_levels=True)  # type: ignore[arg-type]
+    assert pulse.seats == "" and pulse.progress is not None
+    assert (pulse.progress.stage, pulse.progress.done, pulse.progress.total) == ("weights", 3, 8)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("http://gpu:8000", ("gpu:8000", "http://gpu:8000")),
+        ("gpu:8000/", ("gpu:8000", "gpu:8000/")),
+        ("a=http://gpu:8000", ("a", "http://gpu:8000")),
+        ("https://gpu/x/y", ("gpu-x-y", "https://gpu/x/y")),
+        ("http://[::1]:80", ("1-:80", "http://[::1]:80")),
+    ],
+)
+def test_a_replica_is_called_as_it_is_told_or_after_its_place(text: str, expected: tuple[str, str]):
+    assert read_name(text) == expected
+
+
+@pytest.mark.parametrize("name", ["", "a b", "..", "<b>", "x" * 64])
+def test_what_cannot_be_in_a_path_is_no_name(name: str):
+    with pytest.raises(ConfigError, match="cannot name a replica"):
+        read_name(f"{name}=http://gpu")
+
+
+def test_replicas_stand_in_the_order_of_their_names():
+    names = ["r10", "r2", "b", "r1", "a-3"]
+    fleet = fleet_of({name: f"http://127.0.0.1:1/{name}" for name in names})
+    assert list(fleet.members) == ["a-3", "b", "r1", "r2", "r10"]
+
+
+def test_the_feed_tells_of_all_and_of_what_they_are_together():
+    replicas = {"a": busy_replica(), "b": FakeReplica(2), "c": FakeReplica(4)}
+    replicas["a"].counters.waiting, replicas["a"].counters.predicted_wait = 3, 2.5
+    replicas["c"].state = "draining"
+
+    async def session(urls: dict[str, str]) -> Watch:
+        async with watched(fleet_of(urls, price_per_hour=3.6)) as (viewer, watch):
+            await until_told(viewer, watch, lambda: watch.sums and watch.sums["ready"] == 2)
+            for _ in range(3):
+                replicas["a"].write(0, 2)
+                await asyncio.sleep(0.3)
+            rates = lambda: watch.sums["output_rate"] > 0  # noqa: E731
+            await until_told(viewer, watch, rates)
+            return watch
+
+    with served(engines_app(replicas)) as (base, _):
+        watch = run(session(urls_of(replicas, base) | {"gone": "http://127.0.0.1:1"}))
+    assert watch.states() == {"a": "ready", "b": "ready", "c": "draining", "gone": "gone"}
+    assert watch.hello["price_per_hour"] == 3.6 and watch.hello["levels"] == LEVELS
+    sums = watch.sums
+    assert (sums["replicas"], sums["ready"], sums["seats"], sums["taken"]) == (4, 2, 10, 2)
+    assert (sums["waiting"], sums["predicted_wait_s"], sums["worst"]) == (3, 2.5, "a")
+    # 3 engines at 3.60 an hour are 0.003 a second.
+    useful = watch.cards["a"]["output_rate"]
+    assert watch.cards["a"]["price"] == pytest.approx(0.001 / useful * 1e6, rel=0.1)
+    assert sums["price"] == pytest.approx(0.003 / useful * 1e6, rel=0.1)
+    assert "does not answer" in watch.cards["gone"]["trouble"]
+    assert abs(watch.cards["gone"]["since"] - time.time()) < PATIENCE_S
+
+
+def test_a_replica_that_goes_keeps_its_last_figures_and_comes_back():
+    replica = busy_replica()
+    replica.counters.engine_restarts = 1
+
+    app, port = engines_app({"a": replica}), free_port()
+
+    async def session() -> None:
+        async with watched(fleet_of({"a": f"http://127.0.0.1:{port}/a"})) as (viewer, watch):
+
+            async def until(state: str) -> dict[str, Any]:
+                await until_told(viewer, watch, lambda: watch.states().get("a") == state)
+                return watch.cards["a"]
+
+            with served_at(app, port):
+                card = await until("ready")
+                assert card["taken"] == 2 and card["restarts"] == 1
+            card = await until("gone")
+            assert card["taken"] == 2 and card["since"] is not None
+            assert watch.sums["seats"] == 0 and watch.sums["ready"] == 0
+            assert watch.sums["predicted_wait_s"] is None
+            with served_at(engines_app({"a": replica}), port):
+                card = await until("ready")
+                # Another server: one restart more, beside those that both say they had.
+                assert card["restarts"] == 3 and card["since"] is None
+
+    run(session())
+
+
+def test_what_deltas_make_is_what_a_newcomer_is_told():
+    replicas = {f"r{i}": FakeReplica(8, seed=i) for i in range(6)}
+
+    async def session(urls: dict[str, str]) -> None:
+        fleet = fleet_of(urls)
+        async with watched(fleet) as (viewer, watch):
+            await until_told(viewer, watch, lambda: watch.sums and watch.sums["ready"] == 6)
+            for _ in range(6):
+                for replica in replicas.values():
+                    replica.move()
+                await asyncio.sleep(0.2)
+            deltas = 0
+            while deltas < 4:
+                event = await anext(aiter(viewer))
+                deltas += event.startswith(b"event: delta")
+                watch.apply(event)
+            with fleet.viewer() as newcomer:
+                late = Watch()
+                await until_told(newcomer, late, lambda: bool(late.cards))
+                for event in list(viewer._events):
+                    watch.apply(event)
+                assert late.cards == watch.cards and late.sums == watch.sums
+
+    with served(engines_app(replicas)) as (base, _):
+        run(session(urls_of(replicas, base)))
+
+
+def test_a_user_is_not_told_how_far_others_have_come():
+    replica = busy_replica()
+
+    async def session(urls: dict[str, str]) -> None:
+        fleet = fleet_of(urls)
+        async with watched(fleet, USER) as (viewer, watch):
+            ready = lambda: watch.sums and watch.sums["ready"] == 1  # noqa: E731
+            await until_told(viewer, watch, ready)
+            free = ("free", 0)
+            dim = letters(("decode", 0), free, ("prefill", 0), free)
+            assert watch.hello["role"] == "user" and watch.cards["a"]["seats"] == dim
+            replica.take_seat(1, n_prompt=4, n_output=9, max_tokens=10)
+            await until_told(viewer, watch, lambda: watch.cards["a"]["taken"] == 3)
+            assert watch.cards["a"]["seats"] == letters(
+                ("decode", 0), ("decode", 0), ("prefill", 0), free
+            )
+
+    with served(engines_app({"a": replica})) as (base, _):
+        run(session(urls_of({"a": replica}, base)))
+
+
+def test_a_large_frame_is_followed_by_a_long_pause(monkeypatch: pytest.MonkeyPatch):
+    """With as many bytes as there may be, the feed keeps to its share of them."""
+    monkeypatch.setattr(fleet_module, "MOST_BYTES_PER_S", 20_000)
+    fleet = fleet_of({f"r{i}": f"http://127.0.0.1:1/{i}" for i in range(40)})
+    sent, started = 0, time.monotonic()
+
+    async def session() -> tuple[int, float]:
+        nonlocal sent
+        async with watched(fleet) as (viewer, _):
+            for task in fleet._following.values():
+                task.cancel()
+            count = 0
+            async for event in viewer:
+                # Every replica is another at each frame: all seats change.
+                count += 1
+                letter = SEAT_LETTERS[count % len(SEAT_LETTERS)]
+                for member in fleet.members.values():
+                    member.take(Pulse(PULSE_VERSION, "r", float(count), "ready", "m", letter * 500))
+                sent += len(event) if event.startswith(b"event: delta") else 0
+                if count == 5:
+                    return sent, time.monotonic() - started
+        raise AssertionError
+
+    n_bytes, seconds = run(session())
+    assert n_bytes > 40_000 and n_bytes / seconds < 20_000 * 1.3
+
+
+def says(*events: bytes) -> RemoteEngine:
+    async def body() -> AsyncIterator[bytes]:
+        for event in events:
+            yield event
+        await asyncio.sleep(PATIENCE_S)
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=body())
+
+    return RemoteEngine("http://engine", "", httpx.MockTransport(answer))
+
+
+@pytest.mark.parametrize(
+    "pulse",
+    [
+        b"{}",
+        b"[]",
+        b"{",
+        b'{"version":99,"run":"r","t":1,"state":"ready"}',
+        b'{"version":1,"run":"r","t":1,"state":"ready","waiting":-1}',
+        b'{"version":1,"run":"r","t":1,"state":"ready","waiting":1e99}',
+        b'{"version":1,"run":"r","t":1,"state":"ready","seats":"<b>"}',
+        b'{"version":1,"run":"r","t":1,"state":"ready","model":' + b'"x"' * 999 + b"}",
+    ],
+)
+def test_what_is_no_pulse_makes_a_replica_gone_and_says_why(pulse: bytes):
+    async def session() -> str:
+        fleet = Fleet({"a": says(b"event: pulse\ndata: " + pulse + b"\n\n")})
+        async with watched(fleet) as (viewer, watch):
+            gone = lambda: watch.states().get("a") == "gone"  # noqa: E731
+            await until_told(viewer, watch, gone)
+            return watch.cards["a"]["trouble"]
+
+    assert run(session()) == "http://engine is of another version than this page"
+
+
+def test_silence_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fleet_member, "_SILENCE_S", 0.2)
+    pulse = sse.encode("pulse", Pulse(PULSE_VERSION, "r", 1.0, "ready"))
+
+    async def session() -> str:
+        async with watched(Fleet({"a": says(pulse)})) as (viewer, watch):
+            gone = lambda: watch.states().get("a") == "gone"  # noqa: E731
+            await until_told(viewer, watch, gone)
+            return watch.cards["a"]["trouble"]
+
+    assert "says nothing any more" in run(session())
+
+
+def test_replicas_come_and_go_while_somebody_looks():
+    replicas = {"a": FakeReplica(2), "b": FakeReplica(4)}
+
+    async def session(urls: dict[str, str]) -> None:
+        fleet = fleet_of({"a": urls["a"]})
+        async with watched(fleet) as (viewer, watch):
+            await until_told(viewer, watch, lambda: watch.states() == {"a": "ready"})
+            kept = fleet.members["a"]
+            fleet.set_replicas({name: RemoteEngine(url) for name, url in urls.items()})
+            both = {"a": "ready", "b": "ready"}
+            await until_told(viewer, watch, lambda: watch.states() == both)
+            assert fleet.members["a"] is kept
+            fleet.set_replicas({"b": RemoteEngine(urls["b"])})
+            await until_told(viewer, watch, lambda: watch.states() == {"b": "ready"})
+
+    with served(engines_app(replicas)) as (base, _):
+        run(session(urls_of(replicas, base)))
+
+
+def test_nobody_looks_and_nobody_is_asked():
+    replica = FakeReplica(2)
+
+    async def session(urls: dict[str, str]) -> None:
+        fleet = fleet_of(urls)
+        async with watched(fleet) as (viewer, watch):
+            await until_told(viewer, watch, lambda: watch.states() == {"a": "ready"})
+        assert not fleet._following and fleet._telling is None
+        assert fleet.members["a"].state == "connecting"
+
+    with served(engines_app({"a": replica})) as (base, _):
+        run(session(urls_of({"a": replica}, base)))
+
+
+ADMIN, ORDINARY = "the operator's key", "a user's key"
+SETTINGS = ServerSettings(
+    admin_keys=(digest_key(ADMIN),), api_keys=(digest_key(ORDINARY),), allowed_hosts=("localhost",)
+)
+
+
+@pytest.mark.parametrize(
+    "path, expected",
+    [
+        ("/", {None: 401, ORDINARY: 200, ADMIN: 200}),
+        ("/assets/fleet.js", {None: 200, ORDINARY: 200, ADMIN: 200}),
+        ("/r/a/", {None: 401, ORDINARY: 307, ADMIN: 200}),
+        ("/r/a", {None: 307, ORDINARY: 307, ADMIN: 307}),
+        ("/r/a/assets/page.js", {None: 200, ORDINARY: 200, ADMIN: 200}),
+        ("/r/a/engines", {None: 401, ORDINARY: 403, ADMIN: 200}),
+        ("/r/a/slots", {None: 401, ORDINARY: 403, ADMIN: 200}),
+        ("/r/a/requests", {None: 401, ORDINARY: 403, ADMIN: 200}),
+        ("/r/a/lab", {None: 401, ORDINARY: 403, ADMIN: 200}),
+        ("/r/b/", {None: 404, ORDINARY: 404, ADMIN: 404}),
+        ("/r/b/slots", {None: 401, ORDINARY: 403, ADMIN: 404}),
+        ("/r/a/pulse", {None: 401, ORDINARY: 403, ADMIN: 404}),
+        ("/r/a/request/../../v1/models", {None: 401, ORDINARY: 403, ADMIN: 404}),
+        ("/nowhere", {None: 401, ORDINARY: 404, ADMIN: 404}),
+    ],
+)
+def test_whose_page_is_where(client, path: str, expected: dict[str | None, int]):
+    async def session(url: str) -> dict[str | None, int]:
+        found: dict[str | None, int] = {}
+        for key in expected:
+            app = create_fleet_page(fleet_of({"a": f"{url}/a"}), SETTINGS)
+            async with browser(app) as web:
+                if key is not None:
+                    assert (await web.post("/sign-in", json={"key": key})).status_code == 204
+                answer = await web.get(path)
+                assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+                found[key] = answer.status_code
+        return found
+
+    with served(engines_app({"a": client})) as (url, _):
+        assert run(session(url)) == expected
+
+
+def test_a_replicas_page_knows_the_others(client):
+    async def session(url: str) -> Any:
+        app = create_fleet_page(fleet_of({"a": f"{url}/a", "b": "http://127.0.0.1:1"}), SETTINGS)
+        async with browser(app) as web:
+            await web.post("/sign-in", json={"key": ADMIN})
+            return (await web.get("/r/a/engines")).json()
+
+    with served(engines_app({"a": client})) as (url, _):
+        listing = run(session(url))
+        assert listing["fleet"] == "../../" and listing["standalone"] is True
+        assert [(one["name"], one["base"], one["state"]) for one in listing["engines"]] == [
+            ("a", "", "ready"),
+            ("b", "../b/", "gone"),
+        ]
+
+
+def test_strangers_hosts_and_pages_of_other_sites_are_refused():
+    app = create_fleet_page(fleet_of({"a": "http://127.0.0.1:1"}), SETTINGS)
+    elsewhere = run(call(app, "/", method="GET", headers={"host": "elsewhere"}))
+    assert elsewhere.status == 421
+    site = {"host": "localhost", "sec-fetch-site": "cross-site"}
+    assert run(call(app, "/feed", method="GET", headers=site)).status == 403

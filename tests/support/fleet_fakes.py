@@ -1,0 +1,118 @@
+"""Many scripted engines behind one server, for tests and measurements of the page of a fleet."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from jitney.dashboard import create_dashboard
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.messages import StepReport
+from jitney.engine.process.counters import EngineCounters
+from jitney.engine.telemetry.history import History
+from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, SequenceOutput
+
+
+class FakeReplica:
+    """An engine whose seats are taken and left by chance. What it does is decided by `move`."""
+
+    def __init__(self, seats: int = 8, seed: int = 0, pages: int = 400, model: str = "scripted"):
+        self.info: EngineInfo | None = engine_info(seats, pages, model)
+        self.history = History()
+        self.history.core_ready(self.info)
+        self.counters = EngineCounters()
+        self.state = "ready"
+        self.progress: Any = None
+        self.age = 0.0
+        self._rng = random.Random(seed)
+        self._n = 0
+
+    def last_step_age(self) -> float:
+        return self.age
+
+    def records(self, after_step: int) -> Any:
+        return self.history.records.since(after_step)
+
+    async def page_states(self) -> bytes:
+        return bytes(101)
+
+    def take_seat(self, seat: int, n_prompt: int, n_output: int, max_tokens: int) -> None:
+        """A sequence that has come so far sits there; one without output reads its prompt."""
+        from jitney.engine.messages import SequenceEvent
+
+        now, self._n = time.monotonic(), self._n + 1
+        name = f"r{self._n}"
+        sampling = SamplingParams(max_tokens=max_tokens)
+        request = EngineRequest(id=name, prompt=[1] * n_prompt, sampling=sampling, arrival=now)
+        self.history.submit(request)
+        event = SequenceEvent("seated", name, 0, seat, 0, now, 0, 0)
+        self.history.take(StepReport([], events=[event]))
+        self.write(seat, n_output)
+
+    def write(self, seat: int, n_tokens: int) -> None:
+        """Who sits there has so many more output tokens, and leaves with the last."""
+        record = self.history.seats[seat]
+        assert record is not None
+        if not n_tokens:
+            return
+        ends = record.n_output + n_tokens >= record.max_tokens
+        output = SequenceOutput(
+            request_id=record.request_id,
+            index=record.index,
+            tokens=[1] * n_tokens,
+            finish="length" if ends else None,
+        )
+        self.history.take(StepReport([output]))
+        self.counters.rows["decode"] += n_tokens
+
+    def move(self, tokens: int = 4) -> None:
+        """A moment passes: everybody writes on, and free seats are taken again."""
+        for seat, record in enumerate(self.history.seats):
+            if record is not None:
+                self.write(seat, tokens)
+            elif self._rng.random() < 0.7:
+                self.take_seat(seat, 40, 0, self._rng.randint(20, 200))
+                self.counters.rows["prefill"] += 40
+        self.counters.waiting = max(0, self.counters.waiting + self._rng.randint(-2, 2))
+        self.counters.predicted_wait = 0.3 * self.counters.waiting
+
+
+def engine_info(seats: int, pages: int, model: str) -> EngineInfo:
+    words = dict.fromkeys(("order", "kernels", "platform", "device", "dtype", "kv_dtype"), "fake")
+    numbers: dict[str, Any] = {"context_length": 2048, "vocab_size": 1000, "token_budget": 64}
+    return EngineInfo(
+        model=model,
+        seats=seats,
+        pages=pages,
+        page_size=16,
+        policy="continuous",
+        prefix_cache=True,
+        version="0",
+        max_waiting_requests=256,
+        **words,
+        **numbers,
+    )
+
+
+def engines_app(clients: Mapping[str, Any], settings: ServerSettings | None = None) -> Starlette:
+    """Every engine under a path of its own: /NAME/dashboard."""
+    pages = [
+        Mount(f"/{name}/dashboard", create_dashboard(client, settings or ServerSettings()))
+        for name, client in clients.items()
+    ]
+    return Starlette(routes=pages)
+
+
+def urls_of(clients: Mapping[str, Any], base: str) -> dict[str, str]:
+    return {name: f"{base}/{name}" for name in clients}
+
+
+def scripted(**fields: Any) -> SimpleNamespace:
+    """Only what a pulse is made of, for engines that cannot be scripted otherwise."""
+    return SimpleNamespace(**fields)
