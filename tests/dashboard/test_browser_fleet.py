@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from fleet_fakes import FakeReplica, engines_app, urls_of
 from page_browser import press, says, served, state, table_is, tells, watched
+from page_replicas import FakeReplica, engines_app, urls_of
 
 from jitney.dashboard.fleet import Fleet
 from jitney.dashboard.fleet_page import create_fleet_page

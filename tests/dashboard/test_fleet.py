@@ -14,10 +14,10 @@ import httpx
 import msgspec
 import pytest
 from api_fakes import call, run, served
-from fleet_fakes import FakeReplica, engines_app, urls_of
 from page_browser import free_port
 from page_browser import served as served_at
 from page_fakes import browser
+from page_replicas import FakeReplica, engines_app, urls_of
 
 from jitney.dashboard import fleet as fleet_module
 from jitney.dashboard import fleet_member, sse

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,7 +12,7 @@ from starlette.routing import Mount
 
 from jitney.dashboard import create_dashboard
 from jitney.engine.api.settings import ServerSettings
-from jitney.engine.messages import StepReport
+from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.counters import EngineCounters
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, SequenceOutput
@@ -44,8 +43,6 @@ class FakeReplica:
 
     def take_seat(self, seat: int, n_prompt: int, n_output: int, max_tokens: int) -> None:
         """A sequence that has come so far sits there; one without output reads its prompt."""
-        from jitney.engine.messages import SequenceEvent
-
         now, self._n = time.monotonic(), self._n + 1
         name = f"r{self._n}"
         sampling = SamplingParams(max_tokens=max_tokens)
@@ -111,8 +108,3 @@ def engines_app(clients: Mapping[str, Any], settings: ServerSettings | None = No
 
 def urls_of(clients: Mapping[str, Any], base: str) -> dict[str, str]:
     return {name: f"{base}/{name}" for name in clients}
-
-
-def scripted(**fields: Any) -> SimpleNamespace:
-    """Only what a pulse is made of, for engines that cannot be scripted otherwise."""
-    return SimpleNamespace(**fields)
