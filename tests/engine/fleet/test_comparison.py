@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jitney.engine.fleet.comparison import (
+    ARMS,
     CLUSTERS,
     FIGURES,
     Comparison,
@@ -38,12 +39,10 @@ class Minutes:
         self.comparison = Comparison()
         self.spread = spread
         self.shift = {"stable": 0.0, "candidate": math.log(1 - slower)}
-        self.of_keys = {
-            arm: by_key * self.random.standard_normal(CLUSTERS) for arm in ("stable", "candidate")
-        }
+        self.of_keys = {arm: by_key * self.random.standard_normal(CLUSTERS) for arm in ARMS}
 
     def minute(self, error_share: float = 0.01) -> None:
-        for arm, requests in (("stable", STABLE), ("candidate", CANDIDATE)):
+        for arm, requests in zip(ARMS, (STABLE, CANDIDATE), strict=True):
             clusters = self.random.integers(CLUSTERS, size=requests)
             logs = self.shift[arm] + self.of_keys[arm][clusters]
             logs = logs + self.spread * self.random.standard_normal(requests)
@@ -92,7 +91,7 @@ def test_looking_often_at_plain_intervals_would_lie():
         run = Minutes(1000 + seed)
         for _ in range(240):
             run.minute()
-            stable, candidate = (run.comparison.sums[arm]["tokens_per_s"] for arm in run.shift)
+            stable, candidate = (run.comparison.sums[arm]["tokens_per_s"] for arm in ARMS)
             if candidate.enough:
                 apart = abs(candidate.mean - stable.mean)
                 if apart > 1.96 * math.sqrt(candidate.variance + stable.variance):
