@@ -48,6 +48,7 @@ FLOORS = {
     "jitney.engine.api.jobs": 7,
     "jitney.dashboard": 8,
     "jitney.engine.bench": 8,
+    "jitney.engine.fleet.routing": 5,  # pure; the simulator asks the same functions
     "jitney.engine.fleet": 8,
     "jitney.engine.cli": 9,
 }

@@ -22,7 +22,7 @@ from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
 from jitney.engine.api.errors import HttpError, echo, error_response
 from jitney.engine.api.jobs.service import Jobs
 from jitney.engine.api.jobs.table import JOB_ENDS
-from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits
+from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, Told
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, RouteTable, route_path
@@ -67,25 +67,30 @@ def create_app(
 
     app = Starlette(
         routes=[*(_starlette_route(route, service) for route in routes), *extra_routes],
-        middleware=[
-            *cors(settings),
-            Middleware(ErrorMiddleware, service=service, table=table),
-            Middleware(HeaderLimits, settings=settings),
-            Middleware(SiteGuard, settings=settings),
-            Middleware(
-                AccessControl,
-                role_of=partial(_role_of, settings),
-                identify=_identify(Keys(settings)),
-                missing=_no_key,
-            ),
-            Middleware(BodyLimit, settings=settings),
-        ],
-        exception_handlers={HTTPException: partial(_answer_unrouted, table)},
+        middleware=edge(service, settings, table),
+        exception_handlers={HTTPException: partial(answer_unrouted, table)},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
     app.state.service = service
     return app
+
+
+def edge(told: Told, settings: ServerSettings, table: RouteTable) -> list[Middleware]:
+    """What every request passes before a handler sees it, outermost first."""
+    return [
+        *cors(settings),
+        Middleware(ErrorMiddleware, service=told, table=table),
+        Middleware(HeaderLimits, settings=settings),
+        Middleware(SiteGuard, settings=settings),
+        Middleware(
+            AccessControl,
+            role_of=partial(_role_of, settings),
+            identify=_identify(Keys(settings)),
+            missing=_no_key,
+        ),
+        Middleware(BodyLimit, settings=settings),
+    ]
 
 
 def _starlette_route(route: HttpRoute, service: Service) -> Route:
@@ -134,7 +139,7 @@ def _no_route(path: str) -> HttpError:
     )
 
 
-async def _answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
+async def answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
     """Answers to a path or method that no route takes."""
     context = context_of(request)
     error = _router_error(table, route_path(request.scope), error)

@@ -148,10 +148,10 @@ def _frames(format: Format, deltas: Deltas) -> Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A handler as an ASGI application."""
+class Endpoint[S]:
+    """A handler as an ASGI application. service: what the routes of its table share."""
 
-    service: Service
+    service: S
     handler: Handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,7 +162,7 @@ class Endpoint:
         await answer(request.scope, request.receive, send)
 
 
-class GenerationEndpoint(Endpoint):
+class GenerationEndpoint(Endpoint[Service]):
     """What every route that generates has around its handler: the limits of its key, the counts of
     open, refused and abandoned requests, and an end to its work when the client leaves.
     """

@@ -9,15 +9,20 @@ import logging
 import re
 import uuid
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.access import Role
 from jitney.engine.api.errors import ErrorForm, HttpError, echo, error_form, error_response
 from jitney.engine.api.routing import RouteTable, route_path
 from jitney.engine.api.schema import SAFE_ID
-from jitney.engine.api.service import Context, Service, context_of
+from jitney.engine.api.service import Context, context_of
 from jitney.engine.api.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from jitney.engine.api.tracing import Tracing
 
 _access = logging.getLogger("jitney.access")
 _log = logging.getLogger("jitney.api")
@@ -42,12 +47,30 @@ _METHODS = frozenset(
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
+class _CountsRequests(Protocol):
+    @property
+    def requests(self) -> Counter:
+        """By the route's template and the status class."""
+        ...
+
+
+class Told(Protocol):
+    """Who hears of every request: `Service`, or what is in its place."""
+
+    @property
+    def metrics(self) -> _CountsRequests: ...
+    @property
+    def tracing(self) -> Tracing | None:
+        """Makes spans; None: nobody does."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorMiddleware:
     """Gives each request its id and context, answers every error that comes up, logs one line."""
 
     app: ASGIApp
-    service: Service
+    service: Told
     table: RouteTable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

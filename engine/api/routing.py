@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -15,11 +15,10 @@ from starlette.types import ASGIApp, Scope
 
 from jitney.engine.api.access import Role
 
-if TYPE_CHECKING:
-    from jitney.engine.api.service import Service
-
-#: Reads a request and returns what answers it; its exceptions become error answers.
-type Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+#: Reads a request and returns what answers it; its exceptions become error answers. Its first
+#: argument is what the routes of its table share: `engine.api.service.Service` for those of an
+#: engine.
+type Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
 
 
 @dataclass(frozen=True, slots=True)

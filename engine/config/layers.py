@@ -178,18 +178,19 @@ def load_layers(
 def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, Any, str]]:
     if file is None:
         return
-    for section, table in _read_toml(file).items():
+    for section, table in read_toml(file).items():
         if section not in Config.model_fields or not isinstance(table, dict):
             sections = [f"[{name}]" for name in Config.model_fields]
-            raise ConfigError(f"{file}: {_unknown(f'[{section}]', sections)}")
+            raise ConfigError(f"{file}: {unknown_word(f'[{section}]', sections)}")
         known = {setting.key: setting for setting in _settings_of(section)}
         for key, value in table.items():
             if key not in known:
-                raise ConfigError(f"{file}: [{section}] {_unknown(key, list(known))}")
+                raise ConfigError(f"{file}: [{section}] {unknown_word(key, list(known))}")
             yield known[key], value, f"{file}: [{section}] {key}"
 
 
-def _read_toml(file: str | Path) -> dict[str, Any]:
+def read_toml(file: str | Path) -> dict[str, Any]:
+    """The tables of a file. Raises ConfigError."""
     try:
         return tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -203,7 +204,7 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[Setting, Any, st
     for name, text in environ.items():
         if name.startswith(_ENV_PREFIX) and name not in _ENV_OTHER:
             if name not in by_env:
-                raise ConfigError(f"environment: {_unknown(name, list(by_env))}")
+                raise ConfigError(f"environment: {unknown_word(name, list(by_env))}")
             yield by_env[name], by_env[name].parse(text, name), name
 
 
@@ -211,13 +212,14 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Setting, Any, str]]:
     for name, value in flags.items():
         setting = settings().get(name)
         if setting is None:
-            raise ConfigError(_unknown(name, list(settings())))
+            raise ConfigError(unknown_word(name, list(settings())))
         if isinstance(value, str):
             value = setting.parse(value, setting.flag)
         yield setting, value, setting.flag
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def unknown_word(name: str, known: list[str]) -> str:
+    """The complaint about a name that is none of those known, with the one that was meant."""
     hint = f"known: {', '.join(known)}"
     close = difflib.get_close_matches(name, known, n=1)
     if close:

@@ -1,0 +1,169 @@
+"""A request as a fleet passes it on, and what decides where it goes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from jitney.engine.api.access import address_of
+from jitney.engine.api.service import context_of
+from jitney.engine.types import JsonDict, JsonObject
+
+#: Headers of a client that an engine is told.
+_PASSED = frozenset(
+    {
+        b"accept",
+        b"anthropic-beta",
+        b"anthropic-version",
+        b"authorization",
+        b"content-type",
+        b"traceparent",
+        b"tracestate",
+        b"user-agent",
+        b"x-api-key",
+        b"x-session-id",
+    }
+)
+#: Of these, what shows who sends.
+_KEYS = frozenset({b"authorization", b"x-api-key"})
+#: Routes whose streams can be repeated at another replica, from the same seed.
+_REPEATABLE = frozenset({"/v1/completions", "/v1/chat/completions"})
+#: Where prompts stand, by the route's form: the first that a body has counts.
+_PROMPTS = ("messages", "prompt", "input", "input_prefix", "content")
+#: Roles whose messages all conversations may share.
+_SYSTEM = ("system", "developer")
+
+type RawHeaders = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a client. `fields` is `body`, read; {} where it has none."""
+
+    method: str
+    #: With what stands after the question mark, as it came.
+    path: str
+    headers: RawHeaders
+    body: bytes = b""
+    fields: JsonDict = field(default_factory=dict)
+    request_id: str = ""
+    #: The only replica that can answer it; empty: any can.
+    keeper: str = ""
+
+    @property
+    def route(self) -> str:
+        """The path alone."""
+        return self.path.partition("?")[0]
+
+    @property
+    def stream(self) -> bool:
+        return self.fields.get("stream") is True
+
+    @property
+    def repeatable(self) -> bool:
+        """Another replica would write the same stream, if it has a seed."""
+        return self.stream and self.route in _REPEATABLE
+
+    def with_fields(self, **changed: Any) -> Asked:
+        """The same with other fields. The body keeps every byte: they are added at its end, where
+        they count.
+        """
+        opened = self.body.rstrip()[:-1]
+        mark = b"," if self.fields else b""
+        body = opened + mark + orjson.dumps(changed)[1:]
+        return replace(self, body=body, fields=self.fields | changed)
+
+    def seeded(self) -> Asked:
+        """With a seed, where that makes its stream repeatable."""
+        if not self.repeatable or self.fields.get("seed") is not None:
+            return self
+        return self.with_fields(seed=secrets.randbits(31))
+
+    def kept_by(self, replica: str) -> Asked:
+        """For this replica alone."""
+        return replace(self, keeper=replica)
+
+    def with_key(self, key: str) -> Asked:
+        """With another key than the client's."""
+        headers = [item for item in self.headers if item[0] not in _KEYS]
+        return replace(self, headers=[*headers, (b"authorization", b"Bearer " + key.encode())])
+
+
+async def asked_of(request: Request, fields: JsonDict | None = None) -> Asked:
+    """A client's request, with its body read. fields: what its body holds."""
+    scope = request.scope
+    query = scope["query_string"].decode("latin-1")
+    path = scope["raw_path"].decode("latin-1").removeprefix(scope.get("root_path", ""))
+    context = context_of(scope)
+    headers = [(name, value) for name, value in scope["headers"] if name in _PASSED]
+    headers.append((b"x-request-id", context.request_id.encode()))
+    headers.append((b"x-forwarded-for", address_of(scope).encode()))
+    return Asked(
+        scope["method"],
+        f"{path}?{query}" if query else path,
+        headers,
+        await request.body(),
+        fields or {},
+        context.request_id,
+    )
+
+
+def prefix_key(asked: Asked, chars: int) -> bytes:
+    """What requests have in common that should find each other's pages: the beginning of the
+    prompt, or what the client calls the conversation (prompt_cache_key, the header x-session-id).
+
+    chars: of a prompt, or of the first message that is not the system's; system messages and tools
+    count whole, so that conversations that share them are told apart by what comes next.
+    """
+    fields = asked.fields
+    named = fields.get("prompt_cache_key") or _session(asked.headers)
+    if named:
+        return str(named).encode()
+    salt = str(fields.get("cache_salt") or "")
+    return "\0".join([salt, *_beginning(fields, chars)]).encode(errors="replace")
+
+
+def _session(headers: RawHeaders) -> bytes:
+    given = [value for name, value in headers if name == b"x-session-id"]
+    return given[0] if given else b""
+
+
+def _beginning(fields: JsonObject, chars: int) -> Iterator[str]:
+    for name in ("system", "instructions", "tools"):
+        if fields.get(name):
+            yield _text(fields[name])
+    for name in _PROMPTS:
+        prompt = fields.get(name)
+        if prompt:
+            yield from _first(prompt, chars)
+            return
+
+
+def _first(prompt: object, chars: int) -> Iterator[str]:
+    """Of a text, a list of token ids or a list of messages."""
+    if not isinstance(prompt, list):
+        yield _text(prompt)[:chars]
+        return
+    if not any(isinstance(item, dict) for item in prompt):
+        yield _text(prompt[:chars])[:chars]
+        return
+    yield from _first_messages(prompt, chars)
+
+
+def _first_messages(messages: Sequence[Any], chars: int) -> Iterator[str]:
+    for message in messages:
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else message
+        if role not in _SYSTEM:
+            yield _text(content)[:chars]
+            return
+        yield _text(content)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()

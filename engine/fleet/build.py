@@ -1,0 +1,100 @@
+"""A fleet from its fleet.toml: the models, the client that asks engines, and the watch on them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from jitney.engine.config.schema import Section
+from jitney.engine.fleet.config import FleetConfig, ReplicasSection
+from jitney.engine.fleet.forwarding import Patience
+from jitney.engine.fleet.ingress import Fleet
+from jitney.engine.fleet.metrics import FleetMetrics
+from jitney.engine.fleet.models import FleetModel, ReplicatedModel
+from jitney.engine.fleet.replicas import CONNECT_S, Replica, Watch, name_of
+
+#: Seconds that an idle connection to an engine is kept: shorter than engines keep theirs.
+_KEEP_S = 30.0
+
+
+@dataclass(slots=True)
+class FleetParts:
+    """What models are made of."""
+
+    config: FleetConfig
+    client: httpx.AsyncClient
+    metrics: FleetMetrics
+    watch: Watch
+    #: The key that engines of `urls` are asked with; empty: the client's.
+    key: str
+    #: All models, as they are made: those of one kind may ask those of another.
+    models: dict[str, FleetModel] = field(default_factory=dict)
+
+    @property
+    def patience(self) -> Patience:
+        section = self.config.fleet
+        return Patience(section.attempts, section.resume_wait_s)
+
+
+type _Maker = Callable[[FleetParts, str, Any], FleetModel]
+
+
+def _replicated(parts: FleetParts, name: str, section: ReplicasSection) -> ReplicatedModel:
+    """Engines that are started here are added when they start."""
+    model = ReplicatedModel(
+        name,
+        section,
+        parts.client,
+        parts.metrics,
+        parts.patience,
+        parts.config.fleet.repeat_streams,
+        parts.key if section.urls else "",
+        [Replica(name_of(url), url) for url in section.urls],
+    )
+    parts.watch.begin(model.replicas)
+    return model
+
+
+#: How the model of each section of `config.KINDS` is made.
+_MAKERS: dict[type[Section], _Maker] = {ReplicasSection: _replicated}
+
+
+@asynccontextmanager
+async def open_fleet(
+    config: FleetConfig, key: str = "", transport: httpx.AsyncBaseTransport | None = None
+) -> AsyncIterator[tuple[Fleet, FleetParts]]:
+    """The fleet, its engines of `urls` watched until the context is left.
+
+    key: that engines are asked with in place of the client's. transport: of a test.
+    """
+    models: dict[str, FleetModel] = {}
+    metrics = FleetMetrics(lambda: {name: list(models[name].replicas) for name in models})
+    async with _client(transport) as client:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        section = config.fleet
+        watch = Watch(client, headers, poll_s=section.poll_s, lost_after_s=section.lost_after_s)
+        parts = FleetParts(config, client, metrics, watch, key, models)
+        try:
+            for name, table in config.models.items():
+                models[name] = _MAKERS[type(table)](parts, name, table)
+            yield Fleet(models, metrics), parts
+        finally:
+            await watch.close()
+
+
+def _client(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
+    """One connection for each open request, and no limit of time for an answer: a replica that is
+    silent is given up by the watch.
+    """
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(None, connect=CONNECT_S),
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_S),
+        headers={"accept-encoding": "identity"},
+        transport=transport,
+        trust_env=False,
+        follow_redirects=False,
+    )

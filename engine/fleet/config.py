@@ -1,0 +1,335 @@
+"""fleet.toml: which models a fleet serves, and by which engines. Every error is one line that names
+the file, the field and what is accepted there.
+
+    [fleet]
+    port = 8000
+
+    [models.small]
+    replicas = 2
+    settings = { model = "smollm2-135m" }
+
+    [models.large]
+    urls = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from jitney.engine.config.layers import load_config, read_toml, settings, unknown_word
+from jitney.engine.config.schema import Config, Section, ServerSection
+from jitney.engine.errors import ConfigError
+from jitney.engine.fleet.routing import BRAKE
+from jitney.engine.types import JsonDict, JsonObject
+
+RouterName = Literal["prefix", "least-wait", "round-robin"]
+
+#: Fields of [fleet] that are those of a server's [server]: there they are described.
+AS_OF_A_SERVER = (
+    "host",
+    "port",
+    "api_key_file",
+    "api_keys",
+    "admin_key_file",
+    "admin_keys",
+    "insecure",
+    "allowed_hosts",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "root_path",
+    "trusted_proxies",
+    "cors_origins",
+    "body_limit",
+    "read_timeout_s",
+    "write_timeout_s",
+    "keep_alive_s",
+    "max_connections",
+    "log_level",
+    "drain_s",
+)
+#: Of these, what the environment may give.
+_KEYS = ("api_keys", "admin_keys")
+#: Settings of an engine that its fleet decides.
+_DECIDED = ("host", "port", "served_model_name", "device", "api_key_file", "admin_key_file")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
+
+
+def _tuple_from_list(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_Texts = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
+
+
+class FleetSection(Section):
+    """[fleet]: how engines are watched and asked. Times in seconds."""
+
+    engine_key_file: str = Field(
+        default="",
+        description=(
+            "file with the API key that engines of `urls` are asked with, readable by its owner "
+            "only (an administrator's, so that their load can be read); empty: the client's own "
+            "key is passed on"
+        ),
+    )
+    engine_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="first port of the engines that are started here; 0: any free ones",
+    )
+    poll_s: float = Field(
+        default=1.0, gt=0, le=60, description="seconds between two looks at a replica"
+    )
+    lost_after_s: float = Field(
+        default=30.0,
+        gt=0,
+        description=(
+            "seconds without a word after which a replica is given up, and its open requests go to "
+            "another one"
+        ),
+    )
+    attempts: int = Field(
+        default=3,
+        ge=1,
+        le=16,
+        description=(
+            "replicas that a request is given to before it ends with an error because they died "
+            "with it: one that ends engines must not end all of them"
+        ),
+    )
+    resume_wait_s: float = Field(
+        default=60.0,
+        ge=0,
+        description=(
+            "seconds that a stream whose replica died waits for a place at another one while all "
+            "are full"
+        ),
+    )
+    repeat_streams: bool = Field(
+        default=True,
+        description=(
+            "give requests without a seed one, so that a stream of chats or completions whose "
+            "replica died goes on at another one with the same tokens"
+        ),
+    )
+
+
+class ReplicasSection(Section):
+    """[models.NAME] of kind "replicas": engines that answer alike, of which each request gets
+    one.
+    """
+
+    kind: Literal["replicas"] = Field(default="replicas", description="engines that answer alike")
+    replicas: int = Field(default=0, ge=0, le=1024, description="engines that are started here")
+    urls: _Texts = Field(
+        default=(), description="engines that run already, such as http://10.0.0.1:8000"
+    )
+    config: str = Field(
+        default="",
+        description="settings of the started engines: a file of `jitney serve --config`",
+    )
+    settings: dict[str, Any] = Field(
+        default={},
+        description=(
+            'the same by their flat names, such as { model = "smollm2-135m", max_seats = 16 }; '
+            "they override the file"
+        ),
+    )
+    devices: _Texts = Field(
+        default=(),
+        description=(
+            'which GPUs or TPU chips each started engine gets, such as ["0,1", "2,3"]; empty: all '
+            "the same"
+        ),
+    )
+    upstream_model: str = Field(
+        default="",
+        description=(
+            "what the engines of `urls` call the model; empty: as here. Answers call it as they do"
+        ),
+    )
+    router: RouterName = Field(
+        default="prefix",
+        description=(
+            "who gets a request: prefix by the beginning of its prompt, so that turns of one "
+            "conversation find their pages, with load as the brake; least-wait by the predicted "
+            "wait; round-robin in turn"
+        ),
+    )
+    prefix_chars: int = Field(
+        default=1024,
+        ge=1,
+        le=1 << 20,
+        description=(
+            "characters of a prompt, or of a chat's first message behind the system's, that decide "
+            "by router = prefix"
+        ),
+    )
+    brake: float = Field(
+        default=BRAKE,
+        ge=1.0,
+        le=100.0,
+        description=(
+            "times the mean load at which prompts that belong to a replica go elsewhere, by router "
+            "= prefix"
+        ),
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_engines(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        plain = tuple(url.rstrip("/") for url in urls)
+        for url in plain:
+            _check_url(url)
+        if len(set(plain)) < len(plain):
+            raise ValueError("names one engine twice")
+        return plain
+
+    @model_validator(mode="after")
+    def _has_engines(self) -> ReplicasSection:
+        if bool(self.replicas) == bool(self.urls):
+            raise ValueError("give either replicas, at least 1, or urls")
+        for name in ("config", "settings", "devices"):
+            if self.urls and getattr(self, name):
+                raise ValueError(f"{name} is for engines that are started here, not for urls")
+        if self.upstream_model and not self.urls:
+            raise ValueError("upstream_model is for engines of urls")
+        if self.devices and len(self.devices) != self.replicas:
+            raise ValueError(f"devices must name {self.replicas}, one for each of replicas")
+        return self
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not the URL of an engine: give http://HOST:PORT")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("the URL of an engine is http://HOST:PORT; a key stands in a file")
+
+
+#: What a model can be, by its `kind`. A new kind is a section, its line here and its line in
+#: `engine.fleet.build`.
+KINDS: dict[str, type[Section]] = {"replicas": ReplicasSection}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """A fleet.toml that has been read."""
+
+    #: Paths in it are relative to its folder.
+    file: Path
+    #: The endpoint, as that of one engine.
+    server: ServerSection
+    fleet: FleetSection
+    #: By the names that requests call them; each is one of `KINDS`.
+    models: Mapping[str, Section]
+
+    def path(self, name: str) -> Path:
+        """A file that it names."""
+        return self.file.parent / Path(name).expanduser()
+
+
+def read_fleet(
+    file: str | Path, environ: JsonObject | None = None, flags: JsonObject | None = None
+) -> FleetConfig:
+    """Read a fleet.toml.
+
+    environ: may hold JITNEY_API_KEYS and JITNEY_ADMIN_KEYS. flags: fields of [fleet] that stand
+    above the file. Raises ConfigError.
+    """
+    tables = read_toml(file)
+    for name, table in tables.items():
+        if name not in ("fleet", "models") or not isinstance(table, dict):
+            raise ConfigError(f"{file}: {unknown_word(f'[{name}]', ['[fleet]', '[models.NAME]'])}")
+    fields = _keys_of(environ or {}) | tables.get("fleet", {}) | dict(flags or {})
+    own = {name: value for name, value in fields.items() if name not in AS_OF_A_SERVER}
+    served = {name: value for name, value in fields.items() if name in AS_OF_A_SERVER}
+    names = [*FleetSection.model_fields, *AS_OF_A_SERVER]
+    return FleetConfig(
+        Path(file).absolute(),
+        _checked(file, "fleet", ServerSection, served, names),
+        _checked(file, "fleet", FleetSection, own, names),
+        _models(file, tables.get("models", {})),
+    )
+
+
+def _keys_of(environ: JsonObject) -> JsonDict:
+    described = {name: settings()[name] for name in _KEYS}
+    return {
+        name: setting.parse(environ[setting.env], setting.env)
+        for name, setting in described.items()
+        if setting.env in environ
+    }
+
+
+def _models(file: str | Path, tables: JsonDict) -> dict[str, Section]:
+    if not tables:
+        raise ConfigError(f"{file}: no model: add a table [models.NAME] with replicas or urls")
+    return {name: _model(file, name, table) for name, table in tables.items()}
+
+
+def _model(file: str | Path, name: str, table: object) -> Section:
+    where = f"models.{name}"
+    if not _MODEL_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{file}: [{where}]: a model's name has 1 to 128 characters of A-Z, a-z, 0-9 and "
+            "._:/@+-"
+        )
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: [{where}] must be a table")
+    kind = table.get("kind", "replicas")
+    if kind not in KINDS:
+        raise ConfigError(f"{file}: [{where}] kind: {unknown_word(str(kind), list(KINDS))}")
+    section = _checked(file, where, KINDS[kind], table, list(KINDS[kind].model_fields))
+    if isinstance(section, ReplicasSection) and section.replicas:
+        engine_config(file, name, section)
+    return section
+
+
+def _checked[S: Section](
+    file: str | Path, where: str, kind: type[S], fields: JsonDict, names: list[str]
+) -> S:
+    """One table. names: the fields that it may have, for who misspells one. Raises ConfigError."""
+    for name in fields:
+        if name not in names:
+            raise ConfigError(f"{file}: [{where}] {unknown_word(name, names)}")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{file}: [{where}] {_complaint(error)}") from None
+
+
+def _complaint(error: ValidationError) -> str:
+    """What is wrong with the first wrong field, and what it was."""
+    item = error.errors(include_url=False)[0]
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    place = ".".join(map(str, item["loc"]))
+    if not place:
+        return message
+    given = "" if item["type"] == "value_error" else f", not {str(item['input'])[:60]!r}"
+    return f"{place}: {message}{given}"
+
+
+def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Config:
+    """The settings of a model's started engines. Raises ConfigError."""
+    where = f"{file}: [models.{name}] settings"
+    for setting in section.settings:
+        if setting in _DECIDED:
+            raise ConfigError(f"{where}: {setting} is the fleet's to decide; leave it out")
+        if setting not in settings():
+            raise ConfigError(f"{where}: {unknown_word(setting, list(settings()))}")
+        if settings()[setting].secret:
+            raise ConfigError(f"{where}: {setting} is given to the fleet, in [fleet]; leave it out")
+    given = Path(file).parent / Path(section.config).expanduser() if section.config else None
+    try:
+        return load_config(given, flags=section.settings)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -1,0 +1,417 @@
+"""The endpoint of a fleet: it speaks the engine's API, and passes every request on to a model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from typing import Literal
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jitney.engine.api import answers
+from jitney.engine.api.access import Role
+from jitney.engine.api.app import answer_unrouted, edge
+from jitney.engine.api.blocks import send_body
+from jitney.engine.api.disconnect import until_disconnect
+from jitney.engine.api.endpoints import Endpoint
+from jitney.engine.api.errors import HttpError, echo, no_model
+from jitney.engine.api.jsonio import json_answer, read_object
+from jitney.engine.api.openapi import document
+from jitney.engine.api.routes import ROUTES
+from jitney.engine.api.routing import Handler, HttpRoute, RouteTable
+from jitney.engine.api.service import Context, context_of
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.slices import Slices
+from jitney.engine.api.tracing import Tracing
+from jitney.engine.errors import RequestError
+from jitney.engine.fleet.asked import Asked, asked_of
+from jitney.engine.fleet.forwarding import REPLICA_HEADER, Answer
+from jitney.engine.fleet.kept import RESPONSES, Keeper, Keepers, is_id
+from jitney.engine.fleet.metrics import FleetMetrics
+from jitney.engine.fleet.models import FleetModel
+from jitney.engine.fleet.replicas import Replica
+from jitney.engine.types import JsonDict
+
+#: Routes of an engine whose body names the model.
+_TO_MODELS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/infill",
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+    }
+)
+
+
+class NamedBody(BaseModel):
+    """A body that is the engine's to read, but for the model's name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+
+
+class AnyAnswer(BaseModel):
+    """What the engine answers."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class FleetModelCard(BaseModel):
+    """A model of the fleet. kind: what stands behind it; more, by its kind."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+    kind: str
+
+
+class FleetModelList(BaseModel):
+    """GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[FleetModelCard]
+
+
+class ReplicaList(BaseModel):
+    """GET /fleet/replicas: by model, the engines as the fleet knows them."""
+
+    models: dict[str, list[JsonDict]]
+
+
+class Fleet:
+    """What all routes share: the models, the counters, and whether requests are still taken."""
+
+    #: No spans of its own: traceparent is passed on, and the engines' spans stand below it.
+    tracing: Tracing | None = None
+
+    def __init__(self, models: Mapping[str, FleetModel], metrics: FleetMetrics):
+        #: By the names that requests call them.
+        self.models = models
+        self.metrics = metrics
+        self.slices = Slices()
+        #: Who keeps which answer of /v1/responses.
+        self.keepers = Keepers()
+        self.created = int(time.time())
+        self.openapi = b""
+        self.draining = False
+        self._was_ready: set[str] = set()
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def replicas(self) -> dict[str, list[Replica]]:
+        return {name: list(model.replicas) for name, model in self.models.items()}
+
+    def model_name(self, name: object) -> str:
+        """The model that a body names; where there is only one, it may name none. Raises
+        HttpError.
+        """
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models))
+        if not isinstance(name, str) or not name:
+            raise HttpError(400, "must name one of the models that /v1/models lists", param="model")
+        if name not in self.models:
+            raise no_model(name)
+        return name
+
+    async def keeper(self, asked: Asked, id: object) -> Keeper | None:
+        """Who keeps a response; engines are asked where none is known."""
+        if not isinstance(id, str) or not is_id(id):
+            return None
+        known = self.keepers.get(id)
+        if known is not None:
+            return known
+        for name, model in self.models.items():
+            replica = await model.keeper_of(asked, f"{RESPONSES}/{id}")
+            if replica is not None:
+                found = Keeper(name, replica.name)
+                self.keepers.put(id, found)
+                return found
+        return None
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; those that run go on."""
+        self.draining = True
+
+    @property
+    def is_idle(self) -> bool:
+        return self._idle.is_set()
+
+    async def drained(self) -> None:
+        """Wait until no request is open."""
+        await self._idle.wait()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Counts one open request. Raises RequestError while we drain."""
+        if self.draining:
+            raise RequestError("the fleet is shutting down", code="draining")
+        self._open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    def unready(self) -> RequestError | None:
+        """Why no request can be answered now, or None."""
+        if self.draining:
+            return RequestError("the fleet is shutting down", code="draining")
+        if any(model.ready for model in self.models.values()):
+            return None
+        return RequestError("no engine of any model is ready", code="loading")
+
+    def unstarted(self) -> RequestError | None:
+        """None once every model has been ready."""
+        self._was_ready |= {name for name, model in self.models.items() if model.ready}
+        missing = sorted(self.models.keys() - self._was_ready)
+        if not missing:
+            return None
+        return RequestError(f"not ready yet: {', '.join(missing)}", code="loading")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """Tells a client what a model answers; an ASGI application."""
+
+    fleet: Fleet
+    model_name: str
+    asked: Asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.fleet.models[self.model_name].answer(self.asked) as answer:
+            await self._send(answer, context_of(scope), send)
+
+    async def _send(self, answer: Answer, context: Context, send: Send) -> None:
+        """The status goes with the first byte, so that what fails before is a status too."""
+        body = aiter(answer.body)
+        first = await anext(body, b"")
+        first_s = context.elapsed_ms / 1000
+        self.fleet.metrics.first_byte.labels(self.model_name).observe(first_s)
+        if self.asked.route == RESPONSES:
+            self.fleet.keepers.learn(self.model_name, _replica_of(answer), first)
+        headers = answer.headers
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await send_body(send, first)
+        async for data in body:
+            await send_body(send, data)
+        await send_body(send, b"", more=False)
+
+
+def _replica_of(answer: Answer) -> str:
+    return dict(answer.headers).get(REPLICA_HEADER, b"").decode()
+
+
+async def _to_model(fleet: Fleet, request: Request) -> ASGIApp:
+    """Pass a request on to the model that its body names."""
+    fields = await fleet.slices.result(read_object(await request.body()))
+    name = fleet.model_name(fields.get("model"))
+    asked = await asked_of(request, fields)
+    if asked.route == RESPONSES and fields.get("previous_response_id") is not None:
+        keeper = await fleet.keeper(asked, fields["previous_response_id"])
+        if keeper is not None and keeper.model == name:
+            asked = asked.kept_by(keeper.replica)
+    return _Sending(fleet, name, asked)
+
+
+async def _to_keeper(fleet: Fleet, request: Request) -> ASGIApp:
+    """Pass a request on to the engine that keeps the answer that its path names."""
+    asked = await asked_of(request)
+    id = request.path_params["response_id"]
+    keeper = await fleet.keeper(asked, id)
+    if keeper is None:
+        raise HttpError(
+            404, f"no response {echo(id)}", code="response_not_found", param="response_id"
+        )
+    return _Sending(fleet, keeper.model, asked.kept_by(keeper.replica))
+
+
+@dataclass(frozen=True, slots=True)
+class _Passing(Endpoint[Fleet]):
+    """What every route that is passed on has around it: a drain waits for it, and the client's
+    leaving ends it.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, fleet = context_of(scope), self.service
+        request = Request(scope, receive)
+        try:
+            await request.body()  # from here on `receive` waits for the client's leaving
+            with fleet.answering():
+                context.left = await until_disconnect(receive, self._answer(request, send))
+        except ClientDisconnect:
+            context.left = True
+        if context.left:
+            fleet.metrics.disconnects.inc()
+
+
+async def _list_models(fleet: Fleet, request: Request) -> Response:
+    return json_answer({"object": "list", "data": [_card(fleet, name) for name in fleet.models]})
+
+
+async def _show_model(fleet: Fleet, request: Request) -> Response:
+    name = request.path_params["model"]
+    if name not in fleet.models:
+        raise no_model(name)
+    return json_answer(_card(fleet, name))
+
+
+def _card(fleet: Fleet, name: str) -> JsonDict:
+    own = {"id": name, "object": "model", "created": fleet.created, "owned_by": "jitney"}
+    return own | {"root": name, "max_model_len": None} | fleet.models[name].card()
+
+
+async def _livez(fleet: Fleet, request: Request) -> Response:
+    return json_answer({"status": "ok"})
+
+
+async def _readyz(fleet: Fleet, request: Request) -> Response:
+    """Some model has an engine that takes requests, and we are not draining."""
+    reason = fleet.unready()
+    if reason is not None:
+        raise reason
+    return json_answer({"status": "ready"})
+
+
+async def _startupz(fleet: Fleet, request: Request) -> Response:
+    """Every model has been ready once."""
+    reason = fleet.unstarted()
+    if reason is not None:
+        raise reason
+    return json_answer({"status": "started"})
+
+
+async def _show_version(fleet: Fleet, request: Request) -> Response:
+    return json_answer({"version": version("jitney")})
+
+
+async def _show_openapi(fleet: Fleet, request: Request) -> Response:
+    return Response(fleet.openapi, media_type="application/json")
+
+
+async def _show_metrics(fleet: Fleet, request: Request) -> Response:
+    return Response(fleet.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def _list_replicas(fleet: Fleet, request: Request) -> Response:
+    shown = {name: [each.shown() for each in known] for name, known in fleet.replicas.items()}
+    return json_answer({"models": shown})
+
+
+_GET, _POST = ("GET",), ("POST",)
+
+
+def _engine_routes() -> Iterator[HttpRoute]:
+    """Those of an engine that are passed on, as its own table describes them."""
+    for route in ROUTES:
+        if route.path in _TO_MODELS:
+            yield replace(route, handler=_to_model)
+        elif route.path.startswith(RESPONSES + "/"):
+            yield replace(route, handler=_to_keeper)
+
+
+def _other(path: str, summary: str) -> HttpRoute:
+    """A route of engines of another make."""
+    return HttpRoute(path, _POST, _to_model, summary, body=NamedBody, answer=AnyAnswer)
+
+
+def _probe(path: str, handler: Handler, summary: str) -> HttpRoute:
+    return HttpRoute(
+        path,
+        _GET,
+        handler,
+        summary,
+        role=Role.ANYBODY,
+        answer=answers.Status,
+        log_level=logging.DEBUG,
+    )
+
+
+PASSED_ROUTES = (
+    *_engine_routes(),
+    _other("/v1/embeddings", "vectors of texts, where the engines have them"),
+    _other("/v1/rerank", "texts in the order of their fitness, where the engines have that"),
+    _other("/v1/score", "the fitness of texts, where the engines have that"),
+)
+FLEET_ROUTES = (
+    *PASSED_ROUTES,
+    HttpRoute("/v1/models", _GET, _list_models, "all models", answer=FleetModelList),
+    HttpRoute("/v1/models/{model:path}", _GET, _show_model, "one model", answer=FleetModelCard),
+    _probe("/livez", _livez, "this process answers"),
+    _probe("/healthz", _livez, "the same as /livez"),
+    _probe("/readyz", _readyz, "requests for some model would be answered"),
+    _probe("/health", _readyz, "the same as /readyz"),
+    _probe("/startupz", _startupz, "every model has been ready once"),
+    HttpRoute("/version", _GET, _show_version, "the version", answer=answers.Version),
+    HttpRoute(
+        "/openapi.json",
+        _GET,
+        _show_openapi,
+        "these routes, as an OpenAPI document",
+        answer=answers.Document,
+    ),
+    HttpRoute("/metrics", _GET, _show_metrics, "Prometheus metrics", role=Role.ADMIN),
+    HttpRoute(
+        "/fleet/replicas",
+        _GET,
+        _list_replicas,
+        "the engines as the fleet knows them",
+        role=Role.ADMIN,
+        answer=ReplicaList,
+    ),
+)
+_PASSED_PATHS = frozenset(route.path for route in PASSED_ROUTES)
+
+
+def create_ingress(
+    fleet: Fleet,
+    settings: ServerSettings,
+    *,
+    routes: Sequence[HttpRoute] = FLEET_ROUTES,
+    extra_routes: Sequence[BaseRoute] = (),
+) -> Starlette:
+    """The application; `app.state.fleet` is the fleet. extra_routes stand behind the same keys and
+    limits.
+    """
+    fleet.openapi = document(tuple(routes))
+    table = RouteTable(routes)
+    app = Starlette(
+        routes=[*(_starlette_route(route, fleet) for route in routes), *extra_routes],
+        middleware=edge(fleet, settings, table),
+        exception_handlers={HTTPException: partial(answer_unrouted, table)},
+    )
+    app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
+    app.state.fleet = fleet
+    return app
+
+
+def _starlette_route(route: HttpRoute, fleet: Fleet) -> Route:
+    kind = _Passing if route.path in _PASSED_PATHS else Endpoint
+    return Route(route.path, kind(fleet, route.handler), methods=route.methods)

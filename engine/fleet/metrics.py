@@ -1,0 +1,79 @@
+"""Prometheus metrics of a fleet: what its ingress counts, and what it knows of its replicas.
+
+The engines have their own. Labels have few values: names of models and replicas, outcomes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from operator import attrgetter
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jitney.engine.fleet.replicas import Replica
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+#: Name -> what it is, and where it is read.
+_GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
+    "replica_ready": ("1 if the replica takes requests", lambda replica: replica.state == "ready"),
+    "replica_open": ("requests of this ingress that are open at the replica", attrgetter("open")),
+    "replica_load": ("requests at the replica, of everybody", attrgetter("load")),
+    "replica_predicted_wait_seconds": (
+        "seconds that one more request would wait for a seat of the replica",
+        lambda replica: replica.predicted_wait(time.monotonic()),
+    ),
+}
+
+#: The models and their replicas, as they are when somebody asks.
+type ReplicasByModel = Callable[[], Mapping[str, list[Replica]]]
+
+
+class FleetMetrics:
+    """All metrics of one ingress, in a registry of their own."""
+
+    def __init__(self, replicas: ReplicasByModel):
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.requests = self._counter("requests", "HTTP requests answered", "route", "class")
+        self.attempts = self._counter(
+            "attempts",
+            "requests given to a replica, by what came of it",
+            "model",
+            "replica",
+            "outcome",
+        )
+        self.disconnects = self._counter("disconnects", "requests whose client left early")
+        self.first_byte = Histogram(
+            "jitney_fleet_first_byte_seconds",
+            "arrival of a request to the first byte of its answer",
+            ["model"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.registry.register(_ReplicaCollector(replicas))
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"jitney_fleet_{name}", text, labels, registry=self.registry)
+
+
+class _ReplicaCollector(Collector):
+    def __init__(self, replicas: ReplicasByModel):
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily(
+            "jitney_fleet_build", "what is running", {"version": version("jitney")}
+        )
+        for name, (text, read) in _GAUGES.items():
+            family = GaugeMetricFamily(f"jitney_fleet_{name}", text, labels=["model", "replica"])
+            for model, replicas in self._replicas().items():
+                for replica in replicas:
+                    family.add_metric([model, replica.name], read(replica))
+            yield family

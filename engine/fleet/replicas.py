@@ -1,0 +1,281 @@
+"""The engines of a model as a fleet knows them: whether each can be had, how much it has to do, and
+what it would make a request wait.
+
+Each is looked at every `poll_s`: /readyz says whether it takes requests, /metrics how much it has
+to do (where the key that it is asked with may see that). One that does not answer is left out, and
+comes back when it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+import httpx
+
+from jitney.engine.types import JsonDict
+
+_log = logging.getLogger("jitney.fleet")
+
+#: Seconds that a replica has to answer a look, and to take a connection.
+_LOOK_S, CONNECT_S = 5.0, 5.0
+#: What the mean of a request's seconds keeps of itself with each new one.
+_FADE = 0.9
+#: Names of metrics -> what they are here; vLLM's too, so that its engines can be mixed in.
+_LOADS = {
+    "jitney_seats": "seats",
+    "jitney_requests_running": "running",
+    "jitney_requests_waiting": "waiting",
+    "jitney_predicted_wait_seconds": "wait_s",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+}
+_NOT_HERE = 404
+
+#: "ready": it takes requests. "unready": it answers, and takes none (loading, draining, asleep).
+#: "gone": it does not answer.
+ReplicaState = Literal["unknown", "ready", "unready", "gone"]
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """One engine. Times are time.monotonic() unless they say otherwise."""
+
+    #: In logs, metrics and headers; of a fleet, no two have the same.
+    name: str
+    #: Without a slash at its end.
+    url: str
+    state: ReplicaState = "unknown"
+    #: Why it is not ready, one line.
+    reason: str = "it was not looked at yet"
+    #: time.time() since which it is in its state.
+    since: float = field(default_factory=time.time)
+    #: When it last answered anything.
+    heard_at: float = field(default_factory=time.monotonic)
+    #: Names of the models that it serves, and of those the first one's context.
+    models: tuple[str, ...] = ()
+    context_length: int | None = None
+    #: As it said itself: seats (0: it did not), sequences in seats and waiting, predicted wait in
+    #: seconds (None: it did not say).
+    seats: int = 0
+    running: float = 0.0
+    waiting: float = 0.0
+    wait_s: float | None = None
+    #: Requests of ours that are open there, now and when it was last looked at.
+    open: int = 0
+    open_then: int = 0
+    #: Mean seconds of a request of ours; 0: none has ended.
+    request_s: float = 0.0
+    #: Until then it is full, by its own word.
+    full_until: float = 0.0
+    #: Requests that it was given, those that it answered, and those that it died with.
+    given: int = 0
+    answered: int = 0
+    lost: int = 0
+    #: Ends each of our open requests there when it is given up.
+    _deadlines: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def load(self) -> float:
+        """Requests there, of everybody, as far as is known."""
+        return max(self.open, self.running + self.waiting + self.open - self.open_then)
+
+    def predicted_wait(self, now: float) -> float:
+        """Seconds that one more request would wait for a seat."""
+        if now < self.full_until:
+            return self.full_until - now
+        seats = max(1, self.seats)
+        seat_s = self.request_s / seats
+        if self.wait_s is None:
+            return max(0.0, self.load - seats) * seat_s
+        since = max(0.0, self.load - max(seats, self.running + self.waiting))
+        return self.wait_s + since * seat_s
+
+    def begin(self) -> None:
+        """One of our requests goes there."""
+        self.open += 1
+        self.given += 1
+
+    def end(self, took: float | None = None) -> None:
+        """One of our requests is there no more. took: seconds, if it was answered."""
+        self.open -= 1
+        if took is not None:
+            before = self.request_s or took
+            self.request_s = _FADE * before + (1 - _FADE) * took
+
+    @asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        """A wait for this replica, which ends with TimeoutError if it is given up meanwhile."""
+        async with asyncio.timeout(None) as deadline:
+            self._deadlines.add(deadline)
+            try:
+                yield
+            finally:
+                self._deadlines.discard(deadline)
+
+    def refused(self, retry_s: float) -> None:
+        """It is full, and said when to come again."""
+        self.full_until = time.monotonic() + retry_s
+
+    def became(self, state: ReplicaState, reason: str = "") -> None:
+        """Note its state; a change is logged."""
+        if state != "gone":
+            self.heard_at = time.monotonic()
+        if state == self.state:
+            self.reason = reason
+            return
+        level = logging.INFO if state == "ready" else logging.WARNING
+        _log.log(level, "replica %s is %s%s", self.name, state, f": {reason}" if reason else "")
+        self.state, self.reason, self.since = state, reason, time.time()
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        now = asyncio.get_running_loop().time()
+        for deadline in list(self._deadlines):
+            with suppress(RuntimeError):  # it is over already
+                deadline.reschedule(now)
+
+    def shown(self) -> JsonDict:
+        """For GET /fleet/replicas."""
+        now = time.monotonic()
+        return {
+            "name": self.name,
+            "url": self.url,
+            "state": self.state,
+            "reason": self.reason,
+            "since": self.since,
+            "models": list(self.models),
+            "seats": self.seats,
+            "load": self.load,
+            "open": self.open,
+            "waiting": self.waiting,
+            "predicted_wait_s": self.predicted_wait(now),
+            "given": self.given,
+            "answered": self.answered,
+            "lost": self.lost,
+        }
+
+
+def name_of(url: str) -> str:
+    """What a replica is called that has only a URL."""
+    parts = urlsplit(url)
+    return parts.netloc + parts.path
+
+
+class Watch:
+    """Looks at replicas, each by itself, until it is closed. headers: with which they are asked."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        headers: Mapping[str, str],
+        *,
+        poll_s: float,
+        lost_after_s: float,
+    ):
+        self._client = client
+        self._headers = dict(headers)
+        self._poll_s = poll_s
+        self._lost_after_s = lost_after_s
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+
+    def begin(self, replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            self._tasks[replica] = asyncio.create_task(self._look_regularly(replica))
+
+    async def end(self, replica: Replica) -> None:
+        """Look at it no more."""
+        task = self._tasks.pop(replica, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        for replica in list(self._tasks):
+            await self.end(replica)
+
+    async def _look_regularly(self, replica: Replica) -> None:
+        while True:
+            await self.look(replica)
+            await asyncio.sleep(self._poll_s)
+
+    async def look(self, replica: Replica) -> None:
+        """Once. Never raises but for its own cancelling."""
+        try:
+            await self._ask(replica)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            silent = time.monotonic() - replica.heard_at
+            replica.became("gone", f"{type(error).__name__}: {error}"[:200])
+            replica.models = ()
+            if silent > self._lost_after_s:
+                replica.give_up()
+
+    async def _ask(self, replica: Replica) -> None:
+        answer = await self._get(replica, "/readyz")
+        if answer.status_code == _NOT_HERE:  # an engine of another make
+            answer = await self._get(replica, "/health")
+        if answer.status_code >= 300:
+            replica.became("unready", _reason(answer))
+            return
+        if not replica.models:
+            await self._ask_models(replica)
+        await self._ask_load(replica)
+        replica.became("ready")
+
+    async def _ask_models(self, replica: Replica) -> None:
+        answer = await self._get(replica, "/v1/models")
+        if answer.status_code == 200:
+            replica.models, replica.context_length = _models_of(answer)
+
+    async def _ask_load(self, replica: Replica) -> None:
+        open_then = replica.open
+        answer = await self._get(replica, "/metrics")
+        if answer.status_code != 200:  # we may not see it: what we gave it ourselves is all we know
+            replica.running, replica.waiting, replica.open_then = 0.0, 0.0, 0
+            return
+        values = _values(answer.text)
+        replica.seats = int(values.get("seats", 0))
+        replica.running = values.get("running", 0.0)
+        replica.waiting = values.get("waiting", 0.0)
+        replica.wait_s = values.get("wait_s")
+        replica.open_then = open_then
+
+    async def _get(self, replica: Replica, path: str) -> httpx.Response:
+        async with asyncio.timeout(_LOOK_S):
+            return await self._client.get(replica.url + path, headers=self._headers)
+
+
+def _reason(answer: httpx.Response) -> str:
+    """What an engine says of why it takes no requests."""
+    try:
+        return str(answer.json()["error"]["message"])[:200]
+    except (ValueError, KeyError, TypeError):
+        return f"it answers {answer.status_code}"
+
+
+def _models_of(answer: httpx.Response) -> tuple[tuple[str, ...], int | None]:
+    try:
+        cards = answer.json()["data"]
+        length = cards[0].get("max_model_len")
+        return tuple(str(card["id"]) for card in cards), length if type(length) is int else None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return (), None
+
+
+def _values(text: str) -> dict[str, float]:
+    """The numbers of `_LOADS` in Prometheus' text form; those of one name are summed."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        here = _LOADS.get(name)
+        if here is None:
+            continue
+        with suppress(ValueError):
+            values[here] = values.get(here, 0.0) + float(line.rsplit(" ", 1)[1])
+    return values

@@ -1,0 +1,97 @@
+"""fleet.toml: what it may say, and the one line that a mistake gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jitney.engine.config.schema import ServerSection
+from jitney.engine.errors import ConfigError
+from jitney.engine.fleet.config import (
+    AS_OF_A_SERVER,
+    KINDS,
+    FleetSection,
+    ReplicasSection,
+    engine_config,
+    read_fleet,
+)
+
+GOOD = """
+[fleet]
+port = 9000
+poll_s = 0.5
+allowed_hosts = ["fleet.example"]
+
+[models.small]
+replicas = 2
+settings = { model = "tiny-random", max_seats = 4 }
+devices = ["0", "1"]
+
+[models."org/large"]
+urls = ["http://10.0.0.1:8000/", "https://gpu.example/jitney"]
+router = "least-wait"
+upstream_model = "large"
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "fleet.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_file_is_read(tmp_path: Path):
+    file = written(tmp_path, GOOD)
+    config = read_fleet(file, {"JITNEY_API_KEYS": "a,b", "HOME": "/"}, {"port": 9001})
+    assert (config.server.port, config.fleet.poll_s) == (9001, 0.5)
+    assert config.server.api_keys == ("a", "b") and "fleet.example" in config.server.allowed_hosts
+    small, large = config.models["small"], config.models["org/large"]
+    assert isinstance(small, ReplicasSection) and isinstance(large, ReplicasSection)
+    assert small.replicas == 2 and small.router == "prefix"
+    assert engine_config(file, "small", small).engine.max_seats == 4
+    assert large.urls == ("http://10.0.0.1:8000", "https://gpu.example/jitney")
+
+
+MODEL = "[models.m]\nreplicas = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no model: add a table"),
+        ("[fleets]\n", "[fleets] is unknown; did you mean [fleet]?"),
+        (MODEL + "[fleet]\nprot = 1\n", "[fleet] prot is unknown; did you mean port?"),
+        (MODEL + "[fleet]\nport = 'x'\n", "[fleet] port: must be a valid integer, not 'x'"),
+        (MODEL + "[fleet]\npoll_s = 0\n", "[fleet] poll_s: must be greater than 0"),
+        (MODEL + "[fleet]\nhost = '0.0.0.0'\n", "is open to other machines and no API key is set"),
+        ("[models.m]\n", "[models.m] give either replicas, at least 1, or urls"),
+        (MODEL + "urls = ['http://a']\n", "give either replicas, at least 1, or urls"),
+        (MODEL + "router = 'best'\n", "router: must be 'prefix', 'least-wait' or 'round-robin'"),
+        (MODEL + "kind = 'replica'\n", "kind: replica is unknown; did you mean replicas?"),
+        (MODEL + "devices = ['0', '1']\n", "devices must name 1"),
+        (MODEL + "settings = { max_seat = 1 }\n", "max_seat is unknown; did you mean max_seats?"),
+        (MODEL + "settings = { port = 1 }\n", "port is the fleet's to decide"),
+        (MODEL + "settings = { max_seats = 0 }\n", "--max-seats: must be greater than or equal"),
+        (MODEL + "config = 'no.toml'\n", "no.toml: cannot be read"),
+        ("[models.m]\nurls = ['gpu:8000']\n", "'gpu:8000' is not the URL of an engine"),
+        ("[models.m]\nurls = ['http://a', 'http://a/']\n", "names one engine twice"),
+        ("[models.m]\nurls = ['http://u:p@a']\n", "a key stands in a file"),
+        ("[models.'a b']\nreplicas = 1\n", "a model's name has 1 to 128 characters"),
+        ("[models]\nm = 1\n", "[models.m] must be a table"),
+        ("[models.m\n", "not TOML"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_its_place(tmp_path: Path, text: str, said: str):
+    file = written(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        read_fleet(file)
+    message = str(error.value)
+    assert message.startswith(str(file)) and said in message and "\n" not in message
+
+
+def test_every_field_is_described():
+    for kind in (FleetSection, *KINDS.values()):
+        for name, field in kind.model_fields.items():
+            assert field.description, f"{kind.__name__}.{name}"
+    assert set(AS_OF_A_SERVER) <= set(ServerSection.model_fields)

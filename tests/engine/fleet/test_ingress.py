@@ -1,0 +1,410 @@
+"""A fleet's endpoint over fake engines: passing on, trying the next one, going on elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_fakes import FakeClient, Script, until
+from fleet_engines import FakeEngine, Served, engines, fleet_of, toml
+
+from jitney.engine.errors import ErrorInfo
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 40}
+TEXT = "Hello, wörld!"
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The JSON events of a stream."""
+    frames = [frame.removeprefix("data: ") for frame in text.split("\n\n") if "data: " in frame]
+    assert frames[-1] == "[DONE]"
+    return [json.loads(frame) for frame in frames[:-1]]
+
+
+def said(text: str) -> str:
+    """What a streamed chat says."""
+    return "".join(
+        choice["delta"].get("content") or ""
+        for event in events(text)
+        for choice in event["choices"]
+    )
+
+
+def full(retry_after: float) -> Script:
+    return Script(error=ErrorInfo("queue_full", "no room", retry_after=retry_after))
+
+
+def ready(served: Served, fakes: list[FakeEngine]) -> None:
+    served.wait_ready(*(fake.name for fake in fakes))
+
+
+def test_an_answer_is_passed_on_as_it_is(tmp_path: Path):
+    with engines(FakeEngine()) as fakes, fleet_of(tmp_path, toml([fakes[0].url])) as served:
+        ready(served, fakes)
+        headers = {"x-request-id": "mine", "traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}
+        with served.http() as http:
+            answer = http.post("/v1/chat/completions", json=CHAT, headers=headers)
+            direct = http.post(fakes[0].url + "/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 200
+        own = {"id", "created"}
+        assert {k: v for k, v in answer.json().items() if k not in own} == {
+            k: v for k, v in direct.json().items() if k not in own
+        }
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers["x-jitney-replica"] == fakes[0].name
+        assert fakes[0].heads[0]["traceparent"] == headers["traceparent"]
+        assert fakes[0].heads[0]["x-request-id"] == "mine"
+
+
+def test_a_stream_is_passed_on_byte_by_byte(tmp_path: Path):
+    body = CHAT | {"stream": True, "seed": 5, "stream_options": {"include_usage": True}}
+    with engines(FakeEngine()) as fakes, fleet_of(tmp_path, toml([fakes[0].url])) as served:
+        ready(served, fakes)
+        with served.http() as http:
+            answer = http.post("/v1/chat/completions", json=body)
+        assert said(answer.text) == TEXT
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert events(answer.text)[-1]["usage"]["completion_tokens"] == len(TEXT.encode()) + 1
+        assert fakes[0].client.requests[0].sampling.seed == 5
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/messages", "/v1/responses", "/tokenize", "/v1/messages/count_tokens"],
+)
+def test_every_form_is_passed_on(tmp_path: Path, path: str):
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "Where to?"},
+        "/v1/responses": {"input": "Where to?"},
+        "/tokenize": {"prompt": "Where to?"},
+    }
+    body = {"model": "m"} | bodies.get(path, {"messages": CHAT["messages"], "max_tokens": 5})
+    if path.endswith("count_tokens"):
+        del body["max_tokens"]
+    with engines(FakeEngine()) as fakes, fleet_of(tmp_path, toml([fakes[0].url])) as served:
+        ready(served, fakes)
+        with served.http() as http:
+            assert http.post(path, json=body).status_code == 200
+            wrong = http.post(path, json=body | {"max_tokens": -1})
+        direct = "/v1/responses" not in path and "count" not in path and "tok" not in path
+        assert wrong.status_code == (400 if direct else wrong.status_code)
+
+
+def test_models_are_listed_and_unknown_ones_refused(tmp_path: Path):
+    text = toml(["http://127.0.0.1:1"]) + '[models.other]\nurls = ["http://127.0.0.1:2"]\n'
+    with fleet_of(tmp_path, text) as served, served.http() as http:
+        listed = http.get("/v1/models").json()["data"]
+        assert [card["id"] for card in listed] == ["m", "other"]
+        assert http.get("/v1/models/other").json()["kind"] == "replicas"
+        assert http.get("/v1/models/none").status_code == 404
+        unknown = http.post("/v1/chat/completions", json=CHAT | {"model": "none"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        unnamed = http.post("/v1/chat/completions", json=CHAT | {"model": None})
+        assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "model")
+        assert http.get("/readyz").status_code == 503
+        assert http.get("/healthz").status_code == http.get("/livez").status_code == 200
+        gone = http.post("/v1/chat/completions", json=CHAT)
+        assert gone.status_code == 503 and gone.headers["retry-after"]
+        assert http.get("/v1/jobs").status_code == 404
+
+
+def test_bad_bodies_are_refused_as_an_engine_does(tmp_path: Path):
+    with (
+        fleet_of(tmp_path, toml(["http://127.0.0.1:1"]), body_limit=2000) as served,
+        served.http() as http,
+    ):
+        json_type = {"content-type": "application/json"}
+        path = "/v1/chat/completions"
+        for body in (b"", b"[]", b"{", b'{"a":' * 300):
+            answer = http.post(path, content=body, headers=json_type)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "invalid_json"
+        assert http.post(path, content=b" " * 2001, headers=json_type).status_code == 413
+        assert http.post(path, content=b"{}").status_code == 415
+        assert http.get(path).status_code == 405
+        assert http.get("/livez", headers={"host": "a#b"}).status_code == 400
+
+
+def test_keys_are_asked_for_and_replaced(tmp_path: Path):
+    from jitney.engine.api.settings import digest_key
+
+    keys = {"api_keys": (digest_key("user"),), "admin_keys": (digest_key("boss"),)}
+    fake = FakeEngine(settings={"admin_keys": (digest_key("engine"),)})
+    with engines(fake) as fakes, fleet_of(tmp_path, toml([fake.url]), "engine", **keys) as served:
+        ready(served, fakes)
+        with served.http() as http:
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 401
+            user = {"authorization": "Bearer user"}
+            assert http.post("/v1/chat/completions", json=CHAT, headers=user).status_code == 200
+            assert fake.heads[-1]["authorization"] == "Bearer engine"
+            assert http.get("/metrics", headers=user).status_code == 403
+            boss = {"authorization": "Bearer boss"}
+            assert "jitney_fleet_attempts" in http.get("/metrics", headers=boss).text
+            known = http.get("/fleet/replicas", headers=boss).json()["models"]["m"]
+            assert known[0]["state"] == "ready" and known[0]["seats"] == 8
+
+
+def test_turns_of_a_conversation_go_to_one_replica(tmp_path: Path):
+    with (
+        engines(*(FakeEngine() for _ in range(3))) as fakes,
+        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
+    ):
+        ready(served, fakes)
+        places = []
+        with served.http() as http:
+            for number in range(12):
+                messages = [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": f"Question {number}"},
+                ]
+                seen = set()
+                for _ in range(3):
+                    body = CHAT | {"messages": messages}
+                    answer = http.post("/v1/chat/completions", json=body)
+                    seen.add(answer.headers["x-jitney-replica"])
+                    messages = [*messages, {"role": "user", "content": "And then?"}]
+                assert len(seen) == 1
+                places += seen
+        assert len(set(places)) > 1
+
+
+def test_round_robin_takes_turns(tmp_path: Path):
+    with engines(FakeEngine(), FakeEngine()) as fakes:
+        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
+        with fleet_of(tmp_path, text) as served:
+            ready(served, fakes)
+            with served.http() as http:
+                for _ in range(6):
+                    assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+            assert [len(fake.client.requests) for fake in fakes] == [3, 3]
+
+
+def test_the_next_one_answers_for_one_that_is_full(tmp_path: Path):
+    with (
+        engines(FakeEngine(FakeClient(full(7.0))), FakeEngine()) as fakes,
+        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
+    ):
+        ready(served, fakes)
+        with served.http() as http:
+            for number in range(8):
+                body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
+                assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_all_full_tells_the_shortest_wait(tmp_path: Path):
+    fakes = [FakeEngine(FakeClient(full(seconds))) for seconds in (9.0, 4.0)]
+    with engines(*fakes), fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served:
+        ready(served, fakes)
+        with served.http() as http:
+            answer = http.post("/v1/chat/completions", json=CHAT)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
+        assert answer.json()["error"]["code"] == "queue_full"
+
+
+def test_one_that_dies_before_its_answer_is_replaced(tmp_path: Path):
+    with (
+        engines(FakeEngine(dies_after=0), FakeEngine()) as fakes,
+        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
+    ):
+        ready(served, fakes)
+        with served.http() as http:
+            for number in range(8):
+                body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
+                for stream in (False, True):
+                    answer = http.post("/v1/chat/completions", json=body | {"stream": stream})
+                    assert answer.status_code == 200 and TEXT in (
+                        said(answer.text) if stream else answer.text
+                    )
+        assert fakes[0].heads and fakes[1].heads
+
+
+@pytest.mark.parametrize("dies_after", [1, 3, 6])
+def test_a_stream_goes_on_at_another_replica(tmp_path: Path, dies_after: int):
+    with engines(FakeEngine(dies_after=dies_after), FakeEngine()) as fakes:
+        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
+        with fleet_of(tmp_path, text) as served:
+            ready(served, fakes)
+            with served.http() as http:
+                for _ in range(4):
+                    body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+                    answer = http.post("/v1/chat/completions", json=body)
+                    assert said(answer.text) == TEXT
+                    assert len({event["id"] for event in events(answer.text)}) == 1
+            seeds = [request.sampling.seed for fake in fakes for request in fake.client.requests]
+            assert None not in seeds
+            metrics = served.fleet.metrics.render().decode()
+            assert 'outcome="resumed"' in metrics and 'outcome="died"' in metrics
+
+
+def test_an_engine_that_says_it_is_going_is_left(tmp_path: Path):
+    going = FakeEngine(FakeClient(Script(fail_after=4)))
+    with engines(going, FakeEngine()) as fakes:
+        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
+        with fleet_of(tmp_path, text) as served:
+            ready(served, fakes)
+            with served.http() as http:
+                for _ in range(2):
+                    answer = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+                    assert said(answer.text) == TEXT
+
+
+def test_another_answer_ends_the_stream_with_the_apis_error(tmp_path: Path):
+    other = FakeEngine(FakeClient(Script("Hello, somebody else", delay_s=0.001)))
+    with engines(FakeEngine(dies_after=12), other) as fakes:
+        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
+        with fleet_of(tmp_path, text) as served:
+            ready(served, fakes)
+            with served.http() as http:
+                answers = [
+                    http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+                    for _ in range(2)
+                ]
+        ends = [events(answer.text)[-1].get("error", {}).get("code") for answer in answers]
+        assert sorted(map(str, ends)) == ["None", "engine_dead"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_streams_that_cannot_be_repeated_end_in_their_own_form(tmp_path: Path, path: str):
+    body: dict[str, Any] = {"model": "m", "stream": True}
+    body |= {"input": "Hi"} if path == "/v1/responses" else CHAT
+    with engines(FakeEngine(dies_after=6)) as fakes:
+        with fleet_of(tmp_path, toml([fakes[0].url])) as served:
+            ready(served, fakes)
+            with served.http() as http:
+                text = http.post(path, json=body).text
+        event, data = text.strip().split("\n\n")[-1].split("\n")
+        assert (
+            event == "event: error" and json.loads(data.removeprefix("data: "))["type"] == "error"
+        )
+
+
+def test_a_request_that_ends_engines_does_not_end_them_all(tmp_path: Path):
+    with (
+        engines(*(FakeEngine(dies_after=0) for _ in range(4))) as fakes,
+        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
+    ):
+        ready(served, fakes)
+        with served.http() as http:
+            answer = http.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "request_failed"
+        assert sum(len(fake.heads) for fake in fakes) == 3
+
+
+def test_a_client_that_leaves_ends_the_work(tmp_path: Path):
+    with (
+        engines(FakeEngine(FakeClient(Script(hang=True)))) as fakes,
+        fleet_of(tmp_path, toml([fakes[0].url])) as served,
+    ):
+        ready(served, fakes)
+        client = fakes[0].client
+        with (
+            served.http() as http,
+            http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}),
+        ):
+            until(lambda: bool(client.open), 30)
+        until(lambda: bool(client.aborts) and not client.open, 30)
+        (replica,) = served.replicas().values()
+        until(lambda: replica.open == 0 and served.fleet.is_idle, 30)
+
+
+def test_a_replica_that_goes_is_left_out_and_comes_back(tmp_path: Path):
+    with (
+        engines(FakeEngine(), FakeEngine()) as fakes,
+        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
+    ):
+        ready(served, fakes)
+        fakes[0].client.state = "restarting"
+        replica = served.replicas()[fakes[0].name]
+        until(lambda: replica.state == "unready", 30)
+        assert "started again" in replica.reason
+        with served.http() as http:
+            for number in range(6):
+                body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
+                answer = http.post("/v1/chat/completions", json=body)
+                assert answer.headers["x-jitney-replica"] == fakes[1].name
+            fakes[0].client.state = "ready"
+            until(lambda: replica.state == "ready", 30)
+
+
+def test_a_silent_replica_is_given_up_and_its_streams_go_on(tmp_path: Path):
+    slow = FakeEngine(FakeClient(Script(delay_s=0.001)))
+    slow.client.scripts = [Script(hang=True)]
+    text = toml(["URL1", "URL2"], fleet="lost_after_s = 0.01", model='router = "round-robin"')
+    with engines(slow, FakeEngine()) as fakes:
+        text = text.replace("URL1", fakes[0].url).replace("URL2", fakes[1].url)
+        with fleet_of(tmp_path, text) as served:
+            ready(served, fakes)
+            replica = served.replicas()[slow.name]
+
+            def lose_it() -> None:
+                until(lambda: replica.open == 1, 30)
+                replica.url = "http://127.0.0.1:1"  # nobody answers there
+
+            import threading
+
+            losing = threading.Thread(target=lose_it)
+            losing.start()
+            with served.http() as http:
+                for _ in range(2):
+                    answer = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+                    assert said(answer.text) == TEXT
+            losing.join()
+            assert replica.state == "gone"
+
+
+def test_kept_responses_are_found_at_their_engine(tmp_path: Path):
+    with engines(FakeEngine(), FakeEngine()) as fakes:
+        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
+        with fleet_of(tmp_path, text) as served:
+            ready(served, fakes)
+            with served.http() as http:
+                for stream in (False, True):
+                    body = {"model": "m", "input": "Hi", "stream": stream}
+                    first = http.post("/v1/responses", json=body)
+                    id = first.text.partition('"id":"')[2].partition('"')[0]
+                    assert id.startswith("resp_")
+                    place = first.headers["x-jitney-replica"]
+                    for forget in (False, True):  # one ingress that saw it go by, and a new one
+                        if forget:
+                            served.fleet.keepers._known._values.clear()
+                        shown = http.get(f"/v1/responses/{id}")
+                        assert shown.json()["id"] == id
+                        more = http.post(
+                            "/v1/responses",
+                            json={"model": "m", "input": "?", "previous_response_id": id},
+                        )
+                        assert more.status_code == 200
+                        assert more.headers["x-jitney-replica"] == place
+                    assert http.delete(f"/v1/responses/{id}").json()["deleted"] is True
+                unknown = http.get("/v1/responses/resp_0")
+                assert unknown.status_code == 404
+
+
+def test_a_drain_refuses_and_waits(tmp_path: Path):
+    with (
+        engines(FakeEngine(FakeClient(Script(delay_s=0.02)))) as fakes,
+        fleet_of(tmp_path, toml([fakes[0].url])) as served,
+    ):
+        ready(served, fakes)
+        with served.http() as http:
+            with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as it:
+                until(lambda: not served.fleet.is_idle, 30)
+                served.fleet.begin_drain()
+                refused = served.http().post("/v1/chat/completions", json=CHAT)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (
+                    503,
+                    "draining",
+                )
+                assert said(it.read().decode()) == TEXT
+            until(lambda: served.fleet.is_idle, 30)
+
+
+def test_the_document_names_every_route(tmp_path: Path):
+    with fleet_of(tmp_path, toml(["http://127.0.0.1:1"])) as served, served.http() as http:
+        document = http.get("/openapi.json").json()
+        assert {"/v1/chat/completions", "/fleet/replicas", "/readyz"} <= set(document["paths"])
+        assert time.time() - served.fleet.created < 60

@@ -1,0 +1,144 @@
+"""Fake engines behind a fleet: real servers on ports of their own, which can be told to die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from api_fakes import FakeClient, Script, make_app, served, until
+from starlette.applications import Starlette
+
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.fleet.build import FleetParts, open_fleet
+from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.ingress import Fleet, create_ingress
+from jitney.engine.fleet.replicas import Replica
+
+
+class _Killed(Exception):
+    """The connection breaks off, as when a process is killed."""
+
+
+@dataclass
+class FakeEngine:
+    """An engine by script behind a real server. What came is in `client.requests` and `heads`."""
+
+    client: FakeClient = field(default_factory=lambda: FakeClient(Script(delay_s=0.001)))
+    settings: dict[str, Any] = field(default_factory=dict)
+    url: str = ""
+    #: It breaks off every answer of a generation route after so many parts; None: none.
+    dies_after: int | None = None
+    #: Headers of the requests that generate.
+    heads: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.url.removeprefix("http://")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            self.heads.append({name.decode(): value.decode() for name, value in scope["headers"]})
+            send = self._breaking(send)
+        await self._inner(scope, receive, send)
+
+    def __post_init__(self) -> None:
+        self._inner = make_app(self.client, **self.settings)
+
+    def _breaking(self, send: Any) -> Any:
+        parts = 0
+
+        async def counted(message: dict[str, Any]) -> None:
+            nonlocal parts
+            if message["type"] == "http.response.body":
+                if self.dies_after is not None and parts >= self.dies_after:
+                    raise _Killed
+                parts += 1
+            await send(message)
+
+        return counted
+
+
+@contextlib.contextmanager
+def engines(*fakes: FakeEngine) -> Iterator[list[FakeEngine]]:
+    """Servers of their own for these, each with its URL."""
+    with contextlib.ExitStack() as stack:
+        for fake in fakes:
+            fake.url, _ = stack.enter_context(served(fake))
+        yield list(fakes)
+
+
+@dataclass
+class Served:
+    """A fleet that is served: where, and its parts, which live on the server's own loop."""
+
+    url: str
+    fleet: Fleet
+    parts: FleetParts
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, trust_env=False, **options)
+
+    def replicas(self, model: str = "m") -> dict[str, Replica]:
+        return {replica.name: replica for replica in self.fleet.models[model].replicas}
+
+    def wait_ready(self, *names: str) -> None:
+        """Until these replicas are ready, of any model."""
+        until(lambda: set(names) <= self._ready(), 30)
+
+    def _ready(self) -> set[str]:
+        return {
+            replica.name
+            for replicas in self.fleet.replicas.values()
+            for replica in replicas
+            if replica.state == "ready"
+        }
+
+
+def toml(urls: Sequence[str], model: str = "", fleet: str = "") -> str:
+    """A fleet.toml with one model `m`. model, fleet: more lines of these tables."""
+    listed = ", ".join(f'"{url}"' for url in urls)
+    return f"[fleet]\npoll_s = 0.05\n{fleet}\n[models.m]\nurls = [{listed}]\n{model}\n"
+
+
+@contextlib.contextmanager
+def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterator[Served]:
+    """A served fleet with this fleet.toml; its replicas need not be ready yet."""
+    file = folder / "fleet.toml"
+    file.write_text(text)
+    config = read_fleet(file)
+    found: list[tuple[Fleet, FleetParts]] = []
+    limits = ServerSettings(**settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with open_fleet(config, key) as (fleet, parts):
+            found.append((fleet, parts))
+            inner.append(create_ingress(fleet, limits))
+            yield
+
+    inner: list[Starlette] = []
+    outer = Starlette(lifespan=lifespan)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await outer(scope, receive, send)
+        else:
+            await inner[0](scope, receive, send)
+
+    with served(app, limits) as (url, _):
+        until(lambda: bool(found), 30)
+        yield Served(url, *found[0])
+
+
+def gather(*calls: Any) -> list[Any]:
+    """Run coroutines at once."""
+
+    async def all_of() -> list[Any]:
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(all_of())
