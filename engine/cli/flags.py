@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jitney.engine.cli.dispatch import suggestion
 from jitney.engine.config.layers import NOTHING, Layered, Setting, load_layers, settings
+from jitney.engine.config.presets import GOALS, preset, runs_on_device
 from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -131,6 +132,14 @@ class Command:
         return parser
 
 
+#: Of commands that have all the settings it fills in.
+FOR = Flag.of(
+    "--for",
+    "fill in the settings that are not given: latency few seats and short waits, throughput many "
+    "and long ones, balanced between; what it set is printed",
+    dest="goal",
+    choices=GOALS,
+)
 ALL_SECTIONS = tuple(Config.model_fields)
 _ANY_SETTINGS = (
     Flag("model_word", {"nargs": "?", "metavar": "MODEL", "help": "the same as --model"}),
@@ -213,7 +222,16 @@ def layers_from(args: Namespace) -> Layered:
     flags = {name: value for name, value in vars(args).items() if name in settings()}
     if args.model_word is not None:
         flags.setdefault("model", args.model_word)
-    return load_layers(args.config, os.environ, flags)
+    given = load_layers(args.config, os.environ, flags)
+    goal = getattr(args, "goal", None)
+    if goal is None:
+        return given
+    # `on_device`: of commands that know better than this machine.
+    on_device = getattr(args, "on_device", None)
+    if on_device is None:
+        on_device = runs_on_device(given.config.engine.platform)
+    filled = preset(goal, given.origins, on_device=on_device)
+    return load_layers(args.config, os.environ, flags, filled)
 
 
 def interactive() -> bool:

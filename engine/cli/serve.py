@@ -22,7 +22,7 @@ from jitney.engine.cli.descriptors import (
     raise_descriptor_limit,
 )
 from jitney.engine.cli.display import Display, make_display
-from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, layers_from
+from jitney.engine.cli.flags import ALL_SECTIONS, FOR, Command, Flag, FlagGroup, layers_from, say
 from jitney.engine.cli.listen import (
     AcceptedKeys,
     base_url,
@@ -32,7 +32,7 @@ from jitney.engine.cli.listen import (
     webhook_secret,
 )
 from jitney.engine.cli.vllm_flags import add_vllm_flags
-from jitney.engine.config.layers import Layered, to_toml
+from jitney.engine.config.layers import FROM_PRESET, Layered, settings, to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection, data_dir
 from jitney.engine.messages import Progress
@@ -70,7 +70,7 @@ _COMMAND = Command(
     "serve",
     "Serve a model over HTTP (OpenAI-compatible), with in-flight batching. vLLM's common flags "
     "are understood too: docs/from_vllm.md.",
-    [FlagGroup([_PRINT_CONFIG])],
+    [FlagGroup([_PRINT_CONFIG, FOR])],
     sections=ALL_SECTIONS,
 )
 
@@ -83,10 +83,23 @@ def run(arguments: Sequence[str]) -> int:
     add_vllm_flags(parser)
     args = parser.parse(arguments)
     layered = layers_from(args)
+    if args.goal is not None:
+        say(_filled_in(args.goal, layered))
     if args.print_config:
         print(to_toml(layered.config), end="")
         return 0
     return _start(layered)
+
+
+def _filled_in(goal: str, layered: Layered) -> str:
+    """What `--for` set, in one line."""
+    places = settings()
+    values = []
+    for name, origin in layered.origins.items():
+        if origin == FROM_PRESET:
+            section = getattr(layered.config, places[name].section)
+            values.append(f"{places[name].flag} {getattr(section, places[name].key)}")
+    return f"--for {goal} sets {', '.join(values) or 'nothing: all of it is given'}"
 
 
 def _start(layered: Layered) -> int:

@@ -25,7 +25,7 @@ from jitney.engine.cli.bench_flags import (
     words_of,
     write_report,
 )
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup, config_from
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import (
@@ -77,6 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     """Simulate each policy and print its figures side by side; exit status 0."""
     args = _COMMAND.parse(arguments)
     _check_flags(args)
+    args.on_device = args.chip is not None
     config = config_from(args)
     if args.measured:
         from jitney.engine.cli.simulate_measured import run_measured
@@ -194,7 +195,7 @@ _COMMAND = Command(
     "simulate",
     "Predict what an engine does with given traffic: the scheduler on a virtual clock.",
     (
-        FlagGroup(_SUBJECT, "what to simulate"),
+        FlagGroup((*_SUBJECT, FOR), "what to simulate"),
         traffic_flags(requests=1000, arrivals="poisson"),
         PACE,
         REPORT_WITHOUT_PAGE,

@@ -38,6 +38,8 @@ _EXPECTED = {
     tuple: "values separated by commas",
 }
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+#: Where a value comes from that a preset filled in.
+FROM_PRESET = "--for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +164,32 @@ def load_layers(
     file: str | Path | None = None,
     environ: Mapping[str, str] = NOTHING,
     flags: Mapping[str, Any] = NOTHING,
+    preset: Mapping[str, Any] = NOTHING,
 ) -> Layered:
-    """As `load_config`, with where each value came from."""
+    """As `load_config`, with where each value came from.
+
+    preset: flat name -> value, of settings that no other layer has (`config.presets`).
+    """
     values: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
     origins: dict[str, str] = {}
-    for setting, value, where in (*_from_file(file), *_from_environ(environ), *_from_flags(flags)):
+    layers = (
+        *_from_preset(preset),
+        *_from_file(file),
+        *_from_environ(environ),
+        *_from_flags(flags),
+    )
+    for setting, value, where in layers:
         values[setting.section][setting.key] = value
         origins[setting.name] = where
     try:
         return Layered(Config.model_validate(values), origins)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins)) from None
+
+
+def _from_preset(preset: Mapping[str, Any]) -> Iterator[tuple[Setting, Any, str]]:
+    for name, value in preset.items():
+        yield settings()[name], value, FROM_PRESET
 
 
 def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, Any, str]]:
