@@ -5,6 +5,7 @@ distribution carries.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,9 +108,10 @@ def nodes(tree: ast.AST, *, at_load: bool) -> Iterator[ast.AST]:
         yield from nodes(node, at_load=at_load)
 
 
-def imports(module: str, *, at_load: bool) -> set[str]:
+@functools.cache
+def imports(module: str, *, at_load: bool) -> frozenset[str]:
     """Modules that `module` imports; `from package import submodule` counts as the submodule."""
-    found = set()
+    found: set[str] = set()
     for node in nodes(ast.parse(FILES[module].read_text()), at_load=at_load):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -119,7 +121,7 @@ def imports(module: str, *, at_load: bool) -> set[str]:
             found |= {
                 name if (name := f"{base}.{alias.name}") in FILES else base for alias in node.names
             }
-    return found
+    return frozenset(found)
 
 
 def closure(module: str) -> set[str]:
@@ -142,7 +144,7 @@ MODULES = sorted(FILES)
 HOST_HALF = [name for name in MODULES if name in HOST_MODULES or not within(name, DEVICE_ROOMS)]
 
 
-def top(modules: set[str]) -> set[str]:
+def top(modules: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules}
 
 
