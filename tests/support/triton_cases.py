@@ -6,6 +6,7 @@ Prints one JSON object: case -> what `test_triton_interpreted.py` asserts about 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -232,9 +233,9 @@ def cuts(row: np.ndarray, k: int, p: float) -> set[float]:
     }
 
 
-def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
+def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dict[str, Any]:
     """Logits of a small Llama over a mixed step, and over the decode step after it, against the
-    reference kernels.
+    reference kernels. unfused: also with the attention that rotates and writes nothing.
     """
     from jitney.engine.checkpoints.model_config import ModelConfig
     from jitney.engine.models.registry import random_model
@@ -256,11 +257,14 @@ def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
     logits = []
     plain = select("cpu", "reference")
     fused = replace(plain, rotate_and_write=KERNELS.rotate_and_write, attend=KERNELS.attend)
-    for kernels in (replace(plain, paged_attention=KERNELS.paged_attention), fused, plain):
+    sets = [replace(plain, paged_attention=KERNELS.paged_attention)] if unfused else []
+    for kernels in (*sets, fused, plain):
         batch = make(Case((6, 2, 16), (40,), ((30, 30), (50, 20)), rows=64, seqs=4, pages=8))
         pools = [jnp.zeros(batch.kv.shape, "float32" if kv == "auto" else kv)] * 2
         tokens = jnp.arange(64, dtype=jnp.int32)
-        hidden, pools = model(tokens, pools, batch.meta, kernels)
+        # In one program: by itself each small operation would be compiled for each shape.
+        forward = jax.jit(functools.partial(model, kernels=kernels))
+        hidden, pools = forward(tokens, pools, batch.meta)
         decode = batch.meta._replace(
             kv_lens=batch.meta.kv_lens.at[:3].add(1),
             cu_q=jnp.array([0, 1, 2, 3, 3], jnp.int32),
@@ -273,7 +277,7 @@ def whole_model(normed: bool, kv: str = "auto") -> dict[str, Any]:
                 batch.kv.shape[0] * 16,
             ),
         )
-        after, _ = model(tokens[:4], pools, decode, kernels)
+        after, _ = forward(tokens[:4], pools, decode)
         logits.append(
             np.asarray(model.logits(jnp.concatenate([hidden[: batch.n_rows], after[:3]]), kernels))
         )
@@ -341,7 +345,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "threshold: small vocabulary": lambda: check_threshold(12, 500),
     "threshold: vocabulary of several blocks": lambda: check_threshold(4, 9001),
     "sampling: tokens": sampled_tokens,
-    "model: logits": lambda: whole_model(False),
+    "model: logits": lambda: whole_model(False, unfused=True),
     "model: logits, normed heads": lambda: whole_model(True),
     "model: logits, int8 pool": lambda: whole_model(False, "int8"),
 }
