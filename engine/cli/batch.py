@@ -9,7 +9,8 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitney.engine.cli.display import Display, make_display
+from jitney.engine.cli.display import make_display
+from jitney.engine.cli.equipment import Equipment
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from, say
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config
@@ -70,9 +71,12 @@ async def _answer_all(config: Config, work: OfflineRun) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(client.close)
         stack.callback(display.close)
-        service = await _service(config, client, display)
-        stack.push_async_callback(_close, service)
-        info = await client.wait_ready()
+        equipment = Equipment(config, client, display)
+        stack.push_async_callback(equipment.close)
+        source = await equipment.find_model()
+        service = _service(config, client, source.name)
+        stack.callback(service.close)
+        _, info = await equipment.equip(service, source)
         display.close()
         await _unless_dead(client, _run(work, service, info.seats + _SPARE))
 
@@ -91,31 +95,13 @@ async def _unless_dead(client: ProcessClient, work: Coroutine[Any, Any, None]) -
     raise EngineDead("the engine is gone")
 
 
-async def _service(config: Config, client: ProcessClient, display: Display) -> Service:
-    """What the routes need, and no server. Raises ModelError."""
+def _service(config: Config, client: ProcessClient, model_name: str) -> Service:
+    """What the routes need, and no server."""
     from jitney.engine.api.app import create_app
-    from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.settings import ServerSettings
-    from jitney.engine.cli.serve import find_model
-    from jitney.engine.text.tokenizer import load_tokenizer
 
-    source = await asyncio.to_thread(find_model, config, display)
-    await client.start()
-    tokenizer = await asyncio.to_thread(load_tokenizer, source, config.model.chat_template)
     settings = ServerSettings(body_limit=config.server.body_limit)
-    service = create_app(client, tokenizer, settings, source.name).state.service
-    if tokenizer.template_source is not None:
-        service.chat_templates = ChatTemplates(
-            tokenizer.template_source, config.server.template_timeout_s
-        )
-        await service.chat_templates.start()
-    return service
-
-
-async def _close(service: Service) -> None:
-    if service.chat_templates is not None:
-        await service.chat_templates.close()
-    service.close()
+    return create_app(client, None, settings, model_name).state.service
 
 
 async def _run(work: OfflineRun, service: Service, in_flight: int) -> None:

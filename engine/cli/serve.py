@@ -10,9 +10,7 @@ import logging
 import shlex
 import signal
 import socket
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from jitney.engine.cli.descriptors import (
     raise_descriptor_limit,
 )
 from jitney.engine.cli.display import Display, make_display
+from jitney.engine.cli.equipment import Equipment
 from jitney.engine.cli.flags import ALL_SECTIONS, FOR, Command, Flag, FlagGroup, layers_from, say
 from jitney.engine.cli.listen import (
     AcceptedKeys,
@@ -35,19 +34,15 @@ from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.layers import FROM_PRESET, Layered, settings, to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection, data_dir
-from jitney.engine.messages import Progress
 from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
-    from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.connections import Connections
-    from jitney.engine.api.grammars import Grammars
     from jitney.engine.api.settings import ServerSettings
     from jitney.engine.api.tracing import Tracing
-    from jitney.engine.checkpoints.sources import ModelSource
     from jitney.engine.process.client import EngineClient
     from jitney.engine.process.trace_recorder import Recorder
     from jitney.engine.text.tokenizer import Tokenizer
@@ -147,9 +142,7 @@ class _Server:
         self.app = _build_app(config, settings, self.client)
         self.app.state.service.tracing = self.tracing
         self.app.state.service.layered = layered
-        #: Renders chats, once the model's template is known.
-        self.chat_templates: ChatTemplates | None = None
-        self.grammars: Grammars | None = None
+        self.equipment = Equipment(config, self.client, display)
         self.connections = Connections(settings)
         self.web = web_server(config, settings, self.app, self.connections)
         #: Numbers of the signals that came.
@@ -201,49 +194,22 @@ class _Server:
         await self.client.close()
         self.web.should_exit = True
         await asyncio.wait((web,), timeout=_FAREWELL_S + 1)
-        for pool in filter(None, (self.chat_templates, self.grammars)):
-            await pool.close()
+        await self.equipment.close()
         for listener in filter(None, (self.recorder, self.tracing)):
             listener.close()
 
     async def _work(self) -> None:
         """Load everything, say so, and return only when the engine is lost for good."""
-        tokenizer, info = await self._load()
-        self.grammars = self.app.state.service.grammars = _grammars(tokenizer, info)
+        service = self.app.state.service
+        source = await self.equipment.find_model()
+        service.model_names = self.config.server.served_model_name or (source.name,)
+        tokenizer, info = await self.equipment.equip(service, source)
         _put_aside()
         self.display.close()
         for line in _greeting(self.config, self.url, info, tokenizer):
             print(line, flush=True)
         await self.client.until("dead")
         await self.client.wait_ready()  # raises the reason
-
-    async def _load(self) -> tuple[Tokenizer, EngineInfo]:
-        source = await _in_thread(lambda: find_model(self.config, self.display))
-        await self.client.start()
-        template = self.config.model.chat_template
-        tokenizer = await _in_thread(lambda: _load_tokenizer(source, template))
-        await self._open_service(source.name, tokenizer)
-        self.client.learn(await _in_thread(lambda: tokenizer.json))
-        return tokenizer, await self.client.wait_ready()
-
-    async def _open_service(self, model_name: str, tokenizer: Tokenizer) -> None:
-        """Give the endpoint what it needs to read requests."""
-        service = self.app.state.service
-        service.model_names = self.config.server.served_model_name or (model_name,)
-        service.chat_templates = await self._chat_templates(tokenizer)
-        await _in_thread(lambda: service.learn_turns(tokenizer))
-        service.tokenizer = tokenizer
-
-    async def _chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
-        """Processes that render chats, if this model has a template."""
-        from jitney.engine.api.chat_templates import ChatTemplates
-
-        source = tokenizer.template_source
-        if source is None:
-            return None
-        self.chat_templates = ChatTemplates(source, self.config.server.template_timeout_s)
-        await self.chat_templates.start()
-        return self.chat_templates
 
     async def _drain(self) -> int:
         """Let running requests finish, at most drain_s seconds; a second signal ends everything at
@@ -390,46 +356,6 @@ def _web_options(server: ServerSection) -> JsonDict:
         "timeout_graceful_shutdown": _FAREWELL_S,
         "h11_max_incomplete_event_size": _HEADER_LIMIT,
     }
-
-
-def find_model(config: Config, display: Display) -> ModelSource:
-    """The model's files, fetched if need be. Raises ModelError."""
-    from jitney.engine.checkpoints.sources import resolve
-
-    def report(stage: str, done: int, total: int, detail: str) -> None:
-        display.progress(Progress(stage, done, total, detail))
-
-    return resolve(config.model.id, revision=config.model.revision or None, progress=report)
-
-
-def _grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:
-    from jitney.engine.api.grammars import Grammars
-    from jitney.engine.structured.setup import CheckerSetup
-
-    return Grammars(CheckerSetup(tokenizer.special_names, info.vocab_size))
-
-
-def _load_tokenizer(source: ModelSource, chat_template: str) -> Tokenizer:
-    from jitney.engine.text.tokenizer import load_tokenizer
-
-    return load_tokenizer(source, chat_template)
-
-
-async def _in_thread[T](work: Callable[[], T]) -> T:
-    """Run blocking work on a thread that the program's end does not wait for, such as a
-    download.
-    """
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from here on it ends only with the work
-
-    def body() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=body, daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) -> Iterator[str]:

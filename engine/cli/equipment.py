@@ -1,0 +1,107 @@
+"""What the endpoint needs beside an engine: the model's tokenizer, and processes that render chats
+and check grammars.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from jitney.engine.cli.display import Display
+from jitney.engine.config.schema import Config
+from jitney.engine.messages import Progress
+
+if TYPE_CHECKING:
+    from jitney.engine.api.chat_templates import ChatTemplates
+    from jitney.engine.api.grammars import Grammars
+    from jitney.engine.api.service import Service
+    from jitney.engine.checkpoints.sources import ModelSource
+    from jitney.engine.process.supervisor import ProcessClient
+    from jitney.engine.text.tokenizer import Tokenizer
+    from jitney.engine.types import EngineInfo
+
+
+class Equipment:
+    """Fetches a model's files, starts its engine, and gives one service all it needs to answer."""
+
+    def __init__(self, config: Config, client: ProcessClient, display: Display):
+        self.config = config
+        self.client = client
+        self.display = display
+        #: Renders chats, once the model's template is known.
+        self.chat_templates: ChatTemplates | None = None
+        #: Checks grammars, once the engine is ready.
+        self.grammars: Grammars | None = None
+
+    async def find_model(self) -> ModelSource:
+        """The model's files, fetched if need be. Raises ModelError."""
+        return await _in_thread(self._find_model)
+
+    def _find_model(self) -> ModelSource:
+        from jitney.engine.checkpoints.sources import resolve
+
+        def report(stage: str, done: int, total: int, detail: str) -> None:
+            self.display.progress(Progress(stage, done, total, detail))
+
+        model = self.config.model
+        return resolve(model.id, revision=model.revision or None, progress=report)
+
+    async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
+        """Until the engine is ready. Raises JitneyError with the reason if it cannot be."""
+        await self.client.start()
+        tokenizer = await _in_thread(lambda: self._load_tokenizer(source))
+        service.chat_templates = await self._start_chat_templates(tokenizer)
+        await _in_thread(lambda: service.learn_turns(tokenizer))
+        service.tokenizer = tokenizer
+        self.client.learn(await _in_thread(lambda: tokenizer.json))
+        info = await self.client.wait_ready()
+        service.grammars = self.grammars = _new_grammars(tokenizer, info)
+        return tokenizer, info
+
+    def _load_tokenizer(self, source: ModelSource) -> Tokenizer:
+        from jitney.engine.text.tokenizer import load_tokenizer
+
+        return load_tokenizer(source, self.config.model.chat_template)
+
+    async def _start_chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
+        """None for a model without a template."""
+        from jitney.engine.api.chat_templates import ChatTemplates
+
+        source = tokenizer.template_source
+        if source is None:
+            return None
+        self.chat_templates = ChatTemplates(source, self.config.server.template_timeout_s)
+        await self.chat_templates.start()
+        return self.chat_templates
+
+    async def close(self) -> None:
+        """End the processes, whatever they do."""
+        for pool in filter(None, (self.chat_templates, self.grammars)):
+            await pool.close()
+
+
+def _new_grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:
+    from jitney.engine.api.grammars import Grammars
+    from jitney.engine.structured.setup import CheckerSetup
+
+    return Grammars(CheckerSetup(tokenizer.special_names, info.vocab_size))
+
+
+async def _in_thread[T](work: Callable[[], T]) -> T:
+    """Run blocking work on a thread that the program's end does not wait for, such as a
+    download.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from here on it ends only with the work
+
+    def body() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=body, daemon=True).start()
+    return await asyncio.wrap_future(future)
