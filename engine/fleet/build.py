@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from jitney.engine.config.schema import Section
+from jitney.engine.fleet.candidate import ModelWithCandidate, Prices, RolloutKeeper
 from jitney.engine.fleet.config import FleetConfig, ReplicasSection
 from jitney.engine.fleet.forwarding import Patience
 from jitney.engine.fleet.ingress import Fleet
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.replicas import CONNECT_S, Replica, Watch, name_of
+from jitney.engine.fleet.rollout import Rollout
 
 #: Seconds that an idle connection to an engine is kept: shorter than engines keep theirs.
 _KEEP_S = 30.0
@@ -33,6 +35,8 @@ class FleetParts:
     key: str
     #: All models, as they are made: those of one kind may ask those of another.
     models: dict[str, FleetModel] = field(default_factory=dict)
+    #: What looks at the candidates of models that have one.
+    rollouts: list[RolloutKeeper] = field(default_factory=list)
 
     @property
     def patience(self) -> Patience:
@@ -43,7 +47,25 @@ class FleetParts:
 type _Maker = Callable[[FleetParts, str, Any], FleetModel]
 
 
-def _replicated(parts: FleetParts, name: str, section: ReplicasSection) -> ReplicatedModel:
+def _replicated(
+    parts: FleetParts, name: str, section: ReplicasSection
+) -> ReplicatedModel | ModelWithCandidate:
+    stable, other = _arm(parts, name, section), section.candidate
+    if other is None:
+        return stable
+    model = ModelWithCandidate(
+        stable,
+        _arm(parts, name, other),
+        Rollout(name, other.name, other.rule),
+        Prices(other.stable_price_per_hour, other.price_per_hour),
+    )
+    folder = parts.config.fleet.state_dir
+    kept = parts.config.path(folder) if folder else None
+    parts.rollouts.append(RolloutKeeper(model, parts.client, parts.key, kept))
+    return model
+
+
+def _arm(parts: FleetParts, name: str, section: ReplicasSection) -> ReplicatedModel:
     """Engines that are started here are added when they start."""
     model = ReplicatedModel(
         name,
@@ -81,7 +103,10 @@ async def open_fleet(
         try:
             for name, table in config.models.items():
                 models[name] = _MAKERS[type(table)](parts, name, table)
-            yield Fleet(models, metrics), parts
+            async with AsyncExitStack() as looking:
+                for keeper in parts.rollouts:
+                    await looking.enter_async_context(keeper.running())
+                yield Fleet(models, metrics), parts
         finally:
             await watch.close()
 

@@ -26,6 +26,8 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from jitney.engine.config.layers import load_config, read_toml, settings, unknown_word
 from jitney.engine.config.schema import Config, Section, ServerSection
 from jitney.engine.errors import ConfigError
+from jitney.engine.fleet.comparison import FIGURES, LEAST_REQUESTS
+from jitney.engine.fleet.rollout import Rule
 from jitney.engine.fleet.routing import BRAKE
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -113,6 +115,13 @@ class FleetSection(Section):
             "are full"
         ),
     )
+    state_dir: str = Field(
+        default="",
+        description=(
+            "folder in which rollouts of candidates are kept, one fleet's alone; empty: a restart "
+            "of the fleet begins them anew"
+        ),
+    )
     repeat_streams: bool = Field(
         default=True,
         description=(
@@ -183,6 +192,11 @@ class ReplicasSection(Section):
         ),
     )
 
+    candidate: CandidateSection | None = Field(
+        default=None,
+        description="[models.NAME.candidate]: engines with another configuration, to be compared",
+    )
+
     @field_validator("urls")
     @classmethod
     def _urls_are_engines(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -204,7 +218,94 @@ class ReplicasSection(Section):
             raise ValueError("upstream_model is for engines of urls")
         if self.devices and len(self.devices) != self.replicas:
             raise ValueError(f"devices must name {self.replicas}, one for each of replicas")
+        if self.candidate is not None and set(self.urls) & set(self.candidate.urls):
+            raise ValueError("candidate names an engine that the model has already")
         return self
+
+
+class CandidateSection(ReplicasSection):
+    """[models.NAME.candidate]: engines that get a share of the model's requests until it is known
+    whether they may get all. Its engines are described as the model's are.
+    """
+
+    name: str = Field(
+        default="candidate",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="its version: what is known belongs to it, and another name begins anew",
+    )
+    share: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="share of the keys (users, else conversations) that it gets, always the same",
+    )
+    min_requests: int = Field(
+        default=500,
+        ge=LEAST_REQUESTS,
+        description="requests that it must have answered before the rule promotes it",
+    )
+    may_lose: dict[str, float] = Field(
+        default_factory=lambda: dict(Rule().may_lose),
+        description=(
+            "by how much its figures may be worse: a share of tokens_per_s, first_token_s and "
+            "token_cost, a difference of errors; figures that are not named are shown alone"
+        ),
+    )
+    promote: Literal["rule", "hand"] = Field(
+        default="rule",
+        description=(
+            "rule: it gets every request once all intervals of these figures are within what is "
+            "allowed; hand: when an administrator says so"
+        ),
+    )
+    roll_back: Literal["rule", "hand"] = Field(
+        default="rule",
+        description=(
+            "rule: it gets none as soon as one interval lies beyond what is allowed; hand: when an "
+            "administrator says so"
+        ),
+    )
+    undecided_after_h: float = Field(
+        default=0.0,
+        ge=0,
+        description="hours after which a candidate without a decision is rolled back; 0: never",
+    )
+    price_per_hour: float = Field(
+        default=1.0, gt=0, description="of one of its engines, for token_cost; in any unit"
+    )
+    stable_price_per_hour: float = Field(
+        default=1.0, gt=0, description="of one of the model's other engines, in the same unit"
+    )
+
+    @field_validator("may_lose")
+    @classmethod
+    def _figures_are_known(cls, margins: dict[str, float]) -> dict[str, float]:
+        for name, margin in margins.items():
+            if name not in FIGURES:
+                raise ValueError(unknown_word(name, list(FIGURES)))
+            if not 0 < margin < 1:
+                raise ValueError(f"{name} must be more than 0 and less than 1")
+        return margins
+
+    @model_validator(mode="after")
+    def _is_one(self) -> CandidateSection:
+        if self.candidate is not None:
+            raise ValueError("a candidate has no candidate of its own")
+        return self
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(
+            share=self.share,
+            min_requests=self.min_requests,
+            may_lose=self.may_lose,
+            promotes=self.promote == "rule",
+            rolls_back=self.roll_back == "rule",
+            undecided_after_h=self.undecided_after_h,
+        )
+
+
+ReplicasSection.model_rebuild()
 
 
 def _check_url(url: str) -> None:
@@ -289,9 +390,17 @@ def _model(file: str | Path, name: str, table: object) -> Section:
     if kind not in KINDS:
         raise ConfigError(f"{file}: [{where}] kind: {unknown_word(str(kind), list(KINDS))}")
     section = _checked(file, where, KINDS[kind], table, list(KINDS[kind].model_fields))
-    if isinstance(section, ReplicasSection) and section.replicas:
-        engine_config(file, name, section)
+    if isinstance(section, ReplicasSection):
+        _check_settings(file, name, section)
     return section
+
+
+def _check_settings(file: str | Path, name: str, section: ReplicasSection) -> None:
+    """Of engines that are started here. Raises ConfigError."""
+    if section.replicas:
+        engine_config(file, name, section)
+    if section.candidate is not None:
+        _check_settings(file, f"{name}.candidate", section.candidate)
 
 
 def _checked[S: Section](

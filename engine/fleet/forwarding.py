@@ -373,7 +373,7 @@ class Exchange:
         refusal = _Refusal(
             _complete(response.status_code, attempt.headers(), body),
             _retry_after(response.headers),
-            _code(body) in _OWN_LIMITS,
+            is_own_limit(body),
         )
         await self._leave()
         if not refusal.final:
@@ -443,6 +443,11 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         if value.isascii() and value.isdigit():
             return int(value) * unit
     return _RETRY_S
+
+
+def is_own_limit(body: bytes) -> bool:
+    """True for a refusal that is about the client, not about the engine."""
+    return _code(body) in _OWN_LIMITS
 
 
 def _code(body: bytes) -> str | None:

@@ -43,6 +43,7 @@ from jitney.engine.fleet.kept import RESPONSES, Keeper, Keepers, is_id
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.types import JsonDict
 
 #: Routes of an engine whose body names the model.
@@ -386,6 +387,7 @@ FLEET_ROUTES = (
         role=Role.ADMIN,
         answer=ReplicaList,
     ),
+    *ROLLOUT_ROUTES,
 )
 _PASSED_PATHS = frozenset(route.path for route in PASSED_ROUTES)
 

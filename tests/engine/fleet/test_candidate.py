@@ -1,0 +1,339 @@
+"""A candidate behind a fleet's endpoint: sticky keys, a slower one named and rolled back, one that
+fails without anybody noticing, and what administrators are told.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_fakes import FakeClient, Script, until
+from fleet_engines import FakeEngine, Served, engines, fleet_of
+from places import ROOT
+
+from jitney.engine.api.settings import digest_key
+from jitney.engine.errors import ConfigError, ErrorInfo
+from jitney.engine.fleet import candidate
+from jitney.engine.fleet.asked import Asked
+from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper, key_of
+from jitney.engine.fleet.comparison import ARMS, FIGURES
+from jitney.engine.fleet.config import CandidateSection, ReplicasSection, read_fleet
+from jitney.engine.types import EngineRequest, SequenceOutput
+
+TOKENS = 10
+
+
+class Clock:
+    """Seconds that the engines' tokens make pass."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedClient(FakeClient):
+    """An engine whose tokens take their time on a scripted clock, with some noise."""
+
+    def __init__(self, clock: Clock, token_s: float, **info: Any):
+        super().__init__(Script(text="x" * 200), **info)
+        self.clock, self.token_s = clock, token_s
+        self.noise = random.Random(5)
+
+    async def _outputs_of(
+        self, request: EngineRequest, script: Script
+    ) -> AsyncIterator[SequenceOutput]:
+        pace = self.token_s * self.noise.lognormvariate(0, 0.1)
+        async for output in super()._outputs_of(request, script):
+            self.clock.now += pace
+            yield output
+
+
+@dataclass
+class Arms:
+    """A served fleet of two engines: the model's, and its candidate's."""
+
+    served: Served
+    stable: FakeEngine
+    candidate: FakeEngine
+
+    @property
+    def model(self) -> ModelWithCandidate:
+        model = self.served.fleet.models["m"]
+        assert isinstance(model, ModelWithCandidate)
+        return model
+
+    @property
+    def keeper(self) -> RolloutKeeper:
+        (keeper,) = self.served.parts.rollouts
+        return keeper
+
+    def ask(self, http: httpx.Client, user: str, **fields: Any) -> str:
+        """The name of the engine that answered."""
+        body = {"model": "m", "prompt": "Where to?", "max_tokens": TOKENS, "user": user} | fields
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-jitney-replica"]
+
+
+@contextmanager
+def arms(
+    folder: Path,
+    stable: FakeEngine | None = None,
+    candidate: FakeEngine | None = None,
+    rule: str = "share = 0.3",
+    fleet: str = "",
+    **settings: Any,
+) -> Iterator[Arms]:
+    fakes = (stable or FakeEngine(), candidate or FakeEngine())
+    with engines(*fakes) as (one, two):
+        text = (
+            f'[fleet]\npoll_s = 0.05\n{fleet}\n[models.m]\nurls = ["{one.url}"]\n'
+            f'[models.m.candidate]\nurls = ["{two.url}"]\n{rule}\n'
+        )
+        with fleet_of(folder, text, **settings) as served:
+            served.wait_ready(one.name, two.name)
+            yield Arms(served, one, two)
+
+
+def look(found: Arms) -> None:
+    """As the fleet does every ten seconds."""
+    found.model.rollout.look()
+
+
+def test_a_slower_candidate_is_named_with_its_interval_and_rolled_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Two engines on a scripted clock, one of them 10 % slower; a look after every 20 requests."""
+    caplog.set_level(logging.INFO, "jitney.fleet")
+    clock = Clock()
+    stable = FakeEngine(TimedClient(clock, 0.1))
+    slower = FakeEngine(TimedClient(clock, 0.1 / 0.9))
+    seen: dict[str, set[str]] = {}
+    with arms(tmp_path, stable, slower) as found, found.served.http() as http:
+        found.model.clock = clock
+        rollout = found.model.rollout
+        for number in range(2000):
+            user = f"user-{number % 700}"
+            seen.setdefault(user, set()).add(found.ask(http, user))
+            if number % 20 == 19:
+                look(found)
+            if rollout.state != "running":
+                break
+        assert rollout.state == "rolled_back" and number > 100
+        assert all(len(names) == 1 for names in seen.values())
+        assert {name for names in seen.values() for name in names} == {stable.name, slower.name}
+        report = http.get("/fleet/rollouts/m").json()
+        speed = next(each for each in report["figures"] if each["name"] == "tokens_per_s")
+        assert speed["verdict"] == "worse" and speed["high"] < 0.95
+        assert speed["low"] < 0.9 < speed["high"]
+        assert report["decision"]["by"] == "rule"
+        (line,) = [text for text in caplog.messages if "rolled back" in text]
+        assert "worse than allowed: tokens_per_s" in line
+        assert f"{speed['estimate']:.3f} ({speed['low']:.3f} to {speed['high']:.3f})" in line
+        assert {found.ask(http, user) for user in list(seen)[:40]} == {stable.name}
+
+
+def test_keys_stay_where_they_are_over_a_restart_of_the_fleet(tmp_path: Path):
+    """And what was measured, and decided, stays known."""
+    users = [f"user-{number}" for number in range(60)]
+    state = f'state_dir = "{tmp_path / "state"}"'
+    fakes = FakeEngine(), FakeEngine()
+    with engines(*fakes) as (one, two):
+        text = (
+            f'[fleet]\npoll_s = 0.05\n{state}\n[models."a/b"]\nurls = ["{one.url}"]\n'
+            'upstream_model = "m"\n'
+            f'[models."a/b".candidate]\nurls = ["{two.url}"]\nshare = 0.3\nname = "NAME"\n'
+            'upstream_model = "m"\n'
+        )
+        first = text.replace("NAME", "v2")
+        with fleet_of(tmp_path, first) as served, served.http() as http:
+            served.wait_ready(one.name, two.name)
+            before = Arms(served, one, two)
+            arms_of = {user: before.ask(http, user, model="a/b") for user in users}
+            assert set(arms_of.values()) == {one.name, two.name}
+        assert [file.name for file in (tmp_path / "state").iterdir()] == ["rollout-a%2Fb.json"]
+        with fleet_of(tmp_path, first) as served, served.http() as http:
+            served.wait_ready(one.name, two.name)
+            after = Arms(served, one, two)
+            assert {user: after.ask(http, user, model="a/b") for user in users} == arms_of
+            report = http.get("/fleet/rollouts/a/b").json()
+            assert sum(arm["requests"] for arm in report["arms"].values()) == 120
+            answer = http.post("/fleet/rollouts/a/b", json={"action": "promote"})
+            assert answer.json()["state"] == "promoted"
+        with fleet_of(tmp_path, first) as served, served.http() as http:
+            served.wait_ready(one.name, two.name)
+            again = Arms(served, one, two)
+            assert {again.ask(http, user, model="a/b") for user in users} == {two.name}
+        with fleet_of(tmp_path, text.replace("NAME", "v3")) as served, served.http() as http:
+            report = http.get("/fleet/rollouts").json()["rollouts"][0]
+            assert (report["state"], report["candidate"]) == ("running", "v3")
+            assert report["arms"]["stable"]["requests"] == 0
+
+
+def test_a_broken_file_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "rollout-m.json").write_text('{"version": 1, "model": "m"')
+    with arms(tmp_path, fleet=f'state_dir = "{tmp_path}"') as found:
+        assert found.model.rollout.state == "running"
+    assert "rollout m begins anew: its file" in caplog.text
+    assert json.loads((tmp_path / "rollout-m.json").read_text())["candidate"] == "candidate"
+
+
+def test_a_candidate_that_fails_is_counted_and_nobody_notices(tmp_path: Path):
+    failing = FakeEngine(FakeClient(Script(error=ErrorInfo("internal_error", "no"))))
+    with arms(tmp_path, candidate=failing) as found, found.served.http() as http:
+        names = {found.ask(http, f"user-{number}") for number in range(130)}
+        assert names == {found.stable.name}
+        comparison = found.model.rollout.comparison
+        assert comparison.level("candidate", "errors") == 1.0
+        assert comparison.level("stable", "errors") == 0.0
+        look(found)
+        assert found.model.rollout.state == "rolled_back"
+        before = len(failing.heads)
+        found.ask(http, "user-0")
+        assert len(failing.heads) == before
+
+
+def test_a_candidate_that_is_gone_is_counted_too(tmp_path: Path):
+    with arms(tmp_path) as found, found.served.http() as http:
+        users = [f"user-{number}" for number in range(40)]
+        first = {user: found.ask(http, user) for user in users}
+        moved = [user for user in users if first[user] == found.candidate.name]
+        assert moved
+        found.candidate.client.state = "draining"  # unready from now on
+        replica = found.served.replicas()[found.candidate.name]
+        until(lambda: replica.state == "unready", 30)
+        assert {found.ask(http, user) for user in moved} == {found.stable.name}
+        share = found.model.rollout.comparison.level("candidate", "errors")
+        assert share == pytest.approx(0.5)
+        found.candidate.client.state = "ready"
+        until(lambda: replica.state == "ready", 30)
+        assert {found.ask(http, user) for user in moved} == {found.candidate.name}
+
+
+def test_a_mistake_of_the_clients_is_told_and_not_counted(tmp_path: Path):
+    with arms(tmp_path, rule="share = 0.99") as found, found.served.http() as http:
+        for number in range(20):
+            body = {"model": "m", "prompt": "a", "max_tokens": -1, "user": f"user-{number}"}
+            assert http.post("/v1/completions", json=body).status_code == 400
+        comparison = found.model.rollout.comparison
+        assert [comparison.requests(arm) for arm in ARMS] == [0, 0]
+
+
+def test_a_stream_is_measured_as_it_passes(tmp_path: Path):
+    with arms(tmp_path) as found, found.served.http() as http:
+        for number in range(20):
+            found.ask(http, f"user-{number}", stream=True)
+        until(lambda: sum(map(found.model.rollout.comparison.requests, ARMS)) == 20, 30)
+        comparison = found.model.rollout.comparison
+        for arm in ARMS:
+            assert comparison.sums[arm]["first_token_s"].requests == comparison.requests(arm)
+        first = comparison.level("stable", "first_token_s")
+        speed = comparison.level("stable", "tokens_per_s")
+        cost = comparison.level("stable", "token_cost")
+        assert first is not None and 0 < first < 10
+        assert speed is not None and speed > 0 and cost is not None and cost > 0
+
+
+def test_what_the_engines_are_set_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(candidate, "_LOOK_S", 0.05)
+    one = FakeEngine(FakeClient(config_digest="a" * 64))
+    two = FakeEngine(FakeClient(config_digest="b" * 64))
+    with arms(tmp_path, one, two) as found, found.served.http() as http:
+        until(lambda: "b" * 64 in found.model.rollout.configs["candidate"], 30)
+        told = http.get("/fleet/rollouts").json()["rollouts"][0]["arms"]
+        assert told["stable"]["configs"] == ["a" * 64]
+        assert told["candidate"]["configs"] == ["b" * 64]
+        assert told["candidate"]["replicas"] == [two.name]
+        until(lambda: bool(found.model.rollout.report()["looks"]), 30)
+
+
+def test_who_may_decide_and_what_is_refused(tmp_path: Path):
+    users, admins = (digest_key("user"),), (digest_key("boss"),)
+    with arms(tmp_path, api_keys=users, admin_keys=admins) as found:
+        with found.served.http(headers={"authorization": "Bearer user"}) as http:
+            assert http.get("/fleet/rollouts").status_code == 403
+            assert http.post("/fleet/rollouts/m", json={"action": "promote"}).status_code == 403
+        with found.served.http(headers={"authorization": "Bearer boss"}) as http:
+            refused = http.post("/fleet/rollouts/m", json={"action": "explode"})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "action"
+            assert http.post("/fleet/rollouts/m", json={}).status_code == 400
+            assert http.post("/fleet/rollouts/none", json={"action": "promote"}).status_code == 404
+            assert http.get("/fleet/rollouts/none").status_code == 404
+            for action, state, share in (
+                ("promote", "promoted", 1.0),
+                ("roll_back", "rolled_back", 0.0),
+                ("restart", "running", 0.3),
+            ):
+                report = http.post("/fleet/rollouts/m", json={"action": action}).json()
+                assert (report["state"], report["share"]) == (state, share)
+                assert report["decision"]["by"] == "hand"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("share = 1.0", "candidate.share: must be less than 1"),
+        ("may_lose = { speed = 0.1 }", "speed is unknown"),
+        ("may_lose = { errors = 0.0 }", "errors must be more than 0"),
+        ('name = "a b"', "candidate.name"),
+        ("min_requests = 1", "candidate.min_requests: must be greater than or equal to 30"),
+        ('urls = ["http://a:1"]', "candidate names an engine that the model has already"),
+        ("shares = 0.1", "shares"),
+        ('candidate = { urls = ["http://c:1"] }', "no candidate of its own"),
+    ],
+)
+def test_a_bad_candidate_is_one_line(tmp_path: Path, lines: str, words: str):
+    urls = "" if "urls" in lines.split("=")[0] else 'urls = ["http://b:1"]\n'
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'[models.m]\nurls = ["http://a:1"]\n[models.m.candidate]\n{urls}{lines}\n')
+    with pytest.raises(ConfigError) as caught:
+        read_fleet(file)
+    message = str(caught.value)
+    assert "\n" not in message and "[models.m]" in message and words in message
+
+
+def test_settings_of_a_candidate_that_is_started_here_are_checked(tmp_path: Path):
+    file = tmp_path / "fleet.toml"
+    table = "[models.m]\nreplicas = 1\n[models.m.candidate]\nreplicas = 1\n"
+    file.write_text(table + "settings = { max_seat = 3 }\n")
+    with pytest.raises(ConfigError, match=r"\[models\.m\.candidate\] settings: max_seat is unk"):
+        read_fleet(file)
+    file.write_text(table + "settings = { max_seats = 3 }\nshare = 0.1\n")
+    section = read_fleet(file).models["m"]
+    assert isinstance(section, ReplicasSection) and section.candidate is not None
+    assert section.candidate.rule.share == 0.1
+
+
+def asked(headers: tuple[tuple[bytes, bytes], ...] = (), **fields: Any) -> Asked:
+    return Asked("POST", "/v1/chat/completions", list(headers), b"", fields)
+
+
+def test_a_key_is_a_user_else_a_conversation():
+    chat = [{"role": "user", "content": "Where to?"}]
+    assert key_of(asked(user="u", messages=chat)) == key_of(asked(user="u", prompt="other"))
+    assert key_of(asked(metadata={"user_id": "u"})) == key_of(asked(user="u"))
+    assert key_of(asked(user="")) == key_of(asked())
+    session = ((b"x-session-id", b"s"),)
+    assert key_of(asked(session, messages=chat)) == key_of(asked(session, prompt="other"))
+    longer = [*chat, {"role": "assistant", "content": "Home"}, {"role": "user", "content": "ok"}]
+    assert key_of(asked(messages=chat)) == key_of(asked(messages=longer))
+    assert key_of(asked(messages=chat)) != key_of(asked(prompt="other"))
+
+
+def test_the_documentation_says_of_every_field_what_the_code_says():
+    text = (ROOT / "docs" / "rollout.md").read_text()
+    for name, field in CandidateSection.model_fields.items():
+        if name not in ReplicasSection.model_fields:
+            assert f"| `{name}` |" in text and f" | {field.description} |" in text, name
+    for name in FIGURES:
+        assert f"| `{name}` |" in text
