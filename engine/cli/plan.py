@@ -1,5 +1,5 @@
-"""`jitney plan`: size a deployment from a device's published peaks, or propose buckets from what
-was seen.
+"""`jitney plan`: size a deployment from a device's published peaks, propose buckets from what was
+seen, or compare fleets.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ _OF_DEMAND = ("prompt", "output", "rate", "price_per_hour", "token_budget", "pag
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Size, or with the word `buckets` tune; exit status 0, 1 if no batch size keeps the limits."""
+    """Size, or with the word `buckets` tune, or with --fleet size a fleet; exit status 0, 1 if no
+    batch size or no fleet keeps the limits.
+    """
     if arguments[:1] == ["buckets"]:
         from jitney.engine.cli.plan_buckets import run as run_buckets
 
         return run_buckets(arguments[1:])
+    if "--fleet" in arguments:
+        from jitney.engine.cli.plan_fleet import run as run_fleet
+
+        return run_fleet([word for word in arguments if word != "--fleet"])
     return _run_plan(COMMAND.parse(arguments))
 
 
@@ -117,7 +123,8 @@ _ASSUMPTIONS = (
 COMMAND = Command(
     "plan",
     "Size a deployment: what fits, tokens/s by batch size, the knee, cost and replicas. "
-    "`jitney plan buckets --help`: propose buckets instead.",
+    "`jitney plan buckets --help`: propose buckets instead; `jitney plan --fleet --help`: compare "
+    "fleets.",
     (FlagGroup(_FLAGS), FlagGroup(_ASSUMPTIONS, "assumptions")),
 )
 
@@ -219,13 +226,18 @@ def _choice(chosen: Operating, sizing: Sizing) -> Iterator[str]:
 
 def _assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
     """Everything that was taken for granted, a line each."""
+    yield from assumptions_of(roofline)
+    yield _steady_state(demand)
+    yield _TTFT
+
+
+def assumptions_of(roofline: Roofline) -> Iterator[str]:
+    """What a roofline takes for granted, a line each."""
     yield _peaks(roofline.device)
     yield _reached(roofline.assumed)
     yield _counted(roofline.cost)
     if (roofline.cost.weights, roofline.cost.kv) != ("bf16", "bf16"):
         yield _WIDENED
-    yield _steady_state(demand)
-    yield _TTFT
     if roofline.count > 1:
         yield _exchange(roofline)
 

@@ -190,3 +190,74 @@ def test_buckets_from_simulated_traffic(tmp_path: Path, capsys):
     )
     report = json.loads(capsys.readouterr().out)
     assert report["share"] < report["share_now"] and 20 in report["token_buckets"]
+
+
+FLEET = ("llama-3.1-8b", "--devices", "h100,4xv5e", "--prices", "h100=2.5,v5e=1.2")
+QUICK = ("--prompt", "100..300", "--output", "20..80", "--most-seats", "32", "--requests", "4000")
+
+
+def test_fleets_are_compared(capsys):
+    report = plan("--fleet", *FLEET, *QUICK, "--rates", "300,900", capsys=capsys)
+    h100, v5e = report["fleets"]
+    assert (h100["device"], v5e["device"], v5e["chips"]) == ("h100", "4xv5e", 4 * v5e["replicas"])
+    assert h100["busiest"]["ttft_s"]["p99"] <= 1.0 and len(h100["by_hour"]) == 2
+    assert h100["price_per_hour"] == 2.5 * h100["replicas"]
+    assert v5e["price_per_hour"] == 4 * 1.2 * v5e["replicas"]
+    least = min(report["fleets"], key=lambda fleet: fleet["scaled"]["cost_per_million"])
+    assert report["cheapest"] == least["device"]
+    said = " ".join(report["assumed"])
+    for words in (
+        "estimates from published peaks",
+        "within 1 %",
+        "3,350 GB/s",
+        "a core dies every",
+    ):
+        assert words in said
+
+
+def test_a_fleet_for_a_record_is_shown(capsys, tmp_path: Path):
+    lines = [
+        f'{{"t": {at / 20}, "in": {50 + at % 90}, "out": {10 + at % 50}}}' for at in range(800)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(lines))
+    words = ["--fleet", "llama-3.1-8b", "--devices", "h100:fp8,v5e", "--trace", str(trace)]
+    assert main(["plan", *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("h100:fp8", "v5e: ", "leave no room", "planned in", "busiest 60 s"):
+        assert words in said
+
+
+def test_a_fleet_that_cannot_be_is_no_success(capsys):
+    assert main(["plan", "--fleet", "llama-3.1-8b", "--devices", "v5e", "--rates", "5"]) == 1
+    assert "leave no room" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "say what to size"),
+        (("llama-3.1-8b", "--devices", "h100"), "exactly one of --rates and --trace"),
+        ((*FLEET, "--rates", "5", "--trace", "x"), "exactly one of --rates and --trace"),
+        ((*FLEET, "--rates", "5,x"), "--rates: '5,x' is none"),
+        ((*FLEET, "--rates", "0"), "--rates: '0' is none"),
+        ((*FLEET, "--rates", "nan"), "--rates: 'nan' is none"),
+        ((*FLEET, "--rates", "5", "--prices", "h100"), "--prices: 'h100' is none"),
+        ((*FLEET, "--rates", "5", "--prices", "l4=1"), "l4 is not among --devices"),
+        ((*FLEET, "--rates", "5", "--devices", "h100x2:"), "--devices: 'h100x2:' is none"),
+        ((*FLEET, "--rates", "5", "--devices", "h100:q3"), "--devices: 'h100:q3' is none"),
+        ((*FLEET, "--rates", "5", "--devices", "cray"), "unknown device 'cray'"),
+        ((*FLEET, "--rates", "5", "--devices", ","), "--devices: names no device"),
+        ((*FLEET, "--rates", "5", "--slo-ttft-ms", "0"), "--slo-ttft-ms must be at least"),
+        ((*FLEET, "--rates", "5", "--refused", "100"), "targets: "),
+        ((*FLEET, "--rates", "5", "--core-mtbf-h", "0"), "--core-mtbf-h must be at least"),
+        ((*FLEET, "--rates", "5", "--most-seats", "0"), "--most-seats must be at least"),
+        ((*FLEET, "--rates", "5", "--prompt", "x"), "--prompt: 'x' is no length"),
+        ((*FLEET, "--trace", "/nowhere"), "/nowhere: "),
+        ((*FLEET, "--trace", "x", "--prompt", "5"), "a trace has its own lengths"),
+    ],
+)
+def test_a_fleet_of_nonsense_is_one_line(words: tuple[str, ...], told: str, capsys):
+    assert main(["plan", "--fleet", *words]) == 2
+    said = capsys.readouterr().err
+    assert told in said and said.count("\n") == 1

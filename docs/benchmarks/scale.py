@@ -1,0 +1,382 @@
+"""Fleets of an 8B model on a virtual clock: what they do, what they cost, and what breaks first.
+
+    python docs/benchmarks/scale.py [accuracy] [fleets] [routers] [choosing] [failures] [scaling]
+        [--requests 60000] [--million]
+
+Prints the tables of docs/scale.md as Markdown, all of them or those that are named. Step times are
+those of `jitney plan`: estimates from published peaks, not measurements. --million: the largest
+fleet of `fleets` gets a million requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from jitney.engine.fleet.routing import Ring, by_least_wait, by_prefix, by_turn
+from jitney.engine.machine import cpu_name
+from jitney.engine.report.page import Table
+from jitney.engine.report.tables import markdown_lines
+from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.simulation.devices import DEVICES
+from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
+from jitney.engine.simulation.fleet_planner import (
+    Circumstances,
+    FleetSizing,
+    Kind,
+    Targets,
+    plan_fleet,
+)
+from jitney.engine.simulation.fleet_replica import ReplicaModel
+from jitney.engine.simulation.fleet_routing import ROUTERS
+from jitney.engine.simulation.fleet_scaling import ScalingRule
+from jitney.engine.simulation.fleet_steps import StepCosts
+from jitney.engine.simulation.fleet_traffic import Day, Traffic
+from jitney.engine.simulation.planner import Demand, operate
+from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
+from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.workload import (
+    WORKLOADS,
+    Arrival,
+    Conversations,
+    Gamma,
+    Poisson,
+    Uniform,
+    parse_lengths,
+    synthesise,
+)
+
+LLAMA = ModelCost(SHAPES["llama-3.1-8b"])
+#: With prices of a chip an hour that are only there to compare: list prices on demand change, and
+#: everybody has others.
+KINDS = (
+    Kind("h100", Roofline(LLAMA, DEVICES["h100"]), chip_hour=2.5),
+    Kind("4xv5e", Roofline(LLAMA, DEVICES["v5e"], count=4), chip_hour=1.2),
+)
+H100 = KINDS[0]
+PROMPT, OUTPUT = (
+    "lognormal:mean=512,sigma=0.8,min=16,max=8000",
+    "lognormal:mean=256,sigma=0.8,max=2000",
+)
+TARGETS = Targets(ttft_s=1.0, stream_tok_s=30.0)
+#: A core dies once a week; a chip is lost once in 50,000 hours.
+FAILURES = Failures(core_mtbf_s=168 * 3600.0, machine_mtbf_s=50_000 * 3600.0)
+HOW = Circumstances(failures=FAILURES)
+SIZES = (10, 100, 1000)
+SEATS, BUDGET = 128, 2048
+
+#: Traffic that the model of a replica is checked with: prompts, outputs, when they come.
+CHECKED = {
+    "short": (WORKLOADS["short"].prompt, WORKLOADS["short"].output, Poisson),
+    "mixed": (WORKLOADS["mixed"].prompt, WORKLOADS["mixed"].output, Poisson),
+    "long prompts": (
+        "lognormal:mean=1500,sigma=0.8,min=64,max=8000",
+        "lognormal:mean=150,sigma=0.7,max=600",
+        Poisson,
+    ),
+    "bursts": (PROMPT, OUTPUT, lambda rate: Gamma(rate, 0.25)),
+}
+
+
+def day(*rates: float, hour_s: float = 3600.0) -> Day:
+    lengths = parse_lengths(PROMPT, "--prompt"), parse_lengths(OUTPUT, "--output")
+    return Day(rates, *lengths, hour_s=hour_s)
+
+
+def engine_of(sizing: FleetSizing) -> EngineShape:
+    """The engine of a sized replica."""
+    limits = SchedulerLimits(sizing.seats, 16_384, prefill_share="auto", max_predicted_wait_s=60.0)
+    buckets = make_buckets(max_seats=sizing.seats, token_budget=BUDGET, on_device=True)
+    return EngineShape(limits, buckets, sizing.pages)
+
+
+def sized(kind: Kind) -> FleetSizing:
+    return plan_fleet(kind, day(100.0), TARGETS, HOW)
+
+
+def accuracy() -> Iterator[list[str]]:
+    """The model of a replica beside the scheduler itself."""
+    for kind in KINDS:
+        for name, (prompt, output, pattern) in CHECKED.items():
+            for load in (0.7, 1.1):
+                yield [
+                    kind.name,
+                    name,
+                    f"{load:.0%}",
+                    *compared(kind, prompt, output, pattern, load),
+                ]
+
+
+def compared(kind: Kind, prompt: str, output: str, pattern, load: float) -> list[str]:
+    lengths = parse_lengths(prompt, "--prompt"), parse_lengths(output, "--output")
+    drawn = Traffic.of(synthesise(2000, *lengths, Poisson(1.0), 1))
+    demand = Demand(round(drawn.mean_prompt), round(drawn.mean_output), token_budget=BUDGET)
+    rate = load * operate(kind.roofline, demand, SEATS).req_s
+    arrivals = synthesise(2000, *lengths, pattern(rate), 1)
+    limits = SchedulerLimits(SEATS, 16_384, 10**6, 10**9, prefill_share="auto")
+    buckets = make_buckets(max_seats=SEATS, token_budget=BUDGET, on_device=True)
+    engine = EngineShape(limits, buckets, 20_000)
+    began = time.perf_counter()
+    true = simulate(arrivals, engine, kind.roofline).figures()
+    between = time.perf_counter()
+    fast = figures_of(arrivals, engine, kind.roofline)
+    took = between - began, time.perf_counter() - between
+    real = true["output_tok_s"], true["ttft_s"]["p50"], true["ttft_s"]["p99"]
+    cells = [f"{real[0]:,.0f} ({fast[0] / real[0] - 1:+.1%})"]
+    for is_, says in zip(real[1:], fast[1:], strict=True):
+        cells.append(f"{1e3 * is_:,.0f} ({says / is_ - 1:+.1%})")
+    return [*cells, *(f"{1e6 * seconds / len(arrivals):.0f}" for seconds in took)]
+
+
+def figures_of(
+    arrivals: list[Arrival], engine: EngineShape, table: Roofline
+) -> tuple[float, float, float]:
+    """Tokens a second, first token p50 and p99 of the model."""
+    traffic = Traffic.of(arrivals)
+    costs = StepCosts(engine.limits, engine.buckets, table, traffic.mean_context)
+    replica = ReplicaModel(engine, costs)
+    for request in traffic.requests():
+        replica.advance(request.at)
+        replica.offer(request, request.at)
+    replica.finish()
+    served = replica.take_finished()
+    waits = [request.first - request.at for request in served]
+    seconds = max(request.end for request in served) - traffic.at[0]
+    tokens = sum(request.n_output for request in served)
+    return tokens / seconds, float(np.percentile(waits, 50)), float(np.percentile(waits, 99))
+
+
+def timed(traffic: Traffic, plan: FleetPlan) -> tuple[FleetRun, float]:
+    began = time.perf_counter()
+    run = simulate_fleet(traffic, plan)
+    return run, time.perf_counter() - began
+
+
+def fleets(requests: int, *, million: bool) -> Iterator[list[str]]:
+    """10, 100 and 1,000 replicas at the load that one of them takes."""
+    for kind in KINDS:
+        sizing = sized(kind)
+        for size in SIZES:
+            count = 1_000_000 if million and size == SIZES[-1] and kind is H100 else requests
+            router = "prefix" if size == SIZES[-1] else "least-wait"
+            yield fleet_row(kind, sizing, size, count, router)
+
+
+def fleet_row(kind: Kind, sizing: FleetSizing, size: int, count: int, router: str) -> list[str]:
+    traffic = day(1.0).sample(size * sizing.load_req_s, count, 1)
+    plan = FleetPlan(engine_of(sizing), kind.roofline, size, router, failures=FAILURES)
+    run, took = timed(traffic, plan)
+    figures = run.figures()
+    hour = size * (kind.replica_hour or 0.0)
+    tokens = size * sizing.load_req_s * traffic.mean_output
+    return [
+        f"{size:,} x {kind.name}",
+        router,
+        f"{size * sizing.load_req_s:,.0f}",
+        f"{tokens:,.0f}",
+        *latencies(run),
+        f"{figures['refused_share']:.2%}",
+        f"{hour:,.0f}",
+        f"{hour / 3600 / tokens * 1e6:.3f}",
+        f"{count:,} in {took:,.0f} s",
+    ]
+
+
+def latencies(run: FleetRun) -> list[str]:
+    """First token p50 and p99, speed of the slowest hundredth of the streams."""
+    figures = run.figures()
+    first, rates = figures["ttft_s"], figures["stream_tok_s"]
+    return [f"{1e3 * first['p50']:.0f}", f"{1e3 * first['p99']:,.0f}", f"{rates['p1']:.0f}"]
+
+
+def routers(requests: int) -> Iterator[list[str]]:
+    """Conversations with a shared system prompt, a turn of each every 30 seconds or so."""
+    sizing = sized(H100)
+    for size in SIZES[:2]:
+        traffic = conversations(size, 0.8 * size * sizing.load_req_s, requests)
+        for router in ROUTERS:
+            plan = FleetPlan(engine_of(sizing), H100.roofline, size, router, prefix_cache=True)
+            run, _ = timed(traffic, plan)
+            yield [f"{size:,}", router, f"{run.hit_rate:.1%}", *latencies(run)]
+
+
+def conversations(size: int, rate: float, requests: int) -> Traffic:
+    """Turns at a rate; so many conversations are open that each waits for half a minute."""
+    talks = Conversations(n_shared=256, turns=Uniform(2, 8), live=round(30 * rate))
+    messages = parse_lengths("lognormal:mean=200,sigma=0.8,min=8,max=2000", "--prompt")
+    answers = parse_lengths(OUTPUT, "--output")
+    return Traffic.of(talks.requests(requests, messages, answers, Poisson(rate), 1))
+
+
+def choosing() -> Iterator[list[str]]:
+    """Microseconds that the ingress takes to choose a replica."""
+    for size in (*SIZES, 10_000):
+        names = [f"replica-{number}" for number in range(size)]
+        loads = {name: float(hash(name) % 7) for name in names}
+        waits = dict.fromkeys(names, 0.0)
+        ring, total = Ring(names), sum(loads.values())
+        turn = per_call(lambda names=names: next(iter(by_turn(names, 7))))
+        least = per_call(lambda waits=waits, loads=loads: next(iter(by_least_wait(waits, loads))))
+        prefix = per_call(
+            lambda ring=ring, loads=loads, total=total: next(
+                by_prefix(ring, b"a conversation", loads, total=total)
+            )
+        )
+        yield [f"{size:,}", *(f"{1e6 * seconds:,.0f}" for seconds in (turn, least, prefix))]
+
+
+def per_call(call) -> float:
+    """Seconds, the least of five."""
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(20):
+            call()
+        times.append((time.perf_counter() - began) / 20)
+    return min(times)
+
+
+#: What goes wrong -> how.
+WRONG = {
+    "nothing": Failures(),
+    "a core dies once a week each, a chip is lost every 50,000 h": FAILURES,
+    "every core dies once in 10 minutes": Failures(core_mtbf_s=600.0),
+    "the same, and takes 35 s (no compile cache)": Failures(
+        core_mtbf_s=600.0, core_recovery_s=35.0
+    ),
+    "a tenth of the machines is lost at once": Failures(outage_at=8.0, outage_share=0.1),
+    "the same, noticed after 5 s": Failures(outage_at=8.0, outage_share=0.1, notice_s=5.0),
+    "a third of them": Failures(outage_at=8.0, outage_share=0.33, notice_s=5.0),
+}
+
+
+def failures(requests: int) -> Iterator[list[str]]:
+    """100 replicas at the load that they were sized for."""
+    sizing = sized(H100)
+    traffic = day(1.0).sample(100 * sizing.load_req_s, 2 * requests, 1)
+    for name, wrong in WRONG.items():
+        plan = FleetPlan(engine_of(sizing), H100.roofline, 100, failures=wrong)
+        run, _ = timed(traffic, plan)
+        yield [
+            name,
+            str(run.core_failures),
+            str(run.machine_failures),
+            f"{run.continued:,}",
+            f"{run.repeated:,}",
+            *latencies(run)[:2],
+            f"{np.nanmax(run.first_tokens()):.1f}",
+            f"{run.refused_share:.2%}",
+        ]
+
+
+#: Rules to compare, by name, and seconds that a start takes.
+RULES = (
+    ("6 replicas, fixed", None, 0.0),
+    ("2 replicas, fixed", None, 0.0),
+    ("wait above 1 s, or three quarters of the seats", ScalingRule(least=2), 30.0),
+    ("the same", ScalingRule(least=2), 180.0),
+    ("the same", ScalingRule(least=2), 600.0),
+    ("wait above 1 s, or half of the seats", ScalingRule(least=2, fill=0.5), 180.0),
+    ("wait above 1 s alone", ScalingRule(least=2, fill=1.0), 30.0),
+    ("the same", ScalingRule(least=2, fill=1.0), 180.0),
+)
+
+
+def scaling() -> Iterator[list[str]]:
+    """Traffic that grows threefold in ten minutes, stays for five, and falls again."""
+    sizing = plan_fleet(H100, day(100.0), TARGETS, replace(HOW, most_seats=32))
+    up, down = np.linspace(2, 6, 11).tolist(), np.linspace(6, 2, 6).tolist()
+    shares = [2.0] * 4 + up + [6.0] * 5 + down + [2.0] * 6
+    rates = [0.9 * share * sizing.load_req_s for share in shares]
+    traffic = day(*rates, hour_s=60.0).whole(1)
+    for name, rule, start_s in RULES:
+        replicas = 6 if name.startswith("6") else 2
+        plan = FleetPlan(engine_of(sizing), H100.roofline, replicas, scaling=rule, start_s=start_s)
+        run, _ = timed(traffic, plan)
+        yield [
+            name,
+            f"{start_s:.0f}" if rule else "",
+            str(run.figures()["most_ready"] or replicas),
+            f"{run.replica_s / 3600:.2f}",
+            f"{run.cost_per_million(H100.replica_hour or 0.0):.3f}",
+            *latencies(run),
+            f"{run.refused_share:.2%}",
+        ]
+
+
+_FIRST = ["first token p50, ms", "p99, ms", "tok/s of the slowest 1 %"]
+HEADS = {
+    "accuracy": [
+        "replica",
+        "traffic",
+        "load",
+        "tok/s",
+        "first token p50, ms",
+        "p99, ms",
+        "us a request: scheduler",
+        "model",
+    ],
+    "fleets": [
+        "fleet",
+        "router",
+        "req/s",
+        "output tok/s",
+        *_FIRST,
+        "refused",
+        "price/h",
+        "cost/M output tokens",
+        "simulated",
+    ],
+    "routers": ["replicas", "router", "prompt tokens found in caches", *_FIRST],
+    "choosing": ["replicas", "round-robin, us", "least-wait, us", "prefix, us"],
+    "failures": [
+        "what goes wrong",
+        "cores",
+        "machines",
+        "requests that went on in a new core",
+        "begun again elsewhere",
+        "first token p50, ms",
+        "p99, ms",
+        "longest, s",
+        "refused",
+    ],
+    "scaling": [
+        "rule",
+        "start, s",
+        "most replicas",
+        "replica-hours",
+        "cost/M",
+        *_FIRST,
+        "refused",
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("tables", nargs="*", choices=[*HEADS, []], help="which [all]")
+    parser.add_argument("--requests", type=int, default=60_000)
+    parser.add_argument("--million", action="store_true")
+    args = parser.parse_args()
+    make = {
+        "accuracy": accuracy,
+        "fleets": lambda: fleets(args.requests, million=args.million),
+        "routers": lambda: routers(args.requests),
+        "choosing": choosing,
+        "failures": lambda: failures(args.requests),
+        "scaling": scaling,
+    }
+    for name in args.tables or HEADS:
+        began = time.perf_counter()
+        table = Table(HEADS[name], list(make[name]()))
+        print(f"\n{name}, {cpu_name()}, {time.perf_counter() - began:.0f} s:\n", flush=True)
+        print("\n".join(markdown_lines(table)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

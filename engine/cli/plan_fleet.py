@@ -1,0 +1,398 @@
+"""`jitney plan --fleet`: how many replicas of what, at which price, for a traffic and targets."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from jitney.engine.cli.bench_flags import check_numbers, check_writable, words_of, write_report
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.plan import assumptions_of
+from jitney.engine.errors import ConfigError
+from jitney.engine.simulation.devices import DEVICES, find_device
+from jitney.engine.simulation.fleet import Failures
+from jitney.engine.simulation.fleet_planner import (
+    Circumstances,
+    FleetSizing,
+    Kind,
+    Targets,
+    plan_fleet,
+)
+from jitney.engine.simulation.fleet_routing import ROUTERS
+from jitney.engine.simulation.fleet_traffic import Day, Load, Recorded, Traffic
+from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
+from jitney.engine.simulation.workload import parse_lengths, read_trace
+from jitney.engine.types import JsonDict
+
+if TYPE_CHECKING:
+    from jitney.engine.report.page import Table
+
+_HOUR_S = 3600.0
+_WEIGHTS = ("bf16", "fp8", "int8", "int4")
+#: Of the accelerators that a word of --devices names: "h100", "4xv5e", "l4:int8".
+_DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<weights>\w+))?")
+_PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"
+_OUTPUT = "lognormal:mean=256,sigma=0.8,min=8,max=2000"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Size a fleet of each kind and compare them; exit status 0, 1 if none keeps the targets."""
+    args = _COMMAND.parse(arguments)
+    _check(args)
+    kinds = _kinds_of(args)
+    load, targets, how = _load_of(args), _targets_of(args), _circumstances_of(args)
+    began = time.perf_counter()
+    sizings = [plan_fleet(kind, load, targets, how) for kind in kinds]
+    report = _report_of(args, load, sizings, how)
+    report["planned_in_s"] = round(time.perf_counter() - began, 1)
+    if write_report(args, report):
+        _show(args, load, sizings, report)
+    return int(all(sizing.problem for sizing in sizings))
+
+
+_WHAT = (
+    Flag(
+        "model",
+        {
+            "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
+            "nargs": "?",
+            "metavar": "MODEL",
+        },
+    ),
+    Flag.of(
+        "--devices",
+        "replicas to compare: chips of one by tensor parallelism, device and number format of the "
+        f"weights, such as h100,4xv5e,l4:int8; devices: {', '.join(DEVICES)}",
+        metavar="LIST",
+    ),
+    Flag.of("--prices", "of one chip an hour, such as h100=2.5,v5e=1.2", "", metavar="LIST"),
+    Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8")),
+)
+_TRAFFIC = (
+    Flag.of(
+        "--rates",
+        "requests a second, hour by hour: one number, or such as 10,8,30 for three hours",
+        metavar="LIST",
+    ),
+    Flag.of(
+        "--trace",
+        "times and lengths from a file of JSON lines instead (`jitney serve --record`)",
+        metavar="FILE",
+    ),
+    Flag.of("--prompt", f"prompt tokens, as `jitney simulate` takes them [{_PROMPT}]"),
+    Flag.of("--output", f"output tokens, likewise [{_OUTPUT}]"),
+    Flag.whole("--seed", "of times, lengths and failures", 0),
+)
+_TARGETS = (
+    Flag.number(
+        "--slo-ttft-ms",
+        "most milliseconds to the first token, for 99 in 100 requests",
+        1000.0,
+        metavar="MS",
+    ),
+    Flag.number("--stream-tok-s", "least tokens a second of 99 in 100 streams; 0: any", 0.0),
+    Flag.number("--refused", "most of 100 requests that may be refused", 0.1),
+)
+_DEFAULT_HOW = Circumstances()
+_HOW = (
+    Flag.of("--router", "how requests find a replica", "least-wait", choices=ROUTERS),
+    Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
+    Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),
+    Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0),
+    Flag.number("--start-s", "seconds until a new replica is ready", _DEFAULT_HOW.start_s),
+    Flag.whole("--most-seats", "most seats of a replica", _DEFAULT_HOW.most_seats),
+    Flag.whole("--token-budget", "most rows of a step", _DEFAULT_HOW.token_budget),
+    Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT_HOW.most_requests),
+    Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
+)
+_DEFAULT = Assumptions()
+_ASSUMED = (
+    Flag.number(
+        "--bandwidth-efficiency",
+        "share of the published memory bandwidth that is reached",
+        _DEFAULT.bandwidth,
+    ),
+    Flag.number(
+        "--flops-efficiency", "share of the published operations that is reached", _DEFAULT.flops
+    ),
+    Flag.number("--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"),
+)
+_COMMAND = Command(
+    "plan --fleet",
+    "How many replicas of what, at which price, for a traffic and its targets.",
+    (
+        FlagGroup(_WHAT),
+        FlagGroup(_TRAFFIC, "traffic"),
+        FlagGroup(_TARGETS, "targets"),
+        FlagGroup(_HOW, "how it is run"),
+        FlagGroup(_ASSUMED, "assumptions"),
+    ),
+    usage="jitney plan --fleet MODEL --devices LIST --rates LIST [FLAG ...]",
+)
+#: Least values of flags.
+_LEAST = {
+    "slo_ttft_ms": 1e-3,
+    "stream_tok_s": 0,
+    "refused": 0,
+    "core_mtbf_h": 1e-3,
+    "core_recovery_s": 0,
+    "machine_mtbf_h": 1e-3,
+    "start_s": 0,
+    "most_seats": 1,
+    "token_budget": 2,
+    "requests": 1000,
+    "seed": 0,
+}
+
+
+def _check(args: Namespace) -> None:
+    """Raise ConfigError for flags that cannot be, before anything is simulated."""
+    check_numbers(args, **_LEAST)
+    check_writable(args, "json")
+    if not args.model or not args.devices:
+        raise ConfigError("say what to size: jitney plan --fleet MODEL --devices LIST --rates LIST")
+    if bool(args.rates) == bool(args.trace):
+        raise ConfigError("say what comes: exactly one of --rates and --trace")
+    if args.trace and (args.prompt or args.output):
+        raise ConfigError("--prompt and --output are for --rates: a trace has its own lengths")
+
+
+def _kinds_of(args: Namespace) -> list[Kind]:
+    """The replicas to compare, with their prices."""
+    prices = _prices_of(args.prices)
+    kinds = [_kind_of(args, word, prices) for word in words_of(args.devices)]
+    if not kinds:
+        raise ConfigError("--devices: names no device")
+    unused = prices.keys() - {kind.roofline.device.name for kind in kinds}
+    if unused:
+        raise ConfigError(f"--prices: {', '.join(sorted(unused))} is not among --devices")
+    return kinds
+
+
+def _kind_of(args: Namespace, word: str, prices: dict[str, float]) -> Kind:
+    """The replica that a word of --devices describes."""
+    found = _DEVICE.fullmatch(word.lower())
+    weights = (found and found["weights"]) or "bf16"
+    if found is None or weights not in _WEIGHTS:
+        raise ConfigError(
+            f"--devices: {word!r} is none; write h100, 4xv5e or l4:int8, with one of "
+            f"{', '.join(_WEIGHTS)} as the format of the weights"
+        )
+    device = find_device(found["name"])
+    assumed = Assumptions(args.bandwidth_efficiency, args.flops_efficiency, args.overhead_ms / 1e3)
+    cost = ModelCost(find_shape(args.model), weights, args.kv)
+    roofline = Roofline(cost, device, int(found["count"] or 1), assumed)
+    return Kind(word, roofline, prices.get(device.name))
+
+
+def _prices_of(text: str) -> dict[str, float]:
+    """Device -> price of a chip an hour."""
+    prices: dict[str, float] = {}
+    for word in words_of(text):
+        name, _, price = word.partition("=")
+        with suppress(ValueError):
+            prices[find_device(name.strip()).name] = float(price)
+    if len(prices) != len(words_of(text)) or not all(0 < p < math.inf for p in prices.values()):
+        raise ConfigError(f"--prices: {text!r} is none; write such as h100=2.5,v5e=1.2")
+    return prices
+
+
+def _load_of(args: Namespace) -> Load:
+    if args.trace:
+        return Recorded(Traffic.of(read_trace(args.trace)))
+    prompt = parse_lengths(args.prompt or _PROMPT, "--prompt")
+    output = parse_lengths(args.output or _OUTPUT, "--output")
+    return Day(_rates_of(args.rates), prompt, output)
+
+
+def _rates_of(text: str) -> tuple[float, ...]:
+    """Requests a second of each hour; the same number may stand twice."""
+    with suppress(ValueError):
+        rates = tuple(map(float, text.split(",")))
+        if all(0 <= rate < math.inf for rate in rates) and max(rates) > 0:
+            return rates
+    raise ConfigError(f"--rates: {text!r} is none; write numbers such as 10,8,30, one above 0")
+
+
+def _targets_of(args: Namespace) -> Targets:
+    return Targets(args.slo_ttft_ms / 1e3, args.stream_tok_s, args.refused / 100)
+
+
+def _circumstances_of(args: Namespace) -> Circumstances:
+    failures = Failures(
+        core_mtbf_s=args.core_mtbf_h * _HOUR_S,
+        core_recovery_s=args.core_recovery_s,
+        machine_mtbf_s=args.machine_mtbf_h * _HOUR_S,
+    )
+    return Circumstances(
+        router=args.router,
+        failures=failures,
+        start_s=args.start_s,
+        token_budget=args.token_budget,
+        most_seats=args.most_seats,
+        most_requests=args.requests,
+        seed=args.seed,
+    )
+
+
+def _report_of(
+    args: Namespace, load: Load, sizings: list[FleetSizing], how: Circumstances
+) -> JsonDict:
+    cheapest = _cheapest(sizings)
+    return {
+        "model": args.model,
+        "rates": list(load.rates),
+        "hour_s": load.hour_s,
+        "targets": {
+            "ttft_p99_s": args.slo_ttft_ms / 1e3,
+            "stream_tok_s": args.stream_tok_s,
+            "refused_share": args.refused / 100,
+        },
+        "fleets": [_fleet_json(sizing) for sizing in sizings],
+        "cheapest": cheapest.kind.name if cheapest else None,
+        "assumed": list(_assumptions(sizings, how)),
+    }
+
+
+def _fleet_json(sizing: FleetSizing) -> JsonDict:
+    """One kind's answer; what is not known is None."""
+    kind = sizing.kind
+    return {
+        "device": kind.name,
+        "problem": sizing.problem or None,
+        "seats": sizing.seats,
+        "pages": sizing.pages,
+        "load_req_s": sizing.load_req_s,
+        "replicas": sizing.replicas,
+        "spare": sizing.spare,
+        "chips": sizing.replicas * kind.roofline.count,
+        "by_hour": list(sizing.by_hour),
+        "price_per_hour": sizing.price_per_hour,
+        "fixed": _bill(sizing, sizing.fixed_replica_hours),
+        "scaled": _bill(sizing, sizing.scaled_replica_hours),
+        "output_tokens": sizing.output_tokens,
+        "simulated_replicas": sizing.simulated,
+        "busiest": sizing.figures or None,
+    }
+
+
+def _bill(sizing: FleetSizing, replica_hours: float) -> JsonDict:
+    return {
+        "replica_hours": replica_hours,
+        "cost_per_million": sizing.cost_per_million(replica_hours),
+    }
+
+
+def _cheapest(sizings: Sequence[FleetSizing]) -> FleetSizing | None:
+    """By the scaled cost; None where not every fleet that would do has a price."""
+    able = [sizing for sizing in sizings if not sizing.problem]
+    if not able or any(sizing.price_per_hour is None for sizing in able):
+        return None
+    return min(able, key=_scaled_cost)
+
+
+def _scaled_cost(sizing: FleetSizing) -> float:
+    return sizing.cost_per_million(sizing.scaled_replica_hours) or math.inf
+
+
+def _show(args: Namespace, load: Load, sizings: list[FleetSizing], report: JsonDict) -> None:
+    from jitney.engine.report.tables import print_lines, print_table
+
+    busiest = max(load.rates)
+    title = f"{args.model}: {busiest:,.6g} requests/s in the busiest {_hour_of(load)}"
+    cheapest = _cheapest(sizings)
+    print_table(_table(sizings, cheapest), title)
+    problems = [f"{each.kind.name}: {each.problem}" for each in sizings if each.problem]
+    print_lines(problems)
+    print(f"planned in {report['planned_in_s']:g} s; assumed:")
+    print_lines(f"  {line}" for line in report["assumed"])
+
+
+def _hour_of(load: Load) -> str:
+    return "hour" if load.hour_s == _HOUR_S else f"{load.hour_s:g} s"
+
+
+_HEADS = (
+    "replica",
+    "seats",
+    "req/s each",
+    "replicas",
+    "spare",
+    "chips",
+    "TTFT p99",
+    "tok/s p1",
+    "refused",
+    "price/h",
+    "cost/M fixed",
+    "cost/M scaled",
+    "",
+)
+
+
+def _table(sizings: Sequence[FleetSizing], cheapest: FleetSizing | None) -> Table:
+    from jitney.engine.report.page import Table
+
+    return Table(list(_HEADS), [_cells(sizing, sizing is cheapest) for sizing in sizings])
+
+
+def _cells(sizing: FleetSizing, is_cheapest: bool) -> list[str]:
+    if sizing.problem:
+        return [sizing.kind.name, *[""] * (len(_HEADS) - 2), "no"]
+    figures = sizing.figures
+    rates = figures["stream_tok_s"]
+    return [
+        sizing.kind.name,
+        str(sizing.seats),
+        f"{sizing.load_req_s:.2f}",
+        str(sizing.replicas),
+        str(sizing.spare),
+        str(sizing.replicas * sizing.kind.roofline.count),
+        f"{1e3 * figures['ttft_s']['p99']:.0f} ms",
+        f"{rates['p1']:.0f}" if rates else "",
+        f"{figures['refused_share']:.2%}",
+        _money(sizing.price_per_hour, 2),
+        _money(sizing.cost_per_million(sizing.fixed_replica_hours), 3),
+        _money(sizing.cost_per_million(sizing.scaled_replica_hours), 3),
+        "cheapest" if is_cheapest else "",
+    ]
+
+
+def _money(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _assumptions(sizings: Sequence[FleetSizing], how: Circumstances) -> Iterator[str]:
+    """Everything that was taken for granted, and how far off it may be, a line each."""
+    lines = [line for sizing in sizings for line in assumptions_of(sizing.kind.roofline)]
+    yield from dict.fromkeys(lines)
+    yield (
+        "step times are estimates from published peaks, not measurements; the replicas' model is "
+        "within 1 % (tokens/s) and 8 % (first token p99) of the scheduler itself on the same step "
+        "times, where pages are not short"
+    )
+    yield _failing(how)
+    yield (
+        f"router {how.router}; the ingress sees loads every 0.25 s and predicted waits every "
+        "second, and takes no time itself; no prefix is found in a cache"
+    )
+    yield (
+        "a load is looked for with 4 replicas, at most 95 % of what their seats can serve; the "
+        "busiest time is simulated with at most 32, with their share of the traffic and at most "
+        f"{how.most_requests:,} requests"
+    )
+    yield "scaled: as many as each hour needs, started so long before it; fixed: as the busiest"
+
+
+def _failing(how: Circumstances) -> str:
+    failures = how.failures
+    return (
+        f"a core dies every {failures.core_mtbf_s / _HOUR_S:g} h and is back in "
+        f"{failures.core_recovery_s:g} s, a chip is lost every "
+        f"{failures.machine_mtbf_s / _HOUR_S:g} h, a replica starts in {how.start_s:g} s; to "
+        "spare: that fewer are up than needed has a chance of 1 in 1,000"
+    )
