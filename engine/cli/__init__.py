@@ -15,6 +15,7 @@ COMMANDS = Commands(
     "In-flight batching for large language models in JAX.",
     {
         "serve": "serve a model over HTTP (OpenAI-compatible), with in-flight batching",
+        "fleet": "serve several engines, and models made of models, behind one endpoint",
         "generate": "complete prompts offline and print the texts",
         "batch": "answer a file of requests without a server, and go on where it stopped",
         "chat": "talk to a model in the terminal",

@@ -75,7 +75,7 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection) -> ReplicatedMo
         parts.patience,
         parts.config.fleet.repeat_streams,
         parts.key if section.urls else "",
-        [Replica(name_of(url), url) for url in section.urls],
+        [Replica(name_of(url), url, parts.key) for url in section.urls],
     )
     parts.watch.begin(model.replicas)
     return model
@@ -96,9 +96,8 @@ async def open_fleet(
     models: dict[str, FleetModel] = {}
     metrics = FleetMetrics(lambda: {name: list(models[name].replicas) for name in models})
     async with _client(transport) as client:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
         section = config.fleet
-        watch = Watch(client, headers, poll_s=section.poll_s, lost_after_s=section.lost_after_s)
+        watch = Watch(client, poll_s=section.poll_s, lost_after_s=section.lost_after_s)
         parts = FleetParts(config, client, metrics, watch, key, models)
         try:
             for name, table in config.models.items():

@@ -59,7 +59,19 @@ AS_OF_A_SERVER = (
 #: Of these, what the environment may give.
 _KEYS = ("api_keys", "admin_keys")
 #: Settings of an engine that its fleet decides.
-_DECIDED = ("host", "port", "served_model_name", "device", "api_key_file", "admin_key_file")
+_DECIDED = (
+    "host",
+    "port",
+    "served_model_name",
+    "device",
+    "data_dir",
+    "drain_s",
+    "api_key_file",
+    "admin_key_file",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "root_path",
+)
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 
 

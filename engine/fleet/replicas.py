@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -49,8 +49,10 @@ class Replica:
 
     #: In logs, metrics and headers; of a fleet, no two have the same.
     name: str
-    #: Without a slash at its end.
-    url: str
+    #: Without a slash at its end; empty: it was not started yet.
+    url: str = ""
+    #: The key that it is looked at with; empty: none.
+    key: str = ""
     state: ReplicaState = "unknown"
     #: Why it is not ready, one line.
     reason: str = "it was not looked at yet"
@@ -169,18 +171,10 @@ def name_of(url: str) -> str:
 
 
 class Watch:
-    """Looks at replicas, each by itself, until it is closed. headers: with which they are asked."""
+    """Looks at replicas, each by itself, until it is closed."""
 
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        headers: Mapping[str, str],
-        *,
-        poll_s: float,
-        lost_after_s: float,
-    ):
+    def __init__(self, client: httpx.AsyncClient, *, poll_s: float, lost_after_s: float):
         self._client = client
-        self._headers = dict(headers)
         self._poll_s = poll_s
         self._lost_after_s = lost_after_s
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
@@ -247,8 +241,9 @@ class Watch:
         replica.open_then = open_then
 
     async def _get(self, replica: Replica, path: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {replica.key}"} if replica.key else {}
         async with asyncio.timeout(_LOOK_S):
-            return await self._client.get(replica.url + path, headers=self._headers)
+            return await self._client.get(replica.url + path, headers=headers)
 
 
 def _reason(answer: httpx.Response) -> str:

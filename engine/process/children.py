@@ -25,7 +25,7 @@ def child_environ() -> dict[str, str]:
 
 async def start_child(
     module: str,
-    *,
+    *arguments: str,
     stdout: int | None = asyncio.subprocess.PIPE,
     env: Mapping[str, str] | None = None,
     limit: int = _LINE_BYTES,
@@ -41,6 +41,7 @@ async def start_child(
         "-P",
         "-m",
         module,
+        *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=stdout,
         env=child_environ() if env is None else env,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,24 @@ from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.ingress import Fleet, create_ingress
 from jitney.engine.fleet.replicas import Replica
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 40}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The JSON events of a stream."""
+    frames = [frame.removeprefix("data: ") for frame in text.split("\n\n") if "data: " in frame]
+    assert frames[-1] == "[DONE]"
+    return [json.loads(frame) for frame in frames[:-1]]
+
+
+def said(text: str) -> str:
+    """What a streamed chat says."""
+    return "".join(
+        choice["delta"].get("content") or ""
+        for event in events(text)
+        for choice in event["choices"]
+    )
 
 
 class _Killed(Exception):
@@ -133,12 +151,3 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
     with served(app, limits) as (url, _):
         until(lambda: bool(found), 30)
         yield Served(url, *found[0])
-
-
-def gather(*calls: Any) -> list[Any]:
-    """Run coroutines at once."""
-
-    async def all_of() -> list[Any]:
-        return await asyncio.gather(*calls)
-
-    return asyncio.run(all_of())

@@ -9,28 +9,20 @@ from typing import Any
 
 import pytest
 from api_fakes import FakeClient, Script, until
-from fleet_engines import FakeEngine, Served, engines, fleet_of, toml
+from fleet_engines import (
+    CHAT,
+    FakeEngine,
+    Served,
+    engines,
+    events,
+    fleet_of,
+    said,
+    toml,
+)
 
 from jitney.engine.errors import ErrorInfo
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 40}
 TEXT = "Hello, wörld!"
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    """The JSON events of a stream."""
-    frames = [frame.removeprefix("data: ") for frame in text.split("\n\n") if "data: " in frame]
-    assert frames[-1] == "[DONE]"
-    return [json.loads(frame) for frame in frames[:-1]]
-
-
-def said(text: str) -> str:
-    """What a streamed chat says."""
-    return "".join(
-        choice["delta"].get("content") or ""
-        for event in events(text)
-        for choice in event["choices"]
-    )
 
 
 def full(retry_after: float) -> Script:

@@ -1,0 +1,181 @@
+"""`jitney fleet serve`: the endpoint of a fleet in this process, its engines in their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.listen import (
+    AcceptedKeys,
+    base_url,
+    check_tls,
+    listen,
+    read_key_file,
+    read_keys,
+)
+from jitney.engine.config.schema import Config
+from jitney.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from jitney.engine.fleet.build import FleetParts
+    from jitney.engine.fleet.config import FleetConfig
+    from jitney.engine.fleet.ingress import Fleet
+    from jitney.engine.fleet.local import LocalEngines
+
+_log = logging.getLogger("jitney")
+
+#: Seconds that answers get to leave after the drain.
+_FAREWELL_S = 3.0
+_COMMAND = Command(
+    "fleet serve",
+    "Serve the models of a fleet.toml: engines that are started here and engines elsewhere, behind "
+    "one endpoint.",
+    [
+        FlagGroup(
+            (
+                Flag("file", {"metavar": "FILE", "help": "a fleet.toml: docs/fleet.md"}),
+                Flag.of("--host", "address to listen on, in place of the file's", metavar="TEXT"),
+                Flag.whole("--port", "port to listen on, in place of the file's"),
+                Flag.of(
+                    "--on",
+                    "what starts the engines: processes of this machine, or ray (extra ray): "
+                    "actors of Ray Serve with their CPUs, GPUs or TPUs",
+                    "processes",
+                    choices=("processes", "ray"),
+                ),
+            )
+        )
+    ],
+    usage="jitney fleet serve FILE [FLAG ...]",
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
+    its number after a second signal, else 1.
+    """
+    from jitney.engine.fleet.config import read_fleet
+
+    args = _COMMAND.parse(arguments)
+    given = {name: getattr(args, name) for name in ("host", "port")}
+    flags = {name: value for name, value in given.items() if value is not None}
+    config = read_fleet(args.file, os.environ, flags)
+    check_tls(config.server)
+    keys = read_keys(config.server)
+    if args.on == "ray":
+        raise ConfigError("--on ray is not here yet")
+    return _start(config, keys)
+
+
+def _start(config: FleetConfig, keys: AcceptedKeys) -> int:
+    from jitney.engine.cli.descriptors import raise_descriptor_limit
+    from jitney.engine.cli.display import make_display
+
+    raise_descriptor_limit()
+    make_display(config.server.log_level).close()
+    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
+        return asyncio.run(_serve(config, keys, bound))
+
+
+async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket) -> int:
+    from jitney.engine.fleet.build import open_fleet
+    from jitney.engine.fleet.local import LocalEngines
+
+    key_file = config.fleet.engine_key_file
+    key = read_key_file(str(config.path(key_file))) if key_file else ""
+    async with open_fleet(config, key) as (fleet, parts):
+        engines = LocalEngines(config, parts, keys.users, keys.admins)
+        return await _Serving(config, keys, bound, fleet, parts, engines).run()
+
+
+class _Serving:
+    """One run: the endpoint, the engines, and the order in which they come and go."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        keys: AcceptedKeys,
+        bound: socket.socket,
+        fleet: Fleet,
+        parts: FleetParts,
+        engines: LocalEngines,
+    ):
+        self.config = config
+        self.bound = bound
+        self.fleet = fleet
+        self.parts = parts
+        self.engines = engines
+        self.web = self._web_server(keys)
+        #: Numbers of the signals that came.
+        self.signals: asyncio.Queue[int] = asyncio.Queue()
+
+    def _web_server(self, keys: AcceptedKeys) -> uvicorn.Server:
+        from jitney.engine.api.connections import Connections
+        from jitney.engine.cli.serve import limits, web_server
+        from jitney.engine.fleet.ingress import create_ingress
+
+        config = Config(server=self.config.server)
+        settings = limits(config, keys)
+        app = create_ingress(self.fleet, settings)
+        return web_server(config, settings, app, Connections(settings))
+
+    async def run(self) -> int:
+        """Answer probes at once, start the engines, serve, drain. Raises JitneyError if an engine
+        cannot be started.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.signals.put_nowait, number)
+        web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
+        work = asyncio.create_task(self._work())
+        stop = asyncio.create_task(self.signals.get())
+        try:
+            await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()  # the reason, as an exception
+            return await self._drain() if stop.done() else 1
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await self._close(web)
+
+    async def _work(self) -> None:
+        """Start everything, say so, and keep the engines running."""
+        await self.engines.start()
+        url = base_url(self.config.server, self.bound.getsockname()[1])
+        print(f"Jitney's fleet serves {', '.join(self.fleet.models)}", flush=True)
+        print(f"  endpoint  {url}/v1", flush=True)
+        print(f"  engines   {url}/fleet/replicas", flush=True)
+        await self.engines.watch()
+
+    async def _drain(self) -> int:
+        """Let running requests finish, at most drain_s seconds; a second signal ends everything at
+        once. Returns the exit status.
+        """
+        limit = self.config.server.drain_s
+        self.fleet.begin_drain()
+        _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
+        drained = asyncio.create_task(self.fleet.drained())
+        again = asyncio.create_task(self.signals.get())
+        await asyncio.wait((drained, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        again.cancel()
+        if again.done() and not again.cancelled():
+            self.web.force_exit = True
+            self.engines.kill()
+            return 128 + again.result()
+        return 0 if self.fleet.is_idle else 1
+
+    async def _close(self, web: asyncio.Task[None]) -> None:
+        self.web.should_exit = True
+        await asyncio.wait((web,), timeout=_FAREWELL_S)
+        await self.engines.close()

@@ -1,0 +1,122 @@
+"""Engines that a fleet starts itself: processes that come, die under load, come back, and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fleet_engines import CHAT, said
+
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.cli import main
+from jitney.engine.errors import JitneyError
+from jitney.engine.fleet import local
+from jitney.engine.fleet.build import open_fleet
+from jitney.engine.fleet.config import ReplicasSection, read_fleet
+from jitney.engine.fleet.ingress import create_ingress
+from jitney.engine.fleet.local import LocalEngines, engine_arguments
+
+SUPPORT = Path(__file__).parents[2] / "support"
+ANSWER = "Hello, wörld! " * 4
+
+
+@pytest.fixture(autouse=True)
+def _fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "ENGINE_MODULE", "fake_fleet_engine")
+    paths = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", paths)
+
+
+@asynccontextmanager
+async def running(folder: Path, text: str, keys: tuple[str, ...] = ()) -> AsyncIterator[Any]:
+    """(the engines, an HTTP client of the fleet's endpoint)."""
+    file = folder / "fleet.toml"
+    file.write_text(f"[fleet]\npoll_s = 0.05\ndrain_s = 1\n{text}")
+    config = read_fleet(file)
+    async with open_fleet(config) as (fleet, parts):
+        engines = LocalEngines(config, parts, (), keys)
+        transport = httpx.ASGITransport(create_ingress(fleet, ServerSettings()))
+        try:
+            key = {"authorization": f"Bearer {''.join(keys)}"}
+            url = "http://localhost"
+            async with httpx.AsyncClient(transport=transport, base_url=url, headers=key) as http:
+                yield engines, http
+        finally:
+            await engines.close()
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_killed_engine_loses_no_request_and_is_started_again(tmp_path: Path):
+    """Twelve streams and twelve plain answers; half of them were at the one that is killed."""
+
+    async def scene() -> None:
+        text = '[models.m]\nreplicas = 2\nrouter = "round-robin"\n'
+        async with running(tmp_path, text, ("boss",)) as (engines, http):
+            await engines.start()
+            watching = asyncio.create_task(engines.watch())
+            first, second = engines.engines["m"]
+            bodies = [CHAT | {"max_tokens": 80, "stream": bool(turn % 2)} for turn in range(24)]
+            asked = [
+                asyncio.create_task(http.post("/v1/chat/completions", json=body, timeout=60))
+                for body in bodies
+            ]
+            await _until(lambda: first.replica.open >= 8)
+            await asyncio.sleep(0.1)  # some tokens into the streams
+            process = first._process
+            os.kill(process.pid, signal.SIGKILL)
+            answers = await asyncio.gather(*asked)
+            assert [answer.status_code for answer in answers] == [200] * 24
+            for body, answer in zip(bodies, answers, strict=True):
+                whole = said(answer.text) if body["stream"] else answer.text
+                assert ANSWER in whole
+            assert first.replica.lost > 0 and second.replica.lost == 0
+            await _until(lambda: first._process is not process and first.replica.state == "ready")
+            watching.cancel()
+
+    asyncio.run(scene())
+
+
+def test_one_that_cannot_start_says_so(tmp_path: Path):
+    async def scene() -> None:
+        async with running(tmp_path, "[models.broken]\nreplicas = 1\n") as (engines, _):
+            with pytest.raises(JitneyError, match="broken-0 ended with status 3 before it was"):
+                await engines.start()
+
+    asyncio.run(scene())
+
+
+def test_engines_get_their_settings_devices_and_ports(tmp_path: Path):
+    text = (
+        '[models.m]\nreplicas = 2\ndevices = ["0", "1"]\nconfig = "engine.toml"\n'
+        "settings = { max_seats = 4, prefix_cache = false, token_buckets = [8, 16] }\n"
+    )
+    (tmp_path / "engine.toml").write_text("[engine]\ntoken_budget = 16\n")
+    (tmp_path / "fleet.toml").write_text(text)
+    config = read_fleet(tmp_path / "fleet.toml")
+    section = config.models["m"]
+    assert isinstance(section, ReplicasSection)
+    words = " ".join(engine_arguments(config, "m", section, 1, 9123))
+    assert f"serve --config {tmp_path}/engine.toml --max-seats 4 --no-prefix-cache" in words
+    assert "--token-buckets 8,16" in words and "--device 1" in words and "--port 9123" in words
+
+
+def test_the_command_refuses_what_is_wrong_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "fleet.toml").write_text("[models.m]\nreplica = 1\n")
+    assert main(["fleet", "serve", str(tmp_path / "fleet.toml")]) == 2
+    said = capsys.readouterr().err
+    assert "[models.m] replica is unknown; did you mean replicas?" in said
+    assert said.count("\n") == 1
