@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.proof_attention import attention_errors
+from jitney.kernels.proof_attention import attention_errors, case_errors, case_shapes
 from jitney.kernels.proof_products import (
     cut_errors,
     head_errors,
@@ -111,11 +112,24 @@ def _replaces_reference(kernels: KernelSet, kernel: str) -> bool:
     return any(getattr(kernels, field) is not getattr(plain, field) for field in FIELDS[kernel])
 
 
+def prove_case(kernels: KernelSet, case: AttentionCase) -> Proof:
+    """Compare attention with its definition in one case, on this device; never raises."""
+    (proof,) = _compared("attention", case_shapes(case), lambda: case_errors(kernels, case))
+    return proof
+
+
 def _proved(kernel: str, kernels: KernelSet, shapes: ServedShapes) -> list[Proof]:
     """The proof of one kernel; none if this engine never calls it."""
+    return _compared(kernel, shapes, lambda: CHECKS[kernel](kernels, shapes))
+
+
+def _compared(
+    kernel: str, shapes: ServedShapes, compare: Callable[[], Iterator[float]]
+) -> list[Proof]:
+    """The proof that comes of the errors; none if there are none."""
     limit = _limit_for(kernel, shapes)
     try:
-        errors = list(CHECKS[kernel](kernels, shapes))
+        errors = list(compare())
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return [Proof(kernel, float("inf"), limit, reason)]

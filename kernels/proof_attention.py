@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
+from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof_shapes import MOST_ROWS, ServedShapes, distance
 from jitney.kernels.scales import limit_of
@@ -113,6 +114,47 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
     sizes = sorted({shapes.decode[0], shapes.decode[-1]})
     steps = [_decode_step(shapes, seats) for seats in sizes]
     steps.append(_mixed_step(shapes))
+    yield from _errors_of(kernels, shapes, steps)
+
+
+def case_errors(kernels: KernelSet, case: AttentionCase) -> Iterator[float]:
+    """Of one made-up batch, in the dtypes that it names."""
+    shapes = case_shapes(case)
+    seqs = case.seqs or len(case.lens)
+    rows = case.rows or sum(case.counts)
+    step = _make_step(shapes, list(case.decode), list(case.prompts), rows=rows, seqs=seqs)
+    yield from _errors_of(kernels, shapes, [step])
+
+
+def case_shapes(case: AttentionCase) -> ServedShapes:
+    """What attention is asked for in a case; nothing else is."""
+    n_heads, n_kv_heads, head_dim = case.heads
+    return ServedShapes(
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        hidden_size=n_heads * head_dim,
+        vocab_size=0,
+        eps=1e-5,
+        qk_norm=False,
+        windows=(case.window,),
+        page_size=case.page,
+        pages=case.pages,
+        context=case.pages * case.page,
+        dtype=case.dtype,
+        kv_dtype=case.pool,
+        matrices=(),
+        table=0,
+        decode=(),
+        mixed=(),
+        softcap=case.softcap,
+    )
+
+
+def _errors_of(
+    kernels: KernelSet, shapes: ServedShapes, steps: list[_AttentionStep]
+) -> Iterator[float]:
+    """Of all steps for each window; of the last one where a kernel rotates and writes."""
     writes = kernels.rotate_and_write is None
     if not writes:
         yield from _rotation_errors(kernels, shapes, steps[-1])

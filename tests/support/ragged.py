@@ -10,42 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jitney.kernels.attention_cases import AttentionCase as Case
 from jitney.kernels.interface import AttentionMeta
 
 QUANTISED = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One batch and the options of one call: decode holds context lengths, prompts (context, new
-    rows) pairs.
-    """
-
-    heads: tuple[int, int, int]  # query heads, key heads, head dim
-    decode: tuple[int, ...] = ()
-    prompts: tuple[tuple[int, int], ...] = ()
-    rows: int = 0  # T; 0: as many as there are
-    seqs: int = 0  # S; 0: as many as there are
-    page: int = 16
-    pages: int = 32  # of each sequence's table
-    window: int = 0
-    softcap: float = 0.0
-    dtype: str = "float32"
-    pool: str = "float32"
-    scales: str = "head"  # or "pool"; for a quantised pool
-    spare: int = 4  # pages that nobody owns, the trash page one of them
-
-    @property
-    def lens(self) -> list[int]:
-        return [*self.decode, *(length for length, _ in self.prompts)]
-
-    @property
-    def counts(self) -> list[int]:
-        return [1] * len(self.decode) + [count for _, count in self.prompts]
-
-    @property
-    def n_pages(self) -> int:
-        return self.spare + sum(-(-length // self.page) for length in self.lens)
 
 
 @dataclass

@@ -23,43 +23,14 @@ from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
 from jitney.kernels import reference
+from jitney.kernels.attention_cases import CASES as ATTENTION
+from jitney.kernels.attention_cases import MIXED
 from jitney.kernels.select import select
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 
 KERNELS = TritonKernels(Interpreted())
 OLDER = TritonKernels(Interpreted(sm=89))  # a GPU on which XLA does not widen fp8 inside a product
-MIXED = Case((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=24)
-DECODE = Case((8, 2, 64), (1, 700, 33, 257), rows=8, seqs=8, pages=64)
 SHORT = Case((8, 2, 64), (5, 20), ((30, 10),), rows=16, seqs=4)
-
-ATTENTION = {
-    "decode": DECODE,
-    "decode of contexts that double the span": Case(
-        (4, 1, 32), (9000, 300, 8193), page=128, pages=128
-    ),
-    "decode that needs no merge": Case((4, 4, 64), (250, 3, 64), rows=4, seqs=4, pages=16),
-    "prompts alone": Case((8, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8),
-    "mixed": MIXED,
-    "window in decode": replace(DECODE, window=100),
-    "window in mixed": replace(MIXED, window=24),
-    "softcap": replace(MIXED, softcap=5.0),
-    "window, softcap in decode": replace(DECODE, window=300, softcap=20.0),
-    "no group": Case((3, 3, 64), (40, 90), ((30, 20),), rows=32, seqs=4, page=32, pages=8),
-    "group of three": Case((9, 3, 64), (40, 90), ((130, 60),), rows=64, seqs=4),
-    "group of seven": Case((14, 2, 64), (77,), ((170, 40),), rows=64, seqs=3, pages=30),
-    "group of thirty-two": Case((32, 1, 64), (77,), ((90, 40),), rows=64, seqs=2),
-    "group wider than a tile": Case((142, 1, 64), (20,), ((40, 7),), rows=16, seqs=2),
-    "head dim 80": Case((4, 2, 80), (300,), ((100, 70),), rows=80, seqs=2),
-    "head dim 96": Case((4, 2, 96), (300,), ((100, 70),), rows=80, seqs=2, page=64, pages=8),
-    "head dim 128": Case((4, 2, 128), (300,), ((100, 70),), rows=80, seqs=2, page=128, pages=4),
-    "head dim 256": Case((4, 2, 256), (300,), ((100, 40),), rows=48, seqs=2),
-    "int8 pool": replace(MIXED, pool="int8"),
-    "int8 pool, one factor": replace(DECODE, pool="int8", scales="pool"),
-    "fp8 e4m3 pool": replace(MIXED, pool="float8_e4m3fn"),
-    "fp8 e5m2 pool": replace(DECODE, pool="float8_e5m2"),
-    "float16": replace(MIXED, dtype="float16", pool="float16"),
-    "float16 over int8": replace(DECODE, dtype="float16", pool="int8"),
-}
 
 
 def attend(batch: Batch, kernels: Any = KERNELS) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,88 @@
+"""Batches on which attention is compared with its definition: every head size, group, window, cap
+and kind of pool that a kernel set must take.
+
+One table: the tests interpret it, and `jitney bench device` runs it where the kernels will serve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One batch and the options of one call: decode holds context lengths, prompts (context, new
+    rows) pairs.
+    """
+
+    heads: tuple[int, int, int]  # query heads, key heads, head dim
+    decode: tuple[int, ...] = ()
+    prompts: tuple[tuple[int, int], ...] = ()
+    rows: int = 0  # T; 0: as many as there are
+    seqs: int = 0  # S; 0: as many as there are
+    page: int = 16
+    pages: int = 32  # of each sequence's table
+    window: int = 0
+    softcap: float = 0.0
+    dtype: str = "float32"
+    pool: str = "float32"
+    scales: str = "head"  # or "pool"; for a quantised pool
+    spare: int = 4  # pages that nobody owns, the trash page one of them
+
+    @property
+    def lens(self) -> list[int]:
+        return [*self.decode, *(length for length, _ in self.prompts)]
+
+    @property
+    def counts(self) -> list[int]:
+        return [1] * len(self.decode) + [count for _, count in self.prompts]
+
+    @property
+    def n_pages(self) -> int:
+        return self.spare + sum(-(-length // self.page) for length in self.lens)
+
+    def served_as(self, dtype: str) -> AttentionCase:
+        """The case as an engine of that dtype meets it: activations, and a pool of floats, have
+        it.
+        """
+        pool = dtype if self.pool == self.dtype else self.pool
+        return replace(self, dtype=dtype, pool=pool)
+
+
+MIXED = AttentionCase((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=24)
+DECODE = AttentionCase((8, 2, 64), (1, 700, 33, 257), rows=8, seqs=8, pages=64)
+
+CASES = {
+    "decode": DECODE,
+    "decode of contexts that double the span": AttentionCase(
+        (4, 1, 32), (9000, 300, 8193), page=128, pages=128
+    ),
+    "decode that needs no merge": AttentionCase((4, 4, 64), (250, 3, 64), rows=4, seqs=4, pages=16),
+    "prompts alone": AttentionCase(
+        (8, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8
+    ),
+    "mixed": MIXED,
+    "window in decode": replace(DECODE, window=100),
+    "window in mixed": replace(MIXED, window=24),
+    "softcap": replace(MIXED, softcap=5.0),
+    "window, softcap in decode": replace(DECODE, window=300, softcap=20.0),
+    "no group": AttentionCase((3, 3, 64), (40, 90), ((30, 20),), rows=32, seqs=4, page=32, pages=8),
+    "group of three": AttentionCase((9, 3, 64), (40, 90), ((130, 60),), rows=64, seqs=4),
+    "group of seven": AttentionCase((14, 2, 64), (77,), ((170, 40),), rows=64, seqs=3, pages=30),
+    "group of thirty-two": AttentionCase((32, 1, 64), (77,), ((90, 40),), rows=64, seqs=2),
+    "group wider than a tile": AttentionCase((142, 1, 64), (20,), ((40, 7),), rows=16, seqs=2),
+    "head dim 80": AttentionCase((4, 2, 80), (300,), ((100, 70),), rows=80, seqs=2),
+    "head dim 96": AttentionCase(
+        (4, 2, 96), (300,), ((100, 70),), rows=80, seqs=2, page=64, pages=8
+    ),
+    "head dim 128": AttentionCase(
+        (4, 2, 128), (300,), ((100, 70),), rows=80, seqs=2, page=128, pages=4
+    ),
+    "head dim 256": AttentionCase((4, 2, 256), (300,), ((100, 40),), rows=48, seqs=2),
+    "int8 pool": replace(MIXED, pool="int8"),
+    "int8 pool, one factor": replace(DECODE, pool="int8", scales="pool"),
+    "fp8 e4m3 pool": replace(MIXED, pool="float8_e4m3fn"),
+    "fp8 e5m2 pool": replace(DECODE, pool="float8_e5m2"),
+    "float16": replace(MIXED, dtype="float16", pool="float16"),
+    "float16 over int8": replace(DECODE, dtype="float16", pool="int8"),
+}
