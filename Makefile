@@ -75,7 +75,7 @@ test-compile: $(DEV) build/cuda build/tpu
 
 # pyright cannot ask an editable install where jitney's packages are, so it gets a folder of links.
 build/typing/jitney:
-	@mkdir -p $@ && ln -sfn ../../../engine ../../../kernels ../../../dashboard $@/
+	@mkdir -p $@ && ln -sfn ../../../engine ../../../kernels ../../../dashboard ../../../__main__.py $@/
 
 lint: $(DEV) | build/typing/jitney
 	$(BIN)/ruff format --check .
