@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from jitney.engine.bench.device.report import goal_table, write
-from jitney.engine.bench.device.rows import NAMES
-from jitney.engine.bench.device.run import PARTS, DevicePlan, DeviceResults, check_parts, measure
+from jitney.engine.bench.device.report import goal_table, numerics
+from jitney.engine.bench.device.rows import NAMES, TINY
+from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan, check_parts, measure
+from jitney.engine.bench.device.saved import ResultFiles
 from jitney.engine.cli.bench_flags import check_numbers
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.config.platforms import check_platform
@@ -39,15 +39,23 @@ _FLAGS = (
     Flag.of("--platform", "where to run", "auto", choices=("auto", "cpu", "cuda", "tpu")),
     Flag.of(
         "--only",
-        f"parts to run, in this order; floors always are. {_PARTS_HELP}",
+        f"parts to run, in this order; those with times measure floors first. {_PARTS_HELP}",
         "",
         metavar="A,B",
     ),
     Flag.number(
         "--budget-s",
-        "seconds for everything; what matters most comes first, and nothing new begins after that",
-        1800.0,
+        "seconds for this call; what matters most comes first, no part has more than 300, and a "
+        "later call goes on where this one stopped",
+        TOTAL_S,
     ),
+    Flag.switch("--check", "only compare answers, and time nothing"),
+    Flag.switch(
+        "--rehearse",
+        "every part at the tiny shape on the CPU, whatever device is here: it shows that all of "
+        "it runs",
+    ),
+    Flag.switch("--again", "measure anew, into files of its own, what earlier calls have measured"),
     Flag.of(
         "--out-dir",
         "where the JSON file and the Markdown page go [docs/benchmarks where that is, else here]",
@@ -65,35 +73,33 @@ _COMMAND = Command(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Measure, write both files after every row, print the goals; exit status 0, 1 if a kernel gave
-    wrong answers.
+    """Measure, write both files after every row, print the goals; exit status 0, 1 if something
+    gave wrong answers.
     """
     args = _COMMAND.parse(arguments)
     check_numbers(args, budget_s=1, page_size=8)
-    folder = _folder(args.out_dir)
-    results = measure(_plan_from(args), partial(_save, folder), say)
+    files = ResultFiles(_folder(args.out_dir), again=args.again)
+    results = measure(_plan_from(args), files, say)
+    print(numerics(results))
     print("\n".join(goal_table(results)))
-    print("written:", *write(results, folder))
-    return int(any("WRONG" in row.note for row in results.rows))
-
-
-def _save(folder: Path, results: DeviceResults) -> None:
-    if results.floors is not None:
-        write(results, folder)
+    print("written:", *(files.save(results) or ()))
+    return int(bool(results.wrong))
 
 
 def _plan_from(args: Namespace) -> DevicePlan:
     """What the flags ask for. ConfigError where the platform is not here."""
-    settings = EngineSection(platform=args.platform, page_size=args.page_size or 16)
+    platform = "cpu" if args.rehearse else args.platform
+    settings = EngineSection(platform=platform, page_size=args.page_size or 16)
     check_platform(settings.platform)
+    only = check_parts(args.only.split(",") if args.only else ())
     return DevicePlan(
-        shape=args.shape,
+        shape=TINY if args.rehearse else args.shape,
         dtype=args.dtype,
         kernels=args.kernels,
         against=args.against,
         platform=settings.platform,
         page_size=args.page_size or 0,
-        only=check_parts(args.only.split(",") if args.only else ()),
+        only=("check",) if args.check else only,
         seconds=args.budget_s,
         environment=platform_environment(settings),
     )

@@ -16,9 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, timing_fields
+from jitney.engine.bench.device.rows import (
+    BATCH,
+    PartJob,
+    Row,
+    Task,
+    Tasks,
+    batch_case,
+    timing_fields,
+)
 from jitney.engine.bench.device.steps import StepBench, compile_buckets, make_bench
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Bucket, Buckets, make_buckets
@@ -38,43 +47,64 @@ _HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
 def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
-    """The two runs; weights in the run's dtype."""
-    kernels = sets[0]
-    get = cache(partial(_make_traffic, job, kernels, dtype))
-    kept = f"{job.sizes.streams} streams, {jnp.dtype(dtype)}"
-    n_prompt, n_output = job.sizes.batch
-    case = f"{kept}, {n_prompt} + {n_output} tokens"
-    batch = job.row("batch of equal requests", case, kernels.label, "peer")
-    yield Task(batch, partial(_batch_rows, job, get))
-    loop = job.row("closed loop", kept, kernels.label)
+    """The closed loop, and the batch that the goal is about; weights in the run's dtype."""
+    kernels, streams = sets[0], job.sizes.streams
+    get = cache(partial(make_traffic, job, kernels, dtype))
+    loop = job.row("closed loop", f"{streams} streams, {jnp.dtype(dtype)}", kernels.label)
     yield Task(loop, partial(_loop_rows, job, get))
+    batch = job.row(BATCH, batch_case(job, streams), kernels.label, "peer")
+    yield Task(batch, partial(_batch_rows, job, get, streams))
 
 
-def _loop_buckets(job: PartJob) -> Buckets:
-    """Few programs: a large and a small decode step, and two sizes with prompt rows."""
-    seats, budget = job.sizes.streams, job.sizes.token_budget
+def crowds(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+    """The batch of equal requests with fewer and with more streams, on one engine."""
+    kernels, sizes = sets[0], job.sizes
+    get = cache(partial(make_traffic, job, kernels, dtype, seat_sizes=sizes.crowds))
+    for streams in sizes.crowds:
+        row = job.row(BATCH, batch_case(job, streams), kernels.label)
+        yield Task(row, partial(_batch_rows, job, get, streams))
+
+
+def _loop_buckets(job: PartJob, seat_sizes: Sequence[int]) -> Buckets:
+    """Few programs: the decode steps asked for, and two sizes with prompt rows."""
+    seats, budget = max(seat_sizes), job.sizes.token_budget
     return make_buckets(
         max_seats=seats,
         token_budget=budget,
-        seat_sizes=(max(1, seats // 4), seats),
+        seat_sizes=tuple(seat_sizes),
         token_sizes=(max(2 * seats, budget // 4), budget),
     )
 
 
-def _make_traffic(job: PartJob, kernels: KernelSet, dtype: Any) -> tuple[OfflineBench, StepBench]:
-    """A core with as many seats as streams; the greedy programs are all that is compiled."""
-    buckets, sizes = _loop_buckets(job), job.sizes
-    context = max(sum(sizes.loop), sum(sizes.batch)) + job.page_size
-    bench = make_bench(job, kernels, dtype, "plain", buckets, context)
+def make_traffic(
+    job: PartJob,
+    kernels: KernelSet,
+    dtype: Any,
+    *,
+    weights: str = "plain",
+    config: ModelConfig | None = None,
+    context: int = 0,
+    seat_sizes: Sequence[int] = (),
+) -> tuple[OfflineBench, StepBench]:
+    """A core whose greedy programs are all that is compiled.
+
+    config: the job's unless given. context: of a request, 0: what batch and loop need. seat_sizes:
+    of decode steps, the greatest the number of seats; (): for the job's streams.
+    """
+    sizes = job.sizes
+    seats = tuple(seat_sizes) or (max(1, sizes.streams // 4), sizes.streams)
+    buckets = _loop_buckets(job, seats)
+    context = (context or max(sum(sizes.loop), sum(sizes.batch))) + job.page_size
+    bench = make_bench(job, kernels, dtype, weights, buckets, context, config)
     compile_buckets(bench, buckets.all())
     bench.runner.warm_up()
     pool = PagePool(bench.positions // job.page_size + 1, job.page_size, retain=False)
-    limits = SchedulerLimits(max_seats=sizes.streams, context_length=context)
+    limits = SchedulerLimits(max_seats=buckets.seats, context_length=context)
     scheduler = Scheduler(limits, buckets, pool, eos_ids=(), vocab_size=job.config.vocab_size)
     return OfflineBench(EngineCore(scheduler, bench.runner, Ledger()), lambda text: []), bench
 
 
-def _random_requests(
+def random_requests(
     job: PartJob, count: int, prompt: tuple[int, int], output: tuple[int, int]
 ) -> list[PromptedArrival]:
     """Requests whose lengths are drawn evenly from the ranges, both ends included."""
@@ -88,11 +118,10 @@ def _random_requests(
     return requests
 
 
-def _batch_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
+def _batch_rows(job: PartJob, get: _GetTraffic, streams: int, row: Row) -> Iterator[Row]:
     traffic, bench = get()
     n_prompt, n_output = job.sizes.batch
-    streams = job.sizes.streams
-    requests = _random_requests(job, streams, (n_prompt, n_prompt), (n_output, n_output))
+    requests = random_requests(job, streams, (n_prompt, n_prompt), (n_output, n_output))
     traffic.warm_up(requests, _WARM_S if bench.weight_bytes > 1 << 30 else 0.0)
     yield _run_row(job, bench, traffic.run(requests, concurrency=streams), row)
 
@@ -102,7 +131,7 @@ def _loop_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
     traffic, bench = get()
     sizes = job.sizes
     prompt, output = ((most // 4, most) for most in sizes.loop)
-    requests = _random_requests(job, sizes.requests, prompt, output)
+    requests = random_requests(job, sizes.requests, prompt, output)
     run = traffic.run(requests, concurrency=sizes.streams)
     yield _run_row(job, bench, run, row)
     yield _gap_row(run, replace(row, name="host gap", goal="gap"))

@@ -21,7 +21,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted, timing_fields
+from jitney.engine.bench.device.rows import (
+    BATCH,
+    PartJob,
+    Row,
+    Task,
+    Tasks,
+    batch_case,
+    noted,
+    timing_fields,
+)
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
 from jitney.engine.types import JsonDict
@@ -48,8 +57,12 @@ def missing(*packages: str) -> str:
 
 
 def _tasks(tasks: Tasks) -> Tasks:
+    return where_installed(tasks, "torch", "transformers")
+
+
+def where_installed(tasks: Tasks, *packages: str) -> Tasks:
     """The same, or rows that say why the peer cannot run."""
-    why = missing("torch", "transformers")
+    why = missing(*packages)
     for task in tasks:
         if why:
             task = Task(task.row, lambda row: [noted(row, why)])
@@ -57,11 +70,21 @@ def _tasks(tasks: Tasks) -> Tasks:
 
 
 def batching(job: PartJob) -> Tasks:
-    """transformers' `generate_batch`, as many requests as streams, all at once."""
-    n_prompt, n_output = job.sizes.batch
-    case = f"{job.sizes.streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
-    row = job.row("batch of equal requests", case, _CONTINUOUS, "peer's")
-    yield from _tasks(iter([Task(row, partial(_batching_row, job))]))
+    """transformers' `generate_batch`, as many requests as streams, all at once: the batch that the
+    goal is about, then those of `crowds`.
+    """
+    get = cache(partial(_make_model, job))
+    yield from _tasks(batch_tasks(job, _CONTINUOUS, "peer's", partial(_batching_row, job, get)))
+
+
+def batch_tasks(
+    job: PartJob, by: str, goal: str, run: Callable[[int, Row], Iterator[Row]]
+) -> Tasks:
+    """A task for each number of streams; the goal is that of the first. run: with so many."""
+    others = [streams for streams in job.sizes.crowds if streams != job.sizes.streams]
+    for streams in (job.sizes.streams, *others):
+        counts = goal if streams == job.sizes.streams else ""
+        yield Task(job.row(BATCH, batch_case(job, streams), by, counts), partial(run, streams))
 
 
 def torch_tasks(job: PartJob) -> Tasks:
@@ -128,24 +151,43 @@ def _make_model(job: PartJob) -> Any:
         torch.set_default_dtype(previous)
 
 
-def _batching_row(job: PartJob, row: Row) -> Iterator[Row]:
-    """Output tokens a second of the second of two batches; the first one captures and compiles."""
-    (n_prompt, n_output), streams, model = job.sizes.batch, job.sizes.streams, _make_model(job)
-    options = _batching_options(model, n_output)
-    outputs, seconds = {}, 0.0
+def _batching_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) -> Iterator[Row]:
+    model = get()
+    options = _batching_options(model, job.sizes.batch[1])
+
+    def answer(prompts: list[list[int]]) -> int:
+        outputs = model.generate_batch(inputs=prompts, **options)
+        wait()
+        return sum(len(output.generated_tokens) for output in outputs.values())
+
+    try:
+        yield second_batch(job, streams, answer, row)
+    finally:
+        # It was made for so many streams, and holds most of the memory.
+        getattr(model, "destroy_cached_continuous_batching_manager", int)()
+
+
+def second_batch(
+    job: PartJob, streams: int, answer: Callable[[list[list[int]]], int], row: Row
+) -> Row:
+    """Output tokens a second of the second of two batches; the first one captures and compiles.
+
+    answer: computes the prompts' answers and returns how many tokens they have.
+    """
+    n_prompt, n_output = job.sizes.batch
+    seconds = 0.0
     for turn in range(2):
         # Other prompts each time, or a prefix cache would answer for the second run.
         prompts = _random_prompts(job, streams, n_prompt, turn)
-        wait()
         started = time.perf_counter()
-        outputs = model.generate_batch(inputs=prompts, **options)
-        wait()
+        tokens = answer(prompts)
         seconds = time.perf_counter() - started
-    tokens = sum(len(output.generated_tokens) for output in outputs.values())
-    if tokens != streams * n_output:
-        raise RuntimeError(f"{tokens} tokens came out of {streams} requests for {n_output} each")
-    figures = {"tokens_s": tokens / seconds}
-    yield replace(row, figures=figures, **timing_fields([seconds]))
+        if tokens != streams * n_output:
+            raise RuntimeError(
+                f"{tokens} tokens came out of {streams} requests for {n_output} each"
+            )
+    figures = {"tokens_s": streams * n_output / seconds}
+    return replace(row, figures=figures, **timing_fields([seconds]))
 
 
 def _batching_options(model: Any, n_output: int) -> JsonDict:
@@ -200,6 +242,7 @@ def _compiled_row(
     """One decode step of a compiled model whose cache holds `context` positions of each sequence,
     and a few more.
     """
+    skipped = _graphs_skipped()
     spent = _samples(_compiled_step(get(), seqs, context), job.sizes.sample_s)
     number = "f32" if job.dtype == "float32" else "bf16"
     cost = ModelCost(job.config, number, number)
@@ -207,31 +250,55 @@ def _compiled_row(
     moved = sum(cost.read_bytes(seqs, work))
     floor_s, bound = job.measured.of(moved, sum(cost.operations(seqs, seqs, work)))
     figures = {"tokens_s": seqs / median(spent)}
+    if place().type == "cuda":
+        figures["CUDA graphs skipped"] = float(_graphs_skipped() - skipped)
     yield replace(row, floor_s=floor_s, bound=bound, figures=figures, **timing_fields(spent))
 
 
+def _graphs_skipped() -> int:
+    """How many graphs PyTorch has left out so far, where "reduce-overhead" asked for them."""
+    counters = module("torch._dynamo.utils").counters
+    return counters["inductor"]["cudagraph_skips"]
+
+
 def _compiled_step(model: Any, seqs: int, context: int) -> Callable[[], None]:
-    """Runs one step; the cache's arrays are there, and it has room for no more steps."""
-    torch, device, turns = module("torch"), place(), itertools.count()
-    keys = module("transformers").StaticCache(config=model.config, max_cache_len=context + _SLACK)
+    """Runs one step on a cache that holds the context, and starts over there when it is full.
+
+    The cache's arrays are made before anything is compiled: arrays that a compiled step makes are
+    not where the CUDA graph of the next one looks for them, and PyTorch leaves the graphs out.
+    """
+    torch, device, turns = module("torch"), place(), itertools.count(1)
+    keys = _make_cache(model, seqs, context)
     token = torch.ones((seqs, 1), dtype=torch.long, device=device)
     mode = "reduce-overhead" if device.type == "cuda" else "default"
     forward = torch.compile(model.forward, dynamic=False, mode=mode)
 
     def run() -> None:
-        turn = next(turns)
-        if turn and turn % _SLACK == 0:
+        if next(turns) % _SLACK == 0:
             _forget(keys, context)
         with torch.no_grad():
             forward(token, past_key_values=keys, use_cache=True).logits.argmax(-1)
 
-    run()  # makes the cache's arrays
-    next(itertools.dropwhile(lambda turn: turn < _SLACK - 1, turns))
     return run
 
 
+def _make_cache(model: Any, seqs: int, context: int) -> Any:
+    """A static cache of so many positions, and room for some more."""
+    config = model.config
+    keys = module("transformers").StaticCache(config=config, max_cache_len=context + _SLACK)
+    keys.early_initialization(
+        batch_size=seqs,
+        num_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=place(),
+    )
+    _forget(keys, context)
+    return keys
+
+
 def _forget(keys: Any, context: int) -> None:
-    """The last steps of a cache that is full."""
+    """All positions but the first ones."""
     for layer in keys.layers:
         layer.cumulative_length.fill_(context)
 

@@ -4,16 +4,12 @@ beside its floor.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
 from jitney.engine.bench.device.rows import GOALS, About, Floors, Goal, Row, goal_values
 from jitney.engine.bench.device.run import PARTS, DeviceResults
-from jitney.engine.errors import ConfigError
 from jitney.engine.report.page import Table
 from jitney.engine.report.tables import markdown_lines
 from jitney.engine.types import JsonDict, JsonObject
@@ -31,46 +27,20 @@ _HOW_TO_READ = (
 )
 
 
-def _slug(results: DeviceResults) -> str:
-    device = _device_of(results).lower()
-    name = re.sub(r"[^a-z0-9.]+", "_", device).strip("_")
-    return f"device_{name}_{results.shape}"
-
-
-def _device_of(results: DeviceResults) -> str:
-    return results.about.device if results.about else "unknown"
-
-
-def write(results: DeviceResults, folder: Path) -> tuple[Path, Path]:
-    """Write both files, each whole or not at all. ConfigError if the folder cannot be written
-    to.
-    """
-    table, page = folder / f"{_slug(results)}.json", folder / f"{_slug(results)}.md"
-    try:
-        _replace(table, json.dumps(report_of(results), indent=1))
-        _replace(page, markdown(results))
-    except OSError as error:
-        raise ConfigError(f"--out-dir {folder}: {error.strerror or error}") from None
-    return table, page
-
-
-def _replace(file: Path, text: str) -> None:
-    draft = file.with_suffix(f"{file.suffix}.part")
-    draft.write_text(text + "\n", encoding="utf-8")
-    draft.replace(file)
-
-
 def report_of(results: DeviceResults) -> JsonDict:
     """Everything, as plain data."""
     plain = msgspec.to_builtins
     return {
         "about": plain(results.about),
         "shape": results.shape,
-        "page_size": results.job("floors", 0.0).page_size,
+        "page_size": results.page_size,
         "floors": plain(results.floors),
         "goals": goals(results),
+        "numerics": numerics(results),
+        "finished": results.finished,
         "rows": [{**plain(row), "fraction": row.fraction} for row in results.rows],
         "seconds": results.seconds,
+        "calls": results.calls,
         "budget_s": results.plan.seconds,
     }
 
@@ -106,20 +76,35 @@ def markdown(results: DeviceResults) -> str:
     return "\n".join([*_opening(results), "", *goal_table(results), "", *_row_tables(results)])
 
 
+def numerics(results: DeviceResults) -> str:
+    """Whether answers were compared, and with what result."""
+    compared = [row for row in results.rows if row.error is not None]
+    before = sum(row.part == "check" for row in compared)
+    text = f"{len(compared)} cases compared ({before} of them before anything was timed)"
+    if "check" not in results.finished:
+        text += "; part check is not finished"
+    if results.wrong:
+        names = "; ".join(f"{row.name}, {row.case}" for row in results.wrong)
+        return f"**WRONG ANSWERS** in {len(results.wrong)}: {names}. {text}"
+    return f"No wrong answer in {text}"
+
+
 def _opening(results: DeviceResults) -> Iterator[str]:
     about, floors = results.about, results.floors
-    yield f"# jitney bench device: {results.shape} on {_device_of(results)}"
+    yield f"# jitney bench device: {results.shape} on {results.device}"
     yield ""
-    if about is None or floors is None:
-        yield "The device could not be measured."
+    if about is None:
+        yield "The device could not be described."
         return
     if not results.real:
         yield _TINY_NOTE
         yield ""
+    yield f"{numerics(results)}."
     yield _programs(about)
-    yield _floors_line(floors)
-    yield _HOW_TO_READ
-    yield f"{results.seconds:.0f} s of {results.plan.seconds:.0f} were used."
+    if floors is not None:
+        yield _floors_line(floors)
+        yield _HOW_TO_READ
+    yield f"{results.seconds:.0f} s were used, in {results.calls} calls."
 
 
 def _floors_line(floors: Floors) -> str:

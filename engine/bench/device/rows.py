@@ -19,6 +19,12 @@ from jitney.engine.simulation.roofline import SHAPES
 from jitney.engine.types import JsonDict
 
 TINY = "tiny"
+#: The part before all others: what the device is, and which programs run on it.
+ABOUT = "about"
+#: How the note of a row begins whose answers are not right.
+WRONG = "WRONG"
+#: And of a case that time ran out for.
+NO_TIME = "the time was up"
 NAMES = (*(name for name in SHAPES if name.endswith("8b")), TINY)
 
 
@@ -52,17 +58,28 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]  # of the packages that decide the figures
 
 
+class CaseId(msgspec.Struct, frozen=True):
+    """What a row is of."""
+
+    part: str
+    name: str
+    case: str
+    by: str
+
+
 class PartJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part is to do. The part that measures the floors has none yet; its shape may be "",
-    its dtype and kernels "auto".
+    """What one part is to do. Until the device has been described and its floors measured, the
+    shape may be "", dtype and kernels "auto".
     """
 
-    part: str  # a key of run.PARTS
+    part: str  # ABOUT, or a key of run.PARTS
     shape: str  # one of NAMES
     dtype: str
     kernels: str
     page_size: int
     seconds: float  # after so many it begins nothing new
+    limit_s: float = 300.0  # and after so many its process is ended
+    settled: frozenset[CaseId] = frozenset()  # cases that an earlier call measured
     floors: Floors | None = None
     against: str = ""  # a second kernel set, "" for none
     platform: str = "auto"  # auto, or the one whose devices jax must have
@@ -106,6 +123,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
     @property
+    def of(self) -> CaseId:
+        """What it is of; two rows of the same are two attempts."""
+        return CaseId(self.part, self.name, self.case, self.by)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it holds what was to be found out: a time, an error or other figures."""
+        return self.seconds is not None or self.error is not None or bool(self.figures)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is of something that gave wrong answers."""
+        return self.note.startswith(WRONG)
+
+    @property
     def fraction(self) -> float | None:
         """The floor's share of the time."""
         if self.seconds is None or self.floor_s is None:
@@ -119,6 +151,16 @@ class Task:
 
     row: Row  # without figures
     run: Callable[[Row], Iterable[Row]]  # the rows that come of it, made of the one above
+
+
+#: The batch that peers are given too.
+BATCH = "batch of equal requests"
+
+
+def batch_case(job: PartJob, streams: int) -> str:
+    """What is said of it; the same for all who answer it."""
+    n_prompt, n_output = job.sizes.batch
+    return f"{streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
 
 
 def noted(row: Row, note: str) -> Row:
@@ -156,7 +198,8 @@ class Sizes:
     contexts: tuple[tuple[int, ...], tuple[int, ...]]  # of decode steps, short and long
     quantised: tuple[int, ...]  # seats of steps with quantised weights
     prefill: tuple[int, ...]  # rows of steps of one prompt
-    streams: int  # of the closed loop
+    streams: int  # of the closed loop, and of the batch that the goal is about
+    crowds: tuple[int, ...]  # streams of the other batches
     requests: int  # of the closed loop, in all
     loop: tuple[int, int]  # its (prompt, output) tokens at most
     batch: tuple[int, int]  # (prompt, output) tokens of each request of the batch
@@ -177,6 +220,14 @@ LARGE = Sizes(
         (8, 4096),
         (1, 4096),
         (8, 32768),
+        (256, 256),
+        (32, 256),
+        (8, 256),
+        (1, 256),
+        (8, 1024),
+        (1, 1024),
+        (256, 4096),
+        (32, 32768),
     ),
     long=32768,
     prompts=(4096, 8192, 512, 1024, 2048),
@@ -186,9 +237,10 @@ LARGE = Sizes(
     sampled=(64, 1),
     steps=((1, 8, 32), (64, 256, 2, 4, 16, 128)),
     contexts=((256, 1024), (4096, 16384, 32768)),
-    quantised=(1, 8, 32, 64),
+    quantised=(1, 8, 32, 128),
     prefill=(4096, 512, 1024, 2048, 8192),
     streams=64,
+    crowds=(1, 8, 32, 128, 256),
     requests=256,
     loop=(512, 256),
     batch=(256, 256),
@@ -212,6 +264,7 @@ SMALL = Sizes(
     quantised=(4,),
     prefill=(16,),
     streams=4,
+    crowds=(1,),
     requests=6,
     loop=(16, 8),
     batch=(8, 8),

@@ -1,8 +1,8 @@
 """`jitney bench device`: every part in a process of its own, in the order of what matters most,
 until the time is up.
 
-The report is written anew after every row, so that a lease that ends early leaves what was
-measured.
+What was found is saved after every row, so that a lease that ends early leaves what was measured,
+and a later call goes on from there.
 """
 
 from __future__ import annotations
@@ -17,25 +17,38 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
-from jitney.engine.bench.device.rows import TINY, About, Floors, PartJob, Row
+from jitney.engine.bench.device.power import PowerMeter
+from jitney.engine.bench.device.rows import (
+    ABOUT,
+    NO_TIME,
+    TINY,
+    About,
+    Floors,
+    PartJob,
+    Row,
+)
 from jitney.engine.bench.device.worker import OURS, PEERS, PartMessage
 from jitney.engine.errors import ConfigError, JitneyError
 
-#: In the order of what matters most: the goals first, then the peer that one goal names.
+#: In the order of what matters most: right answers, the limits, the goals, then the peers that one
+#: goal names.
 PARTS = {
+    "check": "tokens of the engine and every kernel case, compared before anything is timed",
     "floors": "copy bandwidth, product rate, launches",
-    "steps": "whole decode steps of 1 to 32 seats, short contexts",
     "attention": "decode, prompt and mixed attention",
-    "loop": "the engine in a closed loop, and its host gap",
-    "transformers": "transformers' continuous batching on the same batch of requests",
-    "graphs": "decode steps again, without CUDA graphs",
-    "prefill": "steps of one prompt, 512 to 8,192 rows",
-    "contexts": "decode steps of up to 256 seats and 32k contexts",
+    "steps": "whole decode steps of 1 to 32 seats, short contexts",
     "quantised": "decode steps with weights in fp8, int8 and int4",
+    "prefill": "steps of one prompt, 512 to 8,192 rows",
+    "loop": "the engine in a closed loop, its host gap, and the batch that peers are given",
+    "graphs": "decode steps again, without CUDA graphs",
+    "transformers": "transformers' continuous batching on the same batches of requests",
+    "crowds": "the batch with 1 to 256 streams",
+    "vllm": "vLLM on the same batches of requests",
+    "contexts": "decode steps of up to 256 seats and 32k contexts",
     "products": "products with weights in each scheme",
     "write": "norm, rotation and write of keys and values",
     "sampling": "top-p threshold over the vocabulary",
@@ -43,11 +56,27 @@ PARTS = {
 }
 #: What must be in the environment of a part; it is added to what is there.
 _ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
-#: A part may go on with the case that it is at for so long after its time, before its process is
-#: ended.
-_GRACE_S = 90.0
+#: Seconds of all parts together, and of one of them, its process ended then: by these a lease of
+#: half an hour holds the whole, and a call of ten minutes at least one part.
+TOTAL_S, PART_S = 1500.0, 300.0
+#: Of a part's time: no case is begun in the last of it, which is for the one under way.
+_LAST_CASE = 0.25
+#: Less time than this is not worth starting a process for.
+_LEAST_S = 5.0
 _Start = Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]]
 _Report = Callable[[str], None]
+
+
+class Store(Protocol):
+    """Where results are kept."""
+
+    def take_up(self, results: DeviceResults) -> None:
+        """Put what an earlier call measured into the results, once the device is known."""
+        ...
+
+    def save(self, results: DeviceResults) -> object:
+        """Keep them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +90,28 @@ class DevicePlan:
     platform: str = "auto"
     page_size: int = 0  # 0: by the shape
     only: tuple[str, ...] = ()  # parts; (): all
-    seconds: float = 1800.0  # for everything
+    seconds: float = TOTAL_S  # for everything in this call
     environment: Mapping[str, str] = field(default_factory=dict)  # of every part's process
 
     def parts(self) -> Iterator[str]:
-        """The parts in order; floors are always measured."""
-        return (part for part in PARTS if not self.only or part in self.only or part == "floors")
+        """The parts in order; floors are measured for all that have one."""
+        needed = {"floors"} if set(self.only) - {"check"} else set()
+        return (part for part in PARTS if not self.only or part in needed or part in self.only)
 
 
 @dataclass(slots=True)
 class DeviceResults:
-    """What has been measured so far."""
+    """What has been measured so far, by this call and by those before it."""
 
     plan: DevicePlan
     about: About | None = None
     floors: Floors | None = None
     rows: list[Row] = field(default_factory=list)
-    seconds: float = 0.0  # since the start
+    seconds: float = 0.0  # of all calls
+    before: float = 0.0  # of those before this one
+    calls: int = 1
+    #: Parts that left nothing undone.
+    finished: list[str] = field(default_factory=list)
 
     @property
     def shape(self) -> str:
@@ -89,61 +123,146 @@ class DeviceResults:
         return "llama-3.1-8b"
 
     @property
+    def device(self) -> str:
+        """Its name."""
+        return self.about.device if self.about else "unknown"
+
+    @property
     def real(self) -> bool:
         """Whether goals are judged: not on a shape that only shows that all of it runs."""
         return self.shape != TINY
 
-    def job(self, part: str, seconds: float) -> PartJob:
-        """What a part is told; what was found first holds for all."""
+    @property
+    def page_size(self) -> int:
+        """KV positions per page."""
+        return self.plan.page_size or (16 if self.shape == TINY else 64)
+
+    @property
+    def wrong(self) -> list[Row]:
+        """What gave wrong answers."""
+        return [row for row in self.rows if row.wrong]
+
+    def job(self, part: str, limit_s: float) -> PartJob:
+        """What a part is told; what was found first holds for all. limit_s: it is ended then."""
         plan, about = self.plan, self.about
-        page = 16 if self.shape == TINY else 64
         return PartJob(
             part=part,
-            shape=plan.shape if part == "floors" else self.shape,
+            shape=self.shape if about else plan.shape,
             dtype=about.dtype if about else plan.dtype,
             kernels=about.kernel_set if about else plan.kernels,
-            page_size=plan.page_size or page,
-            seconds=seconds,
+            page_size=self.page_size,
+            seconds=(1 - _LAST_CASE) * limit_s,
+            limit_s=limit_s,
+            settled=frozenset(row.of for row in self.rows if row.settled),
             floors=self.floors,
             against=plan.against,
             platform=plan.platform,
         )
 
+    def add(self, row: Row) -> None:
+        """A row, in the place of an earlier attempt at the same."""
+        self.rows = [old for old in self.rows if old.of != row.of or old.settled]
+        self.rows.append(row)
+
 
 def measure(
-    plan: DevicePlan,
-    save: Callable[[DeviceResults], None],
-    report: _Report,
-    start: _Start | None = None,
+    plan: DevicePlan, store: Store, report: _Report, start: _Start | None = None
 ) -> DeviceResults:
-    """Run the parts; `save` is called after every row, `report` with a line of progress.
+    """Run the parts that no earlier call has finished; saved after every row, `report` is called
+    with a line of progress.
 
-    start: runs a job, in a process of its own by default. Raises JitneyError if the floors cannot
-    be measured, ConfigError for a shape too large.
+    start: runs a job, in a process of its own by default. Raises JitneyError if the device cannot
+    be described or its floors cannot be measured, ConfigError for a shape too large.
     """
-    started = time.monotonic()
-    results = DeviceResults(plan)
+    measuring = _Measuring(DeviceResults(plan), store, report, start or run_apart)
+    measuring.describe()
     for part in plan.parts():
-        left = plan.seconds - (time.monotonic() - started)
-        for line in _lines_of(results, part, left, start or run_apart):
-            _take(results, line, report)
-            results.seconds = time.monotonic() - started
-            save(results)
-        if part == "floors":
-            _check(results, report)
-    return results
+        measuring.run(part)
+    return measuring.results
 
 
-def _lines_of(
-    results: DeviceResults, part: str, left: float, start: _Start
-) -> Iterator[PartMessage]:
-    """What a part says; a row why it says nothing, if it was not begun."""
-    why = _unfit(results, part, left)
-    if why:
-        yield _note(part, "all", why)
-        return
-    environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
-    yield from start(results.job(part, left), environment)
+@dataclass(slots=True)
+class _Measuring:
+    """One call under way."""
+
+    results: DeviceResults
+    store: Store
+    report: _Report
+    start: _Start
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the time of this call is up."""
+        return self.results.plan.seconds - (time.monotonic() - self.started)
+
+    def describe(self) -> None:
+        """Ask what the device is, and take up what is known of it."""
+        for message in self.start(self.results.job(ABOUT, PART_S), self.results.plan.environment):
+            self._take(message)
+        _check(self.results, self.report)
+        self.store.take_up(self.results)
+        if self.results.finished:
+            self.report(f"measured before: {', '.join(self.results.finished)}")
+
+    def run(self, part: str) -> None:
+        """A part, unless it is finished."""
+        results = self.results
+        if part in results.finished:
+            return
+        begun = len(results.rows)
+        for message in self._messages(part):
+            self._take(message)
+            self._save()
+        if part == "floors" and results.floors is None:
+            raise JitneyError(
+                "the device could not be measured: see the messages above, and jitney doctor"
+            )
+        if not any(_undone(row) for row in results.rows[begun:] if row.part == part):
+            results.finished.append(part)
+        self._save()
+
+    def _save(self) -> None:
+        self.results.seconds = self.results.before + time.monotonic() - self.started
+        self.store.save(self.results)
+
+    def _messages(self, part: str) -> Iterator[PartMessage]:
+        """What a part says; a row why it says nothing, if it was not begun."""
+        results = self.results
+        why = _unfit(results, part, self.left)
+        if why:
+            yield _note(part, "all", why)
+            return
+        environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
+        limit_s = PART_S if part == "floors" else min(PART_S, self.left)
+        meter = PowerMeter()
+        meter.start()
+        try:
+            yield from self.start(results.job(part, limit_s), environment)
+        finally:
+            drawn = meter.stop()
+        if drawn:
+            row = Row(part=part, name="power", case="while it ran", by="nvidia-smi", figures=drawn)
+            yield PartMessage(row=row)
+
+    def _take(self, message: PartMessage) -> None:
+        results, report = self.results, self.report
+        if message.about is not None:
+            results.about = message.about
+            about = message.about
+            report(f"{about.device}: {about.kernels} kernels, {about.dtype}")
+        if message.floors is not None:
+            results.floors = message.floors
+            report(_describe(message.floors))
+        if message.row is not None:
+            row = message.row
+            results.add(row)
+            report(f"{row.part}: {row.name}, {row.case}: {_outcome(row)}")
+
+
+def _undone(row: Row) -> bool:
+    """Whether a later call should try again: time ran out, or the process died."""
+    return NO_TIME in row.note or row.note.startswith("failed: the process")
 
 
 def _note(part: str, case: str, why: str) -> PartMessage:
@@ -153,14 +272,12 @@ def _note(part: str, case: str, why: str) -> PartMessage:
 
 def _unfit(results: DeviceResults, part: str, left: float) -> str:
     """Why a part is not begun; empty if it is."""
-    if part == "floors":
-        return ""
-    assert results.about is not None  # else the floors would have ended the run
+    assert results.about is not None  # else nothing is measured
     platform = results.about.platform
     if part == "graphs" and platform not in ("gpu", "cuda"):
         return f"not run: CUDA graphs are of NVIDIA GPUs, this is {platform}"
-    if left <= 0:
-        return "not run: the time was up"
+    if part != "floors" and left <= _LEAST_S:
+        return f"not run: {NO_TIME}"
     return ""
 
 
@@ -170,18 +287,6 @@ def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
     for name, text in wanted.items():
         extended[name] = f"{os.environ.get(name, '')} {text}".strip()
     return extended
-
-
-def _take(results: DeviceResults, line: PartMessage, report: _Report) -> None:
-    if line.about is not None:
-        results.about = line.about
-        report(f"{line.about.device}: {line.about.kernels} kernels, {line.about.dtype}")
-    if line.floors is not None:
-        results.floors = line.floors
-        report(_describe(line.floors))
-    if line.row is not None:
-        results.rows.append(line.row)
-        report(f"{line.row.part}: {line.row.name}, {line.row.case}: {_outcome(line.row)}")
 
 
 def _describe(floors: Floors) -> str:
@@ -201,12 +306,22 @@ def _outcome(row: Row) -> str:
 
 
 def _check(results: DeviceResults, report: _Report) -> None:
-    """Say on what this runs; refuse a shape that a CPU cannot be asked for."""
-    if results.about is None or results.floors is None:
+    """Say on what this runs; refuse a shape that a CPU cannot be asked for, and to measure the
+    reference where nobody asked for it.
+    """
+    about = results.about
+    if about is None:
         raise JitneyError(
-            "the device could not be measured: see the messages above, and jitney doctor"
+            "the device could not be described: see the messages above, and jitney doctor"
         )
-    if results.about.platform == "cpu":
+    if about.kernel_set == "reference" and results.plan.kernels == "auto":
+        if about.platform != "cpu":
+            raise ConfigError(
+                f"there are no kernels of our own for {about.platform}; --kernels reference "
+                "measures the reference"
+            )
+        report("the CPU's own kernels cannot run here: the REFERENCE kernels are measured")
+    if about.platform == "cpu":
         if results.real:
             raise ConfigError(
                 f"--shape {results.shape} needs a GPU or TPU, and jax finds none here: leave it "
@@ -219,23 +334,26 @@ def _check(results: DeviceResults, report: _Report) -> None:
 
 
 def run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
-    """A job in a process of its own. What it says last on standard error becomes a row's note if it
-    dies.
+    """A job in a process of its own, which ends at the job's limit. What it says last on standard
+    error becomes a row's note if it dies.
     """
+    until = time.monotonic() + job.limit_s
     with tempfile.TemporaryFile() as errors:
         process = _start_worker(job, environment, errors)
         assert process.stdout is not None
         why = ""
         try:
-            yield from _read_lines(process.stdout, job.seconds + _GRACE_S)
-            status = process.wait(_GRACE_S)
+            yield from _read_lines(process.stdout, until)
+            status = process.wait(max(1.0, until - time.monotonic()))
             if status:
                 why = f"failed: the process ended with status {status}: {_last_line(errors)}"
         except (TimeoutError, subprocess.TimeoutExpired):
-            why = "not finished: the time was up"
+            why = f"not finished: {NO_TIME}"
         finally:
             process.kill()
             process.wait()
+        if why and job.part == ABOUT:
+            raise JitneyError(f"the device could not be described: {why}")
         if why:
             yield _note(job.part, "the rest", why)
 
@@ -257,11 +375,10 @@ def _start_worker(
     return process
 
 
-def _read_lines(stream: IO[bytes], seconds: float) -> Iterator[PartMessage]:
-    """The lines until the stream ends; TimeoutError if that takes longer."""
+def _read_lines(stream: IO[bytes], until: float) -> Iterator[PartMessage]:
+    """The lines until the stream ends; TimeoutError if that is after `until` (monotonic)."""
     lines: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_copy_lines, args=(stream, lines), daemon=True).start()
-    until = time.monotonic() + seconds
     while True:
         try:
             text = lines.get(timeout=max(0.0, until - time.monotonic()))

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted, timing_fields
 from jitney.engine.bench.device.timing import repeated
 from jitney.engine.bench.step import StepCase, plan_of
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import GIB
 from jitney.engine.executor.program import StateSizes, allocate
@@ -68,7 +69,7 @@ class StepBench:
         return sum(self.cost.operations(work.decode + work.prompt, sampled, work))
 
 
-def _random_weights(model: Model) -> Model:
+def random_weights(model: Model) -> Model:
     """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
     no meaning.
     """
@@ -101,14 +102,20 @@ def _random_bits(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arra
 
 
 def make_bench(
-    job: PartJob, kernels: KernelSet, dtype: Any, weights: str, buckets: Buckets, context: int
+    job: PartJob,
+    kernels: KernelSet,
+    dtype: Any,
+    weights: str,
+    buckets: Buckets,
+    context: int,
+    config: ModelConfig | None = None,
 ) -> StepBench:
     """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
-    need.
+    need. config: the job's unless given.
     """
     gc.collect()  # the arrays of the one before it may hang in cycles
-    config, size = job.config, jnp.dtype(dtype).itemsize
-    model = _random_weights(abstract_model(config, dtype=dtype, weights=weights))
+    config, size = config or job.config, jnp.dtype(dtype).itemsize
+    model = random_weights(abstract_model(config, dtype=dtype, weights=weights))
     model.arrange(kernels)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     embed_bytes = config.hidden_size * size

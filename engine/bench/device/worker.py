@@ -17,14 +17,27 @@ from typing import Any, TextIO
 
 import msgspec
 
-from jitney.engine.bench.device.rows import LARGE, SMALL, About, Floors, PartJob, Row, Tasks, noted
+from jitney.engine.bench.device.rows import (
+    ABOUT,
+    LARGE,
+    NO_TIME,
+    SMALL,
+    About,
+    Floors,
+    PartJob,
+    Row,
+    Tasks,
+    noted,
+)
 
 #: Part -> module and function that yields its tasks. Those of the peers are not given kernels.
 OURS = {
+    "check": ("check", "checks"),
     "steps": ("steps", "short_steps"),
     "graphs": ("steps", "short_steps"),
     "attention": ("kernels", "attention"),
     "loop": ("loop", "closed_loop"),
+    "crowds": ("loop", "crowds"),
     "write": ("kernels", "writes"),
     "sampling": ("products", "thresholds"),
     "products": ("products", "products"),
@@ -32,8 +45,22 @@ OURS = {
     "prefill": ("steps", "prefill_steps"),
     "quantised": ("steps", "quantised_steps"),
 }
-PEERS = {"transformers": ("peers", "batching"), "torch": ("peers", "torch_tasks")}
-_PACKAGES = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu", "torch", "transformers")
+PEERS = {
+    "transformers": ("peers", "batching"),
+    "vllm": ("vllm_peer", "batching"),
+    "torch": ("peers", "torch_tasks"),
+}
+_PACKAGES = (
+    "jitney",
+    "jax",
+    "jaxlib",
+    "jax-triton",
+    "triton",
+    "libtpu",
+    "torch",
+    "transformers",
+    "vllm",
+)
 
 
 class PartMessage(msgspec.Struct, omit_defaults=True):
@@ -55,8 +82,13 @@ def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
 
 def lines_of(job: PartJob) -> Iterator[PartMessage]:
     """Everything the job yields."""
+    if job.part == ABOUT:
+        sets, dtype = kernels_of(job)
+        yield PartMessage(about=_about_device(sets[0], dtype))
+        return
     if job.part == "floors":
-        yield from _floors_of(*kernels_of(job))
+        _, dtype = kernels_of(job)
+        yield PartMessage(floors=_floors_in(dtype))
         return
     if job.part in PEERS:
         tasks = _tasks_of(PEERS[job.part], job)
@@ -72,11 +104,15 @@ def _tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
 
 
 def rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
-    """The rows of all tasks. One that raises says so in a row; none begins when the time is up."""
+    """The rows of all tasks that no earlier call has settled. One that raises says so in a row;
+    none begins when the time is up.
+    """
     until = time.monotonic() + job.seconds
     for task in tasks:
+        if task.row.of in job.settled:
+            continue
         if time.monotonic() > until:
-            yield noted(task.row, "not run: the time was up")
+            yield noted(task.row, f"not run: {NO_TIME}")
             continue
         try:
             yield from task.run(task.row)
@@ -101,21 +137,21 @@ def kernels_of(job: PartJob) -> tuple[Sequence[Any], Any]:
     return sets, choose_dtype(job.dtype, platform)
 
 
-def _floors_of(sets: Sequence[Any], dtype: Any) -> Iterator[PartMessage]:
-    """What the device is, and what it reaches, at sizes that suit it whatever shape is measured
-    after.
-    """
+def _floors_in(dtype: Any) -> Floors:
+    """What the device reaches, at sizes that suit it whatever shape is measured after."""
     import jax
 
     from jitney.engine.bench.device.timing import measure_floors
 
+    sizes = SMALL if jax.devices()[0].platform == "cpu" else LARGE
+    return measure_floors(sizes, dtype)
+
+
+def _about_device(kernels: Any, dtype: Any) -> About:
+    """The device that jax has, and what runs on it."""
+    import jax
+
     device = jax.devices()[0]
-    yield PartMessage(about=_about(device, sets[0], dtype))
-    sizes = SMALL if device.platform == "cpu" else LARGE
-    yield PartMessage(floors=measure_floors(sizes, dtype))
-
-
-def _about(device: Any, kernels: Any, dtype: Any) -> About:
     stats = device.memory_stats() or {}
     return About(
         device=device.device_kind,

@@ -5,26 +5,47 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
 from jitney.engine.bench.device import kernels, worker
+from jitney.engine.bench.device.check import checks
 from jitney.engine.bench.device.kernels import Contexts, attend_row, make_inputs
-from jitney.engine.bench.device.report import goals, markdown, report_of, write
-from jitney.engine.bench.device.rows import GOALS, About, Floors, PartJob, Row, Task, goal_values
+from jitney.engine.bench.device.power import PowerMeter
+from jitney.engine.bench.device.report import goals, markdown, numerics, report_of
+from jitney.engine.bench.device.rows import (
+    ABOUT,
+    GOALS,
+    About,
+    Floors,
+    PartJob,
+    Row,
+    Task,
+    goal_values,
+)
 from jitney.engine.bench.device.run import (
+    PART_S,
     PARTS,
+    TOTAL_S,
     DevicePlan,
     DeviceResults,
     check_parts,
     measure,
     run_apart,
 )
+from jitney.engine.bench.device.saved import ResultFiles
 from jitney.engine.bench.device.worker import PartMessage, lines_of, rows_of
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_device import run
@@ -154,17 +175,29 @@ def in_process(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMes
     yield from lines_of(job)
 
 
+class Kept:
+    """A store that keeps nothing but how often it was asked to."""
+
+    def __init__(self):
+        self.saved: list[int] = []
+
+    def take_up(self, results: DeviceResults) -> None:
+        return
+
+    def save(self, results: DeviceResults) -> None:
+        self.saved.append(len(results.rows))
+
+
+def quiet(news: str) -> None:
+    """No progress."""
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path]:
-    """Everything at the tiny shape, with the CPU's own kernels."""
-    folder, saved = tmp_path_factory.mktemp("out"), []
-    plan = DevicePlan(dtype="float32", seconds=300.0)
-    measured = measure(
-        plan, lambda found: saved.append(len(found.rows)), lambda news: None, in_process
-    )
-    assert saved == sorted(saved) and saved[-1] == len(measured.rows)  # saved after every row
-    write(measured, folder)
-    return measured, folder
+    """The rehearsal: everything at the tiny shape, with the CPU's own kernels."""
+    folder = tmp_path_factory.mktemp("out")
+    plan = DevicePlan(shape="tiny", platform="cpu", dtype="float32", seconds=300.0)
+    return measure(plan, ResultFiles(folder), quiet, in_process), folder
 
 
 def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, Path]):
@@ -173,7 +206,7 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
     assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
-    assert silent <= {"graphs", "write", "sampling", "transformers", "torch"}
+    assert silent <= {"check", "graphs", "write", "sampling", "transformers", "vllm", "torch"}
     for part in (
         "steps",
         "attention",
@@ -183,6 +216,7 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
         "quantised",
         "products",
         "sampling",
+        "crowds",
     ):
         assert any(r.part == part and r.seconds for r in rows), part
 
@@ -251,6 +285,34 @@ def test_the_loop_gives_every_request_its_tokens(found: tuple[DeviceResults, Pat
     assert loop["host gap"].figures["share"] < 1 and loop["closed loop"].figures["steps"] >= 8
 
 
+def test_answers_are_compared_before_anything_is_timed(found: tuple[DeviceResults, Path]):
+    rows = found[0].rows
+    checked = [r for r in rows if r.part == "check"]
+    assert rows[: len(checked)] == checked and all(r.note.startswith("right") for r in checked)
+    cases = {r.case for r in checked if r.name == "attention"}
+    for case in ("head dim 80", "group of seven", "window in mixed", "softcap", "fp8 e5m2 pool"):
+        assert any(name.startswith(case) for name in cases)
+    tokens = {r.case: r.figures for r in checked if r.name == "tokens of the engine"}
+    assert {case.split()[0] for case in tokens} == {"plain", "int8", "fp8", "int4"}
+    assert all(figures["tokens"] == 128 for figures in tokens.values())
+    assert tokens["plain weights, float32"]["of them the reference's own"] > 100
+    assert numerics(found[0]).startswith("No wrong answer in ")
+
+
+def test_a_wrong_attention_is_wrong_in_tokens_and_cases():
+    def late(*args: Any, **options: Any) -> Any:
+        q, *others = args
+        return reference().paged_attention(jnp.roll(q, 1, axis=1), *others, **options)
+
+    broken = replace(reference(), name="broken", paged_attention=late)
+    tasks = {task.row.case: task for task in checks(job("check"), [broken], jnp.float32)}
+    for case in ("plain weights, float32", "mixed, float32"):
+        (row,) = tasks[case].run(tasks[case].row)
+        assert row.note.startswith("WRONG") and row.wrong and row.error
+    results = DeviceResults(DevicePlan(), CPU, FLOORS, [row])
+    assert numerics(results).startswith("**WRONG ANSWERS** in 1: attention, mixed")
+
+
 def test_both_files_say_the_same(found: tuple[DeviceResults, Path]):
     measured, folder = found
     report = json.loads((folder / "device_cpu_tiny.json").read_text())
@@ -263,7 +325,8 @@ def test_both_files_say_the_same(found: tuple[DeviceResults, Path]):
     assert all(line.count("|") in (8, 10) for line in tables) and "nan" not in page.lower().split(
         "|"
     )
-    assert "shows that everything runs" in page
+    assert "shows that everything runs" in page and report["numerics"] in page
+    assert set(report["finished"]) == set(PARTS)
 
 
 # What goes wrong
@@ -303,57 +366,146 @@ def test_a_case_that_raises_is_a_row_and_the_next_one_runs():
     assert [r.note for r in late] == ["not run: the time was up"]
 
 
+class Device:
+    """Parts of a device that answer at once; what they were asked is kept."""
+
+    def __init__(self, about: About = GPU, floors: Floors | None = FLOORS):
+        self.about, self.floors = about, floors
+        self.jobs: list[PartJob] = []
+        self.environments: list[Mapping[str, str]] = []
+        self.notes: dict[str, str] = {}  # of rows, by part
+
+    @property
+    def parts(self) -> list[str]:
+        return [job.part for job in self.jobs]
+
+    def __call__(self, job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
+        self.jobs.append(job)
+        self.environments.append(environment)
+        if job.part == ABOUT:
+            yield PartMessage(about=self.about)
+        elif job.part == "floors":
+            if self.floors is not None:
+                yield PartMessage(floors=self.floors)
+        else:
+            cases = [row(part=job.part, case=case) for case in ("first", "second")]
+            tasks = [Task(case, self._answer) for case in cases]
+            for answer in rows_of(job, iter(tasks)):
+                yield PartMessage(row=answer)
+
+    def _answer(self, asked: Row) -> list[Row]:
+        note = self.notes.get(f"{asked.part} {asked.case}", "")
+        seconds = None if note else float(len(self.jobs))
+        return [msgspec.structs.replace(asked, seconds=seconds, note=note)]
+
+
 def test_nothing_begins_when_the_time_is_up():
-    ran = []
-
-    def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
-        ran.append(job.part)
-        yield from (
-            (PartMessage(about=GPU), PartMessage(floors=FLOORS)) if job.part == "floors" else ()
-        )
-
-    found = measure(DevicePlan(seconds=0.0), lambda found: None, lambda news: None, start)
-    assert ran == ["floors"]
+    device = Device()
+    found = measure(DevicePlan(seconds=0.0), Kept(), quiet, device)
+    assert device.parts == [ABOUT, "floors"]
     assert {r.part: r.note for r in found.rows} == dict.fromkeys(
-        list(PARTS)[1:], "not run: the time was up"
+        [part for part in PARTS if part != "floors"], "not run: the time was up"
     )
+    assert found.finished == ["floors"]
 
 
 def test_parts_run_in_order_with_what_was_found_first():
-    seen: list[tuple[PartJob, Mapping[str, str]]] = []
+    device = Device()
+    plan = DevicePlan(only=("graphs", "steps"), environment={"A": "b"})
+    measure(plan, Kept(), quiet, device)
+    assert device.parts == [ABOUT, "floors", "steps", "graphs"]
+    first, _, steps, _ = device.jobs
+    assert (first.shape, steps.shape, steps.page_size) == ("", "llama-3.1-8b", 64)
+    assert steps.floors == FLOORS and (steps.kernels, steps.dtype) == ("triton", "bfloat16")
+    assert device.environments[2] == {"A": "b"}
+    assert "command_buffer" in device.environments[3]["XLA_FLAGS"]
 
-    def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
-        seen.append((job, environment))
-        yield from (
-            (PartMessage(about=GPU), PartMessage(floors=FLOORS)) if job.part == "floors" else ()
-        )
 
-    measure(
-        DevicePlan(only=("graphs", "steps"), environment={"A": "b"}),
-        lambda found: None,
-        lambda news: None,
-        start,
-    )
-    assert [job.part for job, _ in seen] == ["floors", "steps", "graphs"]
-    assert (seen[0][0].shape, seen[1][0].shape, seen[1][0].page_size) == ("", "llama-3.1-8b", 64)
-    assert seen[1][0].floors == FLOORS and (seen[1][0].kernels, seen[1][0].dtype) == (
-        "triton",
-        "bfloat16",
-    )
-    assert seen[1][1] == {"A": "b"} and "command_buffer" in seen[2][1]["XLA_FLAGS"]
+def test_no_part_has_more_than_five_minutes_and_all_have_25():
+    device = Device()
+    measure(DevicePlan(), Kept(), quiet, device)
+    assert TOTAL_S == 1500 and PART_S == 300
+    assert device.parts[1:] == list(PARTS)
+    assert all(job.seconds < job.limit_s <= PART_S for job in device.jobs)
+    short = Device()
+    measure(DevicePlan(seconds=100.0), Kept(), quiet, short)
+    assert all(job.limit_s <= 100 for job in short.jobs if job.part not in (ABOUT, "floors"))
+
+
+def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path):
+    first = Device()
+    first.notes = {"steps second": "not run: the time was up", "loop first": "failed: OSError: no"}
+    measure(DevicePlan(only=("steps", "loop")), ResultFiles(tmp_path), quiet, first)
+    second = Device()
+    found = measure(DevicePlan(only=("steps", "loop")), ResultFiles(tmp_path), quiet, second)
+    assert second.parts == [ABOUT, "steps"]  # what failed by itself would fail again
+    measured = {(r.part, r.case): r.seconds for r in found.rows if r.part == "steps"}
+    assert measured == {("steps", "first"): 3.0, ("steps", "second"): 2.0}
+    report = json.loads((tmp_path / "device_a_card_80gb_llama-3.1-8b.json").read_text())
+    assert report["calls"] == 2 and set(report["finished"]) == {"floors", "steps", "loop"}
+    third = Device()
+    merged = measure(DevicePlan(only=("graphs",)), ResultFiles(tmp_path), quiet, third)
+    assert {r.part for r in merged.rows} == {"steps", "loop", "graphs"}
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["again", "another program"])
+def test_no_call_overwrites_another_measurement(tmp_path: Path, again: bool):
+    plan = DevicePlan(only=("steps",))
+    measure(plan, ResultFiles(tmp_path), quiet, Device())
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    about = GPU if again else msgspec.structs.replace(GPU, versions={"jax": "1"})
+    measure(plan, ResultFiles(tmp_path, again=again), quiet, Device(about))
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(before) == 2 and len(after) == 4
+    assert {name: after[name] for name in before} == before
+    assert "device_a_card_80gb_llama-3.1-8b-2.json" in after
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
+    (file := tmp_path / "device_a_card_80gb_llama-3.1-8b.json").write_text("[]")
+    measure(DevicePlan(only=("steps",)), ResultFiles(tmp_path), quiet, Device())
+    assert file.read_text() == "[]" and len(list(tmp_path.iterdir())) == 3
+
+
+def test_every_row_is_kept_at_once():
+    store = Kept()
+    measured = measure(DevicePlan(), store, quiet, Device())
+    assert set(range(1, len(measured.rows) + 1)) <= set(store.saved)
+
+
+def test_the_reference_is_never_measured_in_silence():
+    plain = msgspec.structs.replace(GPU, platform="METAL", kernel_set="reference")
+    with pytest.raises(ConfigError, match="no kernels of our own for METAL"):
+        measure(DevicePlan(), Kept(), quiet, Device(plain))
+    asked = measure(DevicePlan(kernels="reference", only=("check",)), Kept(), quiet, Device(plain))
+    assert asked.finished == ["check"]
+    said: list[str] = []
+    slow = msgspec.structs.replace(CPU, kernel_set="reference")
+    measure(DevicePlan(only=("check",)), Kept(), said.append, Device(slow))
+    assert any("REFERENCE kernels are measured" in line for line in said)
+
+
+def test_power_is_read_until_it_is_stopped():
+    script = "import time\nprint('[N/A]\\n100.5\\n200.5', flush=True)\ntime.sleep(60)"
+    meter = PowerMeter((sys.executable, "-c", script))
+    meter.start()
+    deadline = time.monotonic() + 30
+    while len(meter.watts) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert meter.stop() == {"watts on average": 150.5, "watts at most": 200.5}
+    absent = PowerMeter(("no-such-program",))
+    absent.start()
+    assert absent.stop() == {}
 
 
 def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():
-    def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
-        yield from (PartMessage(about=CPU), PartMessage(floors=FLOORS))
-
     with pytest.raises(ConfigError, match="needs a GPU or TPU"):
-        measure(DevicePlan(shape="qwen3-8b"), lambda found: None, lambda news: None, start)
+        measure(DevicePlan(shape="qwen3-8b"), Kept(), quiet, Device(CPU))
+    with pytest.raises(JitneyError, match="could not be described"):
+        measure(DevicePlan(), Kept(), quiet, lambda job, environment: iter(()))
     with pytest.raises(JitneyError, match="could not be measured"):
-        measure(
-            DevicePlan(), lambda found: None, lambda news: None, lambda job, environment: iter(())
-        )
-    with pytest.raises(ConfigError, match=r"unknown part 'step'; known: floors, steps"):
+        measure(DevicePlan(), Kept(), quiet, Device(floors=None))
+    with pytest.raises(ConfigError, match=r"unknown part 'step'; known: check, floors, attention"):
         check_parts(["step"])
 
 
@@ -388,9 +540,84 @@ def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Ca
         run(["--out-dir", str(tmp_path / "absent")])
 
 
+def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    device = Device(CPU)
+    monkeypatch.setattr("jitney.engine.bench.device.run.run_apart", device)
+    assert run(["--rehearse", "--out-dir", str(tmp_path)]) == 0
+    assert device.parts == [ABOUT, *(part for part in PARTS if part != "graphs")]
+    assert {(job.shape, job.platform) for job in device.jobs} == {("tiny", "cpu")}
+    assert "device_cpu_tiny.md" in capsys.readouterr().out
+
+
+def test_the_program_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "jitney", "bench", "device", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and "--rehearse" in done.stdout
+
+
 def test_what_the_worker_runs_is_what_the_parts_are():
     for module, name in {**worker.OURS, **worker.PEERS}.values():
         assert callable(
             getattr(__import__(f"jitney.engine.bench.device.{module}", fromlist=[name]), name)
         )
     assert kernels.WRONG[2] > kernels.WRONG[4]
+
+
+#: Distributions on the machine that docs/benchmarks/first_device.sh is for: jax, Triton, torch and
+#: transformers with their needs.
+THERE = {
+    "click",
+    "filelock",
+    "httpx",
+    "idna",
+    "jax",
+    "jaxlib",
+    "ml_dtypes",
+    "numpy",
+    "opt_einsum",
+    "packaging",
+    "pyyaml",
+    "scipy",
+    "setuptools",
+    "triton",
+    "typing_extensions",
+}
+#: Prints the distributions that the bench loads, beside ours.
+LOADED = """
+import sys
+from importlib.metadata import packages_distributions
+from jitney.engine.bench.device import (
+    check, kernels, loop, peers, products, steps, vllm_peer, worker
+)
+from jitney.engine.cli import bench_device
+from jitney.kernels.compat import jax_triton
+
+jax_triton()
+names = packages_distributions()
+print(*{name for module in sys.modules for name in names.get(module.partition(".")[0], ())})
+"""
+
+
+def test_the_wheels_to_bring_are_all_that_is_loaded():
+    pytest.importorskip("triton")
+    script = (Path(__file__).parents[3] / "docs/benchmarks/first_device.sh").read_text()
+    brought = {name.lower().replace("-", "_") for name in re.findall(r"^    (\S+)==", script, re.M)}
+    assert "jax_triton" in brought
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOADED],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    loaded = {name.lower().replace("-", "_") for name in done.stdout.split()}
+    assert not loaded - brought - THERE - {"jitney"}

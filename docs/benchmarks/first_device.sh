@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# The first half hour on a GPU or TPU machine that has jax and no network.
+#
+#   first_device.sh pack FOLDER           with a network: the wheels to bring along go into FOLDER
+#   first_device.sh run FOLDER [FLAG ...] there: jitney bench device, from this checkout
+#
+# Needed there: Python 3.12, jax with its plugin for the device, numpy, triton (NVIDIA), transformers
+# and its needs; torch and vLLM are measured too where they can be imported. A call that is cut off
+# is run again as it was: it goes on where it stopped. Where calls are short, give --budget-s.
+set -euo pipefail
+
+# 8 MB. Versions as rehearsed (docs/devices.md).
+WHEELS=(
+    absl-py==2.5.1
+    annotated-types==0.8.0
+    etils==1.15.0
+    flax==0.12.12
+    jax-triton==0.4.1
+    markdown-it-py==4.3.0
+    mdurl==0.1.2
+    msgpack==1.2.4
+    msgspec==0.22.0
+    optax==0.2.8
+    orjson==3.13.0
+    pydantic==2.14.3
+    pydantic-core==2.50.4
+    Pygments==2.21.0
+    rich==15.0.0
+    treescope==0.1.10
+    typing-inspection==0.4.5
+)
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+PYTHON=${PYTHON:-python3}
+
+usage() {
+    sed -n '4,5s/^# *//p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+}
+
+[[ $# -ge 2 ]] || usage
+action=$1
+folder=$2
+shift 2
+
+case $action in
+pack)
+    "$PYTHON" -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
+        --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
+        --dest "$folder" "${WHEELS[@]}"
+    ;;
+run)
+    packages=$ROOT/build/first_device
+    mkdir -p "$packages/jitney"
+    "$PYTHON" -m pip install --no-index --no-deps --upgrade --find-links "$folder" \
+        --target "$packages" "${WHEELS[@]}"
+    ln -sfn "$ROOT/engine" "$ROOT/kernels" "$ROOT/dashboard" "$ROOT/__main__.py" \
+        "$packages/jitney/"
+    export PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH}
+    cd "$ROOT"
+    exec "$PYTHON" -m jitney bench device "$@"
+    ;;
+*)
+    usage
+    ;;
+esac

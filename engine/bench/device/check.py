@@ -1,0 +1,199 @@
+"""Whether answers are right, before anything is timed: tokens of the engine, every case of
+attention, and every kernel in the shapes that the measured model asks for.
+
+Attention and the other kernels are compared with their definitions in numpy. The engine's tokens
+are compared with the reference kernels on the same device: each must be the one that these would
+choose, or as likely up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace as replaced
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from msgspec.structs import replace
+
+from jitney.engine.bench.device.loop import make_traffic, random_requests
+from jitney.engine.bench.device.rows import WRONG, PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.steps import random_weights
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.executor.program import StateSizes
+from jitney.engine.executor.proving import served_by
+from jitney.engine.models.protocol import Model
+from jitney.engine.models.quantization import KV_TYPES, SCHEMES
+from jitney.engine.models.registry import abstract_model
+from jitney.engine.scheduler.buckets import Bucket, Buckets
+from jitney.kernels.attention_cases import CASES, AttentionCase
+from jitney.kernels.interface import KernelSet
+from jitney.kernels.proof import Proof, prove, prove_case
+from jitney.kernels.proof_attention import MetaBuilder
+from jitney.kernels.proof_shapes import ServedShapes
+from jitney.kernels.select import reference_of
+
+#: Layers of the model whose tokens are compared: enough for each kernel to feed the next.
+_LAYERS = 2
+#: Requests, and their most tokens of prompt and answer.
+_REQUESTS, _PROMPT, _OUTPUT = 8, 150, 16
+#: How much less likely than the best a token may be for the reference, in spreads of its row of
+#: logits, by bytes per activation. Random models: the best stands 4 spreads above the average.
+_TOKEN_LIMIT = {2: 0.25, 4: 0.02}
+#: The same where rows are rounded to int8: the last bit of a number may move it by a whole step.
+_ROUNDED_LIMIT = 0.25
+#: Rows of a decode and of a mixed step in which kernels are proved.
+_DECODE_ROWS, _MIXED_ROWS = (1, 8, 64), (256,)
+#: Positions that a sequence may have there.
+_CONTEXT = 4096
+
+
+def checks(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+    """Tokens first, then attention, then the other kernels, of the first kernel set."""
+    kernels = sets[0]
+    for weights in SCHEMES:
+        case = f"{weights} weights, {jnp.dtype(dtype)}"
+        row = job.row("tokens of the engine", case, kernels.label)
+        yield Task(row, partial(_token_row, job, kernels, dtype, weights))
+    for name, case in _attention_cases(jnp.dtype(dtype).name).items():
+        row = job.row("attention", name, kernels.label)
+        yield Task(row, partial(_case_row, kernels, case))
+    for weights in SCHEMES:
+        for kv in ("auto", *KV_TYPES):
+            row = job.row("kernels", f"{weights} weights, {kv} KV", kernels.label)
+            yield Task(row, partial(_proof_rows, job, kernels, dtype, weights, kv))
+
+
+def _attention_cases(dtype: str) -> dict[str, AttentionCase]:
+    """Every case in this dtype, then those that this makes others, as they are tested."""
+    served = {f"{name}, {dtype}": case.served_as(dtype) for name, case in CASES.items()}
+    known = set(served.values())
+    tested = {f"{name}, {case.dtype}": case for name, case in CASES.items() if case not in known}
+    return {**served, **tested}
+
+
+def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row]:
+    yield _judged(row, prove_case(kernels, case))
+
+
+def _judged(row: Row, proof: Proof) -> Row:
+    """The row with what was found."""
+    if proof.reason:
+        return replace(row, note=f"{WRONG}: {proof.reason}")
+    return _compared(row, proof.error, proof.limit)
+
+
+def _compared(row: Row, error: float, limit: float) -> Row:
+    note = f"right (at most {limit:g})"
+    if not error <= limit:
+        note = f"{WRONG}: {error:.3g}, at most {limit:g} are right"
+    return replace(row, error=error, note=note)
+
+
+def _proof_rows(
+    job: PartJob, kernels: KernelSet, dtype: Any, weights: str, kv: str, row: Row
+) -> Iterator[Row]:
+    """A row for each kernel that the model calls with weights and pools of these kinds; the first
+    stands for all of them when it is asked what has been done.
+    """
+    proofs = prove(kernels, _shapes_for(job, dtype, weights, kv))
+    right = all(proof.ok for proof in proofs)
+    yield replace(row, note="right" if right else f"{WRONG}: see below", figures=_count(proofs))
+    for proof in proofs:
+        yield _judged(replace(row, name=proof.kernel), proof)
+
+
+def _count(proofs: Sequence[Proof]) -> dict[str, float]:
+    return {"kernels compared": float(len(proofs))}
+
+
+def _shapes_for(job: PartJob, dtype: Any, weights: str, kv: str) -> ServedShapes:
+    config = _shallow(job.config, 1)
+    model = random_weights(abstract_model(config, dtype=dtype, weights=weights, kv=kv))
+    seats = _DECODE_ROWS[-1]
+    decode = tuple(Bucket(rows, rows) for rows in _DECODE_ROWS)
+    buckets = Buckets(decode, tuple(Bucket(rows, seats) for rows in _MIXED_ROWS))
+    context = min(_CONTEXT, config.context_length)
+    sizes = StateSizes(seats, 1, job.page_size, context, KV_TYPES.get(kv, dtype))
+    return served_by(model, config, sizes, buckets, dtype)
+
+
+def _token_row(
+    job: PartJob, kernels: KernelSet, dtype: Any, weights: str, row: Row
+) -> Iterator[Row]:
+    """Greedy requests of many lengths through scheduler, core and runner."""
+    config = _shallow(job.config, _LAYERS)
+    prompt = min(_PROMPT, config.context_length - _OUTPUT)
+    traffic, _ = make_traffic(
+        job, kernels, dtype, weights=weights, config=config, context=prompt + _OUTPUT
+    )
+    requests = random_requests(job, _REQUESTS, (1, prompt), (_OUTPUT, _OUTPUT))
+    outputs = traffic.run(requests, concurrency=job.sizes.streams).tokens
+    reference = _Reference(job, kernels, config, dtype, weights, prompt + _OUTPUT)
+    errors = [0.0]
+    same = 0
+    for request, output in zip(requests, outputs, strict=True):
+        if len(output) != _OUTPUT:
+            raise RuntimeError(f"{len(output)} of {_OUTPUT} tokens came out")
+        behind = reference.behind_best(request.prompt, output)
+        errors.extend(behind)
+        same += sum(distance == 0 for distance in behind)
+    error = float(max(errors))
+    figures = {"tokens": float(_REQUESTS * _OUTPUT), "of them the reference's own": float(same)}
+    limit = _TOKEN_LIMIT[jnp.dtype(dtype).itemsize]
+    if weights == "int8" and kernels.int8 is not None:
+        limit = _ROUNDED_LIMIT
+    yield replace(_compared(row, error, limit), figures=figures)
+
+
+def _shallow(config: ModelConfig, most: int) -> ModelConfig:
+    """The same layers, at most so many of them."""
+    layers = min(most, config.n_layers)
+    return replaced(config, n_layers=layers, windows=config.windows[:layers])
+
+
+class _Reference:
+    """The model that the engine ran, by the reference kernels and without the engine."""
+
+    def __init__(
+        self,
+        job: PartJob,
+        kernels: KernelSet,
+        config: ModelConfig,
+        dtype: Any,
+        weights: str,
+        tokens: int,
+    ):
+        """tokens: of the longest request."""
+        self._page, self._tokens = job.page_size, tokens
+        self._model = random_weights(abstract_model(config, dtype=dtype, weights=weights))
+        self._kernels = reference_of(kernels)
+        pages = -(-tokens // job.page_size) + 1
+        shape = (pages, job.page_size, 2 * config.n_kv_heads, config.head_dim)
+        self._pools = [jnp.zeros(shape, dtype) for _ in range(config.n_layers)]
+        self._logits = jax.jit(partial(_logits_of, self._kernels))
+
+    def behind_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+        """How far each token's logit lies below the best one, in spreads of its row."""
+        ids = [*prompt, *output]
+        padded = np.zeros(self._tokens, np.int32)
+        padded[: len(ids)] = ids
+        pages = len(self._pools[0])
+        # Two sequences: as many rows as sequences would be a step of decode alone.
+        shape = (2, self._tokens, pages)
+        builder = MetaBuilder.empty(shape, pages, self._page, np.random.default_rng(0))
+        builder.add(len(ids), len(ids))
+        logits = self._logits(self._model, padded, self._pools, builder.meta(0))
+        rows = np.asarray(logits)[len(prompt) - 1 : len(ids) - 1]
+        chosen = rows[np.arange(len(output)), output]
+        return ((rows.max(-1) - chosen) / rows.std(-1)).tolist()
+
+
+def _logits_of(
+    kernels: KernelSet, model: Model, tokens: jax.Array, pools: list[jax.Array], meta: Any
+) -> jax.Array:
+    """float32 [T, V]."""
+    hidden, _ = model(tokens, pools, meta, kernels)
+    return model.logits(hidden, kernels)

@@ -1,0 +1,116 @@
+"""The files of `jitney bench device`: a second call goes on where the first one stopped, and no
+call overwrites what another one measured.
+
+One measurement is one JSON file and its page. A call takes a file up if it is of the same device,
+programs, shape and page size; else, and with `again`, it begins a file of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from jitney.engine.bench.device.report import markdown, report_of
+from jitney.engine.bench.device.rows import Floors, Row
+from jitney.engine.bench.device.run import DeviceResults
+from jitney.engine.errors import ConfigError
+from jitney.engine.types import JsonDict
+
+
+class _Saved(msgspec.Struct):
+    """What a file is read for; the rest follows from it."""
+
+    key: JsonDict
+    floors: Floors | None
+    finished: list[str]
+    rows: list[Row]
+    seconds: float
+    calls: int
+
+
+class ResultFiles:
+    """Where one call keeps its results."""
+
+    def __init__(self, folder: Path, *, again: bool = False):
+        self._folder, self._again = folder, again
+        self._file: Path | None = None
+
+    def take_up(self, results: DeviceResults) -> None:
+        """Choose the file, now that the device is known; what it holds already goes into
+        `results`.
+        """
+        for file in self._candidates(results):
+            if not file.exists():
+                self._file = file
+                return
+            saved = _read(file)
+            if not self._again and saved is not None and saved.key == key_of(results):
+                self._file = file
+                _merge(saved, results)
+                return
+
+    def _candidates(self, results: DeviceResults) -> Iterator[Path]:
+        """device_NAME_SHAPE.json, then -2, -3, ..."""
+        number = 1
+        while True:
+            suffix = f"-{number}" if number > 1 else ""
+            yield self._folder / f"{_slug(results)}{suffix}.json"
+            number += 1
+
+    def save(self, results: DeviceResults) -> tuple[Path, Path] | None:
+        """Write both files, each whole or not at all; None before the device is known.
+
+        ConfigError if the folder cannot be written to.
+        """
+        if self._file is None:
+            return None
+        page = self._file.with_suffix(".md")
+        report = report_of(results) | {"key": key_of(results)}
+        try:
+            _replace(self._file, json.dumps(report, indent=1))
+            _replace(page, markdown(results))
+        except OSError as error:
+            raise ConfigError(f"--out-dir {self._folder}: {error.strerror or error}") from None
+        return self._file, page
+
+
+def key_of(results: DeviceResults) -> JsonDict:
+    """What must agree for two calls to be of one measurement."""
+    plan = results.plan
+    return {
+        "about": msgspec.to_builtins(results.about),
+        "shape": results.shape,
+        "page_size": results.page_size,
+        "against": plan.against,
+    }
+
+
+def _slug(results: DeviceResults) -> str:
+    name = re.sub(r"[^a-z0-9.]+", "_", results.device.lower()).strip("_")
+    return f"device_{name}_{results.shape}"
+
+
+def _read(file: Path) -> _Saved | None:
+    """The results of a file; None if it holds something else."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Saved)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _merge(saved: _Saved, results: DeviceResults) -> None:
+    results.rows = [row for row in saved.rows if row.settled]
+    results.floors = saved.floors
+    results.finished = list(saved.finished)
+    results.seconds = results.before = saved.seconds
+    results.calls = saved.calls + 1
+
+
+def _replace(file: Path, text: str) -> None:
+    draft = file.with_suffix(f"{file.suffix}.part")
+    draft.write_text(text + "\n", encoding="utf-8")
+    draft.replace(file)

@@ -1,0 +1,79 @@
+"""vLLM, where it is installed, on the batches of requests that our engine is given: the same shape,
+random weights, greedy, answers of exactly so many tokens. Knows no jax.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from jitney.engine.bench.device.peers import batch_tasks, module, second_batch, where_installed
+from jitney.engine.bench.device.rows import PartJob, Row, Tasks
+from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.types import JsonDict
+
+_BY = "vLLM"
+
+
+def batching(job: PartJob) -> Tasks:
+    """`LLM.generate`, as many requests as streams, all at once."""
+    get = cache(partial(_make_engine, job))
+    yield from where_installed(batch_tasks(job, _BY, "", partial(_batch_row, job, get)), "vllm")
+
+
+def _batch_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) -> Iterator[Row]:
+    engine, n_output = get(), job.sizes.batch[1]
+    params = module("vllm").SamplingParams(
+        temperature=0.0, max_tokens=n_output, ignore_eos=True, detokenize=False
+    )
+
+    def answer(prompts: list[list[int]]) -> int:
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = engine.generate(given, params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    yield second_batch(job, streams, answer, row)
+
+
+def _make_engine(job: PartJob) -> Any:
+    """At its own defaults, but for room for every stream and no cache of prefixes."""
+    sizes = job.sizes
+    folder = tempfile.mkdtemp(prefix="jitney-vllm-")
+    Path(folder, "config.json").write_text(json.dumps(_config_of(job.config, job.dtype)))
+    return module("vllm").LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=job.dtype,
+        max_model_len=sum(sizes.batch) + job.page_size,
+        max_num_seqs=max(sizes.streams, *sizes.crowds),
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+
+
+def _config_of(shape: ModelConfig, dtype: str) -> JsonDict:
+    """The model's config.json."""
+    family = "Qwen3" if shape.qk_norm else "Llama"
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context_length,
+        "rms_norm_eps": shape.rms_eps,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "torch_dtype": dtype,
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
