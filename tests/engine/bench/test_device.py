@@ -53,6 +53,7 @@ from jitney.engine.errors import ConfigError, JitneyError
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference
 
+ROOT = Path(__file__).parents[3]
 FLOORS = Floors(copy_bytes_s=1e9, product_flops_s=1e12, launch_s=1e-5)
 CPU = About(
     device="cpu",
@@ -551,23 +552,20 @@ def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
     assert "device_cpu_tiny.md" in capsys.readouterr().out
 
 
-def test_the_program_runs_as_a_module():
+def test_the_program_runs_as_a_module(tmp_path: Path):
+    """From links to a checkout, as docs/benchmarks/first_device.sh makes them."""
+    (tmp_path / "jitney").mkdir()
+    for name in ("engine", "kernels", "dashboard", "__main__.py"):
+        (tmp_path / "jitney" / name).symlink_to(ROOT / name)
     done = subprocess.run(
         [sys.executable, "-m", "jitney", "bench", "device", "--help"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 0 and "--rehearse" in done.stdout
-
-
-def test_what_the_worker_runs_is_what_the_parts_are():
-    for module, name in {**worker.OURS, **worker.PEERS}.values():
-        assert callable(
-            getattr(__import__(f"jitney.engine.bench.device.{module}", fromlist=[name]), name)
-        )
-    assert kernels.WRONG[2] > kernels.WRONG[4]
 
 
 #: Distributions on the machine that docs/benchmarks/first_device.sh is for: jax, Triton, torch and
@@ -607,7 +605,7 @@ print(*{name for module in sys.modules for name in names.get(module.partition(".
 
 def test_the_wheels_to_bring_are_all_that_is_loaded():
     pytest.importorskip("triton")
-    script = (Path(__file__).parents[3] / "docs/benchmarks/first_device.sh").read_text()
+    script = (ROOT / "docs" / "benchmarks" / "first_device.sh").read_text()
     brought = {name.lower().replace("-", "_") for name in re.findall(r"^    (\S+)==", script, re.M)}
     assert "jax_triton" in brought
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
