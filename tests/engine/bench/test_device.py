@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jitney.engine.bench.device import kernels, worker
+from jitney.engine.bench.device import kernels
 from jitney.engine.bench.device.check import checks
 from jitney.engine.bench.device.kernels import Contexts, attend_row, make_inputs
 from jitney.engine.bench.device.power import PowerMeter
