@@ -21,6 +21,7 @@ COMMANDS = Commands(
         "chat": "talk to a model in the terminal",
         "bench": "measure throughput and latency: over HTTP, policy by policy, step by step",
         "simulate": "predict what an engine does with given traffic, policy by policy",
+        "cascade": "a small model that asks a large one: find the threshold",
         "plan": "size a deployment: memory, batch size, cost, replicas, buckets",
         "dashboard": "the page for one or several engines elsewhere",
         "top": "watch an engine's seats in the terminal",

@@ -87,6 +87,13 @@ class _Try:
     error: str | None = None
 
 
+def refuse_what_no_cascade_can(question: Question) -> None:
+    """Raises RequestError that names the field."""
+    body = question.checked()
+    refuse_token_ids(question, body)
+    refuse_field(body, "echo", "the prompt's log-probabilities would count as its answer's")
+
+
 class Cascade:
     """One model made of two. models: who answers for both."""
 
@@ -138,9 +145,7 @@ class Cascade:
 
     async def _try_small(self, question: Question) -> _Try:
         """Ask the small model. Raises RequestError for what no cascade can do."""
-        body = question.checked()
-        refuse_token_ids(question, body)
-        refuse_field(body, "echo", "the prompt's log-probabilities would count as its answer's")
+        refuse_what_no_cascade_can(question)
         asked = question.whole(self._settings.small, **asking_logprobs(question))
         try:
             answer = await self._models.answer(asked)

@@ -1,0 +1,266 @@
+"""Which threshold a cascade should have: what each would have cost, and how often it would have
+agreed with the large model, over requests that both models answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from jitney.engine.api.errors import HttpError
+from jitney.engine.errors import ConfigError, RequestError
+from jitney.engine.fleet.answering import CHAT, COMPLETIONS, Answering, ModelAnswer, Question
+from jitney.engine.fleet.cascade import refuse_what_no_cascade_can
+from jitney.engine.fleet.confidence import Measure, asking_logprobs, logprobs_of
+from jitney.engine.fleet.sameness import likeness, normalised
+from jitney.engine.types import JsonDict
+
+#: When two answers agree: equal (they are the same text), words (F1 of the words they share).
+Agreement = Literal["equal", "words"]
+#: What is tried: the whole answer, and windows of it.
+MEASURES = (Measure("mean"), *(Measure("least", window) for window in (1, 2, 4, 8, 16, 32)))
+#: Of costs that are compared: sums in another order differ beyond them.
+_DIGITS = 9
+#: Of a 95 % interval.
+_Z = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What answers took. Seconds: from asking to the end of the answer."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    #: In the currency of the prices; 0 where there are none.
+    price: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.tokens + other.tokens, self.seconds + other.seconds, self.price + other.price
+        )
+
+    def of(self, by: Cost) -> float:
+        return float(getattr(self, by))
+
+
+Cost = Literal["price", "seconds", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Per million tokens, prompt and output alike; None: unknown."""
+
+    small: float | None = None
+    large: float | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.small is not None and self.large is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One request, as both models answered it."""
+
+    #: Of the small model's tokens, choice by choice.
+    logprobs: list[list[float]]
+    small: Spent
+    large: Spent
+    #: Of the small answer with the large one, 0 to 1.
+    agreement: float
+
+    def confidence(self, measure: Measure) -> float:
+        """As a cascade sees it."""
+        return min((measure.of(values) for values in self.logprobs), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What a cascade with this threshold would have done."""
+
+    threshold: float
+    #: Share of requests that the small model's answer was sent for.
+    kept: float
+    #: Mean with the large model's answers, and the bounds of its 95 % interval (Wilson).
+    agreement: float
+    low: float
+    high: float
+    spent: Spent
+    #: What it cost beside the large model alone; over 1 where it cost more.
+    cost_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """All thresholds that make a difference, from the one that sends everything the small model
+    says.
+    """
+
+    measure: Measure
+    rungs: list[Rung]
+
+    def cheapest(self, agreement: float) -> Rung | None:
+        """Of those that agree so often, the one that costs least; None if none does."""
+        good = [rung for rung in self.rungs if rung.agreement >= agreement]
+        return min(good, key=lambda rung: (rung.cost_share, -rung.agreement), default=None)
+
+
+def ladder(pairs: Sequence[Pair], measure: Measure, by: Cost) -> Ladder:
+    """The thresholds lie halfway between confidences that were seen, so that none hangs on the last
+    digit of a log-probability.
+    """
+    order = sorted(pairs, key=lambda pair: pair.confidence(measure))
+    confidences = [pair.confidence(measure) for pair in order]
+    rungs = [_rung(order, 0, 0.0, by)]
+    for place in range(1, len(order)):
+        if confidences[place] > confidences[place - 1]:
+            threshold = (confidences[place - 1] + confidences[place]) / 2
+            rungs.append(_rung(order, place, threshold, by))
+    if confidences[-1] < 1.0:
+        rungs.append(_rung(order, len(order), (confidences[-1] + 1.0) / 2, by))
+    return Ladder(measure, rungs)
+
+
+def _rung(order: Sequence[Pair], asked: int, threshold: float, by: Cost) -> Rung:
+    """asked: the large model answers so many, the least sure ones."""
+    n = len(order)
+    everything = sum((pair.large for pair in order), Spent())
+    spent = sum((pair.small for pair in order), Spent())
+    spent = sum((pair.large for pair in order[:asked]), spent)
+    agreement = (asked + sum(pair.agreement for pair in order[asked:])) / n
+    low, high = _interval(agreement, n)
+    share = spent.of(by) / everything.of(by) if everything.of(by) else math.inf
+    return Rung(threshold, 1 - asked / n, agreement, low, high, spent, share)
+
+
+def _interval(share: float, n: int) -> tuple[float, float]:
+    """Wilson's, of a share that was seen in n."""
+    middle = share + _Z * _Z / (2 * n)
+    spread = _Z * math.sqrt(share * (1 - share) / n + _Z * _Z / (4 * n * n))
+    scale = 1 + _Z * _Z / n
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+def best_measure(ladders: Sequence[Ladder], agreement: float) -> Ladder:
+    """The one whose cheapest threshold for this agreement costs least; of equals the first."""
+
+    def cost(each: Ladder) -> float:
+        found = each.cheapest(agreement)
+        return math.inf if found is None else round(found.cost_share, _DIGITS)
+
+    return min(ladders, key=cost)
+
+
+def shown_rungs(whole: Ladder, most: int, chosen: Rung | None) -> list[Rung]:
+    """At most so many, evenly spread, both ends and the chosen one among them."""
+    last = len(whole.rungs) - 1
+    places = {round(last * step / (most - 1)) for step in range(most)}
+    if chosen is not None:
+        places.add(whole.rungs.index(chosen))
+    return [whole.rungs[place] for place in sorted(places)]
+
+
+def read_questions(file: Path, defaults: JsonDict) -> list[Question]:
+    """Requests, one a line: the body of a chat or of a text completion, or a line of a batch, which
+    has one as its `body`. defaults: fields of those that do not have them. Raises ConfigError.
+    """
+    questions: list[Question] = []
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            questions.append(_read_question(f"{file}:{number}", line, defaults))
+    if not questions:
+        raise ConfigError(f"{file}: no requests in it; write one a line")
+    return questions
+
+
+def _read_question(where: str, line: bytes, defaults: JsonDict) -> Question:
+    try:
+        body = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if isinstance(body, dict) and isinstance(body.get("body"), dict):
+        body = body["body"]
+    if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):
+        raise ConfigError(f"{where}: must be an object with either messages or prompt")
+    route = CHAT if "messages" in body else COMPLETIONS
+    try:
+        question = Question.of("", route, defaults | body, {}).whole("")
+        refuse_what_no_cascade_can(question)
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return question
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Asks both models. prices: of their tokens."""
+
+    models: Answering
+    small: str
+    large: str
+    agreement: Agreement
+    prices: Prices
+
+    async def run(
+        self, questions: Sequence[Question], at_once: int, tell: Callable[[int], None]
+    ) -> tuple[list[Pair], list[str]]:
+        """The pairs, and for each request that one of the models refused why. tell: how many are
+        done.
+        """
+        places = asyncio.Semaphore(at_once)
+        pairs: list[Pair] = []
+        refusals: list[str] = []
+
+        async def one(question: Question) -> None:
+            async with places:
+                try:
+                    pairs.append(await self._pair(question))
+                except (HttpError, RequestError) as error:
+                    refusals.append(str(error))
+            tell(len(pairs) + len(refusals))
+
+        await asyncio.gather(*(one(question) for question in questions))
+        return pairs, refusals
+
+    async def _pair(self, question: Question) -> Pair:
+        """One after the other, so that each is timed alone."""
+        asked = question.whole(self.small, **asking_logprobs(question))
+        small, small_spent = await self._timed(asked, self.prices.small)
+        large, large_spent = await self._timed(question.whole(self.large), self.prices.large)
+        return Pair(
+            [logprobs_of(choice) for choice in small.choices],
+            small_spent,
+            large_spent,
+            self._agreement(small, large),
+        )
+
+    async def _timed(self, question: Question, price: float | None) -> tuple[ModelAnswer, Spent]:
+        began = time.monotonic()
+        answer = await self.models.answer(question)
+        seconds = time.monotonic() - began
+        tokens = answer.usage.get("total_tokens") or 0
+        return answer, Spent(tokens, seconds, (price or 0.0) * tokens / 1e6)
+
+    def _agreement(self, small: ModelAnswer, large: ModelAnswer) -> float:
+        """The mean of the choices."""
+        likenesses = list(self._likenesses(small, large))
+        return sum(likenesses) / len(likenesses) if likenesses else 0.0
+
+    def _likenesses(self, small: ModelAnswer, large: ModelAnswer) -> Iterator[float]:
+        for mine, other in zip(small.choices, large.choices, strict=False):
+            first, second = normalised(mine), normalised(other)
+            if self.agreement == "words":
+                yield likeness(first, second)
+            else:
+                yield float(first == second)

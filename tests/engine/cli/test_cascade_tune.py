@@ -1,0 +1,85 @@
+"""`jitney cascade tune` against two servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_fakes import FakeClient, Script, make_app, served
+
+from jitney.engine.cli import main
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[str, str]]:
+    """Two models. A token's log-probability is minus a thousandth of its byte."""
+    small, large = FakeClient(), FakeClient(Script("a"))
+    small.scripts = [Script(text) for text in ("a.", "ÿÿÿÿ", "A", "a")]
+    with served(make_app(small, "tiny")) as (first, _), served(make_app(large, "big")) as (last, _):
+        yield f"{first}/tiny", f"{last}/v1/big"
+
+
+@pytest.fixture
+def requests_file(tmp_path: Path) -> Path:
+    file = tmp_path / "requests.jsonl"
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    lines = [chat, chat, {"body": {"prompt": "hello"}}, {"prompt": "hello", "stream": True}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def test_it_prints_the_ladder_and_the_threshold(
+    servers: tuple[str, str], requests_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["cascade", "tune", str(requests_file), "--small", servers[0], "--large", servers[1]]
+    assert main([*words, "--cost", "tokens", "--agreement", "0.9"]) == 0
+    shown = capsys.readouterr().out
+    assert "Each measure's cheapest for 90.0%" in shown
+    assert "chosen" in shown
+    assert "in fleet.toml:" in shown
+
+
+def test_its_report_says_which_threshold_and_why(
+    servers: tuple[str, str], requests_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["cascade", "tune", str(requests_file), "--small", servers[0], "--large", servers[1]]
+    words += ["--measure", "mean", "--small-price", "1", "--large-price", "100", "--json", "-"]
+    assert main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["requests"] == 4
+    assert report["cost_by"] == "price"
+    assert report["chosen"]["kept"] == 0.75
+    assert report["chosen"]["agreement"] == 1.0
+    (rungs,) = [each["rungs"] for each in report["ladders"]]
+    assert rungs[0]["agreement"] == 0.75
+    assert report["small"]["tokens"] < report["large"]["tokens"] * 2
+
+
+def test_a_server_that_is_not_there_is_one_line(
+    requests_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--small", "http://127.0.0.1:9/a", "--large", "http://127.0.0.1:9/b"]
+    assert main(["cascade", "tune", str(requests_file), *words]) == 1
+    complaint = capsys.readouterr().err
+    assert "no request was answered by both models" in complaint
+    assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (["--agreement", "1.5"], "--agreement must be over 0"),
+        (["--measure", "least:0"], "--measure must be mean or least:WINDOW"),
+        (["--cost", "price"], "--cost price needs"),
+        (["--at-once", "0"], "--at-once must be at least 1"),
+    ],
+)
+def test_bad_flags_are_one_line(
+    requests_file: Path, flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+):
+    words = ["cascade", "tune", str(requests_file)]
+    words += ["--small", "http://127.0.0.1:9/a", "--large", "http://127.0.0.1:9/b"]
+    assert main([*words, *flags]) == 2
+    assert complaint in capsys.readouterr().err
