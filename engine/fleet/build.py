@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ import httpx
 
 from jitney.engine.config.schema import Section
 from jitney.engine.fleet.candidate import ModelWithCandidate, Prices, RolloutKeeper
+from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, composed_of
+from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
 from jitney.engine.fleet.config import FleetConfig, ReplicasSection
 from jitney.engine.fleet.forwarding import Patience
 from jitney.engine.fleet.ingress import Fleet
@@ -33,6 +35,8 @@ class FleetParts:
     watch: Watch
     #: The key that engines of `urls` are asked with; empty: the client's.
     key: str
+    #: Those that are made of others.
+    composed: ComposedModels
     #: All models, as they are made: those of one kind may ask those of another.
     models: dict[str, FleetModel] = field(default_factory=dict)
     #: What looks at the candidates of models that have one.
@@ -81,8 +85,16 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection) -> ReplicatedMo
     return model
 
 
+def _composed(parts: FleetParts, name: str, section: Section) -> NamedComposition:
+    """Its parts are asked by their names."""
+    return NamedComposition(name, parts.composed, parts.models)
+
+
 #: How the model of each section of `config.KINDS` is made.
-_MAKERS: dict[type[Section], _Maker] = {ReplicasSection: _replicated}
+_MAKERS: dict[type[Section], _Maker] = {
+    ReplicasSection: _replicated,
+    **dict.fromkeys(COMPOSED_KINDS.values(), _composed),
+}
 
 
 @asynccontextmanager
@@ -95,10 +107,10 @@ async def open_fleet(
     """
     models: dict[str, FleetModel] = {}
     metrics = FleetMetrics(lambda: {name: list(models[name].replicas) for name in models})
-    async with _client(transport) as client:
+    async with _client(transport) as client, _compositions(config, models) as composed:
         section = config.fleet
         watch = Watch(client, poll_s=section.poll_s, lost_after_s=section.lost_after_s)
-        parts = FleetParts(config, client, metrics, watch, key, models)
+        parts = FleetParts(config, client, metrics, watch, key, composed, models)
         try:
             for name, table in config.models.items():
                 models[name] = _MAKERS[type(table)](parts, name, table)
@@ -108,6 +120,21 @@ async def open_fleet(
                 yield Fleet(models, metrics), parts
         finally:
             await watch.close()
+
+
+@asynccontextmanager
+async def _compositions(
+    config: FleetConfig, models: Mapping[str, FleetModel]
+) -> AsyncIterator[ComposedModels]:
+    """The models that are made of others. models: all, as they are made."""
+    made = composed_of(config.models)
+    served = [name for name in config.models if name not in made]
+    composed = ComposedModels(made, FleetEngines(models), served)
+    try:
+        await composed.start()
+        yield composed
+    finally:
+        await composed.close()
 
 
 def _client(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import orjson
-from starlette.types import Receive, Scope, Send
-
-from jitney.engine.api.blocks import EVENT_STREAM, send_body, start_of
-from jitney.engine.api.disconnect import until_disconnect
-from jitney.engine.api.errors import error_event
-from jitney.engine.api.jsonio import json_answer
-from jitney.engine.api.service import context_of
 from jitney.engine.config.schema import Section
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.answering import (
@@ -38,13 +29,6 @@ COMPOSED_KINDS: dict[str, type[Section]] = {
 }
 #: What a card shows of templates: nothing.
 _HIDDEN = {"stages": {"__all__": {"prompt", "system", "scored", "candidates", "fields"}}}
-#: What a stream says while there is nothing to say (`formats.Format.keep_alive`).
-_KEEP_ALIVE = b"\n\n"
-_DONE = b"data: [DONE]\n\n"
-#: Chunks that are read before the client has taken those before them.
-_AHEAD = 16
-#: Headers or a chunk; None: the end.
-type _Item = JsonDict | Exception | None
 
 
 class ComposedSettings(Protocol):
@@ -141,6 +125,22 @@ class ComposedModels:
         """End it."""
         await asyncio.gather(*(model.close() for model in self._models.values()))
 
+    def ready(self, name: str, is_ready: Callable[[str], bool]) -> bool:
+        """Whether a model could answer now. is_ready: the same of those that engines serve."""
+        settings = self._settings.get(name)
+        if settings is None:
+            return is_ready(name)
+
+        def ready(part: str) -> bool:
+            return self.ready(part, is_ready)
+
+        match settings:
+            case CascadeSettings():
+                return ready(settings.large)  # it answers where the small one fails
+            case EnsembleSettings():
+                return any(map(ready, settings.models)) and all(map(ready, settings.scoring))
+        return all(map(ready, settings.parts))
+
     def made_of(self, name: str) -> JsonDict:
         """What a model is made of, as /v1/models shows it."""
         return self._settings[name].model_dump(exclude=_HIDDEN, exclude_none=True)
@@ -159,70 +159,3 @@ class ComposedModels:
         """Requests that a model computes at once."""
         composed = self._models.get(model)
         return await (self._engines.seats(model) if composed is None else composed.seats())
-
-
-@dataclass(frozen=True, slots=True)
-class ComposedAnswer:
-    """Asks a model made of models and sends what comes of it, as an ASGI application."""
-
-    models: Answering
-    question: Question
-    #: Seconds without a chunk after which a stream says that it lives.
-    keep_alive_s: float
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the answer is out, or the client has left."""
-        await until_disconnect(receive, self.send(scope, receive, send))
-
-    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self.question.streams:
-            answer = await self.models.answer(self.question)
-            await json_answer(answer.body, answer.headers)(scope, receive, send)
-            return
-        queue = asyncio.Queue[_Item](_AHEAD)
-        asking = asyncio.create_task(self._ask(queue))
-        try:
-            await self._send_stream(queue, context_of(scope).request_id, send)
-        finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-
-    async def _ask(self, queue: asyncio.Queue[_Item]) -> None:
-        """All of the asking, in one task: the headers, the chunks, and None or an error."""
-        try:
-            async with self.models.stream(self.question) as stream:
-                await queue.put(stream.headers)
-                async for chunk in stream.chunks:
-                    await queue.put(chunk)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    async def _send_stream(self, queue: asyncio.Queue[_Item], request_id: str, send: Send) -> None:
-        """Raises what went wrong before anything was sent; later it is an event."""
-        headers = await queue.get()
-        if isinstance(headers, Exception):
-            raise headers
-        await send(start_of({**(headers or {}), **EVENT_STREAM}))
-        while True:
-            item = await self._next(queue)
-            if item is None:
-                break
-            if isinstance(item, Exception):
-                await send_body(send, error_event(item, request_id))
-                break
-            await send_body(send, _event_of(item) if item else _KEEP_ALIVE)
-        await send_body(send, _DONE)
-        await send_body(send, b"", more=False)
-
-    async def _next(self, queue: asyncio.Queue[_Item]) -> _Item:
-        """An empty chunk where none comes for long."""
-        try:
-            return await asyncio.wait_for(queue.get(), self.keep_alive_s)
-        except TimeoutError:
-            return {}
-
-
-def _event_of(chunk: JsonDict) -> bytes:
-    return b"data: " + orjson.dumps(chunk) + b"\n\n"

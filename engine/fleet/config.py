@@ -27,6 +27,7 @@ from jitney.engine.config.layers import load_config, read_toml, settings, unknow
 from jitney.engine.config.schema import Config, Section, ServerSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.comparison import FIGURES, LEAST_REQUESTS
+from jitney.engine.fleet.composed import COMPOSED_KINDS, check_parts, composed_of
 from jitney.engine.fleet.rollout import Rule
 from jitney.engine.fleet.routing import BRAKE
 from jitney.engine.types import JsonDict, JsonObject
@@ -330,7 +331,7 @@ def _check_url(url: str) -> None:
 
 #: What a model can be, by its `kind`. A new kind is a section, its line here and its line in
 #: `engine.fleet.build`.
-KINDS: dict[str, type[Section]] = {"replicas": ReplicasSection}
+KINDS: dict[str, type[Section]] = {"replicas": ReplicasSection, **COMPOSED_KINDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +387,13 @@ def _keys_of(environ: JsonObject) -> JsonDict:
 def _models(file: str | Path, tables: JsonDict) -> dict[str, Section]:
     if not tables:
         raise ConfigError(f"{file}: no model: add a table [models.NAME] with replicas or urls")
-    return {name: _model(file, name, table) for name, table in tables.items()}
+    models = {name: _model(file, name, table) for name, table in tables.items()}
+    composed = composed_of(models)
+    try:
+        check_parts(composed, [name for name in models if name not in composed])
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return models
 
 
 def _model(file: str | Path, name: str, table: object) -> Section:

@@ -15,7 +15,7 @@ from jitney.engine.fleet.answering import ModelAnswer, ModelStream, Question
 from jitney.engine.types import JsonDict
 
 #: Headers of an engine's answer that the client sees.
-_PASSED = ("x-ignored-params", "retry-after", "retry-after-ms")
+_PASSED = ("x-ignored-params", "x-jitney-replica", "retry-after", "retry-after-ms")
 _CONNECT_S = 10.0
 
 
@@ -35,8 +35,8 @@ class HttpEngines:
             raise _unreachable(question.model, error) from None
         if response.status_code != 200:
             raise refusal(question.model, response.status_code, response.content, response.headers)
-        body = _read(question.model, response.content)
-        return ModelAnswer(body | {"model": question.model}, passed_headers(response.headers))
+        body = read_answer(question.model, response.content)
+        return ModelAnswer(body, passed_headers(response.headers))
 
     @asynccontextmanager
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
@@ -99,7 +99,7 @@ def refusal(model: str, status: int, content: bytes, headers: Mapping[str, str])
         message, code, param = error["message"], error.get("code"), error.get("param")
     except (ValueError, LookupError, TypeError):
         message, code, param = f"the engine of {model} answered {status}", None, None
-    kept = {name: headers[name] for name in _PASSED if name in headers}
+    kept = passed_headers(headers)
     code = code if isinstance(code, str) else None
     return HttpError(status, str(message), code=code, param=param, headers=kept)
 
@@ -107,6 +107,14 @@ def refusal(model: str, status: int, content: bytes, headers: Mapping[str, str])
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Those of an engine's answer that the client sees."""
     return {name: headers[name] for name in _PASSED if name in headers}
+
+
+def read_answer(model: str, content: bytes) -> JsonDict:
+    """A whole answer, with the model's name in the fleet. Raises HttpError for what is none."""
+    body = _read(model, content)
+    if not isinstance(body.get("choices"), list) or not body["choices"]:
+        raise HttpError(502, f"the engine of {model} sent no choices", code="engine_dead")
+    return body | {"model": model}
 
 
 def _read(model: str, content: bytes) -> JsonDict:
