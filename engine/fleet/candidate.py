@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +53,10 @@ class Prices:
         return self.stable if arm == "stable" else self.candidate
 
 
+async def _nowhere() -> None:
+    """Nothing is kept."""
+
+
 @dataclass(slots=True)
 class ModelWithCandidate:
     """Two arms under one name."""
@@ -63,6 +67,8 @@ class ModelWithCandidate:
     prices: Prices = field(default_factory=Prices)
     #: Seconds.
     clock: Callable[[], float] = time.monotonic
+    #: Puts what is known on disk, after a decision.
+    keep: Callable[[], Awaitable[None]] = _nowhere
     #: Whether the candidate has ever been ready: until then it is on its way, and that is no
     #: failure.
     _has_begun: bool = False
@@ -211,11 +217,13 @@ class RolloutKeeper:
     key: str = ""
     #: None: a restart of the fleet begins the rollout anew.
     folder: Path | None = None
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Go on where the file says, and look until the context is left."""
         await asyncio.to_thread(self.restore)
+        self.model.keep = self.keep
         looking = asyncio.create_task(self._look_on())
         try:
             yield
@@ -223,7 +231,7 @@ class RolloutKeeper:
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
-            await asyncio.to_thread(self.save)
+            await self.keep()
 
     async def _look_on(self) -> None:
         while True:
@@ -240,7 +248,7 @@ class RolloutKeeper:
             told = await asyncio.gather(*map(self._config_of, replicas))
             self.model.rollout.learn(arm, list(filter(None, told)))
         self.model.rollout.look()
-        await asyncio.to_thread(self.save)
+        await self.keep()
 
     async def _config_of(self, replica: Replica) -> str:
         """The digest of an engine's configuration; empty if it does not say."""
@@ -261,19 +269,18 @@ class RolloutKeeper:
             return None
         return self.folder / f"rollout-{quote(self.model.rollout.model, safe='')}.json"
 
-    def save(self) -> None:
-        """Whole or not at all. A folder that cannot be written is told of, and nothing else is
-        lost.
+    async def keep(self) -> None:
+        """Put what is known on disk. A folder that cannot be written is told of, and nothing else
+        is lost.
         """
         if self.file is None:
             return
-        part = self.file.with_suffix(".part")
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(self.model.rollout.saved()))
-            os.replace(part, self.file)
-        except OSError as error:
-            _log.warning("rollout %s cannot be kept: %s", self.model.rollout.model, error)
+        async with self._writing:
+            saved = self.model.rollout.saved()
+            try:
+                await asyncio.to_thread(_write, self.file, saved)
+            except OSError as error:
+                _log.warning("rollout %s cannot be kept: %s", self.model.rollout.model, error)
 
     def restore(self) -> None:
         """Go on with what the file has; another candidate's is left behind."""
@@ -287,3 +294,11 @@ class RolloutKeeper:
             return
         how = f"goes on, {rollout.state}" if goes_on else "begins: the file is another's"
         _log.info("rollout %s: candidate %s %s", rollout.model, rollout.name, how)
+
+
+def _write(file: Path, saved: JsonDict) -> None:
+    """Whole or not at all."""
+    part = file.with_suffix(".part")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part.write_text(json.dumps(saved))
+    os.replace(part, file)

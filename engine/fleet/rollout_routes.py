@@ -137,6 +137,7 @@ async def _decide(fleet: Fleet, request: Request) -> Response:
     model = _found(fleet, request)
     body = _read(await fleet.slices.result(read_object(await request.body())))
     model.rollout.decide(body.action)
+    await model.keep()
     return json_answer(model.report())
 
 

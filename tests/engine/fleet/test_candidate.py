@@ -170,6 +170,8 @@ def test_keys_stay_where_they_are_over_a_restart_of_the_fleet(tmp_path: Path):
             assert sum(arm["requests"] for arm in report["arms"].values()) == 120
             answer = http.post("/fleet/rollouts/a/b", json={"action": "promote"})
             assert answer.json()["state"] == "promoted"
+            kept = (tmp_path / "state" / "rollout-a%2Fb.json").read_text()
+            assert json.loads(kept)["state"] == "promoted"  # at once: a kill would not undo it
         with fleet_of(tmp_path, first) as served, served.http() as http:
             served.wait_ready(one.name, two.name)
             again = Arms(served, one, two)
