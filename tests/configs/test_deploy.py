@@ -1,0 +1,209 @@
+"""The files under configs/deploy: what they ask of us exists, and they agree with each other.
+
+`python tests/configs/check_deploy.py` checks them with the tools of those they are written for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+
+import pytest
+import yaml
+from deploy_files import (
+    container,
+    documents,
+    run_lines,
+    serve_commands,
+    stages,
+    unit_lines,
+    with_files_here,
+)
+from metric_names import metric_names, named_in
+from places import DEPLOY, ROOT
+
+from jitney.engine.api.routes import ROUTES
+from jitney.engine.cli import main
+from jitney.engine.config.layers import settings
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+COMMANDS = list(serve_commands())
+MANIFESTS = ("kubernetes/gpu.yaml", "kubernetes/tpu.yaml")
+#: Seconds that preStop waits.
+PRE_STOP_S = 5
+
+
+def drain_s(words: list[str]) -> float:
+    return float(words[words.index("--drain-s") + 1])
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITNEY_API_KEYS", "a-user-s-key")
+
+
+@pytest.mark.parametrize("where, words", COMMANDS, ids=[where for where, _ in COMMANDS])
+def test_every_command_is_one_that_serve_takes(
+    where: str,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path,
+):
+    (tmp_path / "jitney.toml").write_text((ROOT / "configs" / "l4.toml").read_text())
+    words = [word.replace("/etc/jitney/jitney.toml", f"{tmp_path}/jitney.toml") for word in words]
+    assert words[0] == "serve"
+    assert main([*with_files_here(words), "--print-config"]) == 0, capsys.readouterr().err
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["server"]["port"] == 8000
+    assert printed["server"]["insecure"] is False
+
+
+def test_commands_were_found_everywhere():
+    assert {where for where, _ in COMMANDS} == {
+        "Dockerfile",
+        "compose.yaml",
+        "compose.cuda12.yaml",
+        *MANIFESTS,
+        "jitney.service",
+        "sky.yaml",
+        "docs/deploy.md",
+    }
+
+
+def test_without_a_key_the_image_refuses_to_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("JITNEY_API_KEYS")
+    words = dict(COMMANDS)["Dockerfile"]
+    assert main([*words, "--print-config"]) == 2
+    assert "no API key is set" in capsys.readouterr().err
+
+
+def test_paths_that_are_asked_for_are_routes():
+    asked = set(re.findall(r"127\.0\.0\.1:8000(/\w+)", (DEPLOY / "Dockerfile").read_text()))
+    for file in MANIFESTS:
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            asked.add(container(file)[probe]["httpGet"]["path"])
+    (task,) = documents("sky.yaml")
+    asked.add(task["service"]["readiness_probe"]["path"])
+    (prometheus,) = documents("prometheus/prometheus.yml")
+    asked.add(prometheus["scrape_configs"][0]["metrics_path"])
+    monitor = next(
+        part for part in documents("kubernetes/common.yaml") if part["kind"] == "PodMonitor"
+    )
+    asked.add(monitor["spec"]["podMetricsEndpoints"][0]["path"])
+    assert asked == {"/startupz", "/livez", "/readyz", "/metrics"}
+    assert not asked - {route.path for route in ROUTES if "GET" in route.methods}
+
+
+@pytest.mark.parametrize("file", MANIFESTS)
+def test_a_pod_gets_the_time_that_a_drain_takes(file: str):
+    (document,) = documents(file)
+    pod = document["spec"]["template"]["spec"]
+    waits = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert waits == ["sleep", str(PRE_STOP_S)]
+    assert pod["terminationGracePeriodSeconds"] > PRE_STOP_S + drain_s(container(file)["args"])
+
+
+@pytest.mark.parametrize("file", MANIFESTS)
+def test_a_pod_hears_of_no_service_by_the_names_of_our_settings(file: str):
+    """A service named jitney would be JITNEY_PORT=tcp://... in the environment."""
+    (document,) = documents(file)
+    spec = document["spec"]
+    assert spec["template"]["spec"]["enableServiceLinks"] is False
+    named = {entry["name"] for entry in container(file)["env"]} - {"HF_TOKEN"}
+    assert named <= {setting.env for setting in settings().values()}
+    names = {part["metadata"]["name"] for part in documents("kubernetes/common.yaml")}
+    assert spec["serviceName"] in names
+
+
+def test_the_parts_of_the_manifests_find_each_other():
+    common = {part["kind"]: part for part in documents("kubernetes/common.yaml")}
+    scaled = common["ScaledObject"]["spec"]["scaleTargetRef"]
+    for file in MANIFESTS:
+        (document,) = documents(file)
+        assert (document["kind"], document["metadata"]["name"]) == (scaled["kind"], scaled["name"])
+        labels = document["spec"]["template"]["metadata"]["labels"]
+        assert labels == document["spec"]["selector"]["matchLabels"] == {"app": "jitney"}
+        (port,) = container(file)["ports"]
+        assert (port["name"], port["containerPort"]) == ("http", 8000)
+    for part in documents("kubernetes/common.yaml"):
+        if part["kind"] == "Service":
+            assert part["spec"]["selector"] == {"app": "jitney"}
+            assert part["spec"]["ports"][0]["targetPort"] == "http"
+    queries = " ".join(
+        part["metadata"]["query"] for part in common["ScaledObject"]["spec"]["triggers"]
+    )
+    assert named_in(queries) and not named_in(queries) - metric_names()
+    assert "jitney_predicted_wait_seconds" in queries
+
+
+def test_the_unit_gives_a_drain_its_time_and_wrong_settings_no_second_try():
+    service = dict(unit_lines("Service"))
+    command = dict(COMMANDS)["jitney.service"]
+    assert float(service["TimeoutStopSec"]) > drain_s(command)
+    assert service["Restart"] == "on-failure" and service["RestartPreventExitStatus"] == "2"
+    assert {"DynamicUser", "NoNewPrivileges"} <= {
+        key for key, value in service.items() if value == "yes"
+    }
+    assert service["ProtectSystem"] == "strict" and service["MemoryMax"]
+    assert "/var/cache/jitney" in service["Environment"] and service["CacheDirectory"] == "jitney"
+
+
+def test_compose_gives_a_drain_its_time():
+    services = documents("compose.yaml")[0]["services"]
+    grace = int(services["jitney"]["stop_grace_period"].removesuffix("s"))
+    assert grace > drain_s(services["jitney"]["command"])
+    overlay = documents("compose.cuda12.yaml")[0]["services"]["jitney"]
+    assert grace > drain_s(overlay["command"])
+    assert overlay["build"]["target"] in stages()
+
+
+def test_what_compose_mounts_is_there():
+    for service in documents("compose.yaml")[0]["services"].values():
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), source
+    (board,) = documents("grafana/provisioning/dashboards/jitney.yml")
+    assert board["providers"][0]["options"]["path"] == "/var/lib/grafana/dashboards"
+    assert json.loads((ROOT / "dashboard" / "grafana.json").read_text())["title"] == "Jitney"
+
+
+def test_the_stages_of_the_image():
+    found = stages()
+    assert list(found) == ["wheel", "base", "cuda12", "tpu", "cpu"], "the last is the default"
+    for target in ("cuda12", "tpu", "cpu"):
+        stage = found[target]
+        assert stage.base == "base"
+        assert stage.all("ARG") == [f"VERSION={VERSION}"]
+        assert stage.all("USER") == ["10001"], (
+            "by number, so that Kubernetes can tell it is not root"
+        )
+        assert stage.all("ENV")[0].startswith("JITNEY_PLATFORM=")
+        (install,) = run_lines(target)
+        assert (f"[{target}]" in install) == (target != "cpu")
+        assert target in EXTRAS or target == "cpu"
+    for sources in found["wheel"].all("COPY"):
+        for source in sources.split()[:-1]:
+            assert (ROOT / source).exists()
+    assert "VOLUME" in dict(found["base"].lines) and "HEALTHCHECK" in dict(found["base"].lines)
+
+
+def test_images_have_our_version_and_no_registry():
+    texts = [file.read_text() for file in DEPLOY.rglob("*") if file.suffix in (".yaml", ".yml")]
+    images = set(re.findall(r"image: (\S+)", "\n".join(texts)))
+    ours = {image for image in images if image.startswith("jitney")}
+    assert ours == {f"jitney:{VERSION}-{target}" for target in ("cpu", "cuda12", "tpu")}
+    assert all(
+        re.fullmatch(r"(prom|grafana)/\w+:v?\d+\.\d+\.\d+", image) for image in images - ours
+    )
+
+
+def test_every_file_is_well_formed():
+    files = [file for file in DEPLOY.rglob("*") if file.suffix in (".yaml", ".yml")]
+    assert len(files) >= 10
+    for file in files:
+        assert all(isinstance(part, dict) for part in yaml.safe_load_all(file.read_text())), file
