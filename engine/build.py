@@ -32,6 +32,7 @@ from jitney.engine.config.platforms import DEVICE_PLATFORMS, INSTALL
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
+from jitney.engine.executor.hosts import Follower, LeadingRunner
 from jitney.engine.executor.memory import (
     GIB,
     claim_memory,
@@ -43,6 +44,7 @@ from jitney.engine.executor.memory import (
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import proven, served_by
 from jitney.engine.executor.runner import Runner
+from jitney.engine.hosts.link import FirstHost, Hosts, OtherHost
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import load_model
 from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
@@ -76,7 +78,7 @@ class _Setup:
 
     config: Config
     source: ModelSource
-    #: jax's, as many as tensor_parallel says.
+    #: jax's, as many as tensor_parallel says, of all hosts.
     devices: list[Any]
     #: Of them; None if there is but one.
     mesh: Mesh | None
@@ -86,14 +88,21 @@ class _Setup:
     kv_dtype: Any
     #: Tokens a sequence may have.
     context: int
+    #: The others; None if there are none.
+    hosts: Hosts | None
 
     @property
     def settings(self) -> EngineSection:
         return self.config.engine
 
     @property
+    def own_devices(self) -> list[Any]:
+        """Those of this host."""
+        return [device for device in self.devices if device in jax.local_devices()]
+
+    @property
     def device(self) -> Any:
-        return self.devices[0]
+        return self.own_devices[0]
 
     @property
     def local(self) -> ModelConfig:
@@ -111,14 +120,41 @@ class _Setup:
         )
 
 
+@dataclass(frozen=True)
+class _Built:
+    """What runs steps, and what it is."""
+
+    setup: _Setup
+    runner: Runner
+    #: The core that checks the engine, if one does.
+    alone: EngineCore | None
+    info: EngineInfo
+
+
 def build_engine(
-    config: Config, source: ModelSource, progress: _Report
+    config: Config, source: ModelSource, progress: _Report, hosts: FirstHost | None = None
 ) -> tuple[EngineCore, EngineInfo]:
-    """Load, size, compile and warm up; reports weights and compile stages. Raises JitneyError in
-    one line.
+    """Load, size, compile and warm up; reports weights and compile stages. hosts: the others, if
+    there are any. Raises JitneyError in one line.
     """
+    built = _build(config, source, progress, hosts)
+    if hosts is not None:
+        assert isinstance(built.runner, LeadingRunner)  # _runner_class
+        built.runner.lead(hosts)
+    return _make_core(built.setup, built.runner, built.alone), built.info
+
+
+def build_follower(
+    config: Config, source: ModelSource, progress: _Report, hosts: OtherHost
+) -> tuple[Follower, EngineInfo]:
+    """As `build_engine`, on a host that follows the first one."""
+    built = _build(config, source, progress, hosts)
+    return Follower(built.runner, hosts), built.info
+
+
+def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts | None) -> _Built:
     defaults = sampling_defaults(config.sampling, source)
-    setup = _set_up(config, source)
+    setup = _set_up(config, source, hosts)
     kernels = choose_kernels(setup.device.platform, config.engine.kernels)
     model = _load(setup, kernels, progress)
     progress(messages.Progress("proof", 0, 1, kernels.label))
@@ -133,11 +169,11 @@ def build_engine(
     if setup.device.platform == "cpu":
         _keep_freed_memory()
     info = _describe(setup, model, kernels, runner, proofs, defaults)
-    return _make_core(setup, runner, alone), info
+    return _Built(setup, runner, alone, info)
 
 
-def _set_up(config: Config, source: ModelSource) -> _Setup:
-    devices = start_jax(config)
+def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
+    devices = start_jax(config, hosts)
     mesh = None
     if len(devices) > 1:
         mesh = make_mesh(devices)
@@ -150,6 +186,7 @@ def _set_up(config: Config, source: ModelSource) -> _Setup:
         dtype=dtype,
         kv_dtype=choose_kv_dtype(config.engine.kv_dtype, dtype, devices[0]),
         context=_choose_context(config.model.context, source.config),
+        hosts=hosts,
     )
 
 
@@ -177,7 +214,12 @@ def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, 
     """The kernels that prove right in the sizes they will serve."""
     buckets = _make_buckets(setup, kernels)
     served = served_by(model, setup.local, setup.sizes(), buckets, setup.dtype)
-    return proven(kernels, served, named=setup.settings.kernels != "auto")
+    kernels, proofs = proven(kernels, served, named=setup.settings.kernels != "auto")
+    if setup.hosts is not None:
+        wrong = [proof.kernel for proof in proofs if not proof.ok]
+        found = f"{kernels.label} on {setup.device.device_kind}, {setup.dtype}"
+        setup.hosts.same("kernels", f"{found}, without {', '.join(wrong) or 'none'}")
+    return kernels, proofs
 
 
 def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
@@ -206,9 +248,12 @@ def _smallest_bucket(kernels: KernelSet) -> int:
 
 def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     buckets = _make_buckets(setup, kernels)
+    make_runner = Runner
+    if isinstance(setup.hosts, FirstHost):
+        make_runner = LeadingRunner
 
     def make(n_pages: int) -> Runner:
-        return Runner(
+        return make_runner(
             model,
             buckets,
             kernels,
@@ -221,10 +266,11 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     return sized_runner(
         setup.settings,
         setup.sizes(),
-        setup.devices,
+        setup.own_devices,
         page_bytes=setup.sizes().pool_bytes(setup.local, kernels),
         temp_bytes=likely_temp_bytes(setup.local, buckets),
         make=make,
+        hosts=setup.hosts,
     )
 
 
@@ -292,9 +338,9 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     return EngineCore(scheduler, runner, Ledger())
 
 
-def start_jax(config: Config) -> list[Any]:
+def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
     """Set jax up for this run and return the devices to run on, as many as `tensor_parallel`
-    says.
+    says; of several hosts, those of each in turn.
     """
     _keep_programs(config.engine)
     claim_memory(os.environ, config.engine.memory_share)
@@ -302,7 +348,11 @@ def start_jax(config: Config) -> list[Any]:
     if libc:
         # Every thread's own arena would keep its own freed temporaries.
         libc.mallopt(_M_ARENA_MAX, 2)
+    if hosts is not None:
+        _start_distributed(hosts)
     devices = devices_of(config.engine.platform)
+    if hosts is not None:
+        return _of_each_host(devices, config.engine)
     wanted = config.engine.tensor_parallel
     if len(devices) < wanted:
         raise ConfigError(
@@ -310,6 +360,35 @@ def start_jax(config: Config) -> list[Any]:
             f"({devices[0].platform})"
         )
     return devices[:wanted]
+
+
+def _start_distributed(hosts: Hosts) -> None:
+    """Join jax's own runtime, by which devices of all hosts are known to each."""
+    # On CPUs; GPUs and TPUs have collectives of their own.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        hosts.jax_address,
+        hosts.n_hosts,
+        hosts.host_id,
+        cluster_detection_method="deactivate",  # we know where we are
+        coordinator_bind_address=hosts.jax_address,
+    )
+
+
+def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
+    """The first devices of each host, as many as its part of tensor_parallel."""
+    chosen = []
+    wanted = settings.devices_here
+    for host_id in range(settings.n_hosts):
+        own = [device for device in devices if device.process_index == host_id]
+        if len(own) < wanted:
+            raise ConfigError(
+                f"tensor_parallel {settings.tensor_parallel} needs {wanted} devices on each of "
+                f"{settings.n_hosts} hosts; jax sees {len(own)} on host {host_id} "
+                f"({devices[0].platform})"
+            )
+        chosen += own[:wanted]
+    return chosen
 
 
 def _keep_programs(settings: EngineSection) -> None:
@@ -409,21 +488,26 @@ def sized_runner(
     page_bytes: int,
     temp_bytes: int,
     make: Callable[[int], Runner],
+    hosts: Hosts | None = None,
 ) -> Runner:
     """A runner with as many KV pages as are configured, or as the free memory holds; logs what that
     is.
 
-    page_bytes: of a page of all layers, on one device. temp_bytes: what the temporaries of the
-    largest step should take. make: from a number of pages to a runner.
+    devices: of this host. page_bytes: of a page of all layers, on one device. temp_bytes: what the
+    temporaries of the largest step should take. make: from a number of pages to a runner. hosts:
+    the others, whose pools are as large.
     """
     on_cpu = devices[0].platform == "cpu"
     most = sizes.seats * sizes.pages_per_seat + 1 if on_cpu else sys.maxsize
 
     def pages(temp_bytes: int) -> int:
         limit = _pool_limit(settings, devices, temp_bytes)
-        return page_count(
+        own = page_count(
             wanted=settings.pages, limit_bytes=limit, page_bytes=page_bytes, useful=most
         )
+        if hosts is None:
+            return own
+        return hosts.least("pages", own)
 
     runner = make(pages(0 if on_cpu else temp_bytes))
     if not (on_cpu or settings.pages or settings.memory_gib):
@@ -488,7 +572,7 @@ def _describe(
         order=settings.order,
         kernels=kernels.label,
         platform=setup.device.platform,
-        device=_devices_in_words(setup.devices),
+        device=_devices_in_words(setup),
         dtype=str(setup.dtype),
         weights=describe_weights(model, setup.source),
         kv_dtype=str(setup.kv_dtype),
@@ -511,10 +595,13 @@ def _describe(
     )
 
 
-def _devices_in_words(devices: Sequence[Any]) -> str:
-    chip = devices[0].device_kind
-    if devices[0].platform == "cpu":
+def _devices_in_words(setup: _Setup) -> str:
+    chip = setup.device.device_kind
+    if setup.device.platform == "cpu":
         chip = cpu_name()
-    if len(devices) == 1:
+    if len(setup.devices) == 1:
         return chip
-    return f"{len(devices)} x {chip}"
+    words = f"{len(setup.devices)} x {chip}"
+    if setup.hosts is not None:
+        words += f" on {setup.hosts.n_hosts} hosts"
+    return words

@@ -16,7 +16,7 @@ from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.platforms import prepare_platform
 from jitney.engine.config.schema import Config
-from jitney.engine.errors import ErrorInfo, RequestError
+from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.text.detokenizer import TextDelta, TextStream
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.engine.types import (
@@ -89,6 +89,8 @@ class LLM:
             config = model
         else:
             config = load_config(flags={"model": model, **settings})
+        if config.engine.n_hosts > 1:
+            raise ConfigError("n_hosts: an engine over several hosts is run by jitney serve alone")
         prepare_platform(config.engine)
         # Imports jax, which reads what the line above set.
         from jitney.engine.build import build_engine, start_jax

@@ -199,8 +199,16 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     error: ErrorInfo
 
 
+class Left(msgspec.Struct, tag="left", frozen=True):
+    """The first host of an engine over several has ended it: nothing is left to do here, and the
+    core's process exits after this.
+    """
+
+    reason: str
+
+
 ToCore = Add | Abort | AskSeatMap | Tokenizer | Sleep | Wake | ResetPrefixCache | Shutdown
-FromCore = Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Done | Fatal
+FromCore = Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Done | Fatal | Left
 
 encode = msgspec.msgpack.encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

@@ -28,6 +28,7 @@ FLOORS = {
     "jitney.kernels": 0,
     "jitney.engine": 0,  # errors, types, messages, records: what has no line of its own
     "jitney.engine.config": 1,
+    "jitney.engine.hosts": 2,
     "jitney.engine.scheduler": 2,
     "jitney.engine.checkpoints": 2,
     "jitney.engine.text": 3,

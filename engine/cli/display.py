@@ -20,6 +20,7 @@ _log = logging.getLogger("jitney")
 #: What each stage is called; others are called by their own name.
 _STAGES = {
     "download": "downloading",
+    "hosts": "waiting for hosts",
     "weights": "reading weights",
     "proof": "proving kernels",
     "compile": "compiling",

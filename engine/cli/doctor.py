@@ -150,7 +150,7 @@ def devices(config: Config) -> Iterator[_Finding]:
     from jitney.engine.build import devices_of
 
     present = devices_of(config.engine.platform)
-    yield from _enough(config.engine.tensor_parallel, len(present))
+    yield from _enough(config.engine.devices_here, len(present))
     for device in present:
         yield _Finding(f"device {device.id}", _describe(device), True)
 
@@ -276,7 +276,7 @@ def _computed(llm: LLM) -> int:
 
 def _tiny(config: Config) -> Config:
     """The same settings for a model of a few kilobytes, in few and small programs."""
-    parts = math.gcd(config.engine.tensor_parallel, 4)
+    parts = math.gcd(config.engine.devices_here, 4)
     model = config.model.model_copy(update=_TINY_MODEL)
     engine = config.engine.model_copy(update=_TINY_ENGINE | {"tensor_parallel": parts})
     return config.model_copy(update={"model": model, "engine": engine})
@@ -289,6 +289,9 @@ _TINY_ENGINE = {
     "pages": 64,
     "seat_buckets": (4,),
     "token_buckets": (64,),
+    "coordinator": "",
+    "n_hosts": 1,
+    "host_id": 0,
 }
 
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -34,6 +35,7 @@ from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.layers import FROM_PRESET, Layered, settings, to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection, data_dir
+from jitney.engine.hosts.environment import placed
 from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
@@ -80,9 +82,12 @@ def run(arguments: Sequence[str]) -> int:
     layered = layers_from(args)
     if args.goal is not None:
         say(_filled_in(args.goal, layered))
+    layered = replace(layered, config=placed(layered.config, os.environ))
     if args.print_config:
         print(to_toml(layered.config), end="")
         return 0
+    if layered.config.engine.host_id:
+        return _start_following(layered.config)
     return _start(layered)
 
 
@@ -95,6 +100,15 @@ def _filled_in(goal: str, layered: Layered) -> str:
             section = getattr(layered.config, places[name].section)
             values.append(f"{places[name].flag} {getattr(section, places[name].key)}")
     return f"--for {goal} sets {', '.join(values) or 'nothing: all of it is given'}"
+
+
+def _start_following(config: Config) -> int:
+    """Check what can be checked at once, then follow the first host of the engine."""
+    from jitney.engine.cli.follow import follow
+
+    check_platform(config.engine.platform)
+    raise_descriptor_limit()
+    return follow(config)
 
 
 def _start(layered: Layered) -> int:

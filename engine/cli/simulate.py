@@ -68,6 +68,9 @@ NOT_SIMULATED = (
     "platform",
     "device",
     "tensor_parallel",
+    "coordinator",
+    "n_hosts",
+    "host_id",
 )
 #: Fields that step records of this version have.
 _NEEDED = {"device_s", "keys", "longest", "pairs"}

@@ -94,9 +94,8 @@ def _origins(text: str) -> str:
 _TEXT_ONLY = Refused("models here read text only")
 _NO_ADAPTERS = Refused("adapters are not served; merge one into its model's weights")
 _NO_DRAFTS = Refused("there is no speculative decoding")
-_ONE_MACHINE = Refused(
-    "one server runs on one machine; run several behind a router, or split one model over its "
-    "devices with --tensor-parallel"
+_BY_JAX = Refused(
+    "hosts are joined by jax: give --coordinator, --n-hosts and --host-id (docs/devices.md)"
 )
 _NO_PLUGINS = Refused("no code is loaded from outside")
 _ONE_FAMILY_CONFIG = Refused("a model's configuration is read from its own files and not changed")
@@ -206,10 +205,12 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "--data-parallel-size": AlwaysSo("one server is one engine", ("1",)),
     "-dp": AlwaysSo("one server is one engine", ("1",)),
     "--enable-expert-parallel": Refused("there are no mixtures of experts"),
-    "--distributed-executor-backend": _ONE_MACHINE,
-    "--nnodes": AlwaysSo("one server runs on one machine", ("1",)),
-    "--node-rank": _ONE_MACHINE,
-    "--headless": _ONE_MACHINE,
+    "--distributed-executor-backend": _BY_JAX,
+    "--nnodes": Mapped("n_hosts"),
+    "--node-rank": Mapped("host_id"),
+    "--master-addr": _BY_JAX,
+    "--master-port": _BY_JAX,
+    "--headless": _BY_JAX,
     "--api-server-count": AlwaysSo("one process answers HTTP, another computes", ("1",)),
     "--worker-cls": _NO_PLUGINS,
     "--disable-custom-all-reduce": Refused("XLA chooses how devices exchange"),

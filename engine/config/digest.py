@@ -24,8 +24,10 @@ LEFT_OUT = frozenset(
         # the model's identity stands for them
         "model",
         "revision",
-        # which of a machine's devices, and what only the start has from
+        # which of a machine's devices, which of several hosts, and what only the start has from
         "device",
+        "coordinator",
+        "host_id",
         "compilation_cache",
         # where it listens, and who may reach it
         "host",

@@ -71,6 +71,8 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 _URL_PREFIX = re.compile(
     r"https?://(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(?::[0-9]{1,5})?(?:/[^\s?#\\]*)?"
 )
+#: A host's address and a port.
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 
 
@@ -367,7 +369,30 @@ class EngineSection(Section):
         le=64,
         description=(
             "devices that the model is split over, each with its share of heads, feed-forward and "
-            "vocabulary"
+            "vocabulary; of several hosts, all of them together"
+        ),
+    )
+    coordinator: str = Field(
+        default="",
+        description=(
+            "address of the first of several hosts that run one engine, HOST:PORT, the same on all "
+            "of them; auto: by what a TPU slice, a LeaderWorkerSet or Slurm set in the environment "
+            "of each, which also says n_hosts and host_id"
+        ),
+    )
+    n_hosts: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description=(
+            "hosts that run one engine together, each with an equal part of tensor_parallel devices"
+        ),
+    )
+    host_id: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "number of this host: 0 plans and serves HTTP, the others follow it and serve nothing"
         ),
     )
 
@@ -422,12 +447,48 @@ class EngineSection(Section):
         if self.platform == "cpu":
             raise ValueError("device chooses a GPU or TPU chip; it says nothing on platform cpu")
         chips = self.device.split(",")
-        if len(set(chips)) != len(chips) or len(chips) != self.tensor_parallel:
+        if len(set(chips)) != len(chips) or len(chips) != self.devices_here:
+            wanted = f"tensor_parallel ({self.tensor_parallel})"
+            if self.n_hosts > 1:
+                wanted += f" has on each of {self.n_hosts} hosts"
+            raise ValueError(f"device {self.device} must name as many different chips as {wanted}")
+        return self
+
+    @model_validator(mode="after")
+    def _hosts_are_named(self) -> EngineSection:
+        if self.coordinator == AUTO:
+            if self.n_hosts > 1 or self.host_id:
+                raise ValueError("coordinator auto also finds n_hosts and host_id: leave them out")
+        elif self.n_hosts == 1:
+            if self.coordinator or self.host_id:
+                raise ValueError("coordinator and host_id are for several hosts: give n_hosts")
+        elif not _ADDRESS.fullmatch(self.coordinator):
             raise ValueError(
-                f"device {self.device} must name as many different chips as tensor_parallel "
-                f"({self.tensor_parallel})"
+                f"n_hosts {self.n_hosts} needs coordinator HOST:PORT, an address of the first host"
+            )
+        elif self.host_id >= self.n_hosts:
+            raise ValueError(
+                f"host_id {self.host_id} must be less than n_hosts ({self.n_hosts}): the first is 0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _hosts_can_do_it(self) -> EngineSection:
+        if self.n_hosts == 1:
+            return self
+        if self.tensor_parallel % self.n_hosts:
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel} counts the devices of all hosts: it must "
+                f"be a multiple of n_hosts ({self.n_hosts})"
+            )
+        if self.canary_every:
+            raise ValueError("canary_every is for one host: leave it out with n_hosts")
+        return self
+
+    @property
+    def devices_here(self) -> int:
+        """Devices of one host."""
+        return self.tensor_parallel // self.n_hosts
 
 
 class SamplingSection(Section):

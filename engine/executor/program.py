@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -139,7 +140,8 @@ def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
     def place(column: Array, shape: Any) -> Array:
         if shape.sharding is None:
             return column
-        return jax.device_put(column, shape.sharding)
+        values = np.asarray(column)
+        return jax.make_array_from_callback(shape.shape, shape.sharding, lambda at: values[at])
 
     seats = empty_state(shapes.last_token.shape[0], config.vocab_size)
     return DeviceState(

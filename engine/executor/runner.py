@@ -254,11 +254,11 @@ class Runner:
     def _warm_up_choices(self, logits: Array) -> None:
         rows = logits.shape[0]
         for size in self.choices.sizes_for(rows):
-            own = logits
+            numbers = None
             if size != rows:
-                own = self.choices.picks[rows, size](logits, np.zeros(size, np.int32))
+                numbers = np.zeros(size, np.int32)
             no_rows = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
-            jax.block_until_ready(self._run_choice(own, no_rows))
+            jax.block_until_ready(self.run_choice(logits, numbers, no_rows))
 
     @property
     def compiles(self) -> int:
@@ -298,15 +298,19 @@ class Runner:
             self.builder.put_masked(upload, place, masked, mask)
             ticket.chosen_rows.append((place, masked.row))
         logits, ticket.logits = ticket.logits, None
+        numbers = None
         if size != seats:
             numbers = np.zeros(size, np.int32)
             numbers[: len(rows)] = [masked.row for masked in rows]
-            logits = self.choices.picks[seats, size](logits, numbers)
-        ticket.chosen = self._run_choice(logits, upload)
+        ticket.chosen = self.run_choice(logits, numbers, upload)
         _copy_sampled(ticket.chosen, logprobs=_wants_logprobs(ticket.plan))
 
-    def _run_choice(self, logits: Array, upload: MaskedRows) -> Sampled:
-        """One call of a program that chooses behind a step; replaces the donated state."""
+    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
+        """One call of a program that chooses behind a step; replaces the donated state. numbers:
+        int32 [R], which of the step's logit rows; None: all.
+        """
+        if numbers is not None:
+            logits = self.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
         state, program = self.state, self.choices.programs[logits.shape[0]]
         state.last_token, state.seats, sampled = program(
             logits, state.last_token, state.seats, upload.heads, upload.masks
@@ -318,7 +322,11 @@ class Runner:
         params = seq.request.sampling
         if params.penalised or params.biased:
             row = seat_row(params, seq.tokens, seq.n_prompt, self.config.vocab_size, self.end_ids)
-            self.state.seats = self._board(self.state.seats, np.int32(seq.seat), *row)
+            self.board(seq.seat, row)
+
+    def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
+        """Give a seat its row of `SeatState`."""
+        self.state.seats = self._board(self.state.seats, np.int32(seat), *row)
 
     def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> tuple[StepOutput, Any]:
         """One call of an executable; replaces the donated state. -> (what it brings, its logits,

@@ -70,7 +70,9 @@ def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> li
             out_specs=PartitionSpec(AXIS),
             check_vma=False,
         )
-    return jax.jit(read)(state, np.asarray(tokens[:count], np.int32), one_prompt(count, pages))
+    # In numpy: what all hosts have alike is no array of any device.
+    meta = jax.tree.map(np.asarray, one_prompt(count, pages))
+    return jax.jit(read)(state, np.asarray(tokens[:count], np.int32), meta)
 
 
 def _largest_by_head(pool: Array) -> Array:

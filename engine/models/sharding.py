@@ -200,16 +200,21 @@ class Shares:
         """A whole weight ([O, I] if transposed), numpy or jax -> in shares, each made by `finish`
         on its device.
 
-        No device ever holds more of it than its share.
+        No device ever holds more of it than its share, and a host cuts out those of its own devices
+        alone.
         """
         pieces = []
         for number, device in enumerate(self.mesh.devices.flat):
+            if device.process_index != jax.process_index():
+                continue
             own = self.cut(path, stored, number, transposed=transposed)
             pieces.append(finish(jax.device_put(own, device)))
         return self.join(path, pieces)
 
     def join(self, path: Path, pieces: Sequence[Array]) -> Array:
-        """One array out of the devices' shares, each on its device already."""
+        """One array out of the devices' shares, each on its device already; of those of this host
+        alone, if there are several.
+        """
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(
             _whole_shape(path, own, self.mesh.size),

@@ -43,6 +43,8 @@ class CoreLink:
     learned: bool = False
     #: Why the core ended, if it said so.
     fatal: ErrorInfo | None = None
+    #: Why it has nothing to do any more, if it said so.
+    left: str = ""
     #: It said nothing for too long and was killed for it.
     hung: bool = False
     #: Who waits for which answer.

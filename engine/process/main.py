@@ -26,7 +26,9 @@ import zmq
 from jitney.engine import messages
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.config.schema import Config
-from jitney.engine.errors import ErrorInfo, JitneyError, RequestError
+from jitney.engine.errors import JitneyError, RequestError
+from jitney.engine.hosts.link import FirstHost, OtherHost
+from jitney.engine.process.hosts import fatal, follow, met, start_ticking
 from jitney.engine.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -38,12 +40,12 @@ log = logging.getLogger("jitney.core")
 #: page pool.
 TICK_S = 1.0
 _CHECK_EVERY = 10
+#: Milliseconds for the last messages.
+_LINGER_MS = 2000
 #: What makes the core; a test names one that needs no model.
 BUILDER = "jitney.engine.build:build_engine"
-
-_Builder = Callable[
-    [Config, ModelSource, Callable[[messages.Progress], None]], "tuple[EngineCore, EngineInfo]"
-]
+#: What makes the follower on the other hosts of an engine.
+_FOLLOWER = "jitney.engine.build:build_follower"
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -94,9 +96,17 @@ def main() -> int:
         ):
             # A bound would drop or block; the scheduler's caps bound what is in flight.
             socket.set_hwm(0)
-            socket.linger = 2000  # milliseconds for the last messages
+            socket.linger = _LINGER_MS
             socket.connect(address)
-        return _guarded(start, inbox, outbox)
+        status = _guarded(start, inbox, outbox)
+    if _n_hosts(start) > 1:
+        # At an ordinary end jax waits for the other hosts, of which some may be gone.
+        os._exit(status)
+    return status
+
+
+def _n_hosts(start: Start) -> int:
+    return start.config.get("engine", {}).get("n_hosts", 1)
 
 
 def _die_with_parent() -> None:
@@ -115,14 +125,17 @@ def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
     try:
         _build_and_serve(start, inbox, outbox)
     except Exception as error:
-        message = str(error)
-        if not isinstance(error, JitneyError):
-            log.exception("the engine core stopped")
-            message = f"{type(error).__name__}: {error}"
-        line = " ".join(message.split())[:500]
-        outbox.send(messages.encode(messages.Fatal(ErrorInfo("engine_dead", line))))
+        outbox.send(messages.encode(fatal(_in_one_line(error))))
         return 1
     return 0
+
+
+def _in_one_line(error: Exception) -> str:
+    """What went wrong; the traceback goes to the log, unless it was raised on purpose."""
+    if isinstance(error, JitneyError):
+        return str(error)
+    log.exception("the engine core stopped")
+    return f"{type(error).__name__}: {error}"
 
 
 def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
@@ -131,7 +144,17 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
 
     config = Config.model_validate(start.config, strict=False)
     source = resolve(config.model.id, revision=config.model.revision or None)
+    if config.engine.n_hosts > 1:
+        with met(config, source, report, from_core_address(start.folder)) as hosts:
+            _serve_together(start, config, source, hosts, inbox, outbox)
+        return
     core, info = _builder(start.builder)(config, source, report)
+    _start_serving(core, info, inbox, outbox)
+
+
+def _start_serving(
+    core: EngineCore, info: EngineInfo, inbox: zmq.Socket, outbox: zmq.Socket
+) -> None:
     core.on_first_step = lambda step: outbox.send(messages.encode(messages.FirstStep(step)))
     for message in _received(inbox, 0.0):  # the tokenizer, as a rule: to read it takes a while
         _handle(core, message, outbox)
@@ -139,16 +162,48 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
     _serve(core, inbox, outbox)
 
 
-def _builder(name: str) -> _Builder:
+def _builder(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
+def _serve_together(
+    start: Start,
+    config: Config,
+    source: ModelSource,
+    hosts: FirstHost | OtherHost,
+    inbox: zmq.Socket,
+    outbox: zmq.Socket,
+) -> None:
+    def report(progress: messages.Progress) -> None:
+        outbox.send(messages.encode(progress))
+
+    if isinstance(hosts, FirstHost):
+        core, info = _builder(start.builder)(config, source, report, hosts)
+        _start_serving(core, info, inbox, outbox)
+        return
+    follower, info = _builder(_FOLLOWER)(config, source, report, hosts)
+    outbox.send(messages.encode(messages.Ready(info)))
+    start_ticking(from_core_address(start.folder))
+    _freeze()
+    left = follow(follower, hosts, lambda: _is_shut_down(inbox))
+    if left is not None:
+        outbox.send(messages.encode(left))
+
+
+def _is_shut_down(inbox: zmq.Socket) -> bool:
+    return any([isinstance(message, messages.Shutdown) for message in _received(inbox, 0.0)])
+
+
+def _freeze() -> None:
+    """Weights, executables and modules live for ever: no collection needs to look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
-    gc.collect()
-    # weights, executables and modules live for ever: no collection needs to look at them again
-    gc.freeze()
+    _freeze()
     idle_ticks, next_tick = 0, 0.0
     while True:
         wait_s = min(TICK_S, core.pause_s) if core.has_work else TICK_S

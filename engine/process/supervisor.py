@@ -26,6 +26,7 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.process.counters import EngineCounters
 from jitney.engine.process.folder import remove_left_folders
+from jitney.engine.process.hosts import HOST_LOST
 from jitney.engine.process.link import CoreLink, Workshop, open_link
 from jitney.engine.process.main import BUILDER
 from jitney.engine.process.quarantine import Quarantine
@@ -74,9 +75,9 @@ _GUILTY = ErrorInfo(
     "request_failed", "the engine stopped each time it had this request, which is not tried again"
 )
 
-#: Why a core ended: by itself or killed from outside; after saying why; killed for its silence; or
-#: it could not even be started.
-_Cause = Literal["died", "failed", "hung", "not started"]
+#: Why a core ended: by itself or killed from outside; after saying why; killed for its silence;
+#: with the first host of its engine, in order; or it could not even be started.
+_Cause = Literal["died", "failed", "hung", "left", "not started"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ class ProcessClient:
     counters: EngineCounters = field(default_factory=EngineCounters)
     history: History = field(init=False)
     failure: str = ""
+    #: It is dead because the first host of the engine has ended in order.
+    dismissed: bool = False
     _streams: dict[str, Stream] = field(default_factory=dict)
     _tickets: Iterator[int] = field(default_factory=itertools.count)
     #: Set when a request has ended.
@@ -250,6 +253,7 @@ class ProcessClient:
         never_ready = self.info is None and not end.ready
         if (
             never_ready
+            or end.cause == "left"
             or not server.restart
             or (self._draining and not self._streams)
             or len(restarts) >= server.max_restarts
@@ -321,8 +325,11 @@ class ProcessClient:
 
     def _end_of(self, link: CoreLink) -> _CoreEnd:
         """How a core ended, once its process has."""
+        if link.left:
+            return _CoreEnd("left", link.left, link.ready)
         if link.fatal is not None:
-            return _CoreEnd("failed", link.fatal.message, link.ready, crashed=True)
+            crashed = link.fatal.code != HOST_LOST
+            return _CoreEnd("failed", link.fatal.message, link.ready, crashed=crashed)
         if link.hung:
             why = f"the engine process said nothing for {self._watchdog.silence:.0f} s"
             why += f"{self._stage(link)} and was killed"
@@ -384,7 +391,10 @@ class ProcessClient:
             case messages.SeatMap() | messages.Done():
                 link.answer(message)
             case messages.Fatal(error=error):
-                link.fatal = error
+                link.fatal = link.fatal or error  # the first one is the reason of the others
+            case messages.Left(reason=reason):
+                link.left = reason
+                self.dismissed = True
             case messages.Tick(waiting=waiting):
                 self.counters.observe_idle(waiting)
 

@@ -53,6 +53,7 @@ COUNTED = {
     "canary_every",
     "platform",
     "tensor_parallel",
+    "n_hosts",
     "generation_config",
     "default_temperature",
     "default_top_p",

@@ -1,0 +1,70 @@
+"""`jitney serve` on the hosts of an engine that are not its first: no HTTP, only the engine's
+process, which follows the first host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from jitney.engine.cli.display import Display, make_display
+from jitney.engine.cli.equipment import Equipment
+from jitney.engine.config.schema import Config
+from jitney.engine.process.supervisor import ProcessClient
+
+_log = logging.getLogger("jitney")
+
+
+def follow(config: Config) -> int:
+    """Follow until told to stop, or until the first host ends. Exit status 0; raises JitneyError
+    with the reason if that cannot be, or not any more.
+    """
+    display = make_display(config.server.log_level)
+    return asyncio.run(_Followed(config, display).run())
+
+
+class _Followed:
+    """One run on one of the other hosts."""
+
+    def __init__(self, config: Config, display: Display):
+        self._config = config
+        self._display = display
+        self._client = ProcessClient(config, on_progress=display.progress)
+
+    async def run(self) -> int:
+        """See `follow`."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        following = asyncio.create_task(self._follow())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()  # the reason, as an exception
+            return 0
+        finally:
+            for task in (following, stopping):
+                task.cancel()
+            self._display.close()
+            await self._client.close()
+
+    async def _follow(self) -> None:
+        """Return when the first host has ended in order; raise if it is lost for good."""
+        await Equipment(self._config, self._client, self._display).find_model()
+        await self._client.start()
+        info = await self._client.wait_ready()
+        self._display.close()
+        engine = self._config.engine
+        print(
+            f"Host {engine.host_id} of {engine.n_hosts} follows {engine.coordinator}: "
+            f"{info.model}, {info.kernels} kernels on {info.device}",
+            flush=True,
+        )
+        await self._client.until("dead")
+        if self._client.dismissed:
+            _log.info("%s", self._client.failure)
+            return
+        await self._client.wait_ready()  # raises the reason

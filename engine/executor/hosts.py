@@ -1,0 +1,126 @@
+"""The step on several hosts: the first one's runner says what it does before it does it, and the
+others do the same.
+
+All run one program over one mesh, and every device brings the same results, so only the first host
+fetches them. What is said is what `Runner` does to the device while it serves: `run`, `board` and
+`run_choice`, three kinds of messages. What happens before, every host does by itself in the same
+order: load, compile, warm up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jitney.engine.errors import EngineDead, RequestError
+from jitney.engine.executor.inputs import MaskedRows
+from jitney.engine.executor.program import StepOutput
+from jitney.engine.executor.runner import LaunchedStep, Runner
+from jitney.engine.executor.sampling import Sampled
+from jitney.engine.hosts import messages
+from jitney.engine.hosts.link import FirstHost, OtherHost
+from jitney.engine.hosts.messages import Board, Choose, PackedArray, Step
+from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.scheduler.plan import StepResult
+
+
+class LeadingRunner(Runner):
+    """Of the first host. `lead` comes after `compile`, and before the first step."""
+
+    _hosts: FirstHost | None = None
+
+    def lead(self, hosts: FirstHost) -> None:
+        """From here on say what is done."""
+        self._hosts = hosts
+
+    def _tell(self, message: messages.Command) -> None:
+        if self._hosts is not None:
+            self._hosts.tell(message)
+
+    def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> tuple[StepOutput, Any]:
+        self._tell(Step(bucket.tokens, bucket.seats, plain, PackedArray.of(packed)))
+        return super().run(bucket, plain, packed)
+
+    def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
+        columns = list(row)
+        self._tell(Board(seat, [PackedArray.of(column) for column in columns]))
+        super().board(seat, columns)
+
+    def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
+        picked = None
+        if numbers is not None:
+            picked = PackedArray.of(numbers)
+        heads, masks = PackedArray.of(upload.heads), PackedArray.of(upload.masks)
+        self._tell(Choose(picked, heads, masks))
+        return super().run_choice(logits, numbers, upload)
+
+    def fetch(self, ticket: LaunchedStep) -> StepResult:
+        try:
+            return super().fetch(ticket)
+        except Exception:
+            # A device that waits for a lost host fails in its own words.
+            if self._hosts is not None:
+                self._hosts.wait_for_loss()
+            raise
+
+    def restore(self, error: Exception) -> None:
+        """Whether a step failed on all hosts alike nobody knows, so all start anew."""
+        raise EngineDead(
+            f"a step failed ({type(error).__name__}), and several hosts do not go on after that"
+        ) from error
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        raise RequestError(
+            "an engine over several hosts (n_hosts) does not sleep", code="unsupported_parameter"
+        )
+
+
+class Follower:
+    """One of the other hosts, while it serves."""
+
+    def __init__(self, runner: Runner, hosts: OtherHost):
+        self._runner = runner
+        self._hosts = hosts
+        #: Logits of the step that was run last, if it leaves any.
+        self._logits: Any = None
+        #: What it brings; nobody reads it, but it says when the step is done.
+        self._output: Any = None
+
+    def do(self, message: messages.Message) -> None:
+        """Do what the first host does."""
+        try:
+            self._do(message)
+        except Exception:
+            self._hosts.wait_for_loss()
+            raise
+
+    def _do(self, message: messages.Message) -> None:
+        match message:
+            case Step():
+                self._run(message)
+            case Board(seat=seat, row=row):
+                self._runner.board(seat, [column.unpacked() for column in row])
+            case Choose():
+                self._choose(message)
+            case _:
+                raise ConnectionError(f"host 0 said {message} where a step was expected")
+
+    def _run(self, step: Step) -> None:
+        """Launch it, and then wait for the one before: the host is to be a step ahead of its
+        device, and no more.
+        """
+        bucket = Bucket(step.tokens, step.seats)
+        before = self._output
+        self._output, self._logits = self._runner.run(bucket, step.plain, step.packed.unpacked())
+        jax.block_until_ready(before)
+
+    def _choose(self, choice: Choose) -> None:
+        numbers = None
+        if choice.numbers is not None:
+            numbers = choice.numbers.unpacked()
+        upload = MaskedRows(choice.heads.unpacked(), choice.masks.unpacked())
+        self._runner.run_choice(self._logits, numbers, upload)

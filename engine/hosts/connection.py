@@ -1,0 +1,97 @@
+"""Messages between two hosts over TCP: msgpack behind four bytes of length, as workers have it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+
+import msgspec
+
+from jitney.engine.errors import ConfigError
+from jitney.engine.hosts import messages
+from jitney.engine.worker_pipe import LENGTH, framed
+
+#: Seconds between two signs of life, and without any after which the other is taken to be gone. A
+#: process that ends is noticed at once, by the end of the connection; this is for machines.
+BEAT_S, SILENT_S = 1.0, 20.0
+#: Most bytes of a message, and of one from somebody who has not been let in.
+_MOST = 1 << 30
+STRANGERS_MOST = 4096
+
+
+class Connection:
+    """To one other host. Any thread may send, one receives."""
+
+    def __init__(self, connected: socket.socket):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.settimeout(SILENT_S)
+        self._socket = connected
+        self._reader = connected.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises OSError."""
+        self.send_frame(framed(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """As `send`, of a message that is framed already."""
+        with self._sending:
+            self._socket.sendall(frame)
+
+    def receive(self, most: int = _MOST) -> messages.Message:
+        """The next message. Raises OSError if nothing comes for SILENT_S seconds, EOFError at the
+        end, msgspec.DecodeError for what is none of ours or longer than `most` bytes.
+        """
+        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        if length > most:
+            raise msgspec.DecodeError("a message is too long")
+        return messages.decode(self._exactly(length))
+
+    def _exactly(self, count: int) -> bytes:
+        data = self._reader.read(count)
+        if len(data) < count:
+            raise EOFError
+        return data
+
+    @property
+    def ended(self) -> bool:
+        """The other has closed it; asked only while nothing is expected of the other."""
+        try:
+            readable, _, _ = select.select([self._socket], [], [], 0)
+            return bool(readable) and not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Let a thread that receives see the end, too."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def split_address(coordinator: str) -> tuple[str, int]:
+    """(host, port) of HOST:PORT; an IPv6 host stands in brackets."""
+    host, _, port = coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def listen(coordinator: str) -> socket.socket:
+    """A socket at the coordinator's address; ConfigError if this host does not have it."""
+    host, port = split_address(coordinator)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"coordinator {coordinator} must be an address of the first host, and free: "
+            f"{error.strerror or error}"
+        ) from None
+
+
+def free_port(coordinator: str) -> int:
+    """One that nobody listens on at the coordinator's address."""
+    host, _ = split_address(coordinator)
+    with listen(f"[{host}]:0") as found:
+        return found.getsockname()[1]

@@ -1,0 +1,456 @@
+"""How the hosts of one engine come together, agree, and notice that one of them is gone. Jax-free.
+
+The first host listens at the coordinator's address; each of the others connects to it, and to
+nobody else. Whoever is of another version, or was told another configuration, is sent away before
+jax's own runtime hears of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from jitney.engine.errors import ConfigError
+from jitney.engine.hosts import messages
+from jitney.engine.hosts.connection import (
+    BEAT_S,
+    SILENT_S,
+    STRANGERS_MOST,
+    Connection,
+    free_port,
+    listen,
+    split_address,
+)
+from jitney.engine.hosts.messages import Agreed, Beat, Goodbye, Hello, Refused, Say, Welcome
+from jitney.engine.worker_pipe import framed
+
+log = logging.getLogger("jitney.hosts")
+
+#: Seconds in which all hosts must have come; those behind them may still be fetching an image.
+JOIN_S = 600.0
+#: Seconds between two tries to reach the first host, between two reports of who is missing, and
+#: that a newcomer has to say who it is.
+_RETRY_S, _REPORT_S, _HELLO_S = 0.5, 10.0, 5.0
+#: Seconds in which the end of another host is noticed, once something that we did with it failed;
+#: and that an ending host gives the others to hear of it.
+_NOTICE_S, _FAREWELL_S = 3.0, 2.0
+#: What may go wrong with a connection.
+BROKEN = (OSError, EOFError, msgspec.DecodeError)
+
+#: Called by another thread when a host is gone, with one line and whether that host said itself
+#: that it could not go on. It ends the process: work that others take part in never ends alone.
+type Lost = Callable[[str, bool], None]
+#: Called with the hosts that are there, all of them, and a detail.
+type Report = Callable[[int, int, str], None]
+
+
+class Hosts(Protocol):
+    """What either kind of host can do."""
+
+    host_id: int
+    n_hosts: int
+    #: HOST:PORT of jax's own service, on the first host.
+    jax_address: str
+
+    def least(self, what: str, value: int) -> int:
+        """The least value of all hosts; each asks for it at the same point of its start."""
+        ...
+
+    def same(self, what: str, value: str) -> None:
+        """Raise ConfigError unless all hosts have the same."""
+        ...
+
+    def wait_for_loss(self) -> None:
+        """After something failed that others took part in: give a loss the time to be noticed,
+        which is the better reason.
+        """
+        ...
+
+    def leave(self, reason: str, *, failed: bool) -> None:
+        """Tell the others that this host ends, and let them go first."""
+        ...
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A host at the other end, read by a thread of its own."""
+
+    connection: Connection
+    #: Such as "host 1".
+    name: str
+    #: What has come, but for signs of life; None: nothing more comes.
+    inbox: queue.SimpleQueue[messages.Message | None] = field(default_factory=queue.SimpleQueue)
+    #: Set when the connection has ended.
+    ended: threading.Event = field(default_factory=threading.Event)
+    #: Its last words, if it said any.
+    goodbye: Goodbye | None = None
+
+    def start(self, on_end: Callable[[_Watched, str, bool], None]) -> None:
+        """Read it until it ends. on_end: called with why, and whether it says so itself."""
+        threading.Thread(target=self._read, args=(on_end,), daemon=True).start()
+
+    def _read(self, on_end: Callable[[_Watched, str, bool], None]) -> None:
+        reason = self._read_to_end()
+        failed = False
+        if self.goodbye is not None:
+            reason = self.goodbye.reason
+            failed = self.goodbye.failed
+        self.ended.set()
+        on_end(self, reason, failed)
+        self.inbox.put(None)
+
+    def _read_to_end(self) -> str:
+        """Why it ended."""
+        try:
+            while self.goodbye is None:
+                self._take(self.connection.receive())
+        except TimeoutError:
+            return f"{self.name} said nothing for {SILENT_S:g} s"
+        except BROKEN:
+            return f"{self.name} is gone: its connection ended"
+        return ""
+
+    def _take(self, message: messages.Message) -> None:
+        match message:
+            case Beat():
+                pass
+            case Goodbye(failed=True):
+                self.goodbye = message
+            case Goodbye():
+                self.goodbye = message
+                self.inbox.put(message)
+            case _:
+                self.inbox.put(message)
+
+    def hear(self, timeout_s: float | None = None) -> messages.Message | None:
+        """The next message; None if none came in time. Raises ConnectionError at the end."""
+        try:
+            message = self.inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if message is None:
+            self.inbox.put(None)
+            raise ConnectionError(f"{self.name} is gone")
+        return message
+
+
+class FirstHost:
+    """The host that plans. Its methods are called by one thread."""
+
+    host_id = 0
+
+    def __init__(self, connections: dict[int, Connection], jax_address: str, lost: Lost):
+        """connections: to the others, by their ids."""
+        self.n_hosts = len(connections) + 1
+        self.jax_address = jax_address
+        self._lost = lost
+        self._leaving = False
+        self._loss = threading.Event()
+        self._others = [
+            _Watched(connection, f"host {number}")
+            for number, connection in sorted(connections.items())
+        ]
+        for other in self._others:
+            other.start(self._ended)
+        threading.Thread(target=_beat, args=(self._others,), daemon=True).start()
+
+    def tell(self, message: messages.Message) -> None:
+        """Send a message to all others; one that cannot hear it any more is noticed elsewhere."""
+        frame = framed(message)
+        for other in self._others:
+            _send(other, frame)
+
+    def least(self, what: str, value: int) -> int:
+        """See `Hosts`."""
+        values = [self._said(other, what) for other in self._others]
+        least = min([value, *map(int, values)])
+        self.tell(Agreed(what, least))
+        return least
+
+    def same(self, what: str, value: str) -> None:
+        """See `Hosts`."""
+        for other in self._others:
+            said = self._said(other, what)
+            if said != value:
+                reason = f"{other.name} has other {what} than host 0: {said}, not {value}"
+                self.tell(Refused(reason))
+                raise ConfigError(reason)
+        self.tell(Agreed(what, value))
+
+    def _said(self, other: _Watched, what: str) -> int | str:
+        message = other.hear()
+        if not isinstance(message, Say) or message.what != what:
+            raise ConnectionError(f"{other.name} said {message} where {what} was to be agreed upon")
+        return message.value
+
+    def wait_for_loss(self) -> None:
+        """See `Hosts`."""
+        self._loss.wait(_NOTICE_S)
+
+    def leave(self, reason: str, *, failed: bool) -> None:
+        """See `Hosts`."""
+        self._leaving = True
+        self.tell(Goodbye(reason, failed))
+        until = time.monotonic() + _FAREWELL_S
+        for other in self._others:
+            other.ended.wait(max(0.0, until - time.monotonic()))
+            other.connection.close()
+
+    def _ended(self, other: _Watched, reason: str, failed: bool) -> None:
+        """By the thread that reads a host."""
+        if self._leaving:
+            return
+        self._leaving = True
+        self._loss.set()
+        self.tell(Goodbye(reason, True))
+        self._lost(reason, failed)
+
+
+class OtherHost:
+    """A host that does what the first one does."""
+
+    def __init__(self, connection: Connection, own: Hello, n_hosts: int, address: str, lost: Lost):
+        self.host_id = own.host_id
+        self.n_hosts = n_hosts
+        self.jax_address = address
+        self._lost = lost
+        self._leaving = False
+        self._loss = threading.Event()
+        self._first = _Watched(connection, "host 0")
+        self._first.start(self._ended)
+        threading.Thread(target=_beat, args=([self._first],), daemon=True).start()
+
+    def next(self, timeout_s: float) -> messages.Message | None:
+        """What the first host does next; None if that took longer."""
+        return self._first.hear(timeout_s)
+
+    @property
+    def dismissed(self) -> str:
+        """Why the first host has ended in order; empty: it has not."""
+        goodbye = self._first.goodbye
+        if goodbye is None or goodbye.failed:
+            return ""
+        return goodbye.reason
+
+    def least(self, what: str, value: int) -> int:
+        """See `Hosts`."""
+        return int(self._agree(what, value))
+
+    def same(self, what: str, value: str) -> None:
+        """See `Hosts`."""
+        self._agree(what, value)
+
+    def _agree(self, what: str, value: int | str) -> int | str:
+        _send(self._first, framed(Say(what, value)))
+        answer = self._first.hear()
+        match answer:
+            case Agreed():
+                return answer.value
+            case Refused():
+                raise ConfigError(answer.reason)
+        raise ConnectionError(f"host 0 said {answer} where {what} was to be agreed upon")
+
+    def wait_for_loss(self) -> None:
+        """See `Hosts`."""
+        self._loss.wait(_NOTICE_S)
+
+    def leave(self, reason: str, *, failed: bool) -> None:
+        """See `Hosts`."""
+        self._leaving = True
+        _send(self._first, framed(Goodbye(reason, failed)))
+        self._first.connection.close()
+
+    def _ended(self, first: _Watched, reason: str, failed: bool) -> None:
+        """By the thread that reads the first host."""
+        if self._leaving or self.dismissed:
+            return
+        self._leaving = True
+        self._loss.set()
+        self._lost(reason, failed)
+
+
+def _send(other: _Watched, frame: bytes) -> None:
+    with contextlib.suppress(OSError):  # its reader says so
+        other.connection.send_frame(frame)
+
+
+def _beat(others: list[_Watched]) -> None:
+    """Say that we live, for as long as somebody hears it."""
+    frame = framed(Beat())
+    while not all(other.ended.wait(BEAT_S / len(others)) for other in others):
+        for other in others:
+            _send(other, frame)
+
+
+def gather(coordinator: str, n_hosts: int, own: Hello, report: Report, lost: Lost) -> FirstHost:
+    """As the first host, wait for the others. Raises ConfigError if they do not come."""
+    waiting = _Waiting(n_hosts, own, report)
+    with listen(coordinator) as listener:
+        try:
+            waiting.wait(listener)
+        except BaseException:
+            waiting.close()
+            raise
+    port = free_port(coordinator)
+    for connection in waiting.connections.values():
+        connection.send(Welcome(port))
+    host, _ = split_address(coordinator)
+    return FirstHost(waiting.connections, _address(host, port), lost)
+
+
+class _Waiting:
+    """The first host while others are missing."""
+
+    def __init__(self, n_hosts: int, own: Hello, report: Report):
+        self.connections: dict[int, Connection] = {}
+        self._n_hosts = n_hosts
+        self._own = own
+        self._report = report
+
+    def wait(self, listener: socket.socket) -> None:
+        until = time.monotonic() + JOIN_S
+        listener.settimeout(BEAT_S)
+        reported = 0.0
+        while self._missing:
+            now = time.monotonic()
+            if now > until:
+                raise ConfigError(f"{self._missing_ones} did not come within {JOIN_S:g} s")
+            if now - reported > _REPORT_S:
+                self._tell()
+                reported = now
+            self._accept(listener)
+        self._tell()
+
+    def close(self) -> None:
+        """Let those go who wait in vain; they will look for another first host."""
+        for connection in self.connections.values():
+            connection.close()
+
+    @property
+    def _missing(self) -> list[int]:
+        return [number for number in range(1, self._n_hosts) if number not in self.connections]
+
+    @property
+    def _missing_ones(self) -> str:
+        return "host " + ", ".join(map(str, self._missing))
+
+    def _tell(self) -> None:
+        detail = f"waiting for {self._missing_ones}" if self._missing else ""
+        self._report(len(self.connections) + 1, self._n_hosts, detail)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take a newcomer, if one comes within a second; see who has left meanwhile."""
+        try:
+            connected, (address, *_) = listener.accept()
+        except TimeoutError:
+            pass
+        else:
+            self._greet(connected, str(address))
+        for number, connection in list(self.connections.items()):
+            if not _is_there(connection):
+                del self.connections[number]
+                connection.close()
+
+    def _greet(self, connected: socket.socket, address: str) -> None:
+        connection = Connection(connected)
+        connected.settimeout(_HELLO_S)
+        try:
+            hello = connection.receive(STRANGERS_MOST)
+            connected.settimeout(SILENT_S)
+            self._take(hello, connection)
+        except BROKEN:
+            log.warning("somebody at %s connected who is no host of this engine", address)
+            connection.close()
+
+    def _take(self, hello: messages.Message, connection: Connection) -> None:
+        reason = self._refusal(hello)
+        if not isinstance(hello, Hello) or reason:
+            log.warning("a host was refused: %s", reason)
+            connection.send(Refused(reason))
+            connection.close()
+            return
+        self.connections[hello.host_id] = connection
+        self._tell()
+
+    def _refusal(self, hello: messages.Message) -> str:
+        """Why a newcomer cannot take part; empty if it can."""
+        if not isinstance(hello, Hello):
+            return "its first message was no hello"
+        name = f"host {hello.host_id}"
+        if not 0 < hello.host_id < self._n_hosts:
+            return f"{name} is none of the {self._n_hosts} hosts of this engine"
+        if hello.versions != self._own.versions:
+            return f"{name} runs {hello.versions}, host 0 {self._own.versions}"
+        if hello.digest != self._own.digest:
+            return (
+                f"{name} was told other settings of [model], [engine] or [sampling] than host 0, "
+                f"or has another model (digest {hello.digest}, not {self._own.digest})"
+            )
+        earlier = self.connections.get(hello.host_id)
+        if earlier is not None and _is_there(earlier):
+            return f"{name} is there already: each host needs a host_id of its own"
+        return ""
+
+
+def _is_there(connection: Connection) -> bool:
+    """Whether a host that waits still does."""
+    if connection.ended:
+        return False
+    try:
+        connection.send(Beat())
+    except OSError:
+        return False
+    return True
+
+
+def join(coordinator: str, n_hosts: int, own: Hello, report: Report, lost: Lost) -> OtherHost:
+    """As one of the others, find the first host and wait until all are there. Raises ConfigError if
+    it cannot be found, or sends this host away.
+    """
+    until = time.monotonic() + JOIN_S
+    reported = 0.0
+    while time.monotonic() < until:
+        if time.monotonic() - reported > _REPORT_S:
+            report(0, n_hosts, f"waiting for host 0 at {coordinator}")
+            reported = time.monotonic()
+        try:
+            connection = Connection(socket.create_connection(split_address(coordinator), _HELLO_S))
+            welcome = _ask_in(connection, own, report, n_hosts)
+        except BROKEN:
+            time.sleep(_RETRY_S)
+            continue
+        host, _ = split_address(coordinator)
+        return OtherHost(connection, own, n_hosts, _address(host, welcome.jax_port), lost)
+    raise ConfigError(f"host 0 at {coordinator} was not there within {JOIN_S:g} s")
+
+
+def _ask_in(connection: Connection, own: Hello, report: Report, n_hosts: int) -> Welcome:
+    """Say who we are, and wait for everybody. Raises ConfigError if we are not wanted."""
+    connection.send(own)
+    report(1, n_hosts, "waiting for the others")
+    reported = time.monotonic()
+    while True:
+        answer = connection.receive()
+        match answer:
+            case Welcome():
+                return answer
+            case Refused():
+                raise ConfigError(answer.reason)
+        if time.monotonic() - reported > _REPORT_S:
+            report(1, n_hosts, "waiting for the others")
+            reported = time.monotonic()
+
+
+def _address(host: str, port: int) -> str:
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{host}:{port}"

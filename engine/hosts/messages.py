@@ -1,0 +1,107 @@
+"""What the processes of one engine over several hosts say to each other (msgspec, MessagePack;
+tagged unions). Jax-free.
+
+The first host plans; the others do on their devices what it does on its own, in its order. What a
+plan comes to is small: which program runs, and the one array that it takes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+
+class PackedArray(msgspec.Struct, frozen=True, array_like=True):
+    """A numpy array on its way."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> PackedArray:
+        return cls(array.dtype.str, array.shape, array.tobytes())
+
+    def unpacked(self) -> np.ndarray:
+        """Read-only."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Who wants to join; the first message of a host, to the first one."""
+
+    host_id: int
+    #: Of Jitney and of jax.
+    versions: str
+    #: Of what all hosts must be told alike (`jitney.engine.config.digest`).
+    digest: str
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """All hosts are there. jax_port: of the first one, where jax's own service will listen."""
+
+    jax_port: int
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """This host cannot take part, or the hosts do not agree."""
+
+    #: One line.
+    reason: str
+
+
+class Say(msgspec.Struct, tag="say", frozen=True):
+    """What a host found, which all must agree upon; answered by `Agreed` or `Refused`."""
+
+    what: str
+    value: int | str
+
+
+class Agreed(msgspec.Struct, tag="agreed", frozen=True):
+    what: str
+    value: int | str
+
+
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """A sign of life, once a second."""
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
+    """The sender ends; nothing follows."""
+
+    #: One line.
+    reason: str
+    #: It could not go on; else it was told to end.
+    failed: bool
+
+
+class Step(msgspec.Struct, tag="step", frozen=True):
+    """Run the program of a bucket."""
+
+    tokens: int  #: of the bucket
+    seats: int  #: of the bucket
+    plain: bool  #: the one without a sampler
+    packed: PackedArray
+
+
+class Board(msgspec.Struct, tag="board", frozen=True):
+    """Give a seat its sampling state. row: the columns of `SeatState`, in order."""
+
+    seat: int
+    row: list[PackedArray]
+
+
+class Choose(msgspec.Struct, tag="choose", frozen=True):
+    """Choose tokens of the step that was run last, under masks."""
+
+    #: Which of its logit rows; None: all of them.
+    numbers: PackedArray | None
+    #: As in `MaskedRows`.
+    heads: PackedArray
+    masks: PackedArray
+
+
+Command = Step | Board | Choose
+Message = Command | Hello | Welcome | Refused | Say | Agreed | Beat | Goodbye
+
+decode = msgspec.msgpack.Decoder(Message).decode

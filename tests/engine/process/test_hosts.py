@@ -1,0 +1,216 @@
+"""One engine in two processes, as on two hosts: the same tokens as in one, also after a process is
+lost, and an end in order.
+
+Each process has one CPU device; Gloo joins them. The test is their supervisor on both hosts, as
+`jitney serve` is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from free_ports import free_port
+
+from jitney.engine import LLM
+from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.config.layers import load_config
+from jitney.engine.errors import RequestError
+from jitney.engine.process.stream import Stream
+from jitney.engine.process.supervisor import ProcessClient
+from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.types import EngineRequest, Grammar, SamplingParams
+
+MODEL = "tiny-random:qwen3"
+SETTINGS: dict[str, Any] = {
+    "model": MODEL,
+    "platform": "cpu",
+    "dtype": "float32",
+    "kernels": "reference",
+    "max_seats": 4,
+    "token_budget": 64,
+    "context": 256,
+    "seat_buckets": (4,),
+    "token_buckets": (64,),
+}
+#: Seconds for everything together; a start takes a few on an idle machine.
+LIMIT_S = 280.0
+TOKENS = 12
+SAMPLINGS = (
+    SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+    SamplingParams(
+        seed=3,
+        top_p=0.9,
+        top_k=40,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        frequency_penalty=0.5,
+        logit_bias={7: 1.0},
+    ),
+    SamplingParams(
+        seed=3, max_tokens=TOKENS, presence_penalty=0.5, grammar=Grammar("regex", "[a-z]{99}")
+    ),
+)
+#: Of the answer during which a process is lost.
+LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    return [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(3)]
+
+
+@dataclass
+class Story:
+    """What came of it."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    asleep: str = ""
+    devices: list[str] = field(default_factory=list)
+    #: Of host 0 and host 1.
+    restarts: list[int] = field(default_factory=list)
+    dismissed: bool = False
+
+
+async def tokens_of(stream: Stream) -> list[int]:
+    outputs = [output async for output in stream]
+    assert not any(output.error for output in outputs), outputs
+    return [token for output in outputs for token in output.tokens]
+
+
+def request(name: str, prompt: list[int], sampling: SamplingParams) -> EngineRequest:
+    return EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=0.0)
+
+
+@asynccontextmanager
+async def two_hosts() -> AsyncIterator[tuple[ProcessClient, ProcessClient]]:
+    coordinator = f"127.0.0.1:{free_port()}"
+    several = SETTINGS | {"tensor_parallel": 2, "n_hosts": 2, "coordinator": coordinator}
+    clients = [
+        ProcessClient(load_config(flags=several | {"host_id": number})) for number in range(2)
+    ]
+    try:
+        for client in clients:
+            await client.start()
+        yield clients[0], clients[1]
+    finally:
+        for client in clients:
+            await client.close()
+
+
+async def live(story: Story) -> None:
+    tokenizer = load_tokenizer(resolve(MODEL)).json
+    async with two_hosts() as (first, other):
+        first.learn(tokenizer)
+        for client in (first, other):
+            story.devices.append((await client.wait_ready()).device)
+        for sampling in SAMPLINGS:
+            streams = [
+                first.submit(request(f"{sampling.seed} {i}", prompt, sampling))
+                for i, prompt in enumerate(prompts())
+            ]
+            story.answers += [await tokens_of(stream) for stream in streams]
+        try:
+            await first.sleep()
+        except RequestError as error:
+            story.asleep = str(error)
+        await lose_a_process(story, first, other)
+        await first.close()
+        await other.until("dead")
+        story.dismissed = other.dismissed
+
+
+async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClient) -> None:
+    """In the middle of an answer, which goes on in the next life of the engine."""
+    stream = first.submit(request("long", prompts()[2], LONG))
+    output = await anext(aiter(stream))
+    other.kill()
+    story.resumed = output.tokens + await tokens_of(stream)
+    await other.until("ready")
+    story.restarts = [len(client._restarts) for client in (first, other)]
+
+
+@pytest.fixture(scope="module")
+def log() -> list[str]:
+    """Lines of the supervisors."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs that are compiled once, and in a hurry: four processes start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JITNEY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def story(log: list[str], quickly: None) -> Story:
+    story = Story()
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log.append(record.getMessage())
+
+    async def limited() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await live(story)
+
+    handler = Keep()
+    logging.getLogger("jitney.process").addHandler(handler)
+    try:
+        asyncio.run(limited())
+    finally:
+        logging.getLogger("jitney.process").removeHandler(handler)
+    return story
+
+
+@pytest.fixture(scope="module")
+def alone() -> LLM:
+    """The same model in one process."""
+    return LLM(**SETTINGS, compilation_cache=False)
+
+
+def test_tokens_are_those_of_one_process(story: Story, alone: LLM):
+    expected = [
+        output.outputs[0].token_ids
+        for sampling in SAMPLINGS
+        for output in alone.generate(prompts(), sampling)
+    ]
+    assert story.answers == expected
+    assert len({tuple(answer) for answer in expected}) == 9
+    assert {len(answer) for answer in expected} == {TOKENS}
+
+
+def test_an_answer_goes_on_after_a_host_was_lost(story: Story, alone: LLM):
+    (output,) = alone.generate(prompts()[2:], LONG)
+    assert story.resumed == output.outputs[0].token_ids
+
+
+def test_the_loss_of_a_host_is_one_line(story: Story, log: list[str]):
+    assert story.restarts == [1, 1]
+    first, other = (line for line in log if "starting it again" in line)
+    lines = sorted((first, other))
+    assert lines[0].startswith("host 1 is gone: its connection ended; starting it again in 0.5 s")
+    assert lines[1].startswith("the engine process died (killed by SIGKILL, signal 9)")
+    assert "1 open requests go on in the new one" in lines[0]
+
+
+def test_both_hosts_know_what_runs(story: Story):
+    assert story.devices[0] == story.devices[1]
+    assert story.devices[0].startswith("2 x ") and story.devices[0].endswith(" on 2 hosts")
+
+
+def test_several_hosts_do_not_sleep(story: Story):
+    assert story.asleep == "an engine over several hosts (n_hosts) does not sleep"
+
+
+def test_the_end_of_the_first_host_ends_the_other_in_order(story: Story):
+    assert story.dismissed
