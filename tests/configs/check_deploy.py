@@ -41,6 +41,9 @@ def _checks() -> Iterator[tuple[str, list[str]]]:
         folder = Path(name)
         yield "hadolint", ["hadolint", str(DEPLOY / "Dockerfile")]
         prometheus = DEPLOY / "prometheus"
+        settings = str(prometheus / "prometheus.yml")
+        # The key's file is not here.
+        yield "promtool config", ["promtool", "check", "config", "--syntax-only", settings]
         yield "promtool check", ["promtool", "check", "rules", str(prometheus / "rules.yml")]
         yield "promtool test", ["promtool", "test", "rules", str(prometheus / "rules_test.yml")]
         manifests = [str(DEPLOY / "kubernetes" / file) for file in ("gpu.yaml", "tpu.yaml")]
