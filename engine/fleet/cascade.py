@@ -56,10 +56,10 @@ class CascadeSettings(Section):
         ge=0, le=1, description="least confidence of the small model's answers that are sent"
     )
     measure: MeasureName = Field(
-        default="mean",
+        default="least",
         description=(
-            "what its confidence is: the probability of its tokens, as the geometric mean of all "
-            "(mean), or of the unlikeliest `window` tokens in a row (least)"
+            "what its confidence is: the probability of its tokens, as the geometric mean of the "
+            "unlikeliest `window` tokens in a row (least), or of all (mean)"
         ),
     )
     window: int = Field(default=8, ge=1, le=4096, description="tokens of measure = least")

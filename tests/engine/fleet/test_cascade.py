@@ -74,7 +74,8 @@ def test_an_unsure_one_is_answered_by_the_large_model(ask):
 
 def test_the_least_window_sees_what_the_mean_does_not():
     models = ScriptedModels(tiny=always("small", *[SURE] * 20, UNSURE, UNSURE), big=always("large"))
-    assert run(cascade(models).answer(chat("c"))).body["model"] == "tiny"
+    mean = cascade(models, measure="mean")
+    assert run(mean.answer(chat("c"))).body["model"] == "tiny"
     least = cascade(models, measure="least", window=2)
     assert run(least.answer(chat("c"))).body["model"] == "big"
 

@@ -115,7 +115,11 @@ def test_the_threshold_does_what_the_table_says():
         assert len(pairs) == 200 and not refusals
         found.append(ladder(pairs, MEAN, "tokens").cheapest(0.9))
         settings = CascadeSettings(
-            kind="cascade", small="tiny", large="big", threshold=round(found[0].threshold, 6)
+            kind="cascade",
+            small="tiny",
+            large="big",
+            threshold=round(found[0].threshold, 6),
+            measure="mean",
         )
         cascade = Cascade(settings, models)
         return [await cascade.answer(question) for question in questions]

@@ -100,7 +100,7 @@ def test_each_is_told_apart_and_says_what_it_is_made_of():
         "small": "tiny",
         "large": "big",
         "threshold": 0.5,
-        "measure": "mean",
+        "measure": "least",
         "window": 8,
     }
     assert models.made_of("notes")["stages"] == [
