@@ -51,17 +51,19 @@ class Question:
     headers: Mapping[str, str] = MappingProxyType({})
     #: time.monotonic() by which it must be answered; None: whenever.
     deadline: float | None = None
+    #: The body as it was checked last.
+    _parsed: ChatBody | CompletionBody | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, model: str, route: str, body: JsonDict, headers: Mapping[str, str]) -> Question:
         """As a client sent it; its timeout_ms begins now. Raises RequestError for a body that the
         route would refuse.
         """
-        question = cls(model, route, body, headers)
-        timeout_ms = question.checked().timeout_ms
-        if timeout_ms is None:
-            return question
-        return replace(question, deadline=time.monotonic() + timeout_ms / 1000)
+        parsed = cls(model, route, body).checked()
+        deadline = None
+        if parsed.timeout_ms is not None:
+            deadline = time.monotonic() + parsed.timeout_ms / 1000
+        return cls(model, route, body, headers, deadline, parsed)
 
     @property
     def is_chat(self) -> bool:
@@ -77,7 +79,7 @@ class Question:
         """
         body = self.body | fields
         kept = {name: value for name, value in body.items() if value is not None}
-        return replace(self, model=model, body=kept)
+        return replace(self, model=model, body=kept, _parsed=None)
 
     def whole(self, model: str, **fields: object) -> Question:
         """The same to another model, which shall not stream its answer."""
@@ -85,6 +87,8 @@ class Question:
 
     def checked(self) -> ChatBody | CompletionBody:
         """The body in the form of its route. Raises RequestError naming the field at fault."""
+        if self._parsed is not None:
+            return self._parsed
         kind = ChatBody if self.is_chat else CompletionBody
         body, _ = parse_body(kind, self.body)
         return body

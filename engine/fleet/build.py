@@ -87,7 +87,7 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection) -> ReplicatedMo
 
 def _composed(parts: FleetParts, name: str, section: Section) -> NamedComposition:
     """Its parts are asked by their names."""
-    return NamedComposition(name, parts.composed, parts.models)
+    return NamedComposition(name, parts.composed, parts.models, parts.metrics)
 
 
 #: How the model of each section of `config.KINDS` is made.

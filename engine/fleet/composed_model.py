@@ -16,6 +16,7 @@ from jitney.engine.api.errors import HttpError, error_event
 from jitney.engine.fleet.answering import (
     CHAT,
     COMPLETIONS,
+    STAGE_HEADER,
     Answering,
     ModelAnswer,
     ModelStream,
@@ -30,6 +31,7 @@ from jitney.engine.fleet.http_engines import (
     read_answer,
     refusal,
 )
+from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.types import JsonDict
@@ -97,6 +99,7 @@ class NamedComposition:
     name: str
     composed: ComposedModels
     models: Mapping[str, FleetModel]
+    metrics: FleetMetrics
     keep_alive_s: float = _KEEP_ALIVE_S
 
     @property
@@ -124,16 +127,22 @@ class NamedComposition:
         if question.streams:
             async with _reading(self.composed, question) as queue:
                 headers = await _first(queue)
+                self._count(headers)
                 body = self._events(queue, asked.request_id)
                 yield Answer(200, _raw(headers | EVENT_STREAM), body)
             return
         whole = await self.composed.answer(question)
+        self._count(whole.headers)
         content = orjson.dumps(whole.body)
         headers = whole.headers | {
             "content-type": "application/json",
             "content-length": str(len(content)),
         }
         yield Answer(200, _raw(headers), _pieces((content,)))
+
+    def _count(self, headers: Mapping[str, str]) -> None:
+        """One more answer of the part that gave it."""
+        self.metrics.stages.labels(self.name, headers.get(STAGE_HEADER, "")).inc()
 
     def _question(self, asked: Asked) -> Question:
         """Raises HttpError, RequestError."""

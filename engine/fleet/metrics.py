@@ -45,6 +45,12 @@ class FleetMetrics:
             "replica",
             "outcome",
         )
+        self.stages = self._counter(
+            "stages",
+            "answers of models made of models, by the part that gave them",
+            "model",
+            "stage",
+        )
         self.disconnects = self._counter("disconnects", "requests whose client left early")
         self.first_byte = Histogram(
             "jitney_fleet_first_byte_seconds",

@@ -119,6 +119,9 @@ def test_a_cascade(tmp_path: Path, small: str, stage: str):
                 each["completion_tokens"] for each in usage["stages"]
             )
 
+        metrics = http.get("/metrics").text
+        assert f'jitney_fleet_stages_total{{model="smart",stage="{stage}"}} 2.0' in metrics
+
         done = http.post("/v1/completions", json={"model": "smart", "prompt": "x", "max_tokens": 9})
         assert done.json()["choices"][0]["text"] == text[: 9 if text.isascii() else 4]
         assert done.json()["choices"][0]["logprobs"] is None
