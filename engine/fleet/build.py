@@ -39,6 +39,8 @@ class FleetParts:
     composed: ComposedModels
     #: All models, as they are made: those of one kind may ask those of another.
     models: dict[str, FleetModel] = field(default_factory=dict)
+    #: Engines that answer alike, by the model's name; of a candidate, by that and ".candidate".
+    arms: dict[str, ReplicatedModel] = field(default_factory=dict)
     #: What looks at the candidates of models that have one.
     rollouts: list[RolloutKeeper] = field(default_factory=list)
 
@@ -54,23 +56,23 @@ type _Maker = Callable[[FleetParts, str, Any], FleetModel]
 def _replicated(
     parts: FleetParts, name: str, section: ReplicasSection
 ) -> ReplicatedModel | ModelWithCandidate:
-    stable, other = _arm(parts, name, section), section.candidate
+    stable, other = _arm(parts, name, section, name), section.candidate
     if other is None:
         return stable
     model = ModelWithCandidate(
         stable,
-        _arm(parts, name, other),
+        _arm(parts, name, other, f"{name}.candidate"),
         Rollout(name, other.name, other.rule),
         Prices(other.stable_price_per_hour, other.price_per_hour),
     )
     folder = parts.config.fleet.state_dir
     kept = parts.config.path(folder) if folder else None
-    parts.rollouts.append(RolloutKeeper(model, parts.client, parts.key, kept))
+    parts.rollouts.append(RolloutKeeper(model, parts.client, kept))
     return model
 
 
-def _arm(parts: FleetParts, name: str, section: ReplicasSection) -> ReplicatedModel:
-    """Engines that are started here are added when they start."""
+def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> ReplicatedModel:
+    """Engines that are started here are added when they start. arm: what they are called."""
     model = ReplicatedModel(
         name,
         section,
@@ -82,6 +84,7 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection) -> ReplicatedMo
         [Replica(name_of(url), url, parts.key) for url in section.urls],
     )
     parts.watch.begin(model.replicas)
+    parts.arms[arm] = model
     return model
 
 

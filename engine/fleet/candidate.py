@@ -213,8 +213,6 @@ class RolloutKeeper:
 
     model: ModelWithCandidate
     client: httpx.AsyncClient
-    #: That engines are asked with; empty: none.
-    key: str = ""
     #: None: a restart of the fleet begins the rollout anew.
     folder: Path | None = None
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -252,7 +250,7 @@ class RolloutKeeper:
 
     async def _config_of(self, replica: Replica) -> str:
         """The digest of an engine's configuration; empty if it does not say."""
-        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        headers = {"authorization": f"Bearer {replica.key}"} if replica.key else {}
         try:
             answer = await self.client.get(
                 replica.url + "/version", headers=headers, timeout=_VERSION_S

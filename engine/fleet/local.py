@@ -25,7 +25,7 @@ from jitney.engine.config.layers import settings
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet.build import FleetParts
-from jitney.engine.fleet.config import FleetConfig, ReplicasSection
+from jitney.engine.fleet.config import CandidateSection, FleetConfig, ReplicasSection
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.process.children import child_environ, end_child, start_child
@@ -45,9 +45,9 @@ _LOOK_S = 0.1
 
 
 def engine_arguments(
-    config: FleetConfig, model: str, section: ReplicasSection, number: int, port: int
+    config: FleetConfig, model: str, section: ReplicasSection, name: str, number: int, port: int
 ) -> list[str]:
-    """What `jitney serve` is given for the n-th engine of a model."""
+    """What `jitney serve` is given for the n-th engine of a model. name: the engine's own."""
     words = ["serve"]
     if section.config:
         words += ["--config", str(config.path(section.config))]
@@ -55,14 +55,14 @@ def engine_arguments(
         words += _flag(name, value)
     if section.devices:
         words += ["--device", section.devices[number]]
-    words += ["--data-dir", str(_data_dir(model, number))]
+    words += ["--data-dir", str(_data_dir(name))]
     words += ["--host", _HOST, "--port", str(port), "--served-model-name", model]
     return [*words, "--drain-s", str(config.server.drain_s), "--insecure"]
 
 
-def _data_dir(model: str, number: int) -> Path:
+def _data_dir(name: str) -> Path:
     """Where an engine keeps files, though a fleet sends it none: two may not share a folder."""
-    return cache_dir() / "fleet" / f"{quote(model, safe='')}-{number}"
+    return cache_dir() / "fleet" / quote(name, safe="")
 
 
 def _flag(name: str, value: object) -> list[str]:
@@ -96,7 +96,8 @@ class LocalEngine:
         port = self.port or _free_port()
         self.replica.url = f"http://{_HOST}:{port}"
         section = self.model.section
-        words = engine_arguments(self.config, self.model.name, section, self.number, port)
+        name, own = self.model.name, self.replica.name
+        words = engine_arguments(self.config, name, section, own, self.number, port)
         try:
             self._process = await start_child(
                 ENGINE_MODULE,
@@ -124,7 +125,8 @@ class LocalEngine:
         """Start it again whenever it dies; returns when it is given up."""
         while True:
             process = self._process
-            assert process is not None
+            if process is None:  # a candidate's that could not be started
+                return
             status = await process.wait()
             self.replica.became("gone", f"it ended with status {status}")
             pause = self._pause()
@@ -175,20 +177,31 @@ class LocalEngines:
         self._drain_s = config.server.drain_s
         self._key, self._environ = _keys(users, admins)
         self._ports = _ports(config.fleet.engine_port)
-        #: By model, in the order in which they start.
+        #: By arm (`FleetParts.arms`), in the order in which they start.
         self.engines: dict[str, list[LocalEngine]] = {}
-        for name, model in parts.models.items():
-            if isinstance(model, ReplicatedModel) and model.section.replicas:
+        for arm, model in parts.arms.items():
+            if model.section.replicas:
                 numbers = range(model.section.replicas)
-                self.engines[name] = [self._make(config, model, number) for number in numbers]
+                self.engines[arm] = [self._make(config, arm, number) for number in numbers]
 
-    def _make(self, config: FleetConfig, model: ReplicatedModel, number: int) -> LocalEngine:
-        replica = Replica(f"{model.name}-{number}", key=self._key)
+    def _make(self, config: FleetConfig, arm: str, number: int) -> LocalEngine:
+        replica = Replica(f"{arm}-{number}", key=self._key)
+        model = self._parts.arms[arm]
         return LocalEngine(config, model, number, replica, next(self._ports), self._environ)
 
     async def start(self) -> None:
-        """Start all, and wait until they are ready. Raises JitneyError."""
-        await asyncio.gather(*map(self._start_model, self.engines.values()))
+        """Start all, and wait until they are ready. Raises JitneyError; not for a candidate, which
+        must not keep its model from being served.
+        """
+        await asyncio.gather(*map(self._start_arm, self.engines.values()))
+
+    async def _start_arm(self, engines: list[LocalEngine]) -> None:
+        try:
+            await self._start_model(engines)
+        except JitneyError as error:
+            if not isinstance(engines[0].model.section, CandidateSection):
+                raise
+            _log.error("candidate: %s", error)
 
     async def _start_model(self, engines: list[LocalEngine]) -> None:
         first, *others = engines

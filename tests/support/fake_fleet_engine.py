@@ -27,7 +27,7 @@ def _end_with_the_fleet(server: uvicorn.Server) -> None:
 def main() -> None:
     keys = [digest_key(key) for key in os.environ.get("JITNEY_ADMIN_KEYS", "").split(",") if key]
     name = _flag("--served-model-name")
-    if "broken" in name:
+    if "broken" in sys.argv:
         raise SystemExit(3)
     app = make_app(
         FakeClient(Script("Hello, wörld! " * 4, delay_s=0.01)),

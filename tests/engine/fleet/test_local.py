@@ -97,6 +97,45 @@ def test_one_that_cannot_start_says_so(tmp_path: Path):
     asyncio.run(scene())
 
 
+CANDIDATE = "[models.m]\nreplicas = 1\n[models.m.candidate]\nreplicas = 1\nshare = 0.5\n"
+
+
+def test_a_candidates_engines_are_started_beside_the_models(tmp_path: Path):
+    async def scene() -> None:
+        async with running(tmp_path, CANDIDATE, ("boss",)) as (engines, http):
+            await engines.start()
+            names = set()
+            for number in range(16):
+                body = CHAT | {"max_tokens": 4, "user": f"user-{number}"}
+                answer = await http.post("/v1/chat/completions", json=body, timeout=60)
+                names.add(answer.headers["x-jitney-replica"])
+            assert names == {"m-0", "m.candidate-0"}
+            arms = (await http.get("/fleet/rollouts/m")).json()["arms"]
+            assert arms["candidate"]["replicas"] == ["m.candidate-0"]
+            assert sum(arm["requests"] for arm in arms.values()) == 16
+
+    asyncio.run(scene())
+
+
+def test_a_candidate_that_cannot_start_keeps_nothing_from_being_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async def scene() -> None:
+        text = CANDIDATE + 'settings = { revision = "broken" }\n'
+        async with running(tmp_path, text, ("boss",)) as (engines, http):
+            await engines.start()
+            body = CHAT | {"max_tokens": 4}
+            for number in range(8):
+                asked = body | {"user": f"user-{number}"}
+                answer = await http.post("/v1/chat/completions", json=asked, timeout=60)
+                assert answer.headers["x-jitney-replica"] == "m-0"
+            report = (await http.get("/fleet/rollouts/m")).json()
+            assert report["arms"]["candidate"]["requests"] == 0  # it never began
+
+    asyncio.run(scene())
+    assert "candidate: m.candidate-0 ended with status 3 before it was ready" in caplog.text
+
+
 def test_engines_get_their_settings_devices_and_ports(tmp_path: Path):
     text = (
         '[models.m]\nreplicas = 2\ndevices = ["0", "1"]\nconfig = "engine.toml"\n'
@@ -107,7 +146,7 @@ def test_engines_get_their_settings_devices_and_ports(tmp_path: Path):
     config = read_fleet(tmp_path / "fleet.toml")
     section = config.models["m"]
     assert isinstance(section, ReplicasSection)
-    words = " ".join(engine_arguments(config, "m", section, 1, 9123))
+    words = " ".join(engine_arguments(config, "m", section, "m-1", 1, 9123))
     assert f"serve --config {tmp_path}/engine.toml --max-seats 4 --no-prefix-cache" in words
     assert "--token-buckets 8,16" in words and "--device 1" in words and "--port 9123" in words
 
