@@ -10,12 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Required, TypedDict
 
 from jitney.dashboard import sse
-from jitney.dashboard.fleet_member import Card, Member, follow, in_order, price_of, rounded
+from jitney.dashboard.fleet_member import (
+    Card,
+    Member,
+    Place,
+    follow,
+    in_order,
+    price_of,
+    rounded,
+)
 from jitney.dashboard.pulse import LEVELS, SEAT_LETTERS
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
@@ -70,6 +79,7 @@ class _Hello(TypedDict):
     seat_letters: str  # `pulse.SEAT_LETTERS`
     levels: int  # `pulse.LEVELS`
     price_per_hour: float | None  # of one replica
+    compares: bool  # "rollouts" answers, to administrators
 
 
 class _FleetFrame(TypedDict):
@@ -93,13 +103,15 @@ class _FleetDelta(TypedDict, total=False):
 class Fleet:
     """The replicas, and the feed of them; lives on one asyncio loop.
 
-    price_per_hour: of one replica, in any currency. signed_in: visitors have shown a key.
+    price_per_hour: of one replica, in any currency. signed_in: visitors have shown a key. find:
+    where the replicas are now, by name, if they come and go.
     """
 
     def __init__(
         self,
-        replicas: Mapping[str, RemoteEngine],
+        replicas: Mapping[str, RemoteEngine] = MappingProxyType({}),
         *,
+        find: Callable[[], Mapping[str, Place]] | None = None,
         price_per_hour: float | None = None,
         signed_in: bool = False,
         max_viewers: int = MAX_VIEWERS,
@@ -107,6 +119,10 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.price_per_hour = price_per_hour
         self.signed_in = signed_in
+        #: Arms of models are compared, and the page may ask how they do.
+        self.compares = False
+        self._find = find
+        self._places: dict[str, Place] = {}
         self._max_viewers = max_viewers
         self._viewers: set[Viewer] = set()
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -120,29 +136,42 @@ class Fleet:
         self.set_replicas(replicas)
 
     def set_replicas(self, replicas: Mapping[str, RemoteEngine]) -> None:
-        """Watch these from now on; whoever is watched already, under the same name at the same URL,
-        goes on to be.
+        """Watch these from now on. One whose name is known is the same replica; at another place,
+        it is asked there.
         """
-        before = self.members
-        members = {}
+        before, self.members = self.members, {}
         for name in sorted(replicas, key=in_order):
-            known = before.get(name)
-            same = known is not None and known.engine.url == replicas[name].url
-            members[name] = known if known and same else Member(name, replicas[name])
-        self.members = members
-        for name, member in before.items():
-            if members.get(name) is not member:
-                self._let_go(member)
-        if self._viewers:
+            self.members[name] = self._member(before.get(name), name, replicas[name])
+        for name in before.keys() - replicas.keys():
+            self._let_go(before[name])
+        if self._telling is not None:
             self._follow_all()
 
+    def _member(self, known: Member | None, name: str, engine: RemoteEngine) -> Member:
+        if known is None:
+            return Member(name, engine)
+        if known.engine is not engine:
+            self._let_go(known)
+            known.move_to(engine)
+        return known
+
     def _let_go(self, member: Member) -> None:
-        """It is of the fleet no more."""
+        """It is asked at its place no more."""
         if member.name in self._following:
             self._following.pop(member.name).cancel()
         closing = asyncio.create_task(member.engine.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+    def look_for_replicas(self) -> None:
+        """Where they are now."""
+        places = dict(self._find()) if self._find is not None else {}
+        if places == self._places:
+            return
+        moved = places.items() - self._places.items()
+        self._places = places
+        known = {name: self.members[name].engine for name in places if name in self.members}
+        self.set_replicas(known | {name: RemoteEngine(*place) for name, place in moved})
 
     async def close(self) -> None:
         """Let all replicas go."""
@@ -158,6 +187,7 @@ class Fleet:
         """
         if len(self._viewers) >= self._max_viewers:
             raise TooManyViewers(self._max_viewers)
+        self.look_for_replicas()
         viewer = Viewer([self._hello(identity)], lost=True, identity=identity)
         if self._sent is not None:
             self._send_all_of_it(viewer)
@@ -174,6 +204,7 @@ class Fleet:
         """Know how the replicas are, for somebody who does not stay; waits a moment for those that
         were not heard of yet.
         """
+        self.look_for_replicas()
         self._follow_all()
         loop = asyncio.get_running_loop()
         if self._leaving is not None:
@@ -216,6 +247,7 @@ class Fleet:
             "seat_letters": SEAT_LETTERS,
             "levels": LEVELS,
             "price_per_hour": self.price_per_hour,
+            "compares": self.compares,
         }
         return sse.encode("hello", data)
 
@@ -260,6 +292,7 @@ class Fleet:
 
     def _tell_once(self) -> int:
         """Send what has changed; returns how many bytes a viewer got at most."""
+        self.look_for_replicas()
         before, now = self._sent, self.frame()
         changes = None if before is None else _changes(before, now)
         quiet = changes is not None and changes.keys() == {"t"}
@@ -326,10 +359,7 @@ def _changes(before: _FleetFrame, now: _FleetFrame) -> _FleetDelta | None:
 
 
 def _same_replicas(before: Iterable[Card], now: Iterable[Card]) -> bool:
-    def identities(cards: Iterable[Card]) -> list[tuple[str, str]]:
-        return [(card["name"], card["url"]) for card in cards]
-
-    return identities(before) == identities(now)
+    return [card["name"] for card in before] == [card["name"] for card in now]
 
 
 def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> JsonDict:

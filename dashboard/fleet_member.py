@@ -71,13 +71,21 @@ class Card(TypedDict):
     progress: JsonDict | None
 
 
+class Place(NamedTuple):
+    """Where a replica is asked."""
+
+    url: str
+    #: An API key of it; empty if it needs none.
+    key: str = ""
+
+
 def read_name(text: str) -> tuple[str, str]:
     """A replica's name and URL from "NAME=URL", or from a URL alone, whose host and port are then
     its name. Raises ConfigError.
     """
     name, equals, url = text.partition("=")
     if not equals or "/" in name:
-        return _name_of(text), text
+        return name_of(text), text
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot name a replica: letters, digits and . _ : - only, 63 of them at most"
@@ -85,7 +93,8 @@ def read_name(text: str) -> tuple[str, str]:
     return name, url
 
 
-def _name_of(url: str) -> str:
+def name_of(url: str) -> str:
+    """What a replica is called after its URL, or after whatever else it is known by."""
     place = url.partition("://")[2] or url
     return re.sub(r"[^A-Za-z0-9._:-]+", "-", place.rstrip("/")).strip("-.:_")[:63] or "replica"
 
@@ -171,6 +180,12 @@ class Member:
     @property
     def answers(self) -> bool:
         return self.pulse is not None and bool(self.heard_at) and not self.gone
+
+    def move_to(self, engine: RemoteEngine) -> None:
+        """It is at another place from now on, and still the same replica."""
+        self.engine = engine
+        self.relay = Relay(engine)
+        self.look_away()
 
     def take(self, pulse: Pulse) -> None:
         """It has said how it is."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -16,14 +17,36 @@ from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
 from jitney.dashboard.fleet import Fleet
 from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.passing import PASSED_METHODS, nothing_here, pass_on
-from jitney.dashboard.routes import HANDLERS, PageRoutes
+from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
 from jitney.engine.api.access import Keys, Role
 from jitney.engine.api.cross_site import cors
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.types import JsonDict
 
+_DECISION_FORM = 'a decision is JSON: {"action": "promote"}, "roll_back" or "restart"'
 #: A replica's own page.
 _REPLICA = "/r/{name}"
+
+
+class Rollouts(Protocol):
+    """Candidates that run beside their models, and what becomes of them."""
+
+    def reports(self) -> list[JsonDict]:
+        """Each with all that the page shows: docs/rollout.md."""
+        ...
+
+    def decide(self, model: str, action: str) -> None:
+        """Promote a model's candidate, roll it back, or begin anew. Raises HttpError for one that
+        is none, RequestError for another action.
+        """
+        ...
+
+
+class _Decision(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a decision."""
+
+    action: str
 
 
 class _FleetPage(PageRoutes):
@@ -35,15 +58,37 @@ class _FleetPage(PageRoutes):
 
     index = "fleet.html"
 
-    def __init__(self, fleet: Fleet, settings: ServerSettings):
+    def __init__(self, fleet: Fleet, settings: ServerSettings, rollouts: Rollouts | None):
         super().__init__(Keys(settings))
         self.fleet = fleet
+        self.rollouts = rollouts
         fleet.signed_in = self.sessions.needed
+        fleet.compares = rollouts is not None
 
     def lines(self) -> list[PageLine]:
         """What a replica is asked goes last: its path is any."""
         fleet_feed = Route("/feed", FeedEndpoint(self.fleet), methods=["GET"])
-        return [*self.page_lines(), PageLine(fleet_feed), *self._replica_lines()]
+        lines = [*self.page_lines(), PageLine(fleet_feed)]
+        if self.rollouts is not None:
+            lines += self._rollout_lines(self.rollouts)
+        return [*lines, *self._replica_lines()]
+
+    def _rollout_lines(self, rollouts: Rollouts) -> list[PageLine]:
+        """As the endpoint has it, how arms compare is for administrators, decisions anyway."""
+
+        async def show(request: Request) -> Response:
+            return to_json({"rollouts": rollouts.reports()})
+
+        async def decide(request: Request) -> Response:
+            body = await read_body(request)
+            decision = read_json(body, _Decision, _DECISION_FORM, "action")
+            rollouts.decide(request.path_params["model"], decision.action)
+            return to_json({"rollouts": rollouts.reports()})
+
+        return [
+            PageLine(Route("/rollouts", show), Role.ADMIN),
+            PageLine(Route("/rollouts/{model:path}", decide, methods=["POST"]), Role.ADMIN),
+        ]
 
     def _replica_lines(self) -> list[PageLine]:
         """The page and its files hold no data, as `PageRoutes.page_lines` has it."""
@@ -112,11 +157,32 @@ class _ReplicaFeed:
         await feed(scope, receive, send)
 
 
-def create_fleet_page(fleet: Fleet, settings: ServerSettings) -> Starlette:
-    """The page of these replicas, by itself or to be mounted under a path of its own; `fleet` is
-    closed with it. settings: allowed_hosts, cors_origins and api_keys count here.
+def mounted_fleet_page(
+    fleet: Fleet, settings: ServerSettings, rollouts: Rollouts | None = None
+) -> Starlette:
+    """The page of these replicas, to be mounted under a path of its own.
+
+    It checks for itself who may look, so what is in front must not ask for a bearer key, but check
+    hosts and headers, and close `fleet`.
     """
-    page = _FleetPage(fleet, settings)
+    page = _FleetPage(fleet, settings, rollouts)
+    lines = page.lines()
+    app = Starlette(
+        routes=[line.route for line in lines],
+        middleware=page_middleware(lines, page.sessions, settings.cors_origins),
+        exception_handlers=HANDLERS,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def create_fleet_page(
+    fleet: Fleet, settings: ServerSettings, rollouts: Rollouts | None = None
+) -> Starlette:
+    """The page of these replicas by itself; `fleet` is closed with it. settings: allowed_hosts,
+    cors_origins and api_keys count here.
+    """
+    page = _FleetPage(fleet, settings, rollouts)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

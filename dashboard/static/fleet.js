@@ -4,6 +4,7 @@
 import {$, count, legend, percent, reducedMotion, say, seconds, table} from "./dom.js";
 import {watch} from "./feed.js";
 import {Replicas, noteOf, priceInWords, waitInWords} from "./replicas.js";
+import {Rollouts} from "./rollouts.js";
 import {seatLegend} from "./seats.js";
 import {showTiles} from "./status.js";
 
@@ -36,22 +37,31 @@ let shownAt = 0;
 let filledAt = 0;
 const replicas = new Replicas($("replicas"), $("found"));
 replicas.onMeasured = schedule;
+let candidates = []; // names of replicas
+const rollouts = new Rollouts($("rollouts"), $("rollout-list"), $("confirm"), (names) => {
+  candidates = names;
+  replicas.markCandidates(names);
+});
 
 const receive = {
   hello(data) {
     hello = data;
     fleet = null;
     $("sign-out").hidden = !data.signed_in;
+    if (data.compares && data.role !== "user") {
+      rollouts.start();
+    }
     if (data.version !== FEED_VERSION) {
       trouble = "This page is of another version than its server; expect mistakes.";
     }
   },
   fleet(data) {
-    const names = ({replicas: all}) => JSON.stringify(all.map((card) => [card.name, card.url]));
+    const names = ({replicas: all}) => JSON.stringify(all.map((card) => card.name));
     const same = fleet && names(fleet) === names(data);
     fleet = data;
     if (!same) {
       replicas.reset(data.replicas, hello);
+      replicas.markCandidates(candidates);
       find();
     }
   },

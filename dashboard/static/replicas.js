@@ -59,6 +59,8 @@ class ReplicaCard {
     const path = `r/${encodeURIComponent(card.name)}/`;
     const name = isAdmin ? make("a", {href: path}, card.name) : make("span", {}, card.name);
     this.link = name;
+    this.arm = make("span", {class: "arm", hidden: ""}, "candidate");
+    this.title = make("h3", {}, name);
     this.word = make("span", {class: "word"});
     this.canvas = make("canvas", {role: "img", "aria-label": "Seats"});
     this.figures = make("dl");
@@ -66,7 +68,7 @@ class ReplicaCard {
     this.element = make(
       "li",
       {class: "replica"},
-      make("div", {class: "top"}, make("h3", {title: card.url}, name), this.word),
+      make("div", {class: "top"}, this.title, this.arm, this.word),
       make("div", {class: "map"}, this.canvas),
       this.figures,
       this.note,
@@ -82,6 +84,9 @@ class ReplicaCard {
   show(card, t, width, tallest) {
     if (this.element.dataset.state !== card.state) {
       this.element.dataset.state = card.state;
+    }
+    if (this.title.title !== card.url) {
+      this.title.title = card.url;
     }
     say(this.word, card.state);
     this.map.show(card.seats, width, tallest);
@@ -162,6 +167,13 @@ export class Replicas {
       matches += !hidden;
     }
     say(this.found, words.length ? `${count(matches)} of ${count(replicas.length)} shown` : "");
+  }
+
+  /** Say which of them are candidates' engines. */
+  markCandidates(names) {
+    for (const [name, one] of this.cards) {
+      one.arm.hidden = !names.includes(name);
+    }
   }
 
   restyle() {

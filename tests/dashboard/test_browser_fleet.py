@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from page_browser import press, says, served, state, table_is, tells, watched
-from page_replicas import FakeReplica, engines_app, urls_of
+from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, urls_of
 
 from jitney.dashboard.fleet import Fleet
 from jitney.dashboard.fleet_page import create_fleet_page
@@ -38,6 +38,7 @@ def fleet_served(
     clients: Mapping[str, Any],
     settings: ServerSettings | None = None,
     price: float | None = None,
+    rollouts: FakeRollouts | None = None,
     **more: str,
 ) -> Iterator[str]:
     """The page of these and of `more` (URLs by name); yields its URL."""
@@ -45,7 +46,7 @@ def fleet_served(
         urls = urls_of(clients, base) | more
         engines = {name: RemoteEngine(url) for name, url in urls.items()}
         fleet = Fleet(engines, price_per_hour=price)
-        with served(create_fleet_page(fleet, settings or ServerSettings())) as url:
+        with served(create_fleet_page(fleet, settings or ServerSettings(), rollouts)) as url:
             yield url
 
 
@@ -263,3 +264,69 @@ def test_a_hundred_replicas_are_few_elements(open_page):
         )
         assert max(heights[:10]) <= 40
     assert open_page.problems == []
+
+
+def test_a_candidate_is_compared_promoted_and_rolled_back(open_page):
+    page = open_page.page
+    rollouts = FakeRollouts(
+        small=rollout_of("small", MARKUP, slower=1.5, requests=400),
+        large=rollout_of("large", "v2", slower=1.0, requests=40),
+    )
+    clients = {"stable-0": FakeReplica(4), "candidate-0": FakeReplica(4)}
+    with visit(page, clients, rollouts=rollouts):
+        page.wait_for_selector(".rollout")
+        first, second = page.locator(".rollout").all()
+        assert f"Candidate {MARKUP} of small" in first.inner_text()
+        speed = first.locator("tbody tr").first.inner_text()
+        assert "50" in speed and "34" in speed and "0.67" in speed and "worse" in speed
+        assert "no difference seen yet" in second.inner_text()
+        assert (
+            first.locator("svg.interval")
+            .first.get_attribute("aria-label")
+            .startswith("Tokens a second, of a request: 0.67")
+        )
+        assert page.locator(".arm:visible").count() == 1
+        card_says(page, "candidate-0", "candidate")
+        first.get_by_role("button", name="Roll back").click()
+        says(page, "confirm-question", f"Give {MARKUP} no more requests for small?")
+        press(page, "Escape")
+        assert rollouts.decided == []
+        first.get_by_role("button", name="Roll back").click()
+        page.click("#confirm .sure")
+        page.wait_for_selector(".rollout[data-state=rolled_back]")
+        assert rollouts.decided == [("small", "roll_back")]
+        assert "Rolled back at" in first.inner_text() and "by hand" in first.inner_text()
+        assert first.get_by_role("button", name="Roll back").is_disabled()
+        second.get_by_role("button", name="Promote").focus()
+        press(page, "Enter", "Shift+Tab", "Enter")
+        page.wait_for_selector(".rollout[data-state=promoted]")
+        assert rollouts.decided[1:] == [("large", "promote")]
+        assert page.locator("img[src=x]").count() == 0
+    assert open_page.problems == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_keeps_anybody_from_deciding_about_a_candidate(chromium, scheme: str):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    rollouts = FakeRollouts(
+        a=rollout_of("a", "v2", slower=1.5, requests=300),
+        b=rollout_of("b", "v3", slower=0.6, requests=300),
+        c=rollout_of("c", "v4", slower=1.0, requests=3),
+    )
+    rollouts.decide("a", "roll_back")
+    seen = watched(chromium, color_scheme=scheme, bypass_csp=True)
+    page = seen.page
+    with visit(page, replicas(), rollouts=rollouts):
+        page.wait_for_selector(".rollout")
+        for width in (360, 1440):
+            page.set_viewport_size({"width": width, "height": 800})
+            page.wait_for_function(
+                "(width) => document.documentElement.scrollWidth === width", arg=width
+            )
+            found = axe.run(page).response["violations"]
+            assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
+        page.get_by_role("button", name="Promote").first.click()
+        found = axe.run(page).response["violations"]
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
+    seen.context.close()
+    assert seen.problems == []

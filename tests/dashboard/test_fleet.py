@@ -17,12 +17,12 @@ from api_fakes import call, run, served
 from page_browser import free_port
 from page_browser import served as served_at
 from page_fakes import browser
-from page_replicas import FakeReplica, engines_app, urls_of
+from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, urls_of
 
 from jitney.dashboard import fleet as fleet_module
 from jitney.dashboard import fleet_member, sse
 from jitney.dashboard.fleet import Fleet
-from jitney.dashboard.fleet_member import read_name
+from jitney.dashboard.fleet_member import Place, read_name
 from jitney.dashboard.fleet_page import create_fleet_page
 from jitney.dashboard.pulse import LEVELS, PULSE_VERSION, SEAT_LETTERS, Pulse, pulse_of
 from jitney.dashboard.remote import RemoteEngine
@@ -424,3 +424,58 @@ def test_strangers_hosts_and_pages_of_other_sites_are_refused():
     assert elsewhere.status == 421
     site = {"host": "localhost", "sec-fetch-site": "cross-site"}
     assert run(call(app, "/feed", method="GET", headers=site)).status == 403
+
+
+@pytest.mark.parametrize("key, expected", [(None, 401), (ORDINARY, 403), (ADMIN, 200)])
+def test_administrators_see_candidates_and_decide(key: str | None, expected: int):
+    rollouts = FakeRollouts(m=rollout_of("m", "v2", slower=1.0, requests=40))
+    app = create_fleet_page(fleet_of({"a": "http://127.0.0.1:1"}), SETTINGS, rollouts)
+
+    async def session() -> None:
+        async with browser(app) as web:
+            if key is not None:
+                await web.post("/sign-in", json={"key": key})
+            assert (await web.get("/rollouts")).status_code == expected
+            answer = await web.post("/rollouts/m", json={"action": "promote"})
+            assert answer.status_code == expected
+            if expected == 200:
+                assert answer.json()["rollouts"][0]["state"] == "promoted"
+                await refusals(web)
+
+    async def refusals(web: httpx.AsyncClient) -> None:
+        wrong = await web.post("/rollouts/m", json={"action": "explode"})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "action"
+        assert (await web.post("/rollouts/m", json={"act": 1})).status_code == 400
+        assert (await web.post("/rollouts/nobody", json={"action": "promote"})).status_code == 404
+        site = {"sec-fetch-site": "cross-site"}
+        other = await web.post("/rollouts/m", json={"action": "restart"}, headers=site)
+        assert other.status_code == 403
+
+    run(session())
+    assert rollouts.decided == ([("m", "promote")] if expected == 200 else [])
+
+
+def test_without_candidates_nothing_answers_for_them():
+    app = create_fleet_page(fleet_of({"a": "http://127.0.0.1:1"}), ServerSettings())
+    assert run(call(app, "/rollouts", method="GET")).status == 404
+
+
+def test_replicas_are_found_where_they_are_now():
+    """One that moves is the same replica: its restarts are counted on."""
+    replica = FakeReplica(2)
+    places: dict[str, Place] = {}
+
+    async def session() -> None:
+        async with watched(Fleet(find=lambda: places)) as (viewer, watch):
+            await until_told(viewer, watch, lambda: watch.sums.get("replicas") == 0)
+            for restarts in (0, 1):
+                with served_at(engines_app({"a": replica})) as url:
+                    places["a"] = Place(f"{url}/a")
+                    ready = lambda: watch.states() == {"a": "ready"}  # noqa: E731
+                    here = lambda: ready() and watch.cards["a"]["url"] == f"{url}/a"  # noqa: B023, E731
+                    await until_told(viewer, watch, here)
+                    assert watch.cards["a"]["restarts"] == restarts
+            places.clear()
+            await until_told(viewer, watch, lambda: watch.states() == {})
+
+    run(session())

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from jitney.dashboard import create_dashboard
+from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.errors import RequestError
+from jitney.engine.fleet.comparison import CLUSTERS, Outcome
+from jitney.engine.fleet.rollout import Place, Rollout, Rule
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.counters import EngineCounters
 from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, SequenceOutput
+from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams, SequenceOutput
 
 
 class FakeReplica:
@@ -108,3 +112,41 @@ def engines_app(clients: Mapping[str, Any], settings: ServerSettings | None = No
 
 def urls_of(clients: Mapping[str, Any], base: str) -> dict[str, str]:
     return {name: f"{base}/{name}" for name in clients}
+
+
+class FakeRollouts:
+    """Candidates whose requests a test makes up. decided: (model, action) of each decision."""
+
+    def __init__(self, **rollouts: Rollout):
+        self.rollouts = rollouts
+        self.decided: list[tuple[str, str]] = []
+
+    def reports(self) -> list[JsonDict]:
+        return [self._report(rollout) for rollout in self.rollouts.values()]
+
+    def _report(self, rollout: Rollout) -> JsonDict:
+        report = rollout.report()
+        for arm in report["arms"]:
+            report["arms"][arm]["replicas"] = [f"{arm}-0"]
+        return report
+
+    def decide(self, model: str, action: str) -> None:
+        if model not in self.rollouts:
+            raise HttpError(404, f"no candidate of a model {model}", code="not_found")
+        if action not in ("promote", "roll_back", "restart"):
+            raise RequestError("must be promote, roll_back or restart", param="action")
+        self.decided.append((model, action))
+        self.rollouts[model].decide(action)
+
+
+def rollout_of(
+    model: str, candidate: str, slower: float, requests: int, clock: Callable[[], float] = time.time
+) -> Rollout:
+    """So many requests of each arm; the candidate's take so many times as long."""
+    rollout, rng = Rollout(model, candidate, Rule(), clock), random.Random(0)
+    for number in range(requests):
+        for arm, times in (("stable", 1.0), ("candidate", slower)):
+            seconds = times * rng.uniform(0.9, 1.1)
+            place = Place(arm, number % CLUSTERS)
+            rollout.observe(place, Outcome(True, 100, 2 * seconds, 0.2 * seconds))
+    return rollout
