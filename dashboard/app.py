@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -258,8 +259,21 @@ def dashboard_routes(
     engine: EngineSection | None = None,
     decode: _Decode | None = None,
 ) -> list[BaseRoute]:
-    """The page mounted at `path`, and redirects for those who leave out the slash at its end, and
-    for browsers that come to "/".
+    """The page mounted at `path`, see `mounted`."""
+    return mounted(create_dashboard(client, settings, engine=engine, decode=decode), path)
+
+
+def with_page(settings: ServerSettings, path: str) -> ServerSettings:
+    """What an endpoint that has a page at `path` leaves to the page's own sign-in: a browser cannot
+    send a bearer key with a page.
+    """
+    prefixes, paths = (path + "/",), frozenset({"/", path})
+    return replace(settings, public_prefixes=prefixes, public_paths=paths)
+
+
+def mounted(page: Starlette, path: str) -> list[BaseRoute]:
+    """A page at `path`, and redirects for those who leave out the slash at its end, and for
+    browsers that come to "/".
 
     The redirects are relative, because an absolute one would repeat the client's Host header.
     """
@@ -275,5 +289,5 @@ def dashboard_routes(
     return [
         Route("/", front_door),
         Route(path, add_slash),
-        Mount(path, app=create_dashboard(client, settings, engine=engine, decode=decode)),
+        Mount(path, app=page),
     ]

@@ -35,6 +35,8 @@ _log = logging.getLogger("jitney")
 
 #: Seconds that answers get to leave after the drain.
 _FAREWELL_S = 3.0
+#: Where the page of all engines is.
+_PAGE = "/dashboard"
 _COMMAND = Command(
     "fleet serve",
     "Serve the models of a fleet.toml: engines that are started here and engines elsewhere, behind "
@@ -119,13 +121,16 @@ class _Serving:
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
     def _web_server(self, keys: AcceptedKeys) -> uvicorn.Server:
+        from jitney.dashboard import with_page
         from jitney.engine.api.connections import Connections
         from jitney.engine.cli.serve import limits, web_server
         from jitney.engine.fleet.ingress import create_ingress
+        from jitney.engine.fleet.page import fleet_page_routes
 
         config = Config(server=self.config.server)
         settings = limits(config, keys)
-        app = create_ingress(self.fleet, settings)
+        page = fleet_page_routes(self.fleet, settings, _PAGE, self.config.fleet.price_per_hour)
+        app = create_ingress(self.fleet, with_page(settings, _PAGE), extra_routes=page)
         return web_server(config, settings, app, Connections(settings))
 
     async def run(self) -> int:
@@ -155,6 +160,7 @@ class _Serving:
         print(f"Jitney's fleet serves {', '.join(self.fleet.models)}", flush=True)
         print(f"  endpoint  {url}/v1", flush=True)
         print(f"  engines   {url}/fleet/replicas", flush=True)
+        print(f"  page      {url}{_PAGE}/", flush=True)
         await self.engines.watch()
 
     async def _drain(self) -> int:

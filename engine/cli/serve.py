@@ -315,7 +315,7 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
 
 def _build_app(config: Config, settings: ServerSettings, client: EngineClient) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
-    from jitney.dashboard import dashboard_routes
+    from jitney.dashboard import dashboard_routes, with_page
     from jitney.engine.api.app import create_app
 
     def decode(ids: list[int]) -> str:
@@ -324,14 +324,9 @@ def _build_app(config: Config, settings: ServerSettings, client: EngineClient) -
 
     shown = decode if config.server.dashboard_show_text else None
     routes = dashboard_routes(client, settings, _DASHBOARD, config.engine, shown)
-    app = create_app(client, None, _with_page(settings), config.model.id, extra_routes=routes)
+    own = with_page(settings, _DASHBOARD)
+    app = create_app(client, None, own, config.model.id, extra_routes=routes)
     return app
-
-
-def _with_page(settings: ServerSettings) -> ServerSettings:
-    """The page's own sign-in guards it: a browser cannot send a bearer key with a page."""
-    prefixes, paths = (_DASHBOARD + "/",), frozenset({"/", _DASHBOARD})
-    return replace(settings, public_prefixes=prefixes, public_paths=paths)
 
 
 def web_server(

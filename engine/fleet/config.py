@@ -135,6 +135,11 @@ class FleetSection(Section):
             "of the fleet begins them anew"
         ),
     )
+    price_per_hour: float = Field(
+        default=0.0,
+        ge=0,
+        description="of one engine, in any unit, for the page's price of tokens; 0: none is shown",
+    )
     repeat_streams: bool = Field(
         default=True,
         description=(

@@ -1,0 +1,69 @@
+"""The page at a fleet's endpoint: its engines where they are found, and its candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+from starlette.routing import BaseRoute
+
+from jitney.dashboard import fleet as watched
+from jitney.dashboard.app import mounted
+from jitney.dashboard.fleet_member import Place, name_of
+from jitney.dashboard.fleet_page import mounted_fleet_page
+from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.errors import RequestError
+from jitney.engine.fleet.candidate import ModelWithCandidate
+from jitney.engine.fleet.comparison import ARMS
+from jitney.engine.fleet.ingress import Fleet
+from jitney.engine.fleet.rollout import Action
+from jitney.engine.fleet.rollout_routes import rolled_out
+from jitney.engine.types import JsonDict
+
+
+def fleet_page_routes(
+    fleet: Fleet, settings: ServerSettings, path: str, price_per_hour: float = 0.0
+) -> list[BaseRoute]:
+    """The page of all engines at `path`; it asks each as the fleet itself does. price_per_hour: of
+    one engine; 0: none is shown.
+    """
+    shown = watched.Fleet(find=lambda: dict(_places(fleet)), price_per_hour=price_per_hour or None)
+    candidates = _Candidates(fleet) if any(rolled_out(fleet)) else None
+    return mounted(mounted_fleet_page(shown, settings, candidates), path)
+
+
+def _places(fleet: Fleet) -> Iterator[tuple[str, Place]]:
+    """Of the engines that have one, by the names that the page calls them."""
+    for replicas in fleet.replicas.values():
+        for replica in replicas:
+            if replica.url:
+                yield name_of(replica.name), Place(replica.url, replica.key)
+
+
+class _Candidates:
+    """See `fleet_page.Rollouts`."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+
+    def reports(self) -> list[JsonDict]:
+        return [_with_names_of_the_page(model.report()) for model in rolled_out(self.fleet)]
+
+    def decide(self, model: str, action: str) -> None:
+        found = self.fleet.models.get(model)
+        if not isinstance(found, ModelWithCandidate):
+            raise HttpError(404, f"no candidate of a model {echo(model)}", code="not_found")
+        actions: tuple[Action, ...] = get_args(Action)
+        for known in actions:
+            if known == action:
+                found.rollout.decide(known)
+                return
+        raise RequestError(f"must be one of {', '.join(actions)}", param="action")
+
+
+def _with_names_of_the_page(report: JsonDict) -> JsonDict:
+    for name in ARMS:
+        arm = report["arms"][name]
+        arm["replicas"] = [name_of(replica) for replica in arm["replicas"]]
+    return report
