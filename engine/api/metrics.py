@@ -112,10 +112,6 @@ _GAUGES = {
     ),
     "requests_running": ("sequences in a seat", _newest("seats_busy")),
     "requests_waiting": ("sequences waiting for a seat", attrgetter("counters.waiting")),
-    "requests_open": (
-        "sequences without an end, as the server counts them: also while no engine runs",
-        attrgetter("history.n_open"),
-    ),
     "predicted_wait_seconds": (
         "wait for a seat that is foreseen for whoever comes now",
         attrgetter("counters.predicted_wait"),
@@ -188,6 +184,14 @@ _LABELLED_GAUGES = {
         "1 for the state that the engine is in",
         "state",
         lambda client: {name: int(name == client.state) for name in get_args(EngineState)},
+    ),
+    "requests_open": (
+        "sequences without an end, as the server counts them: also while no engine runs",
+        "lane",
+        lambda client: {
+            "live": client.history.n_open - client.history.n_open_background,
+            "background": client.history.n_open_background,
+        },
     ),
     "kernel_error": (
         "largest distance of a kernel's results from their definition, at start",

@@ -50,8 +50,9 @@ class RequestRecords:
     keep_tokens: bool = False
     keep_times: bool = False
     listeners: list[_Listener] = field(default_factory=list)
-    #: Sequences without an end.
+    #: Sequences without an end, and those of them that nobody waits for.
     n_open: int = 0
+    n_open_background: int = 0
     #: By request id, each a record per sequence; in the order of their arrival.
     _records: dict[str, list[RequestRecord]] = field(default_factory=dict)
     _next_number: int = 0
@@ -68,6 +69,8 @@ class RequestRecords:
         n = request.sampling.n
         self._records[request.id] = [self._new_record(request, index) for index in range(n)]
         self.n_open += n
+        if request.background:
+            self.n_open_background += n
 
     def _new_record(self, request: EngineRequest, index: int) -> RequestRecord:
         record = RequestRecord(
@@ -163,6 +166,8 @@ class RequestRecords:
         record.finish = finish
         record.code = code
         self.n_open -= 1
+        if record.background:
+            self.n_open_background -= 1
         for listener in self.listeners:
             listener(record)
 

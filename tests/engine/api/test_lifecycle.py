@@ -16,7 +16,7 @@ from jitney.engine.api.formats import Format
 from jitney.engine.errors import ErrorInfo
 from jitney.engine.messages import Progress
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.types import SequenceOutput
+from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
 PROMPT = {"model": "m", "prompt": "ab"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}
@@ -443,6 +443,17 @@ def test_metrics_count_requests_and_the_engines_rows():
         ]
     )
     client.counters.predicted_wait = 2.5
+    for number, background in enumerate((False, True)):
+        sampling = SamplingParams(n=1 + number)
+        client.history.submit(
+            EngineRequest(
+                id=f"r{number}",
+                prompt=[1],
+                sampling=sampling,
+                arrival=0.0,
+                background=background,
+            )
+        )
     got = samples(app)
     want = {
         'jitney_requests_total{class="2xx",route="/v1/completions"}': 1,
@@ -477,7 +488,8 @@ def test_metrics_count_requests_and_the_engines_rows():
         'jitney_step_seconds_sum{kind="mixed",rows="8"}': 0.5,
         'jitney_step_seconds_bucket{kind="decode",le="0.005",rows="4"}': 1,
         "jitney_work_seconds_count": 1,
-        "jitney_requests_open": 0,
+        'jitney_requests_open{lane="live"}': 1,
+        'jitney_requests_open{lane="background"}': 2,
         "jitney_predicted_wait_seconds": 2.5,
         "jitney_predicted_wait_limit_seconds": 60,
         'jitney_seat_fill_ratio_bucket{le="0.4"}': 1,

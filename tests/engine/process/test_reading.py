@@ -1,4 +1,6 @@
-"""Reports that come faster than they are read leave the event loop to others, too."""
+"""What the server takes out of the core's reports; those that come faster than they are read leave
+the event loop to others, too.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +35,19 @@ def test_others_run_between_two_reports():
         return turns
 
     assert asyncio.run(turns_during(500)) >= 500
+
+
+def test_the_predicted_wait_is_the_newest_that_was_said():
+    client = ProcessClient(Config())
+    link: Any = SimpleNamespace(learned=True)
+    waits = []
+    for message in (
+        messages.StepReport([], predicted_wait=3.5),
+        messages.StepReport([]),
+        messages.StepReport([], predicted_wait=0.0),
+        messages.StepReport([], predicted_wait=2.0),
+        messages.Tick(waiting=0),
+    ):
+        client._take(link, messages.decode_from_core(messages.encode(message)))
+        waits.append(client.counters.predicted_wait)
+    assert waits == [3.5, 3.5, 0.0, 2.0, 0.0], "an idle engine has room at once"
