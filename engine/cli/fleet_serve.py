@@ -21,7 +21,6 @@ from jitney.engine.cli.listen import (
     read_keys,
 )
 from jitney.engine.config.schema import Config
-from jitney.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -47,13 +46,6 @@ _COMMAND = Command(
                 Flag("file", {"metavar": "FILE", "help": "a fleet.toml: docs/fleet.md"}),
                 Flag.of("--host", "address to listen on, in place of the file's", metavar="TEXT"),
                 Flag.whole("--port", "port to listen on, in place of the file's"),
-                Flag.of(
-                    "--on",
-                    "what starts the engines: processes of this machine, or ray (extra ray): "
-                    "actors of Ray Serve with their CPUs, GPUs or TPUs",
-                    "processes",
-                    choices=("processes", "ray"),
-                ),
             )
         )
     ],
@@ -73,8 +65,6 @@ def run(arguments: Sequence[str]) -> int:
     config = read_fleet(args.file, os.environ, flags)
     check_tls(config.server)
     keys = read_keys(config.server)
-    if args.on == "ray":
-        raise ConfigError("--on ray is not here yet")
     return _start(config, keys)
 
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from starlette.requests import Request
@@ -98,7 +99,8 @@ async def asked_of(request: Request, fields: JsonDict | None = None) -> Asked:
     """A client's request, with its body read. fields: what its body holds."""
     scope = request.scope
     query = scope["query_string"].decode("latin-1")
-    path = scope["raw_path"].decode("latin-1").removeprefix(scope.get("root_path", ""))
+    raw = scope.get("raw_path") or quote(scope["path"]).encode()
+    path = raw.decode("latin-1").removeprefix(scope.get("root_path", ""))
     context = context_of(scope)
     headers = [(name, value) for name, value in scope["headers"] if name in _PASSED]
     headers.append((b"x-request-id", context.request_id.encode()))

@@ -95,3 +95,11 @@ def test_every_field_is_described():
         for name, field in kind.model_fields.items():
             assert field.description, f"{kind.__name__}.{name}"
     assert set(AS_OF_A_SERVER) <= set(ServerSection.model_fields)
+
+
+def test_the_page_lists_every_field():
+    page = (Path(__file__).parents[3] / "docs" / "fleet.md").read_text()
+    for kind in (FleetSection, ReplicasSection):
+        for name, field in kind.model_fields.items():
+            assert f"| `{name}` | " in page and f" | {field.description} |" in page, name
+    assert all(f"`{name}`" in page for name in AS_OF_A_SERVER)
