@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import repack
 from jitney.engine.loading.quantised_folder import QuantisedFolder
+from jitney.engine.loading.slices import StoredTensor
 from jitney.engine.models.quantization import Packed
 
 #: Block formats of GGUF that need not become floats.
@@ -43,8 +44,20 @@ class Checkpoint(Protocol):
         ...
 
 
+@runtime_checkable
+class SlicedCheckpoint(Protocol):
+    """One whose tensors need not be read whole."""
+
+    def sliced(self, name: str) -> StoredTensor:
+        """A tensor as floats, still in its file."""
+        ...
+
+
 class _PlainFolder(SafetensorsFolder):
     """A Hugging Face folder of floats."""
+
+    def sliced(self, name: str) -> StoredTensor:
+        return StoredTensor(self.files[name], name, self.shapes[name])
 
     def packed(self, name: str) -> Packed | None:
         return None

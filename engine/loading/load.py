@@ -22,8 +22,9 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Path, Piece, Target, check
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import repack
-from jitney.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from jitney.engine.loading.checkpoint import Checkpoint, SlicedCheckpoint, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
+from jitney.engine.loading.slices import Sliceable, Stacked
 from jitney.engine.models.layers import DType, Linear
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, group_size, quantise
@@ -114,18 +115,21 @@ class _Loader:
 
     def _floats(self, target: Target, dtype: DType, shares: Shares | None) -> Array:
         """One weight in floats; with shares, each goes straight from the host to its device."""
-        parts = [self._read(piece) for piece in target.pieces]
         finish = partial(
             _fuse, dtype=jnp.dtype(dtype), transpose=target.transpose, offset=target.offset
         )
         if shares is None:
-            return finish(list(map(jnp.asarray, parts)))
-        stored = parts[0]
-        if len(parts) > 1:
-            stored = np.concatenate(parts)
+            return finish([jnp.asarray(self._read(piece)) for piece in target.pieces])
+        stored = Stacked([self._sliced(piece) for piece in target.pieces])
         return shares.send(
             target.path, stored, lambda part: finish([part]), transposed=target.transpose
         )
+
+    def _sliced(self, piece: Piece) -> Sliceable:
+        """A tensor as `_read` has it, left in its file where that can be."""
+        if isinstance(self.checkpoint, SlicedCheckpoint) and not piece.paired_heads:
+            return self.checkpoint.sliced(piece.name)
+        return self._read(piece)
 
     def _read(self, piece: Piece) -> np.ndarray:
         """A tensor as floats, its rows in our order."""

@@ -167,19 +167,19 @@ class Shares:
         ]
 
     def cut(self, path: Path, array: Any, device: int, *, transposed: bool = False) -> Any:
-        """One device's share of a weight in the checkpoint's order, numpy or jax; transposed: a
-        matrix [O, I].
+        """One device's share of a weight in the checkpoint's order, numpy, jax or still in its file
+        (`loading.slices`), of which no more is read; transposed: a matrix [O, I].
         """
         axis = _axis_of(path, array.ndim)
         if axis is None:
-            return array
+            return array[...]
         if transposed:
             axis = array.ndim - 1 - axis
         before = (slice(None),) * axis
         parts = [array[(*before, part)] for part in self.ranges(path, array.shape[axis], device)]
         if len(parts) == 1:
             return parts[0]
-        if isinstance(array, np.ndarray):
+        if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts, axis=axis)
         return jnp.concatenate(parts, axis=axis)
 
@@ -197,8 +197,8 @@ class Shares:
         *,
         transposed: bool,
     ) -> Array:
-        """A whole weight ([O, I] if transposed), numpy or jax -> in shares, each made by `finish`
-        on its device.
+        """A whole weight ([O, I] if transposed), as `cut` takes it -> in shares, each made by
+        `finish` on its device.
 
         No device ever holds more of it than its share, and a host cuts out those of its own devices
         alone.
