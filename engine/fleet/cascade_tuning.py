@@ -23,7 +23,7 @@ from jitney.engine.fleet.sameness import likeness, normalised
 from jitney.engine.types import JsonDict
 
 #: When two answers agree: equal (they are the same text), words (F1 of the words they share).
-Agreement = Literal["equal", "words"]
+_Agreement = Literal["equal", "words"]
 #: What is tried: the whole answer, and windows of it.
 MEASURES = (Measure("mean"), *(Measure("least", window) for window in (1, 2, 4, 8, 16, 32)))
 #: Of costs that are compared: sums in another order differ beyond them.
@@ -209,7 +209,7 @@ class Comparison:
     models: Answering
     small: str
     large: str
-    agreement: Agreement
+    agreement: _Agreement
     prices: Prices
 
     async def run(

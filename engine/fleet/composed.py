@@ -31,7 +31,7 @@ COMPOSED_KINDS: dict[str, type[Section]] = {
 _HIDDEN = {"stages": {"__all__": {"prompt", "system", "scored", "candidates", "fields"}}}
 
 
-class ComposedSettings(Protocol):
+class _ComposedSettings(Protocol):
     """Of a model made of models."""
 
     @property
@@ -54,7 +54,7 @@ def composed_of(models: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in models.items() if isinstance(each, kinds)}
 
 
-def check_parts(composed: Mapping[str, ComposedSettings], served: Collection[str]) -> None:
+def check_parts(composed: Mapping[str, _ComposedSettings], served: Collection[str]) -> None:
     """Raise ConfigError, one line, for parts that do not exist and for models made of themselves.
 
     served: names of the models that engines serve.
@@ -77,7 +77,7 @@ def check_parts(composed: Mapping[str, ComposedSettings], served: Collection[str
         _check_no_cycle(composed, [name])
 
 
-def _check_no_cycle(composed: Mapping[str, ComposedSettings], path: list[str]) -> None:
+def _check_no_cycle(composed: Mapping[str, _ComposedSettings], path: list[str]) -> None:
     settings = composed.get(path[-1])
     for part in settings.parts if settings else ():
         if part in path:

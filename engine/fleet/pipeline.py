@@ -67,7 +67,7 @@ _StageName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")]
 _Seats = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-class GenerateStage(Section):
+class _GenerateStage(Section):
     """`kind = "generate"`: the model answers a prompt."""
 
     kind: Literal["generate"] = Field(description="the model answers a prompt")
@@ -106,7 +106,7 @@ class GenerateStage(Section):
         return {"prompt": self.prompt, "system": self.system}
 
 
-class RankStage(Section):
+class _RankStage(Section):
     """`kind = "rank"`: texts are sorted by how likely the model finds each."""
 
     kind: Literal["rank"] = Field(description="texts are sorted by how likely the model finds each")
@@ -138,14 +138,14 @@ class RankStage(Section):
         return {"prompt": self.prompt, "scored": self.scored}
 
 
-Stage = GenerateStage | RankStage
+_Stage = _GenerateStage | _RankStage
 
 
 class PipelineSettings(Section):
     """`kind = "pipeline"` in fleet.toml."""
 
     kind: Literal["pipeline"] = Field(description="models one after another")
-    stages: list[Annotated[Stage, Field(discriminator="kind")]] = Field(
+    stages: list[Annotated[_Stage, Field(discriminator="kind")]] = Field(
         min_length=1,
         max_length=_MOST_STAGES,
         description="in their order, each a table [[models.NAME.stages]]; the last one generates",
@@ -176,37 +176,44 @@ class PipelineSettings(Section):
     @property
     def scoring(self) -> list[str]:
         """Those that must score texts."""
-        return [stage.model for stage in self.stages if isinstance(stage, RankStage)]
+        return [stage.model for stage in self.stages if isinstance(stage, _RankStage)]
 
 
-def _check_stage(stage: Stage, known: Sequence[str]) -> None:
+def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
     """known: names of the stages before. Raises ValueError."""
-    where = f"stage {stage.name}"
     given = [*_GIVEN, *known]
-    if isinstance(stage, RankStage):
+    if isinstance(stage, _RankStage):
         given.append(_CANDIDATE)
-        if (stage.candidates is None) == (stage.candidates_of is None):
-            raise ValueError(f"{where}: give either candidates or candidates_of")
-        if stage.candidates_of is not None and stage.candidates_of not in known:
-            raise ValueError(f"{where}: candidates_of must name an earlier stage")
+        _check_candidates(stage, known)
     else:
         _check_fields(stage, CompletionBody if stage.route == "completions" else ChatBody)
     for name, template in stage.templates.items():
-        try:
-            unknown = variables_of(template) - set(given)
-        except ValueError as error:
-            raise ValueError(f"{where}: {name} is no Jinja template: {error}") from None
-        if unknown:
-            raise ValueError(
-                f"{where}: {name} asks for {sorted(unknown)[0]!r}; it may ask for "
-                f"{', '.join(given)}"
-            )
+        _check_template(f"stage {stage.name}: {name}", template, given)
 
 
-def _check_last(stage: Stage) -> None:
+def _check_candidates(stage: _RankStage, known: Sequence[str]) -> None:
+    """Raises ValueError."""
+    if (stage.candidates is None) == (stage.candidates_of is None):
+        raise ValueError(f"stage {stage.name}: give either candidates or candidates_of")
+    if stage.candidates_of is not None and stage.candidates_of not in known:
+        raise ValueError(f"stage {stage.name}: candidates_of must name an earlier stage")
+
+
+def _check_template(where: str, template: str, given: Sequence[str]) -> None:
+    """given: the variables that it may ask for. Raises ValueError."""
+    try:
+        unknown = variables_of(template) - set(given)
+    except ValueError as error:
+        raise ValueError(f"{where} is no Jinja template: {error}") from None
+    if unknown:
+        first = min(unknown)
+        raise ValueError(f"{where} asks for {first!r}; it may ask for {', '.join(given)}")
+
+
+def _check_last(stage: _Stage) -> None:
     """Raises ValueError."""
     where = f"stage {stage.name}"
-    if not isinstance(stage, GenerateStage):
+    if not isinstance(stage, _GenerateStage):
         raise ValueError(f'{where}: the last stage must be of kind "generate"')
     for name in ("route", "n"):
         if getattr(stage, name) is not None:
@@ -214,7 +221,7 @@ def _check_last(stage: Stage) -> None:
     _check_fields(stage, CompletionBody)
 
 
-def _check_fields(stage: GenerateStage, kind: type[GenerationBody]) -> None:
+def _check_fields(stage: _GenerateStage, kind: type[GenerationBody]) -> None:
     """Raises ValueError."""
     for name in stage.fields:
         if name in _OWN_FIELDS:
@@ -247,7 +254,7 @@ class Pipeline:
     def __init__(self, settings: PipelineSettings, models: Answering):
         self._stages = settings.stages
         last = settings.stages[-1]
-        assert isinstance(last, GenerateStage)  # checked with the settings
+        assert isinstance(last, _GenerateStage)  # checked with the settings
         self._last = last
         self._models = models
         templates = {
@@ -306,7 +313,7 @@ class Pipeline:
             yield asked, run
 
     @contextmanager
-    def _timed(self, stage: Stage) -> Iterator[None]:
+    def _timed(self, stage: _Stage) -> Iterator[None]:
         """Tell the budget how long a stage's model takes."""
         began = time.monotonic()
         yield
@@ -317,9 +324,9 @@ class Pipeline:
             seats = stage.seats or await self._models.seats(stage.model) or _UNKNOWN_SEATS
             self._budget.set_seats(stage.model, seats)
 
-    async def _made(self, stage: Stage, run: _Run) -> JsonDict:
+    async def _made(self, stage: _Stage, run: _Run) -> JsonDict:
         """What a stage makes, as later templates see it."""
-        if isinstance(stage, RankStage):
+        if isinstance(stage, _RankStage):
             return await self._ranked(stage, run)
         prompt = await self._prompt(stage, run.variables, stage.route != "completions")
         body = stage.fields | prompt | {"n": stage.n or 1}
@@ -333,7 +340,7 @@ class Pipeline:
         return {"text": texts[0], "texts": texts}
 
     async def _prompt(
-        self, stage: GenerateStage, variables: Mapping[str, Any], is_chat: bool
+        self, stage: _GenerateStage, variables: Mapping[str, Any], is_chat: bool
     ) -> JsonDict:
         """The field that holds a stage's prompt."""
         text = await self._render(stage, "prompt", variables)
@@ -343,7 +350,7 @@ class Pipeline:
         messages = [{"role": "system", "content": system}] if system else []
         return {"messages": [*messages, {"role": "user", "content": text}]}
 
-    async def _render(self, stage: Stage, template: str, variables: Mapping[str, Any]) -> str:
+    async def _render(self, stage: _Stage, template: str, variables: Mapping[str, Any]) -> str:
         return await self._renderer.render(f"{stage.name}.{template}", dict(variables))
 
     async def _asked_last(self, run: _Run) -> Question:
@@ -354,7 +361,7 @@ class Pipeline:
         fields = {name: value for name, value in self._last.fields.items() if name not in given}
         return question.to(self._last.model, **fields, **prompt)
 
-    async def _ranked(self, stage: RankStage, run: _Run) -> JsonDict:
+    async def _ranked(self, stage: _RankStage, run: _Run) -> JsonDict:
         """The best of some texts, and the scores of all that are kept."""
         texts = stage.candidates or run.variables[stage.candidates_of or ""]["texts"]
         at_once = asyncio.Semaphore(self._budget.seats(stage.model))
@@ -372,7 +379,7 @@ class Pipeline:
         best = [texts[place] for place in order]
         return {"text": best[0], "texts": best, "scores": [scored[place][0] for place in order]}
 
-    async def _score(self, stage: RankStage, run: _Run, text: str) -> tuple[float, JsonDict]:
+    async def _score(self, stage: _RankStage, run: _Run, text: str) -> tuple[float, JsonDict]:
         variables = run.variables | {_CANDIDATE: text}
         prompt = await self._render(stage, "prompt", variables)
         scored = await self._render(stage, "scored", variables)
@@ -400,7 +407,7 @@ class Pipeline:
 
 
 @contextmanager
-def _in_stage(stage: Stage, fields: Collection[str] = ()) -> Iterator[None]:
+def _in_stage(stage: _Stage, fields: Collection[str] = ()) -> Iterator[None]:
     """Name a stage in its errors. fields: as `named` has them."""
     try:
         yield
