@@ -204,21 +204,30 @@ def test_only_named_hosts_are_answered(client):
     assert stranger.status == 421 and "allowed_hosts" in stranger.error["message"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_program_serves_and_leaves_when_told(client, number):
+@pytest.mark.parametrize(
+    "number, words, feed",
+    [
+        (signal.SIGINT, ["--engine", "{url}"], "engines/0/feed"),
+        (signal.SIGTERM, ["{url}"], "engines/0/feed"),
+        (signal.SIGTERM, ["a={url}", "b=http://127.0.0.1:1"], "feed"),
+        (signal.SIGINT, ["a={url}", "b=http://127.0.0.1:1"], "r/a/feed"),
+    ],
+)
+def test_the_program_serves_and_leaves_when_told(client, number, words, feed):
     """With a viewer on board: an endless answer must not keep the program."""
     with served(engine_app(client)) as (url, _):
         code = "from jitney.engine.cli import main; raise SystemExit(main())"
+        engines = [word.format(url=url) for word in words]
         program = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, "dashboard", "--engine", url, "--port", "0"],
+            [sys.executable, "-P", "-c", code, "dashboard", *engines, "--port", "0"],
             stdout=subprocess.PIPE,
             text=True,
         )
         try:
             assert program.stdout is not None
             where = program.stdout.readline().rpartition(": ")[2].strip()
-            with httpx.stream("GET", where + "engines/0/feed", timeout=10, trust_env=False) as feed:
-                assert next(feed.iter_bytes()).startswith(b"event: hello")
+            with httpx.stream("GET", where + feed, timeout=30, trust_env=False) as answer:
+                assert next(answer.iter_bytes()).startswith(b"event: hello")
                 program.send_signal(number)
                 assert program.wait(15) == 0
         finally:
