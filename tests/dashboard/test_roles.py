@@ -152,7 +152,7 @@ def test_the_table_says_who_needs_what():
     admin = {route.path for route in ROUTES if route.role is Role.ADMIN}
     anybody = {route.path for route in ROUTES if route.role is Role.ANYBODY}
     engine = {"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"}
-    assert admin == {"/metrics", "/slots"} | engine
+    assert admin == {"/metrics", "/slots", "/config"} | engine
     assert anybody == {"/livez", "/readyz", "/health", "/startupz"}
     page = {route.path for route in ENGINE_ROUTES if route.role is Role.ADMIN}
     assert page == {"/trace", "/report", "/lab"}
