@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from scripted_models import ScriptedModels, always, chat, chunks, fails, said_in
 
 from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import ConfigError
+from jitney.engine.fleet import pipeline as pipeline_module
 from jitney.engine.fleet.cascade import CascadeSettings
-from jitney.engine.fleet.composed import ComposedModels, check_parts
+from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, check_parts
 from jitney.engine.fleet.ensemble import EnsembleSettings
 from jitney.engine.fleet.pipeline import PipelineSettings
 
@@ -131,3 +134,12 @@ def test_what_cannot_be_is_refused_in_one_line(composed: dict, complaint: str):
     with pytest.raises(ConfigError, match=complaint) as raised:
         check_parts(composed, {"tiny", "big"})
     assert "\n" not in str(raised.value)
+
+
+def test_the_page_lists_every_field():
+    page = (Path(__file__).parents[3] / "docs" / "fleet_models.md").read_text()
+    stages = get_args(pipeline_module._Stage)
+    for kind in (*COMPOSED_KINDS.values(), *stages):
+        for name, field in kind.model_fields.items():
+            if name != "kind":
+                assert f"| `{name}` | " in page and f" | {field.description} |" in page, name
