@@ -7,9 +7,13 @@ an .npz file for the results, one array each.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,10 @@ from flax import nnx
 from lowered_steps import lower_step
 
 from jitney.engine import LLM, SamplingParams
+from jitney.engine.checkpoints import families
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.cli import main
 from jitney.engine.executor.program import Program, StateSizes, allocate
 from jitney.engine.loading.calibration import calibrate
 from jitney.engine.loading.load import WeightStorage, load_model
@@ -128,10 +134,38 @@ def tokens(devices: int) -> np.ndarray:
     return np.array([*rows[0], *rows[1], *rows[2], [llm.core.runner.compiles] * 12])
 
 
-def program(devices: int, plain: bool, bucket: list[int]) -> np.ndarray:
+def generated(family: str, devices: int) -> np.ndarray:
+    """The characters that `jitney generate` prints for three prompts, drawn by chance: int32; of a
+    family's tiny random model with 8 query heads.
+    """
+    flags = (
+        f"--model tiny-random:{family} --tensor-parallel {devices} --dtype float32 --max-seats 4 "
+        "--token-budget 32 --context 128 --seat-buckets 4 --token-buckets 32 --kernels reference "
+        "--no-compilation-cache --temperature 1 --seed 5 --max-tokens 24 --json"
+    )
+    prompts = ["--prompt", "a", "--prompt", "a longer one that takes two chunks", "--prompt", "b c"]
+    with many_heads(), contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["generate", *flags.split(), *prompts]) == 0
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert len(lines) == 3
+    return np.array([ord(character) for line in lines for character in line["text"]], np.int32)
+
+
+@contextlib.contextmanager
+def many_heads() -> Iterator[None]:
+    """Tiny models with enough query heads for eight devices."""
+    before = families.TINY
+    families.TINY = replace(before, n_heads=8)
+    try:
+        yield
+    finally:
+        families.TINY = before
+
+
+def program(devices: int, plain: bool, bucket: list[int], family: str = "llama") -> np.ndarray:
     """Of a step compiled from shapes alone: all-reduces, all-gathers, widest all-gather (elements),
     bytes of a device's pools, and of what is aliased."""
-    config, mesh = tiny_config(), make_mesh(jax.devices()[:devices])
+    config, mesh = tiny_config(family), make_mesh(jax.devices()[:devices])
     sizes = StateSizes(seats=4, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.float32)
     model = abstract_model(config.local(devices), dtype=jnp.float32)
     compiled = lower_step(model, Bucket(*bucket), plain, KERNELS, sizes, mesh).compile()
@@ -153,7 +187,12 @@ def program(devices: int, plain: bool, bucket: list[int]) -> np.ndarray:
     )
 
 
-FUNCTIONS = {"logits": logits, "tokens": tokens, "program": program}
+FUNCTIONS = {
+    "logits": logits,
+    "tokens": tokens,
+    "program": program,
+    "generated": generated,
+}
 
 
 if __name__ == "__main__":

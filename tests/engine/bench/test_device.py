@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jitney.engine.bench.device import kernels
+from jitney.engine.bench.device import kernels, worker
 from jitney.engine.bench.device.check import checks
 from jitney.engine.bench.device.kernels import Contexts, attend_row, make_inputs
 from jitney.engine.bench.device.power import PowerMeter
@@ -619,3 +619,11 @@ def test_the_wheels_to_bring_are_all_that_is_loaded():
     )
     loaded = {name.lower().replace("-", "_") for name in done.stdout.split()}
     assert not loaded - brought - THERE - {"jitney"}
+
+
+def test_what_the_worker_runs_is_what_the_parts_are():
+    for module, name in {**worker.OURS, **worker.PEERS}.values():
+        assert callable(
+            getattr(__import__(f"jitney.engine.bench.device.{module}", fromlist=[name]), name)
+        )
+    assert kernels.WRONG[2] > kernels.WRONG[4]

@@ -1,0 +1,65 @@
+"""Every family over several devices: two sums a layer, and through the command line the tokens of
+one device.
+
+`docs/benchmarks/tensor_parallel.py` does the second for all families and counts; here it is the
+family with the most of its own: windows, caps of scores and of logits, norms behind layers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from places import SUPPORT
+
+from jitney.engine.checkpoints.families import FAMILIES
+
+NAMES = [family.name for family in FAMILIES.values()]
+
+
+def run(folder: Path, jobs: list[tuple[str, str, list[Any]]]) -> dict[str, np.ndarray]:
+    """What `sharding_program` makes of the jobs, in a process with eight devices."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(SUPPORT / "sharding_program.py"),
+            str(folder / "jobs.json"),
+            str(folder / "out.npz"),
+        ],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(np.load(folder / "out.npz"))
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What a greedy step of each family is on two devices."""
+    folder = tmp_path_factory.mktemp("programs")
+    return run(folder, [(name, "program", [2, True, [4, 4], name]) for name in NAMES])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_of_any_family_sends_two_sums(programs: dict[str, np.ndarray], name: str):
+    reduces, gathers, widest, pools, aliased = programs[name]
+    assert reduces == 2 * 2 + 1  # two layers, and one for the embedding
+    assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
+    assert aliased >= pools
+
+
+def test_the_command_line_prints_the_same_on_eight_devices(tmp_path: Path):
+    found = run(tmp_path, [(str(n), "generated", ["gemma2", n]) for n in (1, 8)])
+    np.testing.assert_array_equal(found["8"], found["1"])
+    assert len(found["1"]) > 24
