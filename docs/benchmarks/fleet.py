@@ -1,7 +1,7 @@
 """What a fleet of two engines does on this machine, in counts: pages that turns of conversations
 find, by router, and requests that are lost when an engine is killed under load.
 
-    python docs/benchmarks/fleet.py [--model tiny-random] [--conversations 24] [--turns 4]
+    python docs/benchmarks/fleet.py [--model tiny-random] [--pages 720] [--streams 24]
 
 Needs psutil. Nothing here is a time: the machine may be busy.
 """
@@ -157,10 +157,10 @@ async def _killed(fleet: _Fleet, streams: int) -> tuple[int, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny-random")
-    parser.add_argument("--conversations", type=int, default=24)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--pages", type=int, nargs="*", default=[4096])
-    parser.add_argument("--streams", type=int, default=24)
+    parser.add_argument("--conversations", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--pages", type=int, nargs="*", default=[720], help="of an engine's pool")
+    parser.add_argument("--streams", type=int, default=24, help="of the killing; 0: none")
     args = parser.parse_args()
     print(f"{_REPLICAS} engines of {args.model} on {cpu_name()}")
     for pages in args.pages:
@@ -170,7 +170,9 @@ def main() -> None:
                 rates[router] = asyncio.run(_hit_rate(fleet.url, args.conversations, args.turns))
                 print(f"{pages} pages, {router}: {rates[router]:.3f} of prompt tokens found")
         print(f"{pages} pages: {rates['prefix'] / rates['round-robin']:.2f} times", flush=True)
-    with _fleet(args.model, "round-robin", max(args.pages)) as fleet:
+    if not args.streams:
+        return
+    with _fleet(args.model, "round-robin", 0) as fleet:
         was_open, lost, differ = asyncio.run(_killed(fleet, args.streams))
     print(
         f"killed with {was_open} of {args.streams} streams open: {lost} lost, {differ} differ from "
