@@ -165,7 +165,7 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
     if setup.mesh is None:
         model.arrange(kernels)
     runner = _make_runner(setup, model, kernels)
-    _compile(runner, progress)
+    _compile(setup, runner, progress)
     if setup.device.platform == "cpu":
         _keep_freed_memory()
     info = _describe(setup, model, kernels, runner, proofs, defaults)
@@ -206,6 +206,8 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
             storage=choose_weight_storage(weights, setup.device.platform, kernels),
         )
     if setup.settings.kv_dtype != "auto":
+        if setup.hosts is not None:
+            setup.hosts.same("weights", "loaded")  # what follows runs on all of them
         load_kv_scales(model, setup.source, setup.kv_dtype, setup.mesh)
     return model
 
@@ -274,12 +276,17 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     )
 
 
-def _compile(runner: Runner, progress: _Report) -> None:
+def _compile(setup: _Setup, runner: Runner, progress: _Report) -> None:
     def report(done: int, total: int, what: str) -> None:
         progress(messages.Progress("compile", done, total, what))
 
+    def meet() -> None:
+        # The first program that runs joins the devices of all hosts: Gloo waits 30 s for that.
+        if setup.hosts is not None:
+            setup.hosts.same("programs", "compiled")
+
     with in_one_line("making the KV pool"):
-        runner.compile(report)
+        runner.compile(report, meet)
 
 
 def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:

@@ -118,6 +118,10 @@ def _report_nothing(done: int, total: int, what: str) -> None:
     pass
 
 
+def _meet_nobody() -> None:
+    pass
+
+
 class Runner:
     """Runs plans on the default device, or on those of a mesh. `compile()` must come first; after
     it nothing compiles any more.
@@ -162,17 +166,21 @@ class Runner:
         self.compile_seconds = 0.0
         self._board: Any = None
 
-    def compile(self, report: _Report = _report_nothing) -> None:
+    def compile(
+        self, report: _Report = _report_nothing, meet: Callable[[], None] = _meet_nobody
+    ) -> None:
         """Lower and compile every executable, the largest first, and allocate the state; then run
         each once and start counting compiles.
 
-        report: called with the executables done, all of them, and the name of the last one.
+        report: called with the executables done, all of them, and the name of the last one. meet:
+        called before anything runs; on several hosts it waits for the others.
         """
         started = time.perf_counter()
         self._compile_steps(report)
         self._compile_board()
         self.choices.compile(self.program, self.buckets, self.shapes)
         self.state = allocate(self.shapes, self.config)
+        meet()
         self.warm_up()
         self.compile_seconds += time.perf_counter() - started
         _compilations.listen()
