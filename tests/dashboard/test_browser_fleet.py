@@ -146,7 +146,7 @@ def test_cards_follow_their_replicas_and_keep_their_places(open_page):
 def test_from_the_fleet_to_one_replica_and_back(open_page):
     page = open_page.page
     with visit(page, replicas()) as url:
-        page.click("text=r1")
+        page.get_by_role("link", name="r1", exact=True).click()
         page.wait_for_url(f"{url}/r/r1/")
         says(page, "headline", "2 of 4 seats taken, 3 waiting, continuous")
         assert page.locator("#try").is_hidden() and page.locator("#engine option").count() == 3
