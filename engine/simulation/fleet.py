@@ -241,6 +241,9 @@ class _Simulation:
         self._events: list[_Event] = []
         self._numbers = 0
         self._sights = 0
+        # Nobody comes any more; requests that are to begin again.
+        self._over = False
+        self._to_repeat = 0
         self._now = self._next_sight = float(traffic.at[0])
         self._scale_at = self._now + plan.scaling.every_s if plan.scaling else math.inf
         self._outage_at = self._now + plan.failures.outage_at
@@ -255,7 +258,8 @@ class _Simulation:
                 self._pass_time(request.at)
             self._route(request, request.at)
         self._scale_at = self._outage_at = math.inf
-        while self._n_open or self._events:
+        self._over = True
+        while self._n_open or self._to_repeat:
             self._pass_time(self._next_sight)
         return self._run
 
@@ -349,7 +353,7 @@ class _Simulation:
         del self._replicas[replica.name]
 
     def _fail(self, now: float) -> None:
-        """Whoever fails within a look's time."""
+        """Whoever fails within a look's time, as long as somebody comes."""
         failures = self.plan.failures
         for replica in self._chosen(failures.core_mtbf_s):
             self._lose_core(replica, now)
@@ -364,7 +368,7 @@ class _Simulation:
 
     def _chosen(self, mtbf_s: float) -> list[_Replica]:
         """Those of the ready ones that fail now by chance."""
-        if math.isinf(mtbf_s):
+        if math.isinf(mtbf_s) or self._over:
             return []
         ready = self._in_state("ready")
         count = min(len(ready), int(self._rng.poisson(len(ready) * SIGHT_S / mtbf_s)))
@@ -395,12 +399,17 @@ class _Simulation:
         for request in requests:
             request.n_done = 0
             request.repeats += 1
+            self._to_repeat += 1
             self._later(now + self.plan.failures.notice_s, self._again(request))
         self._run.repeated += len(requests)
         self._start(now)
 
     def _again(self, request: FleetRequest) -> Callable[[float], None]:
-        return lambda at: self._route(request, at)
+        def again(at: float) -> None:
+            self._to_repeat -= 1
+            self._route(request, at)
+
+        return again
 
     def _start(self, now: float) -> None:
         replica = self._new_replica("starting")
