@@ -110,11 +110,11 @@ async def _hit_rate(url: str, conversations: int, turns: int) -> float:
 
 
 async def _stream(http: httpx.AsyncClient, number: int) -> str:
-    """The text of an answer of 96 tokens; "" if it was lost."""
+    """The text of an answer of 256 tokens; "" if it was lost."""
     body = {
         "model": "m",
         "prompt": _words(random.Random(number), 12),
-        "max_tokens": 96,
+        "max_tokens": 256,
         "seed": number,
         "ignore_eos": True,
         "stream": True,
@@ -134,7 +134,7 @@ async def _stream(http: httpx.AsyncClient, number: int) -> str:
 
 
 async def _killed(fleet: _Fleet, streams: int) -> tuple[int, int, int]:
-    """(streams that were open at the killed engine, lost ones, those that differ from a run in
+    """(streams that the killed engine had, lost ones, those that differ from a run in
     peace).
     """
     async with httpx.AsyncClient(base_url=fleet.url, timeout=600, trust_env=False) as http:
@@ -145,13 +145,13 @@ async def _killed(fleet: _Fleet, streams: int) -> tuple[int, int, int]:
             known = (await http.get("/fleet/replicas")).json()["models"]["m"]
             was_open = known[0]["open"]
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
         os.kill(engine.pid, signal.SIGKILL)
         texts = await asyncio.gather(*asked)
+        died_with = (await http.get("/fleet/replicas")).json()["models"]["m"][0]["lost"]
         peace = await asyncio.gather(*(_stream(http, number) for number in range(streams)))
     lost = texts.count("")
     differ = sum(one != other for one, other in zip(texts, peace, strict=True))
-    return was_open, lost, differ
+    return died_with, lost, differ
 
 
 def main() -> None:
@@ -173,9 +173,9 @@ def main() -> None:
     if not args.streams:
         return
     with _fleet(args.model, "round-robin", 0) as fleet:
-        was_open, lost, differ = asyncio.run(_killed(fleet, args.streams))
+        died_with, lost, differ = asyncio.run(_killed(fleet, args.streams))
     print(
-        f"killed with {was_open} of {args.streams} streams open: {lost} lost, {differ} differ from "
+        f"killed with {died_with} of {args.streams} streams: {lost} lost, {differ} differ from "
         "a run in peace"
     )
 
