@@ -43,12 +43,14 @@ $(DEV): pyproject.toml | $(BIN)/python
 serve: $(SERVE)
 	@exec $(BIN)/jitney serve $(ARGS)
 
-# A process for each core, up to four. A file's tests stay in one process, which keeps what its fixtures made; files
-# come in their own order, since the longest have few tests and would else come last. All of it runs on the CPU, also
-# beside a GPU, for whose memory the processes would fight. One process, for a debugger: ARGS="-n 0".
+# Two processes more than cores, since many tests wait for a browser or for processes of their own; at most six. A
+# file's tests stay in one process, which keeps what its fixtures made; files come in their own order, since the longest
+# have few tests and would else come last. All of it runs on the CPU, also beside a GPU, for whose memory the processes
+# would fight. One process, for a debugger: ARGS="-n 0".
 test: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),cpu)
 test: $(DEV)
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@testers=$$($(BIN)/python -c 'import os; print(min(6, 2 + (os.cpu_count() or 1)))'); \
+	$(BIN)/python -m pytest -n $$testers --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # jax's CUDA plugin, without CUDA: enough to compile for a GPU, and kept out of .venv, where jax would look for one.
 build/cuda: | $(DEV)

@@ -301,6 +301,7 @@ def test_engines_are_one(client):
     assert get(page(client), "/engines").json() == {
         "standalone": False,
         "signed_in": False,
+        "fleet": "",
         "engines": [{"name": "scripted", "url": "", "base": "", "state": "ready"}],
     }
 

@@ -19,7 +19,7 @@ from jitney.engine.config.layers import load_config, load_layers
 def clean_environment(monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in os.environ if name.startswith("JITNEY_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "500")  # no path is broken, however long
 
 
 def write(folder: Path, name: str, text: str) -> str:

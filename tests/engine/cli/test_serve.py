@@ -64,6 +64,7 @@ class Serving:
             name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")
         }
         environ["JITNEY_CACHE"] = str(cache)
+        environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiled in a hurry
         command = [
             sys.executable,
             "-P",

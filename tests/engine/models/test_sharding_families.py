@@ -24,7 +24,8 @@ NAMES = [family.name for family in FAMILIES.values()]
 
 
 def run(folder: Path, jobs: list[tuple[str, str, list[Any]]]) -> dict[str, np.ndarray]:
-    """What `sharding_program` makes of the jobs, in a process with eight devices."""
+    """What `sharding_program` makes of the jobs, in a process with eight devices,
+    compiled in a hurry."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     done = subprocess.run(
@@ -59,7 +60,7 @@ def test_a_layer_of_any_family_sends_two_sums(programs: dict[str, np.ndarray], n
     assert aliased >= pools
 
 
-def test_the_command_line_prints_the_same_on_eight_devices(tmp_path: Path):
-    found = run(tmp_path, [(str(n), "generated", ["gemma2", n]) for n in (1, 8)])
-    np.testing.assert_array_equal(found["8"], found["1"])
+def test_the_command_line_prints_the_same_on_four_devices(tmp_path: Path):
+    found = run(tmp_path, [(str(n), "generated", ["gemma2", n]) for n in (1, 4)])
+    np.testing.assert_array_equal(found["4"], found["1"])
     assert len(found["1"]) > 24
