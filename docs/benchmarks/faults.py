@@ -208,10 +208,10 @@ def request(model: str, number: int) -> dict[str, Any]:
         "ignore_eos": True,
         "temperature": 0.0,
         "stream": True,
+        "logit_bias": {str(NAN): -100},  # it must not say the word that breaks it
     }
     if number % 2:
         body |= {"temperature": 1.0, "seed": 100 + number, "frequency_penalty": 0.3}
-        body["logit_bias"] = {str(NAN): -100}  # it must not say the word that breaks it
     return body
 
 
