@@ -10,7 +10,7 @@ from jitney.engine.api.anthropic_messages.routes import MESSAGE_ROUTES
 from jitney.engine.api.batches.routes import BATCH_ROUTES
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
-from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.routing import Handler, HttpRoute
 from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.api.text_tools.routes import TEXT_ROUTES
 
@@ -18,7 +18,7 @@ _GET = ("GET",)
 _POST = ("POST",)
 
 
-def _probe(path: str, handler, summary: str) -> HttpRoute:
+def probe(path: str, handler: Handler, summary: str) -> HttpRoute:
     """An orchestrator's probes carry no key, say nothing about requests, and come every second or
     so, which would bury the rest of the log.
     """
@@ -71,10 +71,10 @@ ROUTES = (
         "the served model",
         answer=answers.ModelCard,
     ),
-    _probe("/livez", ops.livez, "this process answers"),
-    _probe("/readyz", ops.readyz, "new requests would be served"),
-    _probe("/health", ops.readyz, "the same as /readyz"),
-    _probe("/startupz", ops.startupz, "the engine has been ready once"),
+    probe("/livez", ops.livez, "this process answers"),
+    probe("/readyz", ops.readyz, "new requests would be served"),
+    probe("/health", ops.readyz, "the same as /readyz"),
+    probe("/startupz", ops.startupz, "the engine has been ready once"),
     HttpRoute(
         "/version",
         _GET,

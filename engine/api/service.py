@@ -4,16 +4,16 @@ take requests.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.api.errors import ErrorForm
 from jitney.engine.api.metrics import ServerMetrics
+from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.quotas import Quotas, Spending
 from jitney.engine.api.responses.store import ResponseStore
 from jitney.engine.api.routing import HttpRoute
@@ -106,9 +106,7 @@ class Service:
         self.responses = ResponseStore(
             settings.responses_kept, settings.responses_bytes, settings.responses_ttl_s
         )
-        self._open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._open = OpenRequests()
         self._threads = TextThreads()
         #: Renders chats; None: the text threads do, which a template that never ends would take.
         self.chat_templates: ChatTemplates | None = None
@@ -177,27 +175,19 @@ class Service:
     @property
     def is_idle(self) -> bool:
         """No generation request is open."""
-        return self._idle.is_set()
+        return self._open.is_idle
 
     async def drained(self) -> None:
         """Wait until no generation request is open."""
-        await self._idle.wait()
+        await self._open.until_idle()
 
     def close(self) -> None:
         """Let go of the threads; a tokenisation that still runs is not waited for."""
         self._threads.close()
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
+    def generating(self) -> AbstractContextManager[None]:
         """Counts one open generation request, which `drained` waits for."""
-        self._open += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
+        return self._open.one()
 
     def unready(self) -> RequestError | None:
         """Why no request can be served now, or None."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,9 +27,10 @@ from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import Endpoint
 from jitney.engine.api.errors import HttpError, echo, no_model
 from jitney.engine.api.jsonio import json_answer, read_object
+from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.openapi import document
-from jitney.engine.api.routes import ROUTES
-from jitney.engine.api.routing import Handler, HttpRoute, RouteTable
+from jitney.engine.api.routes import ROUTES, probe
+from jitney.engine.api.routing import HttpRoute, RouteTable
 from jitney.engine.api.service import Context, context_of
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
@@ -120,9 +119,7 @@ class Fleet:
         self.openapi = b""
         self.draining = False
         self._was_ready: set[str] = set()
-        self._open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._open = OpenRequests()
 
     @property
     def replicas(self) -> dict[str, list[Replica]]:
@@ -161,25 +158,19 @@ class Fleet:
 
     @property
     def is_idle(self) -> bool:
-        return self._idle.is_set()
+        return self._open.is_idle
 
     async def drained(self) -> None:
         """Wait until no request is open."""
-        await self._idle.wait()
+        await self._open.until_idle()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Counts one open request. Raises RequestError while we drain."""
         if self.draining:
             raise RequestError("the fleet is shutting down", code="draining")
-        self._open += 1
-        self._idle.clear()
-        try:
+        with self._open.one():
             yield
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
 
     def unready(self) -> RequestError | None:
         """Why no request can be answered now, or None."""
@@ -343,18 +334,6 @@ def _other(path: str, summary: str) -> HttpRoute:
     return HttpRoute(path, _POST, _to_model, summary, body=NamedBody, answer=AnyAnswer)
 
 
-def _probe(path: str, handler: Handler, summary: str) -> HttpRoute:
-    return HttpRoute(
-        path,
-        _GET,
-        handler,
-        summary,
-        role=Role.ANYBODY,
-        answer=answers.Status,
-        log_level=logging.DEBUG,
-    )
-
-
 PASSED_ROUTES = (
     *_engine_routes(),
     _other("/v1/embeddings", "vectors of texts, where the engines have them"),
@@ -365,11 +344,11 @@ FLEET_ROUTES = (
     *PASSED_ROUTES,
     HttpRoute("/v1/models", _GET, _list_models, "all models", answer=FleetModelList),
     HttpRoute("/v1/models/{model:path}", _GET, _show_model, "one model", answer=FleetModelCard),
-    _probe("/livez", _livez, "this process answers"),
-    _probe("/healthz", _livez, "the same as /livez"),
-    _probe("/readyz", _readyz, "requests for some model would be answered"),
-    _probe("/health", _readyz, "the same as /readyz"),
-    _probe("/startupz", _startupz, "every model has been ready once"),
+    probe("/livez", _livez, "this process answers"),
+    probe("/healthz", _livez, "the same as /livez"),
+    probe("/readyz", _readyz, "requests for some model would be answered"),
+    probe("/health", _readyz, "the same as /readyz"),
+    probe("/startupz", _startupz, "every model has been ready once"),
     HttpRoute("/version", _GET, _show_version, "the version", answer=answers.Version),
     HttpRoute(
         "/openapi.json",

@@ -10,14 +10,13 @@ The first message in is a `StageTemplates`, then come `StageText`s; each is answ
 
 from __future__ import annotations
 
-import signal
 import sys
 
 import msgspec
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jitney.engine.text.template_worker import Rendered, reason_of
+from jitney.engine.text.template_worker import Rendered, reason_of, rendered_within
 from jitney.engine.types import JsonDict
 from jitney.engine.worker_pipe import WorkerPipe, limit_memory
 
@@ -77,16 +76,9 @@ def main() -> int:
 
 
 def _rendered(template: Template, wanted: StageText) -> Rendered:
-    signal.setitimer(signal.ITIMER_REAL, wanted.limit_s)  # SIGALRM ends the process
-    try:
-        text = template.render(wanted.variables)
-    except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, ...
-        return Rendered(refusal=reason_of(error) or type(error).__name__)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-    if len(text) > wanted.most_chars:
-        return Rendered(too_long=len(text))
-    return Rendered(text)
+    return rendered_within(
+        lambda: template.render(wanted.variables), wanted.limit_s, wanted.most_chars
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -94,14 +95,22 @@ def main() -> int:
 
 
 def _answer(source: TemplateSource, chat: Chat) -> Rendered:
-    signal.setitimer(signal.ITIMER_REAL, chat.limit_s)  # SIGALRM ends the process
+    given = {"add_generation_prompt": True} | chat.variables
+    return rendered_within(
+        lambda: render(source, chat.messages, **given), chat.limit_s, chat.most_chars
+    )
+
+
+def rendered_within(make: Callable[[], str], limit_s: float, most_chars: int) -> Rendered:
+    """What comes of making a text. The process ends if that takes longer than limit_s seconds."""
+    signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM ends the process
     try:
-        text = render(source, chat.messages, **({"add_generation_prompt": True} | chat.variables))
+        text = make()
     except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, ...
         return Rendered(refusal=reason_of(error) or type(error).__name__)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-    if len(text) > chat.most_chars:
+    if len(text) > most_chars:
         return Rendered(too_long=len(text))
     return Rendered(text)
 
