@@ -100,6 +100,17 @@ def gated_int8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return gates / (1 + np.exp(-gates)) * ups
 
 
+def matmul_fp8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """x [T, I], each row in e4m3 with its greatest magnitude at 448, times w [I, O] with a scale
+    for each output [O].
+    """
+    wide = x.astype(np.float32)
+    most = np.maximum(np.abs(wide).max(axis=1, keepdims=True), np.float32(1e-30))
+    codes = (wide * (np.float32(448) / most)).astype(w.dtype)
+    sums = codes.astype(np.float64) @ w.astype(np.float64)
+    return sums.astype(np.float32) * (most / np.float32(448)) * scale
+
+
 def kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:
     """The probability that top-k (0: all), then top-p of what it left, keep of logits [V]."""
     weights = np.exp(np.sort(row.astype(np.float64))[::-1])

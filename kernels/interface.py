@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4Matmul, matmul_int4
 from jitney.kernels.int8 import Int8
 
@@ -207,6 +208,23 @@ class Int8Products:
     gated: _GatedInt8
 
 
+class _MatmulFp8(Protocol):
+    """A product of rows rounded to fp8 with weights in fp8, see `jitney.kernels.fp8`."""
+
+    def __call__(self, x: jax.Array, w: Fp8, /, dtype: Any = ...) -> jax.Array:
+        """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fp8Products:
+    """How a set multiplies weights in fp8 where it rounds rows to fp8 too."""
+
+    #: float8_e4m3fn [I, O] -> laid out, or as it is.
+    arrange: Arrange
+    matmul: _MatmulFp8
+
+
 class Kernels(Protocol):
     """What a model's step takes from a kernel set; a static argument of the jitted step, so
     hashable.
@@ -235,9 +253,13 @@ class Kernels(Protocol):
     @property
     def narrow_gates(self) -> bool: ...
     @property
+    def sums_in_halves(self) -> bool: ...
+    @property
     def matmul_int4(self) -> Int4Matmul: ...
     @property
     def int8(self) -> Int8Products | None: ...
+    @property
+    def fp8(self) -> Fp8Products | None: ...
 
 
 class KernelError(ValueError):
@@ -270,9 +292,14 @@ class KernelSet:
     pool_shape: _PoolShape | None = None
     #: None: weights in int8 are widened to the rows' dtype, by `matmul`.
     int8: Int8Products | None = None
+    #: None: weights in fp8 are widened to the rows' dtype, by `matmul`.
+    fp8: Fp8Products | None = None
     #: True where the gates of an MLP go through memory, since no kernel gates them at once: in the
     #: activations' dtype then, half the bytes of float32.
     narrow_gates: bool = False
+    #: True where a product of many rows that is summed over devices is computed in two halves of
+    #: its outputs: the first half's sum is on its way while the second is computed.
+    sums_in_halves: bool = False
     #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
     instructions: str = ""
 

@@ -24,6 +24,7 @@ from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof_attention import attention_errors, case_errors, case_shapes
 from jitney.kernels.proof_products import (
     cut_errors,
+    fp8_errors,
     head_errors,
     int4_errors,
     int8_errors,
@@ -52,6 +53,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "head": ("project",),
     "int4 product": ("matmul_int4",),
     "int8 product": ("int8",),
+    "fp8 product": ("fp8",),
     "sampling cut": ("threshold",),
 }
 
@@ -66,6 +68,7 @@ CHECKS: dict[str, _Check] = {
     "head": head_errors,
     "int4 product": int4_errors,
     "int8 product": int8_errors,
+    "fp8 product": fp8_errors,
     "sampling cut": cut_errors,
 }
 

@@ -107,13 +107,14 @@ class MetaBuilder:
 
 
 def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Decode steps of the least and the most seats, and a step with prompts; for each window.
+    """Decode steps of the least and the most seats, and the smallest steps with prompts, of few
+    seats and of all; for each window.
 
     A set with `rotate_and_write` is asked for that and for `attend`, as models do.
     """
     sizes = sorted({shapes.decode[0], shapes.decode[-1]})
     steps = [_decode_step(shapes, seats) for seats in sizes]
-    steps.append(_mixed_step(shapes))
+    steps += [_mixed_step(shapes, rows, seqs) for rows, seqs in shapes.prompt_steps]
     yield from _errors_of(kernels, shapes, steps)
 
 
@@ -268,10 +269,9 @@ def _decode_step(shapes: ServedShapes, seats: int) -> _AttentionStep:
     return _make_step(shapes, lengths, [], rows=seats, seqs=seats)
 
 
-def _mixed_step(shapes: ServedShapes) -> _AttentionStep:
-    """The smallest step with prompts: some rows decode, one prompt begins, others go on in the
-    middle of a page and of a context."""
-    rows, seqs = shapes.mixed[0], shapes.decode[-1]
+def _mixed_step(shapes: ServedShapes, rows: int, seqs: int) -> _AttentionStep:
+    """A step with prompts: some rows decode, one prompt begins, others go on in the middle of a
+    page and of a context."""
     decoding = _context_lengths(shapes, max(0, min(_LONG, seqs - 3, rows // 2)))
     starts = [0, shapes.page_size - 1, 3 * shapes.page_size + 5]
     starts = starts[: max(1, seqs - len(decoding))]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
+from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import KernelSet
@@ -43,7 +44,7 @@ def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 def product_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Every matrix of a layer but those that have a product of their own, at every row count."""
     for matrix in shapes.matrices:
-        if matrix.scheme == "int4" or _is_int8(kernels, matrix):
+        if _has_its_own(kernels, matrix):
             continue
         x, w = _random_product(shapes, matrix)
         products = jax.jit(partial(_products_of, kernels, shapes, matrix))(x, w)
@@ -70,6 +71,16 @@ def _gated_plain(matrix: Matrix) -> bool:
 
 def _parts(matrix: Matrix) -> int:
     return 2 if matrix.gated else 1
+
+
+def _has_its_own(kernels: KernelSet, matrix: Matrix) -> bool:
+    """Whether its product is none of `KernelSet.matmul` and `gated`."""
+    return matrix.scheme == "int4" or _is_int8(kernels, matrix) or _is_fp8(kernels, matrix)
+
+
+def _is_fp8(kernels: KernelSet, matrix: Matrix) -> bool:
+    """Whether its product is one of `KernelSet.fp8`."""
+    return kernels.fp8 is not None and matrix.scheme == "fp8"
 
 
 def _is_int8(kernels: KernelSet, matrix: Matrix) -> bool:
@@ -106,6 +117,28 @@ def _int8_products_of(
     weights = Int8(kernels.int8.arrange(w, _parts(matrix)), scale)
     product = kernels.int8.gated if matrix.gated else kernels.int8.matmul
     return [product(x[:rows], weights) for rows in shapes.product_rows]
+
+
+def fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Matrices in fp8 whose products round rows to fp8, at every row count."""
+    for matrix in shapes.matrices:
+        if not _is_fp8(kernels, matrix):
+            continue
+        x, w = _random_product(shapes, matrix)
+        scale = 0.5 + np.random.default_rng(23).random(w.shape[1], np.float32)
+        products = jax.jit(partial(_fp8_products_of, kernels, shapes))(x, w, scale)
+        wanted = definitions.matmul_fp8(x, w, scale)
+        for got in products:
+            yield distance(got, wanted[: len(got)])
+
+
+def _fp8_products_of(
+    kernels: KernelSet, shapes: ServedShapes, x: jax.Array, w: jax.Array, scale: jax.Array
+) -> list[jax.Array]:
+    """The products of the first rows of x [T, I] with w [I, O], one for each row count."""
+    assert kernels.fp8 is not None
+    weights = Fp8(kernels.fp8.arrange(w), scale)
+    return [kernels.fp8.matmul(x[:rows], weights, x.dtype) for rows in shapes.product_rows]
 
 
 def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:

@@ -42,7 +42,8 @@ class ServedShapes:
     matrices: tuple[Matrix, ...]  # the different ones of the layers
     table: int  # rows of the embedding where it is the head too, else 0
     decode: tuple[int, ...]  # seats of the decode buckets, ascending
-    mixed: tuple[int, ...]  # rows of the mixed buckets, ascending; their seats are the largest
+    mixed: tuple[int, ...]  # rows of the mixed buckets, ascending
+    mixed_seats: tuple[int, ...] = ()  # theirs, ascending; empty: the most of `decode`
     softcap: float = 0.0  # of attention's scores, 0 for none
     norm_dtype: str = ""  # of the norms' weights, where it is not that of the activations
 
@@ -50,6 +51,14 @@ class ServedShapes:
     def norm_weights(self) -> str:
         """Dtype of the norms' weights."""
         return self.norm_dtype or self.dtype
+
+    @property
+    def prompt_steps(self) -> tuple[tuple[int, int], ...]:
+        """(rows, seats) of the smallest mixed bucket, and of the smallest that has all seats."""
+        seats = self.mixed_seats or (self.decode[-1],) * len(self.mixed)
+        smallest = self.mixed[0], seats[0]
+        of_all = next(pair for pair in zip(self.mixed, seats, strict=True) if pair[1] == seats[-1])
+        return tuple(dict.fromkeys((smallest, of_all)))
 
     @property
     def product_rows(self) -> tuple[int, ...]:

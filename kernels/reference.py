@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jitney.kernels import fp8
 from jitney.kernels.int8 import Int8, round_rows
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import as_stored, scales_of
@@ -113,6 +114,16 @@ def matmul_int8(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
     """
     codes, steps = round_rows(x)
     return (matmul(codes, w.kernel) * steps * w.scale).astype(dtype)
+
+
+def matmul_fp8(x: jax.Array, w: fp8.Fp8, dtype: Any = jnp.float32) -> jax.Array:
+    """x [T, I], its rows rounded to fp8, times w [I, O] -> [T, O] in `dtype`.
+
+    fp8 numbers are exact in any floating dtype, and so are their products in float32: only the sums
+    are rounded.
+    """
+    codes, units = fp8.round_rows(x)
+    return (matmul(codes.astype(x.dtype), w.kernel) * units * w.scale).astype(dtype)
 
 
 def gated_int8(x: jax.Array, w: Int8) -> jax.Array:

@@ -8,9 +8,12 @@ from functools import cache
 
 import jax
 
-from jitney.kernels.interface import Int8Products, KernelError, KernelSet
+from jitney.kernels.interface import Fp8Products, Int8Products, KernelError, KernelSet
 
 log = logging.getLogger(__name__)
+
+#: Compute capability from which NVIDIA GPUs multiply fp8 numbers as they are.
+_FP8_SINCE = 89
 
 
 def reference() -> KernelSet:
@@ -34,14 +37,17 @@ def reference() -> KernelSet:
 
 
 def reference_of(kernels: KernelSet) -> KernelSet:
-    """The reference that computes what a set does: rows are rounded to int8 where it rounds
+    """The reference that computes what a set does: rows are rounded to int8 or fp8 where it rounds
     them.
     """
-    if kernels.int8 is None:
-        return reference()
     from jitney.kernels import reference as plain
 
-    return replace(reference(), int8=Int8Products(_as_it_is, plain.matmul_int8, plain.gated_int8))
+    int8 = fp8 = None
+    if kernels.int8 is not None:
+        int8 = Int8Products(_as_it_is, plain.matmul_int8, plain.gated_int8)
+    if kernels.fp8 is not None:
+        fp8 = Fp8Products(_as_it_is, plain.matmul_fp8)
+    return replace(reference(), int8=int8, fp8=fp8)
 
 
 def _as_it_is(w: jax.Array, parts: int = 1) -> jax.Array:
@@ -98,11 +104,15 @@ def triton_for(sm: int) -> KernelSet:
         compat.jax_triton()
     except ImportError as error:
         raise KernelError(f"kernels triton cannot run here: {error}") from error
+    from jitney.kernels import fp8
     from jitney.kernels import reference as plain
     from jitney.kernels.triton_gpu.kernel_set import TritonKernels
     from jitney.kernels.triton_gpu.launch import JaxTriton
 
     kernels = TritonKernels(JaxTriton(sm))
+    products = None
+    if sm >= _FP8_SINCE:
+        products = Fp8Products(fp8.arrange, fp8.matmul)
     return replace(
         reference(),
         name="triton",
@@ -114,6 +124,7 @@ def triton_for(sm: int) -> KernelSet:
         matmul=kernels.matmul,
         gated=plain.gated_narrow,
         narrow_gates=True,
+        fp8=products,
     )
 
 
@@ -134,30 +145,38 @@ def compute_capability() -> int:
 
 
 def pallas() -> KernelSet:
-    """Our own Pallas kernel for the TPU that jax sees; the reference's products, which XLA fuses
-    well there.
+    """Our own Pallas kernels for the TPU that jax sees; the reference's products of floats and of 8
+    bits, which XLA fuses well there.
 
     Raises KernelError on another platform.
     """
-    return _on_tpu(pallas_set())
+    from jitney.kernels.pallas_tpu.blocks import chip_of
+
+    return _on_tpu(pallas_set(chip_of(jax.devices()[0].device_kind)))
 
 
 @cache
-def pallas_set() -> KernelSet:
-    """What `pallas` chooses, also on a machine that has no TPU; always the same object."""
+def pallas_set(chip: str) -> KernelSet:
+    """What `pallas` chooses on a chip (v5e, v6e, v7x; "": any), also on a machine that has no TPU;
+    always the same object.
+    """
     from jitney.kernels import reference as plain
+    from jitney.kernels.pallas_tpu.blocks import SUMS_IN_HALVES
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
+    from jitney.kernels.pallas_tpu.narrow_products import matmul_int4
     from jitney.kernels.pallas_tpu.pool_layout import pool_shape
 
-    kernels = PallasKernels()
+    kernels = PallasKernels(chip=chip)
     return replace(
         reference(),
         name="pallas",
         paged_attention=kernels.paged_attention,
         attend=kernels.attend,
+        matmul_int4=matmul_int4,
         pool_shape=pool_shape,
         gated=plain.gated_narrow,
         narrow_gates=True,
+        sums_in_halves=chip in SUMS_IN_HALVES,
     )
 
 

@@ -24,6 +24,9 @@ from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, Kernels
 
 DType = Any
+#: From so many on, rows of a product whose results are summed over devices are many: half of the
+#: outputs take longer to send than to set out.
+_ROWS_IN_HALVES = 256
 _ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
@@ -74,7 +77,7 @@ class Linear(nnx.Module):
         """x [T, I] -> [T, O] in `dtype` (x's own if None)."""
         dtype = dtype or x.dtype
         if self.summed:
-            y = total(product(x, self.packed, kernels, x.dtype))
+            y = self._sum(x, kernels)
         elif self.bias is None:
             return product(x, self.packed, kernels, dtype)
         else:
@@ -82,6 +85,15 @@ class Linear(nnx.Module):
         if self.bias is not None:
             y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(dtype)
+
+    def _sum(self, x: Array, kernels: Kernels) -> Array:
+        """The products of all devices, summed: [T, O] in x's dtype."""
+        packed = self.packed
+        halves = kernels.sums_in_halves and packed.halves_along_outputs
+        if not halves or x.shape[0] < _ROWS_IN_HALVES:
+            return total(product(x, packed, kernels, x.dtype))
+        sums = [total(product(x, half, kernels, x.dtype)) for half in packed.output_halves()]
+        return jnp.concatenate(sums, axis=1)
 
     def gated(self, x: Array, kernels: Kernels) -> Array:
         """x [T, I] -> activation(first half of the outputs) * the other half, [T, O // 2] in x's
@@ -126,6 +138,8 @@ class Linear(nnx.Module):
                 return kernels.arrange
             case "int8" if kernels.int8 is not None:
                 return kernels.int8.arrange
+            case "fp8" if kernels.fp8 is not None:
+                return kernels.fp8.arrange
         return None
 
     @property

@@ -89,10 +89,14 @@ class Llama(nnx.Module):
 
         Of a model split over devices: the columns of the device's own share of the vocabulary.
         """
-        x = self.norm(hidden, kernels)
+        x = self.normed(hidden, kernels)
         if self.lm_head is None:
             return kernels.project(x, self.embed[...])
         return self.lm_head(x, kernels, jnp.float32)
+
+    def normed(self, hidden: Array, kernels: Kernels) -> Array:
+        """hidden [R, E] -> [R, E] behind the final norm."""
+        return self.norm(hidden, kernels)
 
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]."""

@@ -48,6 +48,10 @@ class Model(Protocol):
         """hidden [R, E] -> float32 [R, V], of the device's own share of the vocabulary."""
         ...
 
+    def normed(self, hidden: Array, kernels: Kernels) -> Array:
+        """hidden [R, E] -> [R, E] behind the final norm, which is what the output head reads."""
+        ...
+
     def linears(self) -> Iterator[Linear]:
         """Every matrix that may be quantised, in one order."""
         ...

@@ -4,8 +4,8 @@ per group of inputs.
 Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Packed` is
 what a layer holds, the functions here make it from floats, multiply with it and widen it again.
 int8 and fp8 (e4m3) carry their scale after the product, so that XLA fuses the widening into it,
-unless the kernel set multiplies int8 itself; int4 has scales within the sum, so its product is a
-kernel's.
+unless the kernel set multiplies int8 or fp8 itself; int4 has scales within the sum, so its product
+is a kernel's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jitney.engine.errors import ConfigError
+from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4, unpack_int4
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Kernels
@@ -56,6 +57,22 @@ class Packed(NamedTuple):
         """One of SCHEMES."""
         return _SCHEMES_STORED.get(jnp.dtype(self.kernel.dtype), "plain")
 
+    @property
+    def halves_along_outputs(self) -> bool:
+        """Whether `output_halves` costs nothing: not int4, whose kernels would need copies, nor
+        halves that are no whole vectors of 128.
+        """
+        return self.scheme != "int4" and self.kernel.shape[1] % 256 == 0
+
+    def output_halves(self) -> tuple[Packed, Packed]:
+        """The matrix in two, [I, O // 2] each; not for int4."""
+        middle = self.kernel.shape[1] // 2
+        first, second = jnp.split(self.kernel, [middle], axis=1)
+        if self.scale is None:
+            return Packed(first), Packed(second)
+        scales = jnp.split(self.scale, [middle])
+        return Packed(first, scales[0]), Packed(second, scales[1])
+
 
 def product(x: Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.float32) -> Array:
     """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
@@ -63,6 +80,8 @@ def product(x: Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.float32
         return kernels.matmul(x, packed.kernel, dtype)
     if packed.scheme == "int8" and kernels.int8 is not None:
         return kernels.int8.matmul(x, Int8(packed.kernel, packed.scale), dtype)
+    if packed.scheme == "fp8" and kernels.fp8 is not None:
+        return kernels.fp8.matmul(x, Fp8(packed.kernel, packed.scale), dtype)
     if packed.scheme != "int4":
         return (kernels.matmul(x, packed.kernel) * packed.scale).astype(dtype)
     y = kernels.matmul_int4(x, Int4(packed.kernel, packed.scale, packed.zeros))
@@ -105,9 +124,11 @@ def _widened_int4(packed: Packed) -> Array:
 
 
 @partial(jax.jit, static_argnames=("scheme", "dtype", "group"))
-def quantise(weights: Array, *, scheme: str, dtype: Any, group: int = 0) -> Packed:
+def quantise(
+    weights: Array, *, scheme: str, dtype: Any, group: int = 0, most: Array | None = None
+) -> Packed:
     """Floats [I, O] in a scheme, rounded to nearest; plain: in dtype. group: R of int4, 0 for the
-    largest that fits.
+    largest that fits. most: `greatest` of the whole matrix, where `weights` are some of its inputs.
 
     Raises ConfigError where no group size divides I.
     """
@@ -116,7 +137,12 @@ def quantise(weights: Array, *, scheme: str, dtype: Any, group: int = 0) -> Pack
             return Packed(weights.astype(dtype))
         case "int4":
             return _quantise_int4(weights, group or group_size(weights.shape[0]))
-    return _quantise_eight_bits(weights, *_EIGHT_BITS[scheme])
+    return _quantise_eight_bits(weights, *_EIGHT_BITS[scheme], most)
+
+
+def greatest(weights: Array) -> Array:
+    """The greatest magnitude of each output, float32 [O], of floats [I, O]."""
+    return jnp.max(jnp.abs(weights.astype(jnp.float32)), axis=0)
 
 
 def group_size(size_in: int) -> int:
@@ -130,10 +156,10 @@ def group_size(size_in: int) -> int:
     )
 
 
-def _quantise_eight_bits(weights: Array, dtype: Any, limit: float) -> Packed:
+def _quantise_eight_bits(weights: Array, dtype: Any, limit: float, most: Array | None) -> Packed:
     """[I, O] with the greatest magnitude of each output at `limit`."""
     wide = weights.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=0) / limit
+    scale = (greatest(weights) if most is None else most) / limit
     scale = jnp.where(scale > 0, scale, 1.0)
     steps = jnp.clip(wide / scale, -limit, limit)
     if dtype == jnp.int8:

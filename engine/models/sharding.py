@@ -5,8 +5,8 @@ The whole step runs under `jax.shard_map` over one mesh axis, so every device ru
 model, the one of `ModelConfig.local`, on its share of the weights and of the KV pools, with the
 kernels of one device (the split is that of Megatron-LM, arXiv 1909.08053). What joins the shares
 again is here: `total` after the two products that end a layer's halves, `lookup` for the embedding,
-`gather` or `first_best` for logits over the vocabulary. Plans, uploads and sampling are the same on
-all devices.
+`first_best` for greedy tokens (`executor.split_sampling` has the others). Plans and uploads are the
+same on all devices.
 
 Axes as in `jitney.kernels.interface`, with H, K, F and V counted over all devices.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -32,6 +33,8 @@ AXIS = "tensor"
 WHOLE = PartitionSpec()
 #: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
 POOL = PartitionSpec(None, None, AXIS, None)
+#: Logits [S, V]: each device has the columns that it computed.
+COLUMNS = PartitionSpec(None, AXIS)
 #: Modules whose outputs are split (their last axis is outputs), and whose inputs are (a matrix's
 #: first axis).
 _BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
@@ -45,6 +48,11 @@ def make_mesh(devices: Sequence[Any]) -> Mesh:
 def total(x: Array) -> Array:
     """Sum of every device's x, on every device; inside the step only."""
     return jax.lax.psum(x, AXIS)
+
+
+def largest(x: Array) -> Array:
+    """The greatest of every device's x, number by number, on every device; as `total`."""
+    return jax.lax.pmax(x, AXIS)
 
 
 def gather(x: Array) -> Array:
@@ -108,6 +116,22 @@ def _whole_shape(path: Path, own: Sequence[int], shards: int) -> tuple[int, ...]
     if axis is not None:
         whole[axis] *= shards
     return tuple(whole)
+
+
+@partial(jax.jit, static_argnames=("work", "mesh"))
+def _run_on_each(stacked: Array, known: Any, *, work: Any, mesh: Mesh) -> Any:
+    """See `Shares.on_each`; every array is split along its first axis, whatever that is."""
+    split = PartitionSpec(AXIS)
+    program = jax.shard_map(
+        work, mesh=mesh, in_specs=(split, WHOLE), out_specs=split, check_vma=False
+    )
+    return program(stacked, known)
+
+
+def _single_arrays(array: Array, mesh: Mesh) -> list[Array]:
+    """The parts of an array, in the order of the mesh's devices."""
+    parts = {shard.device: shard.data for shard in array.addressable_shards}
+    return [parts[device] for device in mesh.devices.flat]
 
 
 def _run(first: int, count: int) -> slice:
@@ -187,29 +211,46 @@ class Shares:
         """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
         its share.
         """
-        return self.send(path, array, lambda piece: piece, transposed=False)
+        return self.join(path, self.send(path, array, transposed=False))
 
-    def send(
-        self,
-        path: Path,
-        stored: Any,
-        finish: Callable[[Array], Array],
-        *,
-        transposed: bool,
-    ) -> Array:
-        """A whole weight ([O, I] if transposed), as `cut` takes it -> in shares, each made by
-        `finish` on its device.
+    def send(self, path: Path, stored: Any, *, transposed: bool) -> list[Array]:
+        """A whole weight ([O, I] if transposed), as `cut` takes it -> this host's devices' shares
+        of it, each on its device, as they are stored.
 
         No device ever holds more of it than its share, and a host cuts out those of its own devices
         alone.
         """
         pieces = []
         for number, device in enumerate(self.mesh.devices.flat):
-            if device.process_index != jax.process_index():
-                continue
-            own = self.cut(path, stored, number, transposed=transposed)
-            pieces.append(finish(jax.device_put(own, device)))
-        return self.join(path, pieces)
+            if number in self.own_numbers:
+                own = self.cut(path, stored, number, transposed=transposed)
+                pieces.append(jax.device_put(own, device))
+        return pieces
+
+    @cached_property
+    def own_numbers(self) -> tuple[int, ...]:
+        """Which of the mesh's devices are this host's."""
+        host = jax.process_index()
+        devices = enumerate(self.mesh.devices.flat)
+        return tuple(number for number, device in devices if device.process_index == host)
+
+    def on_each(
+        self, work: Callable[[Array, Array | None], Any], pieces: Sequence[Array], known: Any = None
+    ) -> list[Any]:
+        """work(a device's share, known) on each of this host's devices, by one program for them
+        all; in it, AXIS is the axis of this host's devices.
+
+        work: equal functions must compare equal, or each is compiled; may return a tree of arrays.
+        known: what all devices are told, or None.
+        """
+        mesh = make_mesh([self.mesh.devices.flat[number] for number in self.own_numbers])
+        rows, *rest = pieces[0].shape
+        stacked = jax.make_array_from_single_device_arrays(
+            (len(pieces) * rows, *rest), NamedSharding(mesh, PartitionSpec(AXIS)), list(pieces)
+        )
+        leaves, tree = jax.tree.flatten(_run_on_each(stacked, known, work=work, mesh=mesh))
+        by_leaf = [_single_arrays(leaf, mesh) for leaf in leaves]
+        return [jax.tree.unflatten(tree, own) for own in zip(*by_leaf, strict=True)]
 
     def join(self, path: Path, pieces: Sequence[Array]) -> Array:
         """One array out of the devices' shares, each on its device already; of those of this host

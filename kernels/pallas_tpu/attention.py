@@ -74,13 +74,17 @@ def attention_kernel(
     step = StepRefs(kv_lens, cu_q, table, write_rows, counts, new, q, pool, factors)
     if fixed.writes:
         write(fixed, step, wrote)
-    for slot in range(fixed.depth):  # a hidden key still meets its value, as 0 * v
-        pages[slot] = jnp.zeros(pages.shape[1:], pages.dtype)
+    lax.fori_loop(0, fixed.depth, partial(_clear, pages), None)
     ring = _Ring(pages, arrived)
     n_decode, n_seqs = counts[0], counts[1]
     _sweep_in_scope(fixed, step, ring, 1, jnp.int32(0), n_decode)
     if fixed.block:
         _sweep_in_scope(fixed, step, ring, fixed.block, n_decode, n_seqs)
+
+
+def _clear(pages: Any, slot: jax.Array, _: None) -> None:
+    """Zeros in a block of the ring: a hidden key still meets its value, as 0 * v."""
+    pages[slot] = jnp.zeros(pages.shape[1:], pages.dtype)
 
 
 def _sweep_in_scope(
@@ -164,10 +168,12 @@ def sweep(
     walk = Walk(fixed, step, buffers.rows.shape[1])
     for half in range(2):
         buffers.leaving[half] = 0
-    ahead = walk.begin(first)
-    for slot in range(fixed.depth - 1):
+
+    def ask(slot: jax.Array, ahead: Cursor) -> Cursor:
         pl.when(ahead.seq < end)(partial(_fetch, walk, buffers, ahead, slot, _begin))
-        ahead = walk.after(ahead)
+        return walk.after(ahead)
+
+    ahead = lax.fori_loop(0, fixed.depth - 1, ask, walk.begin(first))
 
     def body(state: _State) -> _State:
         at, ahead, slot, half = state

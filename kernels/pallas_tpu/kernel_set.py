@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,13 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.pallas_tpu.attention import attention_kernel
+from jitney.kernels.pallas_tpu.blocks import Blocks, blocks_for
 from jitney.kernels.pallas_tpu.pool_layout import LANES, PoolLayout, layout_of
 from jitney.kernels.pallas_tpu.work_order import Constants
 from jitney.kernels.scales import as_stored, scales_of
 
-#: Query rows of a prompt's item times query heads, at most: float32 sums and scores of an item take
-#: 2 MiB then.
-_ITEM_ROWS = 2048
 #: Arrays that are in scalar memory before the kernel starts: `AttentionMeta` but for the positions.
 _SCALARS = 5
 #: VMEM the kernel may take: v7x has 64 MiB, v5e and v6e have 128.
@@ -36,8 +35,10 @@ class PallasKernels:
 
     #: Run on any platform, slowly, as `jax.experimental.pallas.pallas_call` does.
     interpret: Any = False
-    keys: int = 256  # of a block
-    depth: int = 3  # blocks in memory at a time
+    #: A key of `blocks`' table; "": a chip that is not in it.
+    chip: str = ""
+    #: Instead of what the table says.
+    blocks: Blocks | None = None
 
     def paged_attention(
         self,
@@ -110,13 +111,15 @@ class PallasKernels:
         """Of a kernel that reads a pool of plain floats; ValueError for what it cannot do."""
         _check(q, pool, meta)
         page = pool.shape[1]
+        key_bytes = math.prod(pool.shape[2:]) * pool.dtype.itemsize
+        blocks = self.blocks or blocks_for(self.chip, key_bytes, page)
         return Constants(
             layout=layout,
             n_heads=q.shape[1],
             page=page,
-            keys=max(self.keys, page),
-            depth=self.depth,
-            block=_item_rows(q, meta),
+            keys=max(blocks.keys, page),
+            depth=blocks.depth,
+            block=_item_rows(q, meta, blocks.rows),
             scale=scale,
             window=window,
             softcap=softcap,
@@ -134,6 +137,8 @@ class PallasKernels:
         scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """The kernel: q [T, H, D], pool [N, page, R, W], new [T, R, W] -> (o [T, H, D], pool)."""
+        if not self.interpret:  # else XLA brings a small pool into VMEM first, nobody's pages too
+            pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
         queries = fixed.layout.queries(q)
         factors = [] if scales is None else [_by_lanes(scales, fixed.layout.heads)]
         first = _SCALARS + len(factors)  # operand of the pool
@@ -178,14 +183,14 @@ def _by_lanes(scales: jax.Array, heads: int) -> jax.Array:
     return jnp.broadcast_to(pairs[:, :, None, None], (2, heads, 1, LANES))
 
 
-def _item_rows(q: jax.Array, meta: AttentionMeta) -> int:
-    """Query rows of a prompt's item, a power of two; 0 in a bucket of as many rows as sequences:
-    one of decode only.
+def _item_rows(q: jax.Array, meta: AttentionMeta, most: int) -> int:
+    """Query rows of a prompt's item, a power of two, `most` if each query head counted; 0 in a
+    bucket of as many rows as sequences: one of decode only.
     """
     n_rows, n_heads, _ = q.shape
     if n_rows == meta.kv_lens.shape[0]:
         return 0
-    rows = max(1, min(_ITEM_ROWS // n_heads, n_rows))
+    rows = max(1, min(most // n_heads, n_rows))
     return 1 << rows.bit_length() - 1
 
 

@@ -17,7 +17,7 @@ from jitney.kernels import reference
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
-from jitney.kernels.triton_gpu import attention, narrow_products, threshold, write_kv
+from jitney.kernels.triton_gpu import attention, cut, narrow_products, write_kv
 from jitney.kernels.triton_gpu.launch import Launch
 from jitney.kernels.triton_gpu.tiles import (
     FEW_ROWS,
@@ -28,6 +28,8 @@ from jitney.kernels.triton_gpu.tiles import (
 )
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+#: Elements that places of 32 bits reach, and programs along the second axis of a launch.
+_MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
 
@@ -110,6 +112,7 @@ class TritonKernels:
         kv_scales: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.interface.RotateAndWrite`."""
+        _check_rows(heads)
         n_rows, n_all, dim = heads.shape
         n_kv = kv.shape[2] // 2
         n_heads = n_all - 2 * n_kv
@@ -154,6 +157,7 @@ class TritonKernels:
         """See `jitney.kernels.interface.Attend`. A bucket with as many rows as sequences is one of
         decode only.
         """
+        _check_rows(q)
         scales, limit = self.pool_scales(kv, kv_scales)
         n_rows, n_heads, dim = q.shape
         n_seqs, pages = meta.page_table.shape
@@ -201,6 +205,11 @@ class TritonKernels:
         _, tiles = self._tiles(q, kv, constants)
         packed = max(tiles.block_m, _power_of_two(group))
         blocks = n_rows // (packed // group) + meta.kv_lens.shape[0]
+        if blocks > _MOST_BLOCKS:
+            raise KernelError(
+                f"{n_rows} rows of {group} query heads a key head are {blocks} blocks, a GPU takes "
+                f"{_MOST_BLOCKS}: choose a smaller token_budget"
+            )
         return self.launch(
             attention.prompt_attention,
             q,
@@ -362,19 +371,7 @@ class TritonKernels:
 
     def threshold(self, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         """See `jitney.kernels.interface.Threshold`."""
-        n_rows, vocab = scaled.shape
-        return self.launch(
-            threshold.threshold,
-            scaled,
-            top_k,
-            top_p,
-            out=jax.ShapeDtypeStruct((n_rows,), jnp.float32),
-            grid=(n_rows,),
-            warps=16,
-            stages=3,
-            V=vocab,
-            BLOCK=min(4096, _power_of_two(vocab)),
-        )
+        return cut.search(self.launch, scaled, top_k, top_p).floor
 
     def pool_scales(self, kv: jax.Array, kv_scales: jax.Array | None) -> tuple[jax.Array, float]:
         """(float32 [2K] factors, or one nobody reads; the pool's limit). Raises KernelError for
@@ -404,6 +401,17 @@ def _splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
         "SPLITS": splits,
         "DOUBLINGS": doublings,
     }
+
+
+def _check_rows(rows: jax.Array) -> None:
+    """Raise KernelError where the kernels' places in rows [T, heads, D], of 32 bits, would not do.
+    Places in pools have 64.
+    """
+    if rows.size >= _MOST_ELEMENTS:
+        raise KernelError(
+            f"{' x '.join(map(str, rows.shape))} numbers of a step's rows are 2**31 or more: "
+            "choose a smaller token_budget"
+        )
 
 
 def _power_of_two(n: int) -> int:

@@ -62,12 +62,18 @@ def matmul_int4(
     SHARE: tl.constexpr = (GROUPS + SPLITS - 1) // SPLITS
     block = tl.program_id(0)
     split = tl.program_id(1)
-    rows = block % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row = block % ROW_BLOCKS * BLOCK_M
+    lines = tl.arange(0, BLOCK_M)
+    rows = first_row + lines
     outs = block // ROW_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, HALF)
+    # Where a block begins is counted in 64 bits: 65,536 rows of 57,344 outputs pass 2**31.
+    x += first_row.to(tl.int64) * SIZE_IN
+    y += (split * M + first_row).to(tl.int64) * SIZE_OUT
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in range(split * SHARE, tl.minimum((split + 1) * SHARE, GROUPS)):
-        cells = packed + (group * HALF + inner)[:, None] * SIZE_OUT + outs[None, :]
+        cells = packed + tl.cast(group, tl.int64) * (HALF * SIZE_OUT)
+        cells += inner[:, None] * SIZE_OUT + outs[None, :]
         both = tl.load(cells, mask=(outs < SIZE_OUT)[None, :], other=0)
         scale = tl.load(scales + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0.0).to(
             tl.float32
@@ -77,7 +83,7 @@ def matmul_int4(
             zero = tl.load(zeros + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0).to(
                 tl.float32
             )
-        inputs = x + rows[:, None] * SIZE_IN + (group * R + inner)[None, :]
+        inputs = x + lines[:, None] * SIZE_IN + (group * R + inner)[None, :]
         low = tl.load(inputs, mask=(rows < M)[:, None], other=0.0)
         high = tl.load(inputs + HALF, mask=(rows < M)[:, None], other=0.0)
         part = tl.dot(
@@ -87,7 +93,7 @@ def matmul_int4(
             high, _unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION
         )
         acc += part * scale[None, :]
-    cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
+    cells = y + lines[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])
 
 
@@ -132,7 +138,9 @@ def matmul_fp8(
     for block in range(split * SHARE, tl.minimum((split + 1) * SHARE, BLOCKS)):
         at = block * BLOCK_K + inner
         inside = (at < SIZE_IN)[:, None] & (outs < SIZE_OUT)[None, :]
-        weights = tl.load(codes + at[:, None] * SIZE_OUT + outs[None, :], mask=inside, other=0)
+        cells = codes + tl.cast(block, tl.int64) * (BLOCK_K * SIZE_OUT)
+        cells += inner[:, None] * SIZE_OUT + outs[None, :]
+        weights = tl.load(cells, mask=inside, other=0)
         inputs = tl.load(
             x + rows[:, None] * SIZE_IN + at[None, :],
             mask=(rows < M)[:, None] & (at < SIZE_IN)[None, :],

@@ -1,80 +1,351 @@
-"""Triton kernel that finds where top-k and top-p cut a row of logits, without sorting it.
+"""Triton kernels that find where top-k and top-p cut a row of logits, without sorting it.
 
-XLA sorts the whole row for `top_k` beyond 16 entries. Here the ordered bits of float32 are searched
-two at a time: 16 passes over the row for k and 16 for p, a row per program, out of the L2 cache.
+The cut is found by its magnitude: the 31 bits of float32 under the sign, of entries that are at
+most 0. Passes over a row, each shared by several programs, tell 8 of them apart (`count_digits`),
+until the entries that may be the cut fit a short list (`gather`). One program a row searches that
+(`finish`). Two passes and the list's are the rule; four find any cut by one limit.
+
+Masses are whole numbers of 2**-33, so that their sums depend neither on the order of adding nor on
+how a row is shared out.
 """
 
 from __future__ import annotations
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 # Kernels are compiled, not called: numbers become constexprs and tensors on the way.
 import triton
 import triton.language as tl
 
+#: Words of a row's state, int32: what is searched by (0: nothing more), the least magnitude that
+#: the cut may have, from which magnitude on and up to which the list is gathered, the entries and
+#: the mass of lesser magnitude than the second word, the mass of the row. Masses take two words.
+STATE_WORDS = 16
+#: Bins of a pass, and the sums kept of each: entries, then the three parts of their mass.
+BINS, SUMS = 256, 4
+
+_NOTHING = tl.constexpr(0)
+_BY_COUNT = tl.constexpr(1)
+_BY_MASS = tl.constexpr(2)
+_INFINITE = tl.constexpr(0x7F800000)
+
 
 @triton.jit
-def _reached(row, target, low, step, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """How many of the magnitudes low + step - 1, low + 2 step - 1, low + 3 step - 1 keep less than
-    `target`.
+def _magnitude_of(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
-    A magnitude keeps the entries of the row (float32, at most 0) that lie no further from 0; MASS:
-    the sum of their exponentials counts, not their number. Always adds in the same order, so more
-    entries never weigh less.
+
+@triton.jit
+def _mass_parts(x):
+    """exp(x) for x <= 0 in units of 2**-33, as three whole numbers up to 2048: of 2**22, of 2**11
+    and of 1. Exact but for the last one, which is rounded; float16 holds each.
     """
-    at = tl.arange(0, BLOCK)
-    first = tl.zeros((BLOCK,), tl.float32)
-    second = tl.zeros((BLOCK,), tl.float32)
-    third = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
-        x = tl.load(row + start + at, mask=start + at < V, other=float("-inf"))
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        weight = tl.where(start + at < V, 1.0, 0.0)
-        if MASS:
-            weight = tl.exp(x)
-        first += tl.where(magnitude < low + step, weight, 0.0)
-        second += tl.where(magnitude < low + 2 * step, weight, 0.0)
-        third += tl.where(magnitude < low + 3 * step, weight, 0.0)
-    return (
-        (tl.sum(first, 0) < target).to(tl.int32)
-        + (tl.sum(second, 0) < target).to(tl.int32)
-        + (tl.sum(third, 0) < target).to(tl.int32)
-    )
+    scaled = tl.exp(x) * 2048.0
+    high = tl.floor(scaled)
+    scaled = (scaled - high) * 2048.0
+    middle = tl.floor(scaled)
+    low = tl.floor((scaled - middle) * 2048.0 + 0.5)
+    return high, middle, low
 
 
 @triton.jit
-def _search(row, target, V: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """The least magnitude that keeps `target`: two of its 31 bits a pass, the last one alone."""
+def _joined(high, middle, low):
+    """The parts of masses, or sums of them, as int64."""
+    return (high.to(tl.int64) << 22) + (middle.to(tl.int64) << 11) + low.to(tl.int64)
+
+
+@triton.jit
+def _share(p, whole):
+    """The least whole number that is p of `whole` or more."""
+    exact = p.to(tl.float64) * whole.to(tl.float64)
+    share = exact.to(tl.int64)
+    return share + (share.to(tl.float64) < exact).to(tl.int64)
+
+
+@triton.jit
+def _load_mass(words):
+    return (tl.load(words).to(tl.int64) << 30) + tl.load(words + 1).to(tl.int64)
+
+
+@triton.jit
+def _store_mass(words, mass):
+    tl.store(words, (mass >> 30).to(tl.int32))
+    tl.store(words + 1, (mass & 0x3FFFFFFF).to(tl.int32))
+
+
+@triton.jit
+def _kind_of(k, p, V: tl.constexpr):
+    """What a row is searched by at first; a k of the whole row or more limits nothing."""
+    kind = tl.where(p < 1.0, _BY_MASS, _NOTHING)
+    return tl.where((k > 0) & (k < V), _BY_COUNT, kind)
+
+
+@triton.jit
+def count_digits(
+    scaled,
+    top_k,
+    top_p,
+    state,
+    sums,
+    V: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """scaled [S, V] -> sums int32 [S, SPLITS, SUMS, BINS] over the entries that may be the cut, by
+    the digit of their magnitude at SHIFT; program (split of LENGTH entries, row).
+
+    A digit is two of 4 bits: the table of their counts is the product of two matrices that say
+    which entry has which. float32 holds its sums exactly up to 8192 entries. Blocks without such
+    entries, nearly all where top-k cuts, are only read.
+    """
+    split = tl.program_id(0)
+    s = tl.program_id(1)
+    words = state + s * 16
+    if FIRST:
+        kind = _kind_of(tl.load(top_k + s), tl.load(top_p + s), V)
+        low = 0
+    else:
+        kind = tl.load(words)
+        low = tl.load(words + 1)
+    if kind != _NOTHING:
+        row = scaled + s.to(tl.int64) * V
+        values = tl.arange(0, 16)
+        entries = tl.zeros((16, 16), tl.float32)
+        high = tl.zeros((16, 16), tl.float32)
+        middle = tl.zeros((16, 16), tl.float32)
+        rest = tl.zeros((16, 16), tl.float32)
+        for start in range(0, tl.minimum(LENGTH, V - split * LENGTH), BLOCK):
+            at = split * LENGTH + start + tl.arange(0, BLOCK)[None, :]
+            x = tl.load(row + at, mask=at < V, other=float("-inf"))
+            magnitude = _magnitude_of(x)
+            digit = (magnitude - low) >> SHIFT
+            digit = tl.where((at < V) & (magnitude >= low) & (digit < 256), digit, -1)
+            if tl.max(tl.max(digit, 1), 0) >= 0:
+                upper = ((digit >> 4) == values[:, None]).to(tl.float16)
+                lower = ((digit & 15) == values[:, None]).to(tl.float16)
+                entries = tl.dot(upper, tl.trans(lower), entries)
+                if kind == _BY_MASS:
+                    a, b, c = _mass_parts(x)
+                    high = tl.dot(upper, tl.trans(lower * a.to(tl.float16)), high)
+                    middle = tl.dot(upper, tl.trans(lower * b.to(tl.float16)), middle)
+                    rest = tl.dot(upper, tl.trans(lower * c.to(tl.float16)), rest)
+        table = sums + (s * SPLITS + split).to(tl.int64) * 1024
+        table += values[:, None] * 16 + values[None, :]
+        tl.store(table, entries.to(tl.int32))
+        if kind == _BY_MASS:
+            tl.store(table + 256, high.to(tl.int32))
+            tl.store(table + 512, middle.to(tl.int32))
+            tl.store(table + 768, rest.to(tl.int32))
+
+
+@triton.jit
+def _summed(table, SPLITS: tl.constexpr):
+    """One kind of sum of a row, over its splits: int64 [BINS]."""
+    bins = tl.arange(0, 256)
+    splits = tl.arange(0, 8)
+    total = tl.zeros((256,), tl.int64)
+    for start in range(0, SPLITS, 8):
+        at = (start + splits)[:, None]
+        part = tl.load(table + at * 1024 + bins[None, :], mask=at < SPLITS, other=0)
+        total += tl.sum(part.to(tl.int64), 0)
+    return total
+
+
+@triton.jit
+def choose_digit(
+    top_k,
+    top_p,
+    before,
+    sums,
+    after,
+    V: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LISTED: tl.constexpr,
+    SHIFT: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The digit of the cut at SHIFT, from the sums of all splits: state before -> state after, both
+    int32 [S, STATE_WORDS]; program (row).
+
+    The search of a row is over when what is left fits a list of LISTED entries. With both limits
+    the list is of all that top-k may keep, for top-p cuts among those.
+    """
+    s = tl.program_id(0)
+    k = tl.load(top_k + s)
+    p = tl.load(top_p + s)
+    words = after + s * 16
+    if FIRST:
+        kind = _kind_of(k, p, V)
+        low = 0
+        below = 0
+        lighter = tl.zeros((), tl.int64)
+        whole = tl.zeros((), tl.int64)
+    else:
+        kind = tl.load(before + s * 16)
+        low = tl.load(before + s * 16 + 1)
+        below = tl.load(before + s * 16 + 4)
+        lighter = _load_mass(before + s * 16 + 5)
+        whole = _load_mass(before + s * 16 + 7)
+    if kind == _NOTHING:
+        at = tl.arange(0, 16)
+        known = tl.zeros((16,), tl.int32)
+        if not FIRST:
+            known = tl.load(before + s * 16 + at)
+        tl.store(words + at, known)
+    else:
+        bins = tl.arange(0, 256)
+        table = sums + s.to(tl.int64) * SPLITS * 1024
+        entries = _summed(table, SPLITS).to(tl.int32)
+        if kind == _BY_COUNT:
+            mass = tl.zeros((256,), tl.int64)
+            digit = tl.sum((below + tl.cumsum(entries, 0) < k).to(tl.int32), 0)
+        else:
+            mass = _joined(
+                _summed(table + 256, SPLITS),
+                _summed(table + 512, SPLITS),
+                _summed(table + 768, SPLITS),
+            )
+            if FIRST:
+                whole = tl.sum(mass, 0)
+            reached = lighter + tl.cumsum(mass, 0)
+            digit = tl.sum((reached < _share(p, whole)).to(tl.int32), 0)
+        digit = tl.minimum(digit, 255)
+        lighter += tl.sum(tl.where(bins < digit, mass, 0), 0)
+        below += tl.sum(tl.where(bins < digit, entries, 0), 0)
+        inside = tl.sum(tl.where(bins == digit, entries, 0), 0)
+        low += digit << SHIFT
+        end = low + (1 << SHIFT)
+        if low >= _INFINITE:  # k reaches the banned entries, of which none need be told apart
+            inside = 0
+            end = low
+        start = low
+        listed = inside
+        if (kind == _BY_COUNT) & (p < 1.0):
+            start = 0
+            listed = below + inside
+        fits = listed <= LISTED
+        if SHIFT == 0:  # the cut is known, and is all that a search by one limit is for
+            fits = fits & (start == 0) & (kind == _BY_COUNT) & (p < 1.0)
+        tl.store(words, tl.where(fits, _NOTHING, kind))
+        tl.store(words + 1, low)
+        tl.store(words + 2, start)
+        tl.store(words + 3, tl.where(fits, end, start))
+        tl.store(words + 4, below)
+        _store_mass(words + 5, lighter)
+        _store_mass(words + 7, whole)
+
+
+@triton.jit
+def gather(
+    scaled,
+    state,
+    lengths,
+    listed,
+    V: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The entries of each row that its state asks for, in any order, to listed [S, LISTED], and
+    their number to lengths [S], zero before; program (split, row).
+    """
+    split = tl.program_id(0)
+    s = tl.program_id(1)
+    start = tl.load(state + s * 16 + 2)
+    end = tl.load(state + s * 16 + 3)
+    if start < end:
+        row = scaled + s.to(tl.int64) * V
+        for i in range(0, tl.minimum(LENGTH, V - split * LENGTH), BLOCK):
+            at = split * LENGTH + i + tl.arange(0, BLOCK)
+            x = tl.load(row + at, mask=at < V, other=float("-inf"))
+            magnitude = _magnitude_of(x)
+            wanted = (at < V) & (magnitude >= start) & (magnitude < end)
+            found = tl.sum(wanted.to(tl.int32), 0)
+            if found > 0:
+                place = tl.atomic_add(lengths + s, found)
+                place += tl.cumsum(wanted.to(tl.int32), 0) - 1
+                tl.store(listed + s * LISTED + place, x, mask=wanted & (place < LISTED))
+
+
+@triton.jit
+def _weights(x, at, n, MASS: tl.constexpr):
+    """What each entry counts, int64: its mass or 1; 0 from n on."""
+    if MASS:
+        high, middle, low = _mass_parts(x)
+        weight = _joined(high, middle, low)
+    else:
+        weight = tl.full(x.shape, 1, tl.int64)
+    return tl.where(at < n, weight, 0)
+
+
+@triton.jit
+def _kept(entries, n, magnitude, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """Sum of what n entries count that are of this magnitude or less."""
+    kept = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(entries + at, mask=at < n, other=float("-inf"))
+        kept += tl.where(_magnitude_of(x) <= magnitude, _weights(x, at, n, MASS), 0)
+    return tl.sum(kept, 0)
+
+
+@triton.jit
+def _search(entries, n, target, BLOCK: tl.constexpr, MASS: tl.constexpr):
+    """The least magnitude that keeps `target`, a bit at a time."""
     low = tl.zeros((), tl.int32)
-    for i in range(16):
-        step = tl.full((), 1, tl.int32) << tl.maximum(29 - 2 * i, 0)
-        low += step * _reached(row, target, low, step, V, BLOCK, MASS)
+    for i in range(31):
+        step = tl.full((), 1, tl.int32) << (30 - i)
+        low += tl.where(_kept(entries, n, low + step - 1, BLOCK, MASS) < target, step, 0)
     return low
 
 
 @triton.jit
-def _kept_mass(row, magnitude, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of the exponentials of the entries that `magnitude` keeps."""
-    at = tl.arange(0, BLOCK)
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
-        x = tl.load(row + start + at, mask=start + at < V, other=float("-inf"))
-        mass += tl.where((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) <= magnitude, tl.exp(x), 0.0)
-    return tl.sum(mass, 0)
+def finish(
+    scaled,
+    top_k,
+    top_p,
+    state,
+    lengths,
+    listed,
+    floor,
+    V: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """floor [S], the smallest kept entry, from what the state knows and the list; program (row).
+    See `jitney.kernels.interface.Threshold`.
 
-
-@triton.jit
-def threshold(scaled, top_k, top_p, floor, V: tl.constexpr, BLOCK: tl.constexpr):
-    """scaled [S, V] -> floor [S], the smallest kept entry; program (row). See
-    `jitney.kernels.interface.Threshold`.
+    The row itself is read only where top-p cuts among more entries than a list holds.
     """
     s = tl.program_id(0)
-    row = scaled + s.to(tl.int64) * V
     k = tl.load(top_k + s)
     p = tl.load(top_p + s)
-    magnitude = tl.full((), 0x7F800000, tl.int32)
-    if k > 0:
-        magnitude = _search(row, tl.minimum(k, V).to(tl.float32), V, BLOCK, False)
-    if p < 1.0:
-        target = p * _kept_mass(row, magnitude, V, BLOCK)
-        magnitude = tl.minimum(magnitude, _search(row, target, V, BLOCK, True))
+    words = state + s * 16
+    kind = _kind_of(k, p, V)
+    magnitude = tl.full((), _INFINITE, tl.int32)
+    if kind != _NOTHING:
+        low = tl.load(words + 1)
+        begin = tl.load(words + 2)
+        gathered = tl.load(words) == _NOTHING
+        below = tl.load(words + 4)
+        entries = listed + s * LISTED
+        n = tl.load(lengths + s)
+        if kind == _BY_MASS:
+            magnitude = low
+            if gathered:
+                target = _share(p, _load_mass(words + 7)) - _load_mass(words + 5)
+                magnitude = _search(entries, n, target, BLOCK, True)
+        else:
+            magnitude = low
+            if gathered & (low < _INFINITE):
+                before = tl.where(begin == 0, 0, below)
+                magnitude = _search(entries, n, (k - before).to(tl.int64), BLOCK, False)
+            if p < 1.0:
+                if not gathered:
+                    entries = scaled + s.to(tl.int64) * V
+                    n = V
+                target = _share(p, _kept(entries, n, magnitude, BLOCK, True))
+                magnitude = tl.minimum(magnitude, _search(entries, n, target, BLOCK, True))
     tl.store(floor + s, -magnitude.to(tl.float32, bitcast=True))

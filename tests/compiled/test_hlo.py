@@ -5,6 +5,7 @@ on paper.
 from __future__ import annotations
 
 import pytest
+from collective_windows import Sums, sums_of
 from compiled_specs import Spec, every_spec
 from hlo import Array, arrays_of, parse
 from kernel_costs import Load, kernel_cost
@@ -181,3 +182,39 @@ def test_programs_have_names_of_their_own_and_targets_their_configurations():
     )
     data = DATA
     assert all((data / f"{name}.txtpb").exists() for name in ("h100", "a100", "l4"))
+
+
+SUMS = """
+HloModule sums
+
+%reduced (p: bf16[8,16]) -> bf16[8,16] {
+  %p = bf16[8,16]{1,0} parameter(0)
+  ROOT %all-reduce.1 = bf16[8,16]{1,0} all-reduce(%p), to_apply=%add
+}, execution_thread="sparsecore"
+
+%product (x: bf16[8,4], w: bf16[4,16]) -> bf16[8,16] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %w = bf16[4,16]{1,0} parameter(1)
+  ROOT %dot = bf16[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}
+}
+
+ENTRY %main (a: bf16[8,4], b: bf16[4,16]) -> bf16[8,16] {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %b = bf16[4,16]{1,0} parameter(1)
+  %start.1 = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%reduced
+  %first = bf16[8,16]{1,0} fusion(%a, %b), kind=kOutput, calls=%product
+  %update.1 = ((bf16[8,16]{1,0}), bf16[8,16]{1,0}) call-update(%start.1, %first)
+  %second = bf16[8,16]{1,0} fusion(%a, %b), kind=kOutput, calls=%product
+  %done.1 = bf16[8,16]{1,0} call-done(%update.1)
+  %start.2 = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%reduced
+  %update.2 = ((bf16[8,16]{1,0}), bf16[8,16]{1,0}) call-update(%start.2, %second)
+  %done.2 = bf16[8,16]{1,0} call-done(%update.2)
+  ROOT %waited = bf16[8,16]{1,0} all-reduce(%done.2), to_apply=%add
+}
+"""
+
+
+def test_all_reduces_beside_a_product_are_told_from_those_that_wait():
+    module = parse(SUMS)
+    assert sums_of(module) == Sums(all=3, asynchronous=2, beside=1)
+    assert account(module, no_kernels).collectives == 3 * 8 * 16 * 2

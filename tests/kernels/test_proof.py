@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from ragged import Case, attention, make
 
-from jitney.kernels import definitions, proof, reference
+from jitney.kernels import definitions, fp8, proof, reference
+from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int8 import Int8
-from jitney.kernels.interface import Int8Products, KernelSet
+from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_products import narrowed
 from jitney.kernels.proof_shapes import Matrix, ServedShapes
 from jitney.kernels.select import reference as reference_set
-from jitney.kernels.select import select
+from jitney.kernels.select import select, triton_for
 
 #: The default model's heads and page, fewer numbers elsewhere.
 SERVED = ServedShapes(
@@ -300,6 +301,47 @@ def test_rows_that_are_not_rounded_are_found():
     assert not errors(changed(int8=right), served)
     wrong = Int8Products(arrange, unrounded, reference.gated_int8)
     assert list(errors(changed(int8=wrong), served)) == ["int8 product"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_in_fp8_are_proved_and_widened_ones_are_found(dtype: str):
+    """A weight-only product is another product, and would be another model than the canary's."""
+
+    def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
+        return w
+
+    def widened(x: jax.Array, w: Fp8, dtype: Any = jnp.float32) -> jax.Array:
+        return (reference.matmul(x, w.kernel) * w.scale).astype(dtype)
+
+    served = replace(SERVED, matrices=(Matrix(192, 288, "fp8"),), dtype=dtype)
+    assert not errors(changed(fp8=Fp8Products(arrange, reference.matmul_fp8)), served)
+    assert not errors(changed(fp8=Fp8Products(fp8.arrange, fp8.matmul)), served)
+    if dtype == "float32":  # in 16 bits the two are as close as rounding
+        wrong = changed(fp8=Fp8Products(arrange, widened))
+        assert list(errors(wrong, served)) == ["fp8 product"]
+        assert proof.without(wrong, ["fp8 product"]).fp8 is None
+
+
+def test_a_row_in_fp8_has_its_own_units_alone_and_among_others():
+    rng = np.random.default_rng(3)
+    rows = (
+        rng.standard_normal((8, 64), np.float32) * np.logspace(-6, 6, 8, dtype=np.float32)[:, None]
+    )
+    codes, units = fp8.round_rows(jnp.asarray(rows))
+    for at in range(8):
+        alone, unit = fp8.round_rows(jnp.asarray(rows[at : at + 1]))
+        assert np.array_equal(alone.view(jnp.uint8), codes[at : at + 1].view(jnp.uint8))
+        assert unit[0, 0] == units[at, 0]
+    assert float(jnp.max(jnp.abs(codes.astype(jnp.float32)))) == fp8.GREATEST
+    spoilt, unit = fp8.round_rows(jnp.asarray([[1.0, jnp.inf], [0.0, 0.0]]))
+    assert np.isnan(unit[0, 0]) and not np.any(spoilt[1].astype(jnp.float32))
+
+
+def test_only_cards_with_fp8_units_multiply_fp8():
+    pytest.importorskip("jax_triton")
+    assert triton_for(80).fp8 is None
+    for sm in (89, 90, 100, 120):
+        assert triton_for(sm).fp8 == Fp8Products(fp8.arrange, fp8.matmul)
 
 
 def test_weights_of_four_bits_are_proved_too():

@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from collective_windows import sums_of
 from compiled_specs import CONTEXTS, GPUS, MIXED_CONTEXTS, SEATS, Spec
 from flax import nnx
-from hlo import parse
+from hlo import Module, parse
 from jax.experimental import topologies
 from kernel_costs import Load, kernel_cost
 from lowered_steps import lower_step
@@ -26,7 +27,9 @@ from memory_traffic import Account, account
 from places import DATA
 
 from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.executor.autotuning import shipped_options
 from jitney.engine.executor.program import StateSizes, compiler_options
+from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import KV_TYPES
 from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import make_mesh
@@ -34,11 +37,17 @@ from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
+from jitney.kernels import fp8
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import pallas_set, triton_for
 
 CAPABILITIES = {"h100": 90, "a100": 80, "l4": 89}
-TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+#: By target, of up to 4 and up to 8 devices; a chip of v7x is two devices.
+TOPOLOGIES = {
+    "v5e": ("v5e:2x2", "v5e:2x4"),
+    "v6e": ("v6e:2x2", "v6e:2x4"),
+    "v7x": ("tpu7x:2x2x1", "tpu7x:2x2x1"),
+}
 CHIPS = {"a100": "a100-80"}
 #: Results with fewer elements are activations.
 LARGE = 1 << 20
@@ -58,14 +67,22 @@ class Step:
         self.model = abstract_model(
             self.config, dtype=jnp.bfloat16, weights=spec.weights, kv=spec.kv
         )
+        _lay_out(self.model, kernels_for(spec))
         self.leaves = dict(nnx.to_flat_state(nnx.split(self.model)[1]))
         self.chip: Accelerator = DEVICES[CHIPS.get(spec.target, spec.target)]
         self.kv_dtype = KV_TYPES.get(spec.kv, jnp.dtype(jnp.bfloat16))
 
     @property
     def weights(self) -> list[Any]:
-        """Matrices on one device, as shapes."""
-        return [leaf for leaf in self.leaves.values() if len(leaf.shape) == 2]
+        """Matrices on one device, as shapes; without the scales of int4, which a TPU that knows no
+        float16 may copy as bits.
+        """
+        scales = ("scale", "zeros", "lows")
+        return [
+            leaf
+            for path, leaf in self.leaves.items()
+            if len(leaf.shape) >= 2 and path[-1] not in scales
+        ]
 
     @property
     def position_bytes(self) -> int:
@@ -118,14 +135,28 @@ def devices_of(spec: Spec) -> Any:
         return topologies.get_topology_desc(
             platform="cuda", topology=f"1x1x{spec.devices}", target_config=config
         ).devices
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=TOPOLOGIES[spec.target]
-    ).devices
+    name = TOPOLOGIES[spec.target][spec.devices > 4]
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
 
 def kernels_for(spec: Spec) -> KernelSet:
     """The kernel set that serves the target."""
-    return triton_for(CAPABILITIES[spec.target]) if spec.target in GPUS else pallas_set()
+    if spec.target in GPUS:
+        kernels = triton_for(CAPABILITIES[spec.target])
+        if spec.devices > 1:
+            return replace(kernels, fp8=None)  # as `build_engine`
+        return kernels
+    return pallas_set(spec.target)
+
+
+def _lay_out(model: Model, kernels: KernelSet) -> None:
+    """fp8 matrices as shapes of what serves them."""
+    if kernels.fp8 is None:
+        return
+    for linear in model.linears():
+        kernel = linear.kernel.get_value()
+        if kernel.dtype == fp8.DTYPE:
+            linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.arrange, kernel))
 
 
 def loads(step: Step) -> list[Load]:
@@ -160,10 +191,11 @@ def copies(step: Step, made: Account) -> list[str]:
     transposed or widened.
     """
     sizes = {step.pool_size} | {int(leaf.size) for leaf in step.weights}
+    rows = step.spec.rows, step.config.hidden_size  # on 8 devices as large as a share of a matrix
     return [
         f"{name} {array.dtype}{list(array.dims)}"
         for name, array in made.made
-        if array.elements in sizes and array.elements > LARGE
+        if array.elements in sizes and array.elements > LARGE and array.dims != rows
     ]
 
 
@@ -184,6 +216,7 @@ def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[st
         "pages": step.pages,
         "pools": step.pages * PAGE * step.position_bytes,
         "layers": step.config.n_layers,
+        "sums": asdict(sums_of(module)),
         "loads": [],
     }
     for load in loads(step):
@@ -194,9 +227,23 @@ def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[st
             "kernels": made.kernels,
             "copied": copies(step, made),
             "wide_gates": wide_gates(step, made),
+            "fp8_products": fp8_products(module),
             "collectives": made.collectives,
         }
     return found | (thunks(folder) if step.spec.target in GPUS else {})
+
+
+def fp8_products(module: Module) -> int:
+    """Products that take both operands in fp8 as they are: cuBLASLt's, and XLA's fusions."""
+    count = 0
+    for computation in module.computations.values():
+        for made in computation.instructions.values():
+            if made.op == "custom-call":
+                count += made.quoted("custom_call_target") == "__cublas$lt$matmul$f8"
+            elif made.op == "dot":
+                taken = {operand.arrays[0].dtype for operand in computation.inputs(made)}
+                count += taken == {"f8e4m3fn"}
+    return count
 
 
 def told(step: Step, load: Load, made: Account) -> dict[str, Any]:
@@ -228,7 +275,11 @@ def main(spec: Spec, folder: Path) -> None:
     lowered = step.lower()
     lowering = time.perf_counter() - started
     platform = "gpu" if spec.target in GPUS else "tpu"
-    compiled = lowered.compile(compiler_options(platform, spec.devices > 1))
+    halves = kernels_for(spec).sums_in_halves
+    options = compiler_options(platform, spec.devices > 1, halves)
+    if spec.target in GPUS:
+        options |= shipped_options(spec.target, str(CAPABILITIES[spec.target] / 10))
+    compiled = lowered.compile(options)
     print(
         json.dumps(
             describe(step, compiled, folder)

@@ -25,6 +25,19 @@ from places import SUPPORT
 GPUS, TPUS = ("h100", "a100", "l4"), ("v5e", "v6e", "v7x")
 MODELS = ("llama-3.1-8b", "qwen3-8b")
 PLUGINS = {**dict.fromkeys(GPUS, "JITNEY_CUDA_PLUGIN"), **dict.fromkeys(TPUS, "JITNEY_TPU_PLUGIN")}
+#: How its weights fit in the memory of so many devices: 32 GB each of a v6e, 96 of a v7x, and 16 of
+#: a v5e, of which four hold it in int4 alone, where XLA copies the head in each step: its 32,064
+#: outputs a device are no whole vectors.
+LARGE_MODEL = "llama-3.1-70b"
+LARGE_KEPT_AS = {
+    ("v5e", 8): "int8",
+    ("v6e", 4): "int8",
+    ("v6e", 8): "plain",
+    ("v7x", 4): "plain",
+    ("v7x", 8): "plain",
+}
+#: Layers that are compiled of a model over 4 and 8 devices.
+FEW_LAYERS = 4
 #: Sequences of the decode steps, and the contexts at which the bytes of decode and of mixed steps
 #: are counted.
 SEQUENCES, CONTEXTS, MIXED_CONTEXTS = (1, 8, 32), (1024, 4096), (256, 1024)
@@ -97,6 +110,20 @@ def every_spec() -> Iterator[Spec]:
                     Spec(target, model, 1, 1, weights=kept_as(target, devices), devices=devices)
                 )
         yield from quantised(target)
+        if target in TPUS:
+            yield from wide(target)
+
+
+def wide(target: str) -> Iterator[Spec]:
+    """Decode steps over 4 and 8 devices, of a few layers, since all are alike; and a mixed one."""
+    for devices in (4, 8):
+        decode = Spec(target, "", SEQUENCES[-1], SEQUENCES[-1], devices=devices, layers=FEW_LAYERS)
+        for model in MODELS:
+            yield replace(decode, model=model)
+        if weights := LARGE_KEPT_AS.get((target, devices)):
+            yield replace(decode, model=LARGE_MODEL, weights=weights)
+    host = 8 if target == "v7x" else 4  # devices of four chips
+    yield replace(decode, model=MODELS[0], devices=host, rows=MIXED_ROWS, seqs=SEATS)
 
 
 def steps(of: Spec) -> Iterator[Spec]:
@@ -106,6 +133,8 @@ def steps(of: Spec) -> Iterator[Spec]:
     first = of.model == MODELS[0]
     if of.devices > 1:
         yield replace(of, rows=SEQUENCES[-1], seqs=SEQUENCES[-1])
+        if first and of.target in GPUS:
+            yield replace(of, rows=SEQUENCES[-1], seqs=SEQUENCES[-1], plain=False)
         return
     few = SEQUENCES if first else SEQUENCES[::2]
     for seqs in MORE_SEQUENCES if first and of.target in COUNTED_CLOSELY else few:
@@ -114,20 +143,21 @@ def steps(of: Spec) -> Iterator[Spec]:
         yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
     if first and of.target in SAMPLED:
         yield replace(of, rows=SEQUENCES[-1], seqs=SEQUENCES[-1], plain=False)
+        if of.target in GPUS:
+            yield replace(of, rows=MANY, seqs=MANY, plain=False)
         yield replace(of, rows=MIXED_ROWS, seqs=SEATS, plain=False)
 
 
 def quantised(target: str) -> Iterator[Spec]:
-    """Decode with quantised weights and pools: int4 where there is a kernel for it, fp8 where there
-    are fp8 pools.
-    """
+    """Decode with quantised weights and pools; fp8 where there are fp8 pools."""
     of = Spec(target, MODELS[0], 8, 8)
     yield replace(of, weights="int8", kv="int8")
-    if target in GPUS:
-        yield replace(of, weights="int4")
-        yield replace(of, rows=MANY, seqs=MANY, weights="int4")
+    yield replace(of, weights="int4")
+    yield replace(of, rows=MANY, seqs=MANY, weights="int4")
     if target not in ("a100", "v5e", "v6e"):
         yield replace(of, weights="fp8", kv="fp8")
+        if target in GPUS:
+            yield replace(of, rows=MANY, seqs=MANY, weights="fp8", kv="fp8")
 
 
 @functools.cache
@@ -135,15 +165,28 @@ def facts(spec: Spec) -> dict[str, Any]:
     """What `program` tells of a step: kept from an earlier run, or compiled now. Raises
     RuntimeError if that fails.
     """
-    folder = os.environ.get("JITNEY_COMPILED")
-    kept = Path(folder, f"{spec}.json".replace(" ", "_")) if folder else None
-    if kept is not None and kept.exists():
-        return json.loads(kept.read_text())
+    before = kept(spec)
+    if before is not None:
+        return before
     found = compiled(spec)
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(found, indent=1))
+    path = _kept_path(spec)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1))
     return found
+
+
+def kept(spec: Spec) -> dict[str, Any] | None:
+    """What an earlier run left of a step; None without one."""
+    path = _kept_path(spec)
+    if path is None or not path.exists():
+        return None
+    return json.loads(path.read_text())
+
+
+def _kept_path(spec: Spec) -> Path | None:
+    folder = os.environ.get("JITNEY_COMPILED")
+    return Path(folder, f"{spec}.json".replace(" ", "_")) if folder else None
 
 
 def compiled(spec: Spec) -> dict[str, Any]:

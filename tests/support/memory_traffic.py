@@ -37,6 +37,7 @@ FREE = {
     "domain",
     "slice-done",
     "dynamic-slice-done",
+    "call-update",
     "call-done",
     "custom-call-start",
     "custom-call-done",
@@ -114,6 +115,8 @@ class Reader:
             case "conditional":
                 return self.conditional(made)
             case "call":
+                return self.computation(self.module.called(made, "to_apply"))
+            case "call-start":  # an all-reduce on a TPU's SparseCores
                 return self.computation(self.module.called(made, "to_apply"))
             case "async-start":
                 return self.computation(self.module.called(made))

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,9 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints import families
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import resolve
-from jitney.engine.cli import main
+from jitney.engine.cli import generate, main
+from jitney.engine.cli.display import load_llm
+from jitney.engine.config.schema import Config
 from jitney.engine.executor.program import Program, StateSizes, allocate
 from jitney.engine.loading.calibration import calibrate
 from jitney.engine.loading.load import WeightStorage, load_model
@@ -39,7 +42,8 @@ from jitney.engine.types import Grammar
 from jitney.kernels.select import select
 
 ROWS = 64
-KERNELS = select("cpu", "reference")
+#: Those of the engine: quicker to compile, too.
+KERNELS = select("cpu", "auto")
 
 
 def logits(
@@ -64,7 +68,10 @@ def logits(
         calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    program = Program(graph, treedef, KERNELS, mesh)
+    kernels = KERNELS
+    if scheme == "int8":
+        kernels = select("cpu", "reference")  # the others round a device's share of a row by itself
+    program = Program(graph, treedef, kernels, mesh)
     sizes = StateSizes(
         seats=len(tokens),
         n_pages=8,
@@ -73,7 +80,7 @@ def logits(
         kv_dtype=jnp.dtype(kv_dtype or dtype),
     )
     layout = sizes.builder().layout(Bucket(ROWS, len(tokens)), True)
-    kv = allocate(sizes.shapes(model.config, KERNELS, mesh), model.config)
+    kv = allocate(sizes.shapes(model.config, kernels, mesh), model.config)
 
     def step(leaves: Any, kv: Any, last_token: Any, packed: Any) -> jax.Array:
         inputs = layout.split(packed)
@@ -100,38 +107,48 @@ def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
     return packed
 
 
-def tokens(devices: int) -> np.ndarray:
-    """What a whole engine answers to six prompts, greedily, by chance, and held to a grammar: int
-    [18, 12]; row 18: compiles since.
+def served(family: str, devices: int) -> dict[str, np.ndarray]:
+    """What one engine of a family's tiny random model with 8 query heads answers.
+
+    text: see `generated`. tokens: six prompts, greedily, by chance, and held to a grammar, int
+    [18, 12]. compiles: since it started.
     """
-    llm = LLM(
-        "tiny-random:qwen3",
-        tensor_parallel=devices,
-        dtype="float32",
-        max_seats=4,
-        token_budget=64,
-        context=256,
-        seat_buckets=[4],
-        token_buckets=[64],
-        compilation_cache=False,
-    )
+    kept: list[LLM] = []
+
+    def load(config: Config) -> LLM:
+        kept.append(load_llm(config))
+        return kept[0]
+
+    with (
+        mock.patch.object(generate, "load_llm", load),
+        mock.patch.object(LLM, "close"),
+        many_heads(),
+    ):
+        text = generated(family, devices)
+    (llm,) = kept
     count = f"{devices} x " if devices > 1 else ""
     assert (llm.info.tensor_parallel, llm.info.device) == (devices, f"{count}{cpu_name()}")
-    prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
-    rows = [
-        [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        for params in (
-            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-            SamplingParams(
-                seed=3, top_p=0.9, top_k=40, max_tokens=12, ignore_eos=True, frequency_penalty=0.5
-            ),
-            SamplingParams(
-                seed=3, max_tokens=12, presence_penalty=0.5, grammar=Grammar("regex", "[a-z]{99}")
-            ),
-        )
-    ]
+    rows = tokens(llm)
     llm.core.check()
-    return np.array([*rows[0], *rows[1], *rows[2], [llm.core.runner.compiles] * 12])
+    compiles = np.array(llm.core.runner.compiles)
+    llm.close()
+    return {"text": text, "tokens": rows, "compiles": compiles}
+
+
+def tokens(llm: LLM) -> np.ndarray:
+    """See `served`."""
+    prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
+    ways = (
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(
+            seed=3, top_p=0.9, top_k=40, max_tokens=12, ignore_eos=True, frequency_penalty=0.5
+        ),
+        SamplingParams(
+            seed=3, max_tokens=12, presence_penalty=0.5, grammar=Grammar("regex", "[a-z]{99}")
+        ),
+    )
+    outputs = [output for params in ways for output in llm.generate(prompts, params)]
+    return np.array([output.outputs[0].token_ids for output in outputs])
 
 
 def generated(family: str, devices: int) -> np.ndarray:
@@ -140,7 +157,7 @@ def generated(family: str, devices: int) -> np.ndarray:
     """
     flags = (
         f"--model tiny-random:{family} --tensor-parallel {devices} --dtype float32 --max-seats 4 "
-        "--token-budget 32 --context 128 --seat-buckets 4 --token-buckets 32 --kernels reference "
+        "--token-budget 32 --context 128 --seat-buckets 4 --token-buckets 32 "
         "--no-compilation-cache --temperature 1 --seed 5 --max-tokens 24 --json"
     )
     prompts = ["--prompt", "a", "--prompt", "a longer one that takes two chunks", "--prompt", "b c"]
@@ -189,15 +206,21 @@ def program(devices: int, plain: bool, bucket: list[int], family: str = "llama")
 
 FUNCTIONS = {
     "logits": logits,
-    "tokens": tokens,
     "program": program,
     "generated": generated,
+    "served": served,
 }
 
 
+def named(name: str, found: Any) -> dict[str, np.ndarray]:
+    """One array, or several by their names behind that of the job."""
+    if isinstance(found, dict):
+        return {f"{name} {part}": array for part, array in found.items()}
+    return {name: found}
+
+
 if __name__ == "__main__":
-    done = {
-        name: FUNCTIONS[function](*arguments)
-        for name, function, arguments in json.loads(Path(sys.argv[1]).read_text())
-    }
+    done: dict[str, Any] = {}
+    for name, function, arguments in json.loads(Path(sys.argv[1]).read_text()):
+        done |= named(name, FUNCTIONS[function](*arguments))
     np.savez(sys.argv[2], **done)

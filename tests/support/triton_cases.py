@@ -26,6 +26,7 @@ from jitney.kernels import reference
 from jitney.kernels.attention_cases import CASES as ATTENTION
 from jitney.kernels.attention_cases import MIXED
 from jitney.kernels.select import select
+from jitney.kernels.triton_gpu import cut
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 
 KERNELS = TritonKernels(Interpreted())
@@ -174,34 +175,74 @@ def check_fp8(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]
     return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
 
 
-def check_threshold(rows: int, vocab: int) -> dict[str, Any]:
-    """Rows whose cut is not the one that sorting finds; entries tie, and some are banned (-inf)."""
-    rng = np.random.default_rng(5)
+def spread_rows(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """Rows of many ties in which every seventh entry is banned (-inf)."""
     scaled = np.round(rng.standard_normal((rows, vocab)) * 3, 2).astype(np.float32)
     scaled[:, ::7] = -np.inf
+    return scaled
+
+
+def odd_rows(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """Rows of one value, of two, banned but for five entries, of one entry, close to their best,
+    beyond where masses end, and one that is not finite.
+    """
+    scaled = rng.standard_normal((rows, vocab)).astype(np.float32)
+    scaled[0::7] = 1.5
+    scaled[1::7] = np.where(np.arange(vocab) % 2, 0.0, -5.0)
+    scaled[2::7, 5:] = -np.inf
+    scaled[3::7, :-1] = -np.inf
+    scaled[4::7] *= np.float32(1e-6)
+    scaled[5::7] *= 100
+    scaled[6::7, 3] = np.nan
+    return scaled
+
+
+def check_threshold(
+    make: Callable[[np.random.Generator, int, int], np.ndarray],
+    rows: int,
+    vocab: int,
+    most: int = cut.LISTED,
+) -> dict[str, Any]:
+    """Rows whose cut is not the one that sorting finds; most passes over a row that has one limit,
+    and both. most: entries that a list holds.
+    """
+    rng = np.random.default_rng(5)
+    scaled = make(rng, rows, vocab)
     scaled -= scaled.max(1, keepdims=True)
-    top_k = rng.choice([0, 1, 5, 40, vocab // 2, 2 * vocab], rows).astype(np.int32)
-    top_p = rng.choice([1.0, 0.9, 0.5, 0.01], rows).astype(np.float32)
+    top_k = rng.choice([0, 1, 5, 40, vocab // 2, vocab, 2 * vocab], rows).astype(np.int32)
+    top_p = rng.choice([1.0, 0.95, 0.9, 0.5, 1e-6], rows).astype(np.float32)
     top_k[0], top_p[0] = 0, 1.0
-    floor = np.asarray(jax.jit(KERNELS.threshold)(scaled, top_k, top_p))
+    search = jax.jit(functools.partial(cut.search, Interpreted(), most=most))
+    found = search(scaled, top_k, top_p)
+    floor, states = np.asarray(found.floor), np.asarray(found.states)
+    finite = ~np.isnan(scaled).any(1)
     wrong = [
-        s for s in range(rows) if floor[s] not in cuts(scaled[s], int(top_k[s]), float(top_p[s]))
+        s
+        for s in np.flatnonzero(finite).tolist()
+        if floor[s] != cut_by_sorting(scaled[s], int(top_k[s]), float(top_p[s]))
     ]
-    return {"wrong": wrong}
+    limits = ((top_k > 0) & (top_k < vocab)).astype(int) + (top_p < 1.0)
+    counted = (limits > 0) + (states[:-1, :, 0] != 0).sum(0)
+    gathered = states[-1, :, 2] < states[-1, :, 3]
+    passes = np.where(finite, counted + gathered, 0)
+    return {
+        "wrong": wrong,
+        "one_limit": int(passes[limits == 1].max()),
+        "both": int(passes[limits == 2].max()),
+    }
 
 
-def cuts(row: np.ndarray, k: int, p: float) -> set[float]:
-    """The smallest kept entry of a row by sorting; two where the sum of p's share ends at float
-    noise between them.
+def cut_by_sorting(row: np.ndarray, k: int, p: float) -> float:
+    """The smallest kept entry of a row, -inf where none need be told apart; masses are whole
+    numbers of 2**-33.
     """
     best = np.sort(row)[::-1]
-    last = best[min(k, len(row)) - 1] if k else -np.inf
-    mass = np.cumsum(np.exp(best[best >= last].astype(np.float64)))
+    last = best[k - 1] if 0 < k < len(row) else -np.inf
     if p == 1.0:
-        return {float(last)}
-    return {
-        float(best[np.searchsorted(mass, p * mass[-1] * slack)]) for slack in (1 - 1e-6, 1 + 1e-6)
-    }
+        return float(last)
+    kept = best[best >= last]
+    mass = np.cumsum(np.floor(np.exp(kept).astype(np.float64) * 2.0**33 + 0.5))
+    return float(kept[np.searchsorted(mass, p * mass[-1])])
 
 
 def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dict[str, Any]:
@@ -265,7 +306,7 @@ def sampled_tokens() -> dict[str, Any]:
     from jitney.engine.types import SamplingParams
 
     rng = np.random.default_rng(11)
-    n, vocab = 24, 700
+    n, vocab = 16, 700
     temperatures = rng.uniform(0.5, 2.0, n).tolist()
     top_ps = rng.choice([1.0, 0.95, 0.6], n).tolist()
     top_ks = rng.choice([0, 3, 40, 400], n).tolist()
@@ -282,9 +323,9 @@ def sampled_tokens() -> dict[str, Any]:
     logits = rng.standard_normal((n, vocab), np.float32) * 2
     found = [
         np.asarray(
-            jax.jit(sample, static_argnums=3)(logits, rows, empty_state(4, vocab), cut)[0].tokens
+            jax.jit(sample, static_argnums=3)(logits, rows, empty_state(4, vocab), search)[0].tokens
         )
-        for cut in (KERNELS.threshold, None)
+        for search in (KERNELS.threshold, None)
     ]
     return {"other": int((found[0] != found[1]).sum()), "distinct": len(set(found[1].tolist()))}
 
@@ -313,8 +354,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "fp8: outputs no multiple": lambda: check_fp8(13, 77),
     "fp8: float16": lambda: check_fp8(40, 64, "float16"),
     "fp8: more rows than the kernel takes": lambda: check_fp8(17, 64),
-    "threshold: small vocabulary": lambda: check_threshold(12, 500),
-    "threshold: vocabulary of several blocks": lambda: check_threshold(4, 9001),
+    "threshold: small vocabulary": lambda: check_threshold(spread_rows, 12, 500),
+    "threshold: several splits": lambda: check_threshold(spread_rows, 6, 9001),
+    "threshold: odd rows": lambda: check_threshold(odd_rows, 21, 300),
+    "threshold: short lists": lambda: check_threshold(odd_rows, 28, 300, 8),
     "sampling: tokens": sampled_tokens,
     "model: logits": lambda: whole_model(False, unfused=True),
     "model: logits, normed heads": lambda: whole_model(True),

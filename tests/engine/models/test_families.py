@@ -29,6 +29,8 @@ from jitney.engine.models import registry
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.registry import MODELS, abstract_model, model_class
 
+pytestmark = pytest.mark.usefixtures("programs_when_used")
+
 CASES = DATA["cases"]
 SMALL = {
     "dtype": "float32",

@@ -1,5 +1,5 @@
-"""One model over several devices: the same logits and the same tokens, less memory each, and
-nothing sent in vain.
+"""One model over several devices: the same logits, less memory each, and nothing sent in vain;
+`test_sharding_families` has whole engines.
 
 Devices are parts of this CPU, which a process of its own has to ask for: `sharding_program` does
 all the running.
@@ -73,7 +73,6 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
         )
         for n in (1, 4)
     ]
-    found += [(f"tokens {n}", "tokens", [n]) for n in (1, 2)]
     return found + [
         (f"program {n} {plain} {rows}", "program", [n, plain, [rows, 4]])
         for n, plain, rows in ((1, True, 4), (2, True, 4), (2, False, 64))
@@ -133,12 +132,6 @@ def test_factors_of_quantised_pools_split_with_their_heads(results: dict[str, np
     assert np.abs(results["int8 KV 4"] - results["int8 KV 1"]).max() < 0.2 * np.abs(quantised).max()
 
 
-def test_an_engine_on_two_devices_answers_like_one(results: dict[str, np.ndarray]):
-    answers = results["tokens 2"]
-    np.testing.assert_array_equal(answers, results["tokens 1"])
-    assert len(np.unique(answers[:18], axis=0)) > 12 and not answers[18].any()
-
-
 def test_one_device_sends_nothing(results: dict[str, np.ndarray]):
     reduces, gathers, *_ = results["program 1 True 4"]
     assert (reduces, gathers) == (0, 0)
@@ -151,12 +144,12 @@ def test_a_greedy_step_sends_two_sums_a_layer_and_two_numbers_a_row(results: dic
     assert aliased >= pools
 
 
-def test_a_sampling_step_gathers_the_logits_once(results: dict[str, np.ndarray]):
-    """And once more, for a block of 64 rows, in the branch that only steps with scored prompt rows
-    take.
-    """
+def test_a_sampling_step_leaves_the_logits_where_they_are(results: dict[str, np.ndarray]):
+    """What travels: sums of lanes and the best 20 of each of 4 rows, or of a block of 64 scored
+    ones; never 512 logits a row."""
     reduces, gathers, widest, pools, aliased = results["program 2 False 64"]
-    assert reduces == 5 and gathers == 2 and widest == 64 * 512
+    assert reduces > 5 and gathers > 0
+    assert widest <= 64 * 2 * 20
     assert aliased >= pools
 
 

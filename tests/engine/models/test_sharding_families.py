@@ -46,21 +46,32 @@ def run(folder: Path, jobs: list[tuple[str, str, list[Any]]]) -> dict[str, np.nd
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """What a greedy step of each family is on two devices."""
-    folder = tmp_path_factory.mktemp("programs")
-    return run(folder, [(name, "program", [2, True, [4, 4], name]) for name in NAMES])
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What a greedy step of each family is on two devices, by the family's name; and what engines
+    answer on one device and on four, which share KV heads two by two.
+    """
+    jobs: list[tuple[str, str, list[Any]]] = [
+        (name, "program", [2, True, [4, 4], name]) for name in NAMES
+    ]
+    jobs += [(str(n), "served", ["gemma2", n]) for n in (1, 4)]
+    return run(tmp_path_factory.mktemp("families"), jobs)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_of_any_family_sends_two_sums(programs: dict[str, np.ndarray], name: str):
-    reduces, gathers, widest, pools, aliased = programs[name]
+def test_a_layer_of_any_family_sends_two_sums(results: dict[str, np.ndarray], name: str):
+    reduces, gathers, widest, pools, aliased = results[name]
     assert reduces == 2 * 2 + 1  # two layers, and one for the embedding
     assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
     assert aliased >= pools
 
 
-def test_the_command_line_prints_the_same_on_four_devices(tmp_path: Path):
-    found = run(tmp_path, [(str(n), "generated", ["gemma2", n]) for n in (1, 4)])
-    np.testing.assert_array_equal(found["4"], found["1"])
-    assert len(found["1"]) > 24
+def test_the_command_line_prints_the_same_on_four_devices(results: dict[str, np.ndarray]):
+    np.testing.assert_array_equal(results["4 text"], results["1 text"])
+    assert len(results["1 text"]) > 24
+
+
+def test_an_engine_on_four_devices_answers_like_one(results: dict[str, np.ndarray]):
+    answers = results["4 tokens"]
+    np.testing.assert_array_equal(answers, results["1 tokens"])
+    assert answers.shape == (18, 12) and len(np.unique(answers, axis=0)) > 12
+    assert not results["4 compiles"]

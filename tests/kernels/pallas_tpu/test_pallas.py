@@ -17,11 +17,12 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.registry import random_model
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.pallas_tpu import pool_layout
+from jitney.kernels.pallas_tpu.blocks import Blocks, blocks_for, chip_of
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.select import pallas_set, select
 
 #: Blocks of 32 keys, so that short contexts have several.
-KERNELS = PallasKernels(interpret=True, keys=32)
+KERNELS = PallasKernels(interpret=True, blocks=Blocks(32, 3, 2048))
 Step = Callable[..., tuple[jax.Array, jax.Array]]
 DECODE = Case((8, 2, 64), (1, 160, 33, 64), rows=6, seqs=6, pages=12)
 MIXED = Case((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=12)
@@ -93,7 +94,8 @@ def test_bfloat16_is_as_close_as_its_rounding():
 
 def test_every_copy_is_awaited_and_none_races():
     kernels = PallasKernels(
-        pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"), keys=16, depth=2
+        pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"),
+        blocks=Blocks(16, 2, 2048),
     )
     batch = make(
         Case((2, 1, 64), (20, 3, 9, 33), ((30, 18), (5, 3), (9, 4)), rows=32, seqs=8, pages=4)
@@ -209,6 +211,40 @@ def test_a_model_gives_the_logits_of_the_reference():
     assert np.abs(logits[0] - logits[1]).max() < 1e-4
 
 
+def test_a_deeper_ring_and_longer_items_give_the_same_bits():
+    batch = make(MIXED)
+    deep = PallasKernels(interpret=True, blocks=Blocks(32, 7, 4096))
+    for expected, got in zip(attend(batch), attend(batch, deep), strict=True):
+        assert (expected == got).all()
+
+
+@pytest.mark.parametrize(
+    "kind,chip",
+    [("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("TPU7x", "v7x"), ("TPU v4", ""), ("cpu", "")],
+)
+def test_chips_are_known_by_what_jax_calls_them(kind: str, chip: str):
+    assert chip_of(kind) == chip
+
+
+@pytest.mark.parametrize(
+    "chip,key_bytes,page,expected",
+    [
+        ("v5e", 4096, 16, (256, 3, 2048)),
+        ("v6e", 4096, 16, (256, 5, 4096)),
+        ("v7x", 4096, 16, (256, 9, 4096)),
+        ("v6e", 1024, 64, (512, 9, 4096)),
+        ("v5e", 512, 16, (512, 9, 2048)),
+        ("v7x", 512, 16, (512, 12, 4096)),
+        ("v5e", 16384, 16, (256, 3, 2048)),
+        ("", 4096, 16, (256, 9, 2048)),
+    ],
+)
+def test_blocks_keep_a_chips_memory_busy(
+    chip: str, key_bytes: int, page: int, expected: tuple[int, int, int]
+):
+    assert blocks_for(chip, key_bytes, page) == expected
+
+
 @pytest.mark.parametrize(
     "rows,packing,expected",
     [
@@ -257,4 +293,4 @@ def test_only_a_tpu_gets_the_pallas_kernels(monkeypatch: pytest.MonkeyPatch):
         select("cpu", "pallas")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert select("tpu", "pallas").name == "pallas"
-    assert select("tpu") is pallas_set()
+    assert select("tpu") is pallas_set("")

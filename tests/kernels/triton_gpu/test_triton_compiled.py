@@ -18,6 +18,7 @@ from triton_recorder import Call, compile_call, record
 
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
+from jitney.kernels.triton_gpu.cut import SHIFTS
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.tiles import ATTENTION, PROCESSORS
 
@@ -198,9 +199,7 @@ def test_few_and_many_seats(rows: int, seqs: int):
 
 
 def others(sm: int, dtype: str, group: int, rows: int) -> list[Call]:
-    """The int4 and fp8 products of a Llama-3.1-8B projection (Hopper leaves fp8 to XLA), and the
-    vocabulary's cut.
-    """
+    """The int4 and fp8 products of a Llama-3.1-8B projection; Hopper leaves fp8 to XLA."""
 
     def use(launch):
         kernels = TritonKernels(launch)
@@ -211,7 +210,16 @@ def others(sm: int, dtype: str, group: int, rows: int) -> list[Call]:
         weights = Int4(jnp.zeros((2048, 14336), jnp.uint8), scales, zeros)
         kernels.matmul_int4(jnp.zeros((rows, 4096), dtype), weights)
         kernels.matmul(jnp.zeros((rows, 4096), dtype), jnp.zeros((4096, 14336), jnp.float8_e4m3fn))
-        kernels.threshold(jnp.zeros((64, 128256)), jnp.zeros((64,), jnp.int32), jnp.zeros((64,)))
+
+    return record(sm, use)
+
+
+def cuts(sm: int, rows: int) -> list[Call]:
+    """The search for the cut of so many rows of 128k logits."""
+
+    def use(launch):
+        limits = jnp.zeros((rows,), jnp.int32), jnp.zeros((rows,))
+        TritonKernels(launch).threshold(jnp.zeros((rows, 128256)), *limits)
 
     return record(sm, use)
 
@@ -225,15 +233,28 @@ def others(sm: int, dtype: str, group: int, rows: int) -> list[Call]:
         (89, "float32", 128, 16),
     ],
 )
-def test_narrow_products_and_the_cut(sm: int, dtype: str, group: int, rows: int):
+def test_narrow_products(sm: int, dtype: str, group: int, rows: int):
     calls = others(sm, dtype, group, rows)
-    assert len(calls) == (2 if sm == 90 else 3)
+    assert len(calls) == (1 if sm == 90 else 2)
     check(calls, sm)
+
+
+@pytest.mark.parametrize("sm,rows", [(90, 256), (89, 1), (80, 256)])
+def test_the_cut_of_a_vocabulary(sm: int, rows: int):
+    counting, choosing, *_, gathering, finishing = calls = cuts(sm, rows)
+    assert len(calls) == 2 * len(SHIFTS) + 2
+    check([counting, choosing, gathering, finishing], sm)
+    assert counting.grid == (63 if rows == 1 else 16, rows)
+    made = compile_call(counting, sm)
+    assert made.ptx.count("mma.sync") >= 64  # four products of 16 x 128 x 16
+    assert made.ptx.count("st.shared.b16") == 0  # a store for each entry would be most of the work
+    resident = min(REGISTERS // (made.registers * 32), SHARED_IN_ALL[sm] // (made.shared + 1024))
+    assert resident >= 10  # of one warp each
 
 
 @pytest.mark.parametrize("sm,rows", [(80, 128), (89, 128), (90, 128), (90, 2048)])
 def test_int4_products_of_many_rows_stay_narrow_up_to_the_tile(sm: int, rows: int):
-    call, _ = others(sm, "bfloat16", 128, rows)
+    call, *_ = others(sm, "bfloat16", 128, rows)
     made = compile_call(call, sm)
     assert made.name == "matmul_int4"
     assert made.spilled == 0

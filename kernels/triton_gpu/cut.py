@@ -1,0 +1,115 @@
+"""The search for the cut of top-k and top-p, as launches of the kernels in `threshold`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jitney.kernels.triton_gpu import threshold
+from jitney.kernels.triton_gpu.launch import Launch
+
+#: Lowest bits of the digits that the passes tell apart, from above: of 8, 8, 8 and 7 bits.
+SHIFTS = (23, 15, 7, 0)
+#: Entries a row that may wait for the last search: more than any usual k, and than the second digit
+#: leaves of 128k logits.
+LISTED = 4096
+#: Entries of a program's share of a row, float32 sums being exact up to the first; the second where
+#: there are too few rows to fill a GPU.
+_LENGTH, _LENGTH_OF_FEW, _FEW_ROWS = 8192, 2048, 64
+#: Entries that a program looks at together: one of one warp that counts digits, and the others.
+_COUNTED, _BLOCK = 128, 1024
+
+
+class Search(NamedTuple):
+    """The rows' cuts and what found them."""
+
+    floor: jax.Array  # float32 [S]
+    states: list[jax.Array]  # int32 [S, STATE_WORDS] after each digit
+
+
+def search(
+    launch: Launch, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, most: int = LISTED
+) -> Search:
+    """The cuts of scaled [S, V]. most: entries that a list holds."""
+    n_rows, vocab = scaled.shape
+    limits = top_k, top_p
+    length = _LENGTH if n_rows >= _FEW_ROWS else _LENGTH_OF_FEW
+    splits = -(-vocab // length)
+    states = []
+    state = top_k  # unread at first
+    for shift in SHIFTS:
+        state = _digit(launch, scaled, limits, state, (shift, length, splits, most))
+        states.append(state)
+    lengths = jax.new_ref(jnp.zeros((n_rows,), jnp.int32))
+    listed = launch(
+        threshold.gather,
+        scaled,
+        state,
+        lengths,
+        out=jax.ShapeDtypeStruct((n_rows, most), jnp.float32),
+        grid=(splits, n_rows),
+        warps=4,
+        stages=2,
+        V=vocab,
+        LENGTH=length,
+        LISTED=most,
+        BLOCK=_BLOCK,
+    )
+    floor = launch(
+        threshold.finish,
+        scaled,
+        *limits,
+        state,
+        jax.freeze(lengths),
+        listed,
+        out=jax.ShapeDtypeStruct((n_rows,), jnp.float32),
+        grid=(n_rows,),
+        warps=8,
+        stages=2,
+        V=vocab,
+        LISTED=most,
+        BLOCK=_BLOCK,
+    )
+    return Search(floor, states)
+
+
+def _digit(
+    launch: Launch,
+    scaled: jax.Array,
+    limits: tuple[jax.Array, jax.Array],
+    state: jax.Array,
+    sizes: tuple[int, int, int, int],
+) -> jax.Array:
+    """The state after one more digit; sizes: its shift, the entries of a split, the splits, and
+    the entries of a list.
+    """
+    shift, length, splits, most = sizes
+    n_rows, vocab = scaled.shape
+    constants = {"V": vocab, "SPLITS": splits, "SHIFT": shift, "FIRST": shift == SHIFTS[0]}
+    sums = launch(
+        threshold.count_digits,
+        scaled,
+        *limits,
+        state,
+        out=jax.ShapeDtypeStruct((n_rows, splits, threshold.SUMS, threshold.BINS), jnp.int32),
+        grid=(splits, n_rows),
+        warps=1,
+        stages=2,
+        LENGTH=length,
+        BLOCK=_COUNTED,
+        **constants,
+    )
+    return launch(
+        threshold.choose_digit,
+        *limits,
+        state,
+        sums,
+        out=jax.ShapeDtypeStruct((n_rows, threshold.STATE_WORDS), jnp.int32),
+        grid=(n_rows,),
+        warps=4,
+        stages=2,
+        LISTED=most,
+        **constants,
+    )
