@@ -68,7 +68,8 @@ type _Header = tuple[str, Shape, int, int]
 
 
 class GGUFFile:
-    """An open GGUF file: `metadata` (key-values), `tensors` (name -> TensorInfo) and `read`.
+    """An open GGUF file: `metadata` (key-values), `tensors` (name -> TensorInfo), `read` and
+    `part`.
 
     Raises ModelError when the file is not GGUF version 2 or 3, is cut short or contradicts itself.
     """
@@ -96,24 +97,37 @@ class GGUFFile:
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, decoded: float32 of its row-major shape."""
-        from gguf import GGMLQuantizationType
+        shape = self.tensors[name].shape
+        whole = self.part(name, slice(0, math.prod(shape[:-1])), slice(0, shape[-1]))
+        return whole.reshape(shape)
+
+    def part(self, name: str, rows: slice, columns: slice) -> np.ndarray:
+        """Rows and columns of a tensor as floats, float32 [rows, columns]; only the blocks that
+        hold them are decoded. Both with start and stop; of one axis, columns of one row.
+        """
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        kind = GGMLQuantizationType(self.tensors[name].kind)
+        block, size = GGML_QUANT_SIZES[kind]
+        first, end = columns.start // block, -(-columns.stop // block)
+        stored = _as_stored(self.rows(name)[rows, first * size : end * size], kind)
+        out = np.empty((len(stored), columns.stop - columns.start), np.float32)
+        # The library decodes rows; a few at a time keep its float32 temporaries small.
+        step = max(1, DECODE_ELEMENTS // ((end - first) * block))
+        wanted = slice(columns.start - first * block, columns.stop - first * block)
+        for row in range(0, len(stored), step):
+            out[row : row + step] = self._decoded(name, stored[row : row + step], kind)[:, wanted]
+        return out
+
+    def _decoded(self, name: str, rows: np.ndarray, kind: Any) -> np.ndarray:
         from gguf.quants import dequantize
 
-        info = self.tensors[name]
-        kind = GGMLQuantizationType(info.kind)
-        rows = _as_stored(self.rows(name), kind)
-        # The library decodes rows; a view of a few rows at a time keeps its float32 temporaries
-        # small.
-        step = max(1, DECODE_ELEMENTS // info.shape[-1])
-        out = np.empty((len(rows), info.shape[-1]), np.float32)
         try:
-            for first in range(0, len(rows), step):
-                out[first : first + step] = dequantize(rows[first : first + step], kind)
+            return dequantize(np.ascontiguousarray(rows), kind)
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.name}: {name} has type {kind.name}, which cannot be decoded"
             ) from error
-        return out.reshape(info.shape)
 
     def rows(self, name: str) -> np.ndarray:
         """One tensor as it is stored: uint8 [rows, bytes], mapped."""

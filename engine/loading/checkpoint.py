@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jitney.engine.checkpoints.files import read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
@@ -18,7 +18,7 @@ from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import repack
 from jitney.engine.loading.quantised_folder import QuantisedFolder
-from jitney.engine.loading.slices import StoredTensor
+from jitney.engine.loading.slices import DecodedTensor, Sliceable, StoredTensor
 from jitney.engine.models.quantization import Packed
 
 #: Block formats of GGUF that need not become floats.
@@ -35,21 +35,18 @@ class Checkpoint(Protocol):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor as floats."""
+    def sliced(self, name: str) -> Sliceable:
+        """A tensor as floats, of which no more is read than is asked for if its format allows."""
         ...
 
     def packed(self, name: str) -> Packed | None:
         """A matrix as it is stored, on the default device, if that is one of our schemes."""
         ...
 
-
-@runtime_checkable
-class SlicedCheckpoint(Protocol):
-    """One whose tensors need not be read whole."""
-
-    def sliced(self, name: str) -> StoredTensor:
-        """A tensor as floats, still in its file."""
+    def packed_on_host(self, name: str) -> Packed | None:
+        """The same in numpy, of which no more is read than is used; None where only a device makes
+        it.
+        """
         ...
 
 
@@ -62,9 +59,15 @@ class _PlainFolder(SafetensorsFolder):
     def packed(self, name: str) -> Packed | None:
         return None
 
+    def packed_on_host(self, name: str) -> Packed | None:
+        return None
+
 
 class BlockGGUF(GGUFFile):
     """A GGUF file whose 4-bit blocks can be had as they are."""
+
+    def sliced(self, name: str) -> DecodedTensor:
+        return DecodedTensor(partial(self.part, name), self.tensors[name].shape)
 
     def packed(self, name: str) -> Packed | None:
         """The matrix in 4 bits, on the default device; None for other types."""
@@ -72,6 +75,9 @@ class BlockGGUF(GGUFFile):
         if convert is None:
             return None
         return convert(jnp.asarray(self.rows(name)))
+
+    def packed_on_host(self, name: str) -> Packed | None:
+        return None
 
 
 def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:

@@ -5,7 +5,7 @@ scheme.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,14 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Path, Piece, Target, check
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import repack
-from jitney.engine.loading.checkpoint import Checkpoint, SlicedCheckpoint, open_checkpoint
+from jitney.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
-from jitney.engine.loading.slices import Sliceable, Stacked
+from jitney.engine.loading.slices import Reordered, Sliceable, Stacked
 from jitney.engine.models.layers import DType, Linear
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.quantization import Packed, group_size, quantise
+from jitney.engine.models.quantization import Packed, greatest, group_size, quantise
 from jitney.engine.models.registry import abstract_model, model_class, random_model
-from jitney.engine.models.sharding import BY_INPUTS, Shares
+from jitney.engine.models.sharding import BY_INPUTS, Shares, largest
 
 log = logging.getLogger("jitney.core")
 
@@ -60,7 +60,9 @@ def load_model(
 
     progress("weights", tensors done, tensors in all, "") is called after each tensor. Raises
     ModelError naming every missing, unexpected and misshapen tensor, ConfigError where the scheme
-    does not fit the model. Host memory: one tensor; device: the weights and one tensor more.
+    does not fit the model. Host memory: one weight as it is stored; a device: its share of the
+    weights, and of one as it is stored. Those that keep a checkpoint's 4 bits pass through the
+    first device, a tensor at a time.
     """
     shares = None if mesh is None else Shares(config, mesh)
     own = config if shares is None else shares.own
@@ -91,52 +93,84 @@ class _Loader:
 
     def arrays(self, target: Target, dtype: DType) -> _Arrays:
         """The arrays of one weight, on the default device or in shares."""
-        if target.path[-1] != "kernel":
-            return {target.path: self._floats(target, dtype, self.shares)}
-        packed = self._as_stored(target)
-        if packed is None and self.storage.scheme == "plain":
-            return {target.path: self._floats(target, dtype, self.shares)}
-        if packed is None:
-            floats = self._floats(target, jnp.float32, None)
-            packed = _rounded(target.path, floats, dtype, self.storage, self.shares)
-        return _shared(_by_path(target.path, packed), self.shares)
+        stored = self._as_stored(target)
+        if stored is not None:
+            return self._side_by_side(target.path, stored)
+        if self.shares is None:
+            return self._whole(target, dtype)
+        return self._split(target, dtype, self.shares)
 
-    def _as_stored(self, target: Target) -> Packed | None:
-        """A fused matrix as its pieces are stored; None unless all are taken so and are alike."""
-        if not self.storage.as_stored:
+    def _as_stored(self, target: Target) -> list[Packed] | None:
+        """The pieces of a matrix as they are stored; None unless all are taken so and are alike.
+
+        With shares they wait on the host, so that a device holds at most one of them at a time.
+        """
+        if not self.storage.as_stored or target.path[-1] != "kernel":
             return None
         parts: list[Packed] = []
         for piece in target.pieces:
-            part = self.checkpoint.packed(piece.name)
+            part = self._packed(piece.name)
             if part is None or part.scheme not in self.storage.as_stored:
                 return None
             parts.append(_reordered(part, piece))
-        return repack.stack(parts)
+        return repack.alike(parts)
 
-    def _floats(self, target: Target, dtype: DType, shares: Shares | None) -> Array:
-        """One weight in floats; with shares, each goes straight from the host to its device."""
-        finish = partial(
-            _fuse, dtype=jnp.dtype(dtype), transpose=target.transpose, offset=target.offset
+    def _packed(self, name: str) -> Packed | None:
+        """A tensor as it is stored, on the default device; with shares, on the host."""
+        if self.shares is None:
+            return self.checkpoint.packed(name)
+        part = self.checkpoint.packed_on_host(name) or self.checkpoint.packed(name)
+        return jax.tree.map(np.asarray, part)
+
+    def _side_by_side(self, path: Path, parts: list[Packed]) -> _Arrays:
+        """Pieces of one matrix as one, on the default device or in shares."""
+        if self.shares is None:
+            return _by_path(path, repack.join(parts))
+        fields = [_by_path(path, part) for part in parts]
+        return {
+            name: _shared_side_by_side(name, [field[name] for field in fields], self.shares)
+            for name in fields[0]
+        }
+
+    def _whole(self, target: Target, dtype: DType) -> _Arrays:
+        """A weight of the checkpoint's floats on the default device."""
+        rounds = self._rounds(target)
+        floats = _fuse(
+            [jnp.asarray(_sliced(self.checkpoint, piece)[...]) for piece in target.pieces],
+            dtype=jnp.dtype(jnp.float32 if rounds else dtype),
+            transpose=target.transpose,
+            offset=target.offset,
         )
-        if shares is None:
-            return finish([jnp.asarray(self._read(piece)) for piece in target.pieces])
-        stored = Stacked([self._sliced(piece) for piece in target.pieces])
-        return shares.send(
-            target.path, stored, lambda part: finish([part]), transposed=target.transpose
-        )
+        if not rounds:
+            return {target.path: floats}
+        return _by_path(target.path, _rounded(target.path, floats, dtype, self.storage, None))
 
-    def _sliced(self, piece: Piece) -> Sliceable:
-        """A tensor as `_read` has it, left in its file where that can be."""
-        if isinstance(self.checkpoint, SlicedCheckpoint) and not piece.paired_heads:
-            return self.checkpoint.sliced(piece.name)
-        return self._read(piece)
+    def _split(self, target: Target, dtype: DType, shares: Shares) -> _Arrays:
+        """A weight of the checkpoint's floats in shares; each goes from the file to its device, and
+        is finished there.
+        """
+        stored = Stacked([_sliced(self.checkpoint, piece) for piece in target.pieces])
+        work = _Finish(jnp.dtype(dtype), target.transpose, target.offset)
+        most = None
+        if self._rounds(target):
+            work = _rounding(work, target.path, stored.shape[1], self.storage.scheme, shares)
+            if work.sums:
+                most = _most_elsewhere(target.path, stored, shares)
+        pieces = shares.send(target.path, stored, transposed=target.transpose)
+        finished = [_by_path(target.path, own) for own in shares.on_each(work, pieces, most)]
+        return {name: shares.join(name, [own[name] for own in finished]) for name in finished[0]}
 
-    def _read(self, piece: Piece) -> np.ndarray:
-        """A tensor as floats, its rows in our order."""
-        rows = self.checkpoint.read(piece.name)
-        if not piece.paired_heads:
-            return rows
-        return rows[half_split(len(rows), piece.paired_heads)]
+    def _rounds(self, target: Target) -> bool:
+        """Whether its floats are rounded to a scheme."""
+        return target.path[-1] == "kernel" and self.storage.scheme != "plain"
+
+
+def _sliced(checkpoint: Checkpoint, piece: Piece) -> Sliceable:
+    """A tensor as floats, its rows in our order, left in its file where that can be."""
+    stored = checkpoint.sliced(piece.name)
+    if not piece.paired_heads:
+        return stored
+    return Reordered(stored, half_split(stored.shape[0], piece.paired_heads))
 
 
 def _reordered(packed: Packed, piece: Piece) -> Packed:
@@ -145,6 +179,18 @@ def _reordered(packed: Packed, piece: Piece) -> Packed:
         return packed
     order = half_split(piece.shape[0], piece.paired_heads)
     return jax.tree.map(lambda array: array[..., order], packed)
+
+
+def _shared_side_by_side(path: Path, arrays: list[Array], shares: Shares) -> Array:
+    """Arrays of numpy, [..., O_i] each, as one [..., sum O_i] in shares."""
+    stored = Stacked([np.asarray(array).T for array in arrays])
+    pieces = shares.send(path, stored, transposed=True)
+    return shares.join(path, shares.on_each(_turned, pieces))
+
+
+def _turned(part: Array, known: Array | None) -> Array:
+    """See `Shares.on_each`."""
+    return part.T
 
 
 @partial(jax.jit, static_argnames=("dtype", "transpose", "offset"))
@@ -161,26 +207,79 @@ def _fuse(parts: list[Array], *, dtype: np.dtype, transpose: bool, offset: float
     return whole
 
 
+@dataclass(frozen=True)
+class _Finish:
+    """From a device's share of a tensor as it is stored to what the model holds of it."""
+
+    dtype: np.dtype
+    #: [O, I] becomes [I, O].
+    transpose: bool
+    #: Then added to every number.
+    offset: float
+    scheme: str = "plain"
+    #: R of int4.
+    group: int = 0
+    #: The scale of an output is that of its inputs on all devices.
+    sums: bool = False
+
+    def __call__(self, part: Array, most: Array | None) -> Packed:
+        """See `Shares.on_each`; most: float32 [O], the greatest magnitudes on other hosts."""
+        dtype = self.dtype
+        if self.scheme != "plain":
+            dtype = jnp.dtype(jnp.float32)
+        floats = _fuse([part], dtype=dtype, transpose=self.transpose, offset=self.offset)
+        if self.sums:
+            own = largest(greatest(floats))
+            most = own if most is None else jnp.maximum(own, most)
+        return quantise(floats, scheme=self.scheme, dtype=dtype, group=self.group, most=most)
+
+
+def _rounding(work: _Finish, path: Path, inputs: int, scheme: str, shares: Shares) -> _Finish:
+    """The same work with rounding to the scheme at its end; inputs: of the whole matrix."""
+    splits_inputs = bool(set(BY_INPUTS) & set(path))
+    if scheme != "int4":
+        return replace(work, scheme=scheme, sums=splits_inputs)
+    return replace(work, scheme=scheme, group=_group(path, inputs, shares))
+
+
+def _group(path: Path, inputs: int, shares: Shares | None) -> int:
+    """Inputs of a group of int4; so few that each device has whole ones."""
+    if shares is not None and set(BY_INPUTS) & set(path):
+        inputs //= shares.mesh.size
+    return group_size(inputs)
+
+
+def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray | None:
+    """The greatest magnitude of each output, float32 [O], among the inputs that other hosts hold;
+    None if there are none.
+
+    Read here too, a share at a time: hosts load each at their own pace, and a collective would bind
+    them together.
+    """
+    most = None
+    for number in range(shares.mesh.size):
+        if number not in shares.own_numbers:
+            part = jnp.asarray(shares.cut(path, stored, number, transposed=True))
+            found = np.asarray(greatest(part.T))
+            most = found if most is None else np.maximum(most, found)
+    return most
+
+
 def _rounded(
     path: Path, floats: Array, dtype: DType, storage: WeightStorage, shares: Shares | None
 ) -> Packed:
     """A matrix [I, O] in the scheme."""
     group = 0
     if storage.scheme == "int4":
-        group = group_size(_inputs_of(path, floats, shares))
+        group = _group(path, floats.shape[0], shares)
     return quantise(floats, scheme=storage.scheme, dtype=dtype, group=group)
-
-
-def _inputs_of(path: Path, floats: Array, shares: Shares | None) -> int:
-    """On one device: groups of int4 are so small that each device has whole ones."""
-    if shares is not None and set(BY_INPUTS) & set(path):
-        return floats.shape[0] // shares.mesh.size
-    return floats.shape[0]
 
 
 def _by_path(path: Path, packed: Packed) -> _Arrays:
     """The arrays of a matrix by their own paths; path: of its kernel."""
     arrays = packed._asdict().items()
+    if path[-1] != "kernel":
+        return {path: packed.kernel}
     return {(*path[:-1], name): array for name, array in arrays if array is not None}
 
 

@@ -7,7 +7,7 @@ A matrix is stored as several tensors; here it goes by the name it would have un
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 import jax
@@ -19,6 +19,7 @@ from jitney.engine.checkpoints.quantization_config import Packing
 from jitney.engine.checkpoints.safetensors import DTYPES, SafetensorsFolder
 from jitney.engine.errors import ModelError
 from jitney.engine.loading import repack
+from jitney.engine.loading.slices import DecodedTensor, Sliceable, StoredTensor
 from jitney.engine.models.quantization import Packed, widened
 from jitney.kernels.int4 import GROUP_SIZES
 
@@ -59,7 +60,7 @@ _EIGHT_BITS = ("F8_E4M3", "I8")
 
 class QuantisedFolder(SafetensorsFolder):
     """`SafetensorsFolder` of unquantised names; `packed(name)` is the matrix as it is stored,
-    `read(name)` its floats.
+    `sliced(name)` its floats.
 
     Raises ModelError as that does, and when parts of a matrix are missing or do not fit each other.
     """
@@ -109,7 +110,7 @@ class QuantisedFolder(SafetensorsFolder):
         if self.kinds.get(name) in _EIGHT_BITS:
             if f"{base}.weight_scale_inv" in self.stored:
                 return None
-            return self._eight_bits(base)
+            return repack.eight_bits(*map(jnp.asarray, self._eight_bits(base)))
         if name in self.stored or not name.endswith(".weight"):
             return None
         match self.packing.method:
@@ -121,17 +122,26 @@ class QuantisedFolder(SafetensorsFolder):
                 return repack.awq(*self._parts(base, ".qweight", ".qzeros", ".scales"))
         return self._packed_rows(base)
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor as floats, row-major; see `SafetensorsFolder.read`."""
+    def sliced(self, name: str) -> Sliceable:
+        """One tensor as floats; a matrix in words, or with a scale for each output, is made floats
+        of as a whole.
+        """
         packed = self.packed(name)
         if packed is not None:
             return np.asarray(widened(packed)).T
         if self.kinds.get(name) in _EIGHT_BITS:
-            return self._block_scaled(name)
-        return super().read(name)
+            return DecodedTensor(self._block_scaled(name), self.stored[name])
+        return StoredTensor(self.files[name], name, self.stored[name])
 
-    def _eight_bits(self, base: str) -> Packed:
-        """int8 or fp8 with a scale for the matrix or each output."""
+    def packed_on_host(self, name: str) -> Packed | None:
+        """A matrix in 8 bits as it lies in its file, in numpy; None for others."""
+        if self.kinds.get(name) not in _EIGHT_BITS or f"{name}_scale_inv" in self.stored:
+            return None
+        weights, scale = self._eight_bits(name.removesuffix(".weight"))
+        return Packed(weights.T, np.broadcast_to(scale.astype(np.float32).ravel(), len(weights)))
+
+    def _eight_bits(self, base: str) -> tuple[np.ndarray, np.ndarray]:
+        """int8 or fp8, [O, I], and a scale for the matrix or each output."""
         weight_name, scale_name = self._present(base, ".weight", ".weight_scale")
         weights, scale = super().read(weight_name), super().read(scale_name)
         if scale.size not in (1, len(weights)):
@@ -139,20 +149,23 @@ class QuantisedFolder(SafetensorsFolder):
                 f"{base[:100]}.weight_scale {list(scale.shape)} is neither one number nor one for "
                 f"each of {len(weights)} outputs"
             )
-        return repack.eight_bits(jnp.asarray(weights), jnp.asarray(scale))
+        return weights, scale
 
-    def _block_scaled(self, name: str) -> np.ndarray:
-        """fp8 with a scale for each block of outputs and inputs, as float32."""
+    def _block_scaled(self, name: str) -> Callable[[slice, slice], np.ndarray]:
+        """fp8 with a scale for each block of outputs and inputs: how a part becomes float32."""
         weights = super().read(name)
-        scale = super().read(f"{name}_scale_inv")
-        if scale.ndim != 2 or 0 in scale.shape:
-            raise ModelError(f"{name[:100]}_scale_inv has {scale.ndim} axes instead of 2")
-        wide = _widened_blocks(scale.astype(np.float32), weights.shape)
-        if wide.shape != weights.shape:
-            raise ModelError(
-                f"{name[:100]}_scale_inv {list(scale.shape)} does not fit {list(weights.shape)}"
-            )
-        return weights.astype(np.float32) * wide
+        scale = super().read(f"{name}_scale_inv").astype(np.float32)
+        _two_axes(name, weights.shape)
+        if 0 in _two_axes(f"{name}_scale_inv", scale.shape):
+            raise ModelError(f"{name[:100]}_scale_inv is empty")
+        tall, wide = map(_block_size, weights.shape, scale.shape)
+
+        def part(rows: slice, columns: slice) -> np.ndarray:
+            of_rows = np.arange(rows.start, rows.stop) // tall
+            of_columns = np.arange(columns.start, columns.stop) // wide
+            return weights[rows, columns].astype(np.float32) * scale[of_rows[:, None], of_columns]
+
+        return part
 
     def _packed_rows(self, base: str) -> Packed:
         """compressed-tensors' words."""
@@ -243,13 +256,10 @@ def _is_in_order(index: np.ndarray, groups: int) -> bool:
     return np.array_equal(index, np.arange(len(index)) // group)
 
 
-def _widened_blocks(scale: np.ndarray, shape: Shape) -> np.ndarray:
-    """Scales of blocks [blocks of O, blocks of I] as one for each weight, as far as they reach."""
-    for axis, (size, count) in enumerate(zip(shape, scale.shape, strict=True)):
-        block = -(-size // count)
-        block = 1 << (block - 1).bit_length()  # the last block of an axis may be cut short
-        scale = scale.repeat(block, axis)
-    return scale[: shape[0], : shape[1]]
+def _block_size(size: int, count: int) -> int:
+    """Of `count` blocks along an axis, a power of two; the last one may be cut short."""
+    block = -(-size // count)
+    return 1 << (block - 1).bit_length()
 
 
 def _groups_fit(ins: int, groups: int) -> bool:

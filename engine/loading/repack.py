@@ -156,17 +156,20 @@ def _grouped(codes: Array, scales: Array, zeros: Array | None) -> Packed:
     return Packed((halves[:, 0] | halves[:, 1] << 4).reshape(-1, codes.shape[1]), scales, zeros)
 
 
-def stack(parts: list[Packed]) -> Packed | None:
-    """Matrices of the same inputs side by side, or None where they are not packed alike."""
+def alike(parts: list[Packed]) -> list[Packed] | None:
+    """Matrices of the same inputs, so that they can lie side by side, or None where they are not
+    packed alike; arrays of numpy or of jax.
+    """
     if any(part.lows is not None for part in parts):
         parts = [_with_lows(part) for part in parts]
     if len(set(map(_describe, parts))) > 1:
         return None
-    return _join(parts)
+    return parts
 
 
 @jax.jit
-def _join(parts: list[Packed]) -> Packed:
+def join(parts: list[Packed]) -> Packed:
+    """Matrices that are `alike`, side by side."""
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=-1), *parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any, Protocol
 
@@ -42,18 +42,59 @@ class StoredTensor:
         return self._file.get_slice(self._name)[index]
 
 
+class DecodedTensor:
+    """A tensor in its file that becomes floats as it is read."""
+
+    def __init__(self, decode: Callable[[slice, slice], np.ndarray], shape: Shape):
+        """decode: the given rows and columns, both with start and stop; of a tensor with one axis
+        these are its only row. shape: of one or two axes.
+        """
+        self._decode = decode
+        self.shape = shape
+        self.ndim = len(shape)
+
+    def __getitem__(self, index: _Index) -> np.ndarray:
+        ranges = [slice(0, size) for size in self.shape]
+        if index is not ...:
+            for axis, part in enumerate(index):
+                start, stop, _ = part.indices(self.shape[axis])
+                ranges[axis] = slice(start, stop)
+        if self.ndim == 1:
+            return self._decode(slice(0, 1), ranges[0])[0]
+        return self._decode(ranges[0], ranges[1])
+
+
+class Reordered:
+    """A tensor with its rows in another order."""
+
+    def __init__(self, stored: Sliceable, order: np.ndarray):
+        """order: the stored row that stands at each place, [rows]."""
+        self._stored = stored
+        self._order = order
+        self.shape = stored.shape
+        self.ndim = stored.ndim
+
+    def __getitem__(self, index: _Index) -> np.ndarray:
+        if index is ...:
+            return self._stored[...][self._order]
+        rows, *rest = index
+        order = self._order[rows]
+        first, last = order.min(), order.max()
+        return self._stored[(slice(first, last + 1), *rest)][order - first]
+
+
 class Stacked:
     """Tensors one behind the other, along their first axis."""
 
     def __init__(self, parts: Sequence[Sliceable]):
-        """parts: alike but for the length of the first axis."""
+        """parts: alike but for the length of the first axis, one at least."""
         self._parts = parts
         self.shape = (sum([part.shape[0] for part in parts]), *parts[0].shape[1:])
         self.ndim = len(self.shape)
 
     def __getitem__(self, index: _Index) -> np.ndarray:
         if index is ...:
-            return np.concatenate([part[...] for part in self._parts])
+            return _concatenated([part[...] for part in self._parts])
         rows, *rest = index
         start, stop, _ = rows.indices(self.shape[0])
         pieces = []
@@ -64,6 +105,11 @@ class Stacked:
                 pieces.append(part[(slice(low, high), *rest)])
             start -= count
             stop -= count
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces)
+        return _concatenated(pieces)
+
+
+def _concatenated(pieces: list[np.ndarray]) -> np.ndarray:
+    """No copy of a single one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces)

@@ -19,6 +19,8 @@ from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
 from jitney.engine.config.schema import SamplingSection
 from jitney.engine.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
+
 FILE = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 
 

@@ -25,6 +25,7 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError
+from jitney.engine.loading.checkpoint import BlockGGUF
 from jitney.engine.loading.load import load_model
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.rope import inverse_frequencies
@@ -408,7 +409,7 @@ def read_back(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> n
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", raw, raw_dtype=kind)
     close(writer)
-    return GGUFFile(path).read("x")
+    return BlockGGUF(path).sliced("x")[...]
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16"])
@@ -426,6 +427,8 @@ def test_tensors_are_decoded_in_parts_as_in_one_go(
     expected = gguf.quants.dequantize(raw, type)
     assert found.shape == (10, 512) and np.isfinite(found).all() and found.std() > 0
     np.testing.assert_array_equal(found, expected)
+    part = BlockGGUF(tmp_path / "k.gguf").sliced("x")[slice(2, 9), slice(130, 261)]
+    np.testing.assert_array_equal(part, expected[2:9, 130:261])
 
 
 def test_q4_k_against_the_format_by_hand(tmp_path: Path):

@@ -40,6 +40,8 @@ from jitney.kernels.int4 import unpack_int4
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference_of, select
 
+pytestmark = pytest.mark.usefixtures("programs_when_used")
+
 REFERENCE = select("cpu", "reference")
 RANDOM = np.random.default_rng(1)
 WEIGHTS = RANDOM.standard_normal((256, 48)).astype(np.float32) * RANDOM.uniform(0.1, 3, 48).astype(

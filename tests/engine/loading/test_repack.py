@@ -17,12 +17,11 @@ from gguf_files import close, open_writer
 from llamas import as_llama
 from safetensors.flax import save_file
 
-from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.quantization_config import read_packing
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ModelError
 from jitney.engine.loading import calibration, repack
-from jitney.engine.loading.checkpoint import BlockGGUF
+from jitney.engine.loading.checkpoint import BlockGGUF, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import load_kv_scales
@@ -260,6 +259,22 @@ def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
     )
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_eight_bits_are_had_without_a_device(tmp_path: Path, name: str):
+    config, make, scheme = FORMATS[name]
+    write_folder(tmp_path, config, make)
+    source = resolve(str(tmp_path))
+    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    matrix = "model.layers.1.mlp.down_proj.weight"
+    found, expected = folder.packed_on_host(matrix), folder.packed(matrix)
+    assert (found is None) == (scheme == "int4")
+    if found is not None:
+        assert expected is not None
+        np.testing.assert_array_equal(found.kernel, expected.kernel)
+        np.testing.assert_array_equal(found.scale, expected.scale)
+    assert folder.packed_on_host("model.norm.weight") is None
+
+
 def test_a_folder_may_be_kept_in_another_scheme(tmp_path: Path):
     config, make, _ = FORMATS["gptq"]
     floats = write_folder(tmp_path, config, make)
@@ -288,6 +303,11 @@ def test_fp8_with_scales_of_blocks_becomes_floats(tmp_path: Path):
     model = load(tmp_path)
     np.testing.assert_array_equal(model.layers[1].attention.qkv.packed.kernel, qkv(floats, 1))
     assert describe_weights(model) == "float32"
+    source = resolve(str(tmp_path))
+    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    part = folder.sliced(name)[slice(3, 40), slice(31, 34)]
+    np.testing.assert_array_equal(part, folder.sliced(name)[...][3:40, 31:34])
 
 
 @pytest.mark.parametrize(
@@ -536,7 +556,7 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
     assert describe_weights(model, source) == said and describe_weights(model) == str(
         jnp.dtype(dtype)
     )
-    stored = GGUFFile(path).read("blk.1.ffn_gate.weight").T
+    stored = BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...].T
     np.testing.assert_array_equal(
         model.layers[1].mlp.gate_up.packed.kernel[:, :F], stored.astype(dtype)
     )
@@ -567,10 +587,8 @@ def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
         "plain",
         "int4",
     ] * L + ["plain"]
-    plain = GGUFFile(path)
-    np.testing.assert_array_equal(
-        model.layers[1].mlp.gate_up.packed.kernel[:, :F], plain.read("blk.1.ffn_gate.weight").T
-    )
+    plain = BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...]
+    np.testing.assert_array_equal(model.layers[1].mlp.gate_up.packed.kernel[:, :F], plain.T)
 
 
 def test_a_mixed_model_computes_what_its_floats_do(tmp_path: Path):
@@ -599,8 +617,10 @@ def test_matrices_side_by_side():
     """Of like groups they are joined; of unlike groups or types they are not."""
     weights = RANDOM.standard_normal((128, 16))
     a, b = (quantise(weights, scheme="int4", dtype=jnp.float32, group=group) for group in (32, 64))
-    joined = repack.stack([a, a])
-    assert joined is not None and joined.kernel.shape == (64, 32) and joined.scale.shape == (4, 32)
+    parts = repack.alike([a, a])
+    assert parts is not None
+    joined = repack.join(parts)
+    assert joined.kernel.shape == (64, 32) and joined.scale.shape == (4, 32)
     np.testing.assert_array_equal(widened(joined)[:, 16:], widened(a))
-    assert repack.stack([a, b]) is None
-    assert repack.stack([a, Packed(jnp.zeros((128, 16)))]) is None
+    assert repack.alike([a, b]) is None
+    assert repack.alike([a, Packed(jnp.zeros((128, 16)))]) is None

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.loading.slices import Stacked, StoredTensor
+from jitney.engine.checkpoints.gguf import half_split
+from jitney.engine.loading.slices import DecodedTensor, Reordered, Stacked, StoredTensor
 from jitney.engine.models.sharding import AXIS, Shares
 
 
@@ -62,6 +63,31 @@ def test_a_tensor_in_its_file(tmp_path: Path, dtype: Any):
         np.testing.assert_array_equal(stored[index], array[index])
         assert stored[index].dtype == dtype
     np.testing.assert_array_equal(StoredTensor(file, "b", (6,))[slice(2, 4),], array[0, 2:4])
+
+
+def test_a_part_of_what_is_decoded():
+    whole = matrices(7)[0]
+    asked: list[tuple[slice, slice]] = []
+
+    def decode(rows: slice, columns: slice) -> np.ndarray:
+        asked.append((rows, columns))
+        return whole[rows, columns]
+
+    tensor = DecodedTensor(decode, (7, 6))
+    for index in (..., (slice(2, 5),), (slice(None), slice(1, 3))):
+        np.testing.assert_array_equal(tensor[index], whole[index])
+    assert asked[1:] == [(slice(2, 5), slice(0, 6)), (slice(0, 7), slice(1, 3))]
+    np.testing.assert_array_equal(DecodedTensor(decode, (6,))[slice(2, 4),], whole[0, 2:4])
+
+
+def test_a_part_of_rows_in_another_order():
+    """Of the rows behind those asked for, and what lies between them, no more is read."""
+    order = half_split(12, 3)
+    part = Counted(matrices(12)[0])
+    tensor = Reordered(part, order)
+    np.testing.assert_array_equal(tensor[slice(4, 8), slice(1, 3)], part[...][order][4:8, 1:3])
+    assert part.read == 4 * 2 + 12 * 6
+    np.testing.assert_array_equal(tensor[...], part[...][order])
 
 
 @pytest.mark.parametrize(
