@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from filelock import FileLock
 from hypothesis import settings
@@ -41,6 +42,30 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
             return resolve("smollm2-135m")
         except ModelError as error:
             pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def programs_when_used() -> Iterator[None]:
+    """Engines compile a program when a step first wants it: for files whose engines run few of
+    theirs and that do not ask when that is done.
+    """
+    from programs import await_use
+
+    from jitney.engine.executor.runner import Runner
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "_compile_steps", await_use)
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled_in_a_hurry() -> Iterator[None]:
+    """XLA leaves out most of what makes code fast: for files that compile much and do not ask how
+    exact or how fast the numbers are.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -123,9 +123,9 @@ class _Field(NamedTuple):
 
     name: str
     shape: tuple[str, ...]  #: its axes, by their names in UploadLayout
-    #: rows: gathered anew for each step. sampling: the sampler's, copied from the seats. scores: of
-    #: rows that bring prompt log-probabilities. pages: copied from the seats' page tables.
-    part: Literal["rows", "sampling", "scores", "pages"]
+    #: rows: gathered anew for each step. pages: copied from the seats' page tables. sampling: the
+    #: sampler's, copied from the seats. scores: of rows that bring prompt log-probabilities.
+    part: Literal["rows", "pages", "sampling", "scores"]
     #: What stands behind the step's own values.
     padding: Callable[[BatchBuilder], int] = lambda builder: 0
 
@@ -147,6 +147,7 @@ _FIELDS = (
     _Field("logit_rows", ("S",), "rows"),
     # The seat whose last_token a logit row sets; M: none.
     _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
+    _Field("page_table", ("S", "P"), "pages"),
     # See SamplingUpload.
     _Field("sampling", ("S", "W"), "sampling"),
     # How many rows bring prompt log-probabilities.
@@ -155,10 +156,10 @@ _FIELDS = (
     # the first score_count is of former steps.
     _Field("score_rows", ("T",), "scores"),
     _Field("score_tokens", ("T",), "scores"),
-    _Field("page_table", ("S", "P"), "pages"),
 )
-#: Parts in the order of packing: what each step writes anew, then what may stay.
-_PARTS = ("rows", "sampling", "scores", "pages")
+#: Parts in the order of packing: what every executable takes, then what only those with a sampler
+#: do.
+_PARTS = ("rows", "pages", "sampling", "scores")
 #: One step's upload as named arrays; None for what its executable does not take.
 _StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
     "StepInputs", [field.name for field in _FIELDS], defaults=[None] * len(_FIELDS)
@@ -166,7 +167,8 @@ _StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
 
 
 class UploadLayout:
-    """Where each field lies in the packed array of one executable.
+    """Where each field lies in the packed array of one executable. What the one without a sampler
+    takes is how the other's begins.
 
     pages: P. plain: of the executable without a sampler.
     """

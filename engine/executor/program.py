@@ -29,18 +29,22 @@ from jitney.engine.executor.inputs import (
     masked_head_words,
 )
 from jitney.engine.executor.sampling import (
+    Sampled,
     SamplingRows,
     SeatState,
+    Vocabulary,
     empty_state,
-    greedy,
     sample,
     score_prompt,
     score_rows_at_once,
     unpack_masks,
 )
-from jitney.engine.models.sharding import POOL, WHOLE, first_best, gather
+from jitney.engine.executor.split_sampling import SplitVocabulary
+from jitney.engine.models.protocol import Model
+from jitney.engine.models.sharding import COLUMNS, POOL, WHOLE
+from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import mask_words
-from jitney.engine.types import MAX_LOGPROBS
+from jitney.engine.types import MAX_LOGPROBS, Pooling
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: Page table rows are padded to a multiple of this, so that kernels that read chunks of pages never
@@ -58,6 +62,15 @@ _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 _GRAPH_COMMANDS = (
     "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
 )
+
+#: Of a TPU that sums in halves: all-reduces from 1 MiB on go to its SparseCores, which alone do
+#: them beside a product, through main memory; and none waits for the next, to become one with it.
+#: Smaller ones, as in decode steps, stay in VMEM.
+_TPU_SUMS = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes": str(1 << 20),
+    "xla_jf_crs_combiner_threshold_in_bytes": "1",
+}
 
 #: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
 type _LogitsOf = Callable[[Array], Array]
@@ -160,9 +173,12 @@ class StepOutput(NamedTuple):
     broken: Any = None
     #: `Scores` of the scored prompt rows; None where there can be none.
     scores: Any = None
+    #: [T, E] before the final norm, for `Program.pool`, if the engine makes vectors; None of steps
+    #: without prompt rows.
+    hidden: Any = None
 
 
-def _broken_sequences(hidden: Array, cu_q: Array) -> Array:
+def broken_sequences(hidden: Array, cu_q: Array) -> Array:
     """Sequences any of whose rows is not finite: hidden [T, E], cu_q int32 [S + 1] -> bool [S]."""
     bad = ~jnp.all(jnp.isfinite(hidden), axis=-1)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad.astype(jnp.int32))])
@@ -207,18 +223,30 @@ class Program:
     kernels: Kernels
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
     logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
+    pooling: Pooling | None = None  #: what vectors of prompts are made of; None: none are
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Which columns of logits a device has."""
+        if self.mesh is None or self.mesh.size == 1:
+            return Vocabulary()
+        return SplitVocabulary(self.mesh.size)
 
     @property
     def split(self) -> bool:
         """True when the step runs on several devices."""
         return self.mesh is not None and self.mesh.size > 1
 
+    def model(self, leaves: list[Array]) -> Model:
+        """The model of these weights."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+
     def forward(
         self, leaves: list[Array], kv: list[Array], last_token: Array, inputs: Any
     ) -> tuple[_LogitsOf, Array, list[Array]]:
         """-> (from row numbers int32 [R] to their logits, float32 [R, V], this device's columns of
         them if split; hidden [T, E]; kv)."""
-        model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+        model = self.model(leaves)
         sampled_last = jnp.maximum(last_token[inputs.token_seats], 0)
         tokens = jnp.where(inputs.tokens >= 0, inputs.tokens, sampled_last)
         hidden, kv = model(tokens, kv, _meta_of(inputs), self.kernels)
@@ -233,46 +261,78 @@ class Program:
         inputs = layout.split(packed)
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
         logits = logits_of(inputs.logit_rows)
-        tokens = greedy(logits)
-        if self.split:
-            tokens = first_best(jnp.max(logits, axis=-1), tokens, logits.shape[-1])
+        tokens = self.vocabulary.greedy(logits)
         last_token = last_token.at[inputs.seats].set(tokens, mode="drop")
         if layout.bucket.decode_only:
             return kv, last_token, StepOutput(tokens)
-        return kv, last_token, StepOutput(tokens, _broken_sequences(hidden, inputs.cu_q))
+        broken = broken_sequences(hidden, inputs.cu_q)
+        return kv, last_token, StepOutput(tokens, broken, hidden=self._left(hidden))
 
     def full(self, layout: UploadLayout, leaves, kv, last_token, seats: SeatState, packed):
-        """The step with every sampling option; split, every device samples from all logits, and
-        alike.
+        """The step with every sampling option; split, each device samples from its columns, and
+        all choose alike.
 
         It also leaves the logits, float32 [S, V], for `choose`.
         """
         inputs = layout.split(packed)
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
-
-        def whole_logits_of(rows: Array) -> Array:
-            logits = logits_of(rows)
-            if self.split:
-                return gather(logits)
-            return logits
-
         rows = _sampling_rows(layout, inputs)
-        logits = whole_logits_of(inputs.logit_rows)
-        sampled, seats = sample(logits, rows, seats, self.kernels.threshold, None, self.logprobs)
+        logits = logits_of(inputs.logit_rows)
+        sampled, seats = self._sample(logits, rows, seats, None)
         last_token = last_token.at[inputs.seats].set(sampled.tokens, mode="drop")
         output = StepOutput(sampled)
         if layout.scores:
             block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
             scores = score_prompt(
-                whole_logits_of,
+                logits_of,
                 inputs.score_rows,
                 inputs.score_tokens,
                 inputs.score_count[0],
                 block,
                 self.logprobs,
+                self.vocabulary,
             )
-            output = StepOutput(sampled, _broken_sequences(hidden, inputs.cu_q), scores)
+            broken = broken_sequences(hidden, inputs.cu_q)
+            output = StepOutput(sampled, broken, scores, self._left(hidden))
         return kv, last_token, seats, output, logits
+
+    def _sample(
+        self, logits: Array, rows: SamplingRows, seats: SeatState, allowed: Array | None
+    ) -> tuple[Sampled, SeatState]:
+        cut = self.kernels.threshold
+        return sample(logits, rows, seats, cut, allowed, self.logprobs, self.vocabulary)
+
+    def _left(self, hidden: Array) -> Array | None:
+        """The hidden states of a step as it leaves them for `pool`."""
+        return None if self.pooling is None else hidden
+
+    def pool(self, leaves: list[Array], hidden: Array, cu_q: Array) -> Array:
+        """What each sequence's rows of a step are for the vector of its prompt: hidden [T, E], cu_q
+        int32 [S + 1] -> float32 [S, E], the sum of its hidden states behind the final norm, or the
+        last of them.
+        """
+        model = self.model(leaves)
+        if self.pooling == "last":
+            return model.normed(hidden[jnp.maximum(cu_q[1:] - 1, 0)], self.kernels).astype(
+                jnp.float32
+            )
+        rows = model.normed(hidden, self.kernels).astype(jnp.float32)
+        owners = jnp.searchsorted(cu_q[1:], jnp.arange(hidden.shape[0]), side="right")
+        return jax.ops.segment_sum(rows, owners, cu_q.shape[0] - 1)
+
+    def lower_pool(
+        self, bucket: Bucket, leaves: list[Any], width: int, dtype: Any
+    ) -> jax.stages.Lowered:
+        """`pool` behind a step of this bucket; width, dtype: of the hidden states."""
+        args = (
+            leaves,
+            self._whole((bucket.tokens, width), dtype),
+            self._whole((bucket.seats + 1,), jnp.int32),
+        )
+        pool = self.pool
+        if self.split:
+            pool = self._on_every_device(pool, args, WHOLE)
+        return jax.jit(pool).lower(*args)
 
     def choose(self, logits, last_token, seats: SeatState, heads, masks):
         """The tokens of rows that are held to grammars, behind a step's own program: logits of
@@ -280,10 +340,11 @@ class Program:
         """
         positions, owners, params = MaskedHeads.of(heads)
         rows = SamplingRows(params, positions, owners)
-        allowed = unpack_masks(masks, logits.shape[-1])
-        chosen, seats = sample(logits, rows, seats, self.kernels.threshold, allowed, self.logprobs)
+        allowed = unpack_masks(masks, seats.counts.shape[1])
+        chosen, seats = self._sample(logits, rows, seats, allowed)
         # A row that is not finite may be so where the mask hides it.
-        tokens = jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), chosen.tokens, -1)
+        finite = jnp.isfinite(self.vocabulary.largest(logits)[:, 0])
+        tokens = jnp.where(finite, chosen.tokens, -1)
         last_token = last_token.at[owners].set(tokens, mode="drop")
         return last_token, seats, chosen._replace(tokens=tokens)
 
@@ -300,20 +361,21 @@ class Program:
         else:
             step = partial(self.full, layout)
             args = leaves, state.kv, state.last_token, state.seats, packed
-            results = POOL, WHOLE, WHOLE, WHOLE, WHOLE
+            results = POOL, WHOLE, WHOLE, WHOLE, COLUMNS
         if self.split:
             step = self._on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile what one of the `lower` methods made, as the engine runs it here."""
-        return lowered.compile(compiler_options(jax.default_backend(), self.split))
+        platform, halves = jax.default_backend(), self.kernels.sums_in_halves
+        return lowered.compile(compiler_options(platform, self.split, halves))
 
     def lower_choose(self, rows: int, state: DeviceState) -> jax.stages.Lowered:
         """`choose` for so many rows."""
         vocab = state.seats.counts.shape[1]
         args = (
-            self._whole((rows, vocab), jnp.float32),
+            shape_on(self.mesh, (rows, vocab), jnp.float32, COLUMNS),
             state.last_token,
             state.seats,
             self._whole((rows, masked_head_words()), jnp.int32),
@@ -329,10 +391,11 @@ class Program:
         bring any of them.
         """
         vocab = state.seats.counts.shape[1]
-        args = self._whole((logit_rows, vocab), jnp.float32), self._whole((rows,), jnp.int32)
+        logits = shape_on(self.mesh, (logit_rows, vocab), jnp.float32, COLUMNS)
+        args = logits, self._whole((rows,), jnp.int32)
         pick = partial(jnp.take, axis=0, mode="clip")
         if self.split:
-            pick = self._on_every_device(pick, args, WHOLE)
+            pick = self._on_every_device(pick, args, COLUMNS)
         return jax.jit(pick).lower(*args)
 
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -351,9 +414,14 @@ class Program:
         )
 
 
-def compiler_options(platform: str, split: bool) -> dict[str, Any]:
-    """What XLA is told when it compiles a step for this platform, split over devices or not."""
+def compiler_options(platform: str, split: bool, halves: bool) -> dict[str, Any]:
+    """What XLA is told when it compiles a step for this platform, split over devices or not.
+
+    halves: `KernelSet.sums_in_halves`.
+    """
     options = dict(_COMPILER_OPTIONS.get(platform, {}))
     if platform == "gpu" and split:
         options["xla_gpu_enable_command_buffer"] = _GRAPH_COMMANDS
+    if platform == "tpu" and split and halves:
+        options |= _TPU_SUMS
     return options

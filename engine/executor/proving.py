@@ -87,6 +87,7 @@ def served_by(
         table=table,
         decode=tuple(bucket.seats for bucket in buckets.decode),
         mixed=tuple(bucket.tokens for bucket in buckets.mixed),
+        mixed_seats=tuple(bucket.seats for bucket in buckets.mixed),
         softcap=own.attention_softcap,
         norm_dtype=norm_dtype,
     )

@@ -2,8 +2,9 @@
 one step later.
 
 One executable per bucket and kind (all-greedy, or with the sampler): embed -> layers (write KV
-page, attend) -> rows that need logits -> sample -> last_token of each seat. The sampled token never
-waits for the host: the next step reads it from `last_token` by seat.
+page, attend) -> rows that need logits -> sample -> last_token of each seat. On a CPU it is made of
+programs that buckets share (`step_parts`). The sampled token never waits for the host: the next
+step reads it from `last_token` by seat.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -35,12 +36,13 @@ from jitney.engine.executor.program import (
     shape_on,
 )
 from jitney.engine.executor.sampling import Sampled, SeatState, seat_row
+from jitney.engine.executor.step_parts import StepParts
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import WHOLE
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.types import TokenLogprobs
+from jitney.engine.types import Pooling, TokenLogprobs
 from jitney.kernels.interface import Kernels
 
 _Report = Callable[[int, int, str], None]
@@ -86,6 +88,8 @@ class LaunchedStep(msgspec.Struct):
     plan: Plan
     output: StepOutput
     scored: int  #: rows that bring prompt log-probabilities
+    #: float32 [S, E] on the device, see `Program.pool`; None where nobody wants a vector.
+    pooled: Any = None
     #: float32 [S, V] on the device, until `choose`; None where nobody needs them.
     logits: Any = None
     #: What was chosen behind the step, and of each row of it that counts: (its number there, its
@@ -128,7 +132,9 @@ class Runner:
 
     model: with its weights; on a mesh, each in shares as `sharding.Shares` places them, its
     configuration that of one device. sizes: of as many seats as the buckets. end_ids: tokens that
-    end a sequence. plain_mixed: see `is_plain`.
+    end a sequence. plain_mixed: see `is_plain`. in_parts: run each step as several programs, on one
+    device (`StepParts`). pooling: what vectors of prompts are made of; None: none are, and
+    nothing is compiled for them.
     """
 
     def __init__(
@@ -141,10 +147,15 @@ class Runner:
         end_ids: tuple[int, ...],
         mesh: Mesh | None = None,
         plain_mixed: bool = False,
+        in_parts: bool = False,
+        pooling: Pooling | None = None,
     ):
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
-        self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs)
+        self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling)
+        self._hidden_dtype = model.dtype
+        #: By mixed bucket, what makes vectors of a step's hidden states.
+        self.pools: dict[Bucket, Any] = {}
         self.config = model.config
         self.buckets = buckets
         self.end_ids = end_ids
@@ -155,7 +166,11 @@ class Runner:
         self.shapes = sizes.shapes(model.config, kernels, mesh)
         #: Shapes until `compile` allocates it: compiling needs no arrays.
         self.state: DeviceState = self.shapes
+        #: What runs a step, by (bucket, plain).
         self.executables: dict[tuple[Bucket, bool], Any] = {}
+        self._parts: StepParts | None = None
+        if in_parts:
+            self._parts = StepParts(self.program, self.leaves, self.shapes, self.builder.layout)
         #: Those that choose tokens behind a step.
         self.choices = Choices(sizes.seats)
         #: The weights on the host, and where on the device each belongs; while it sleeps.
@@ -178,7 +193,9 @@ class Runner:
         started = time.perf_counter()
         self._compile_steps(report)
         self._compile_board()
-        self.choices.compile(self.program, self.buckets, self.shapes)
+        self._compile_pools()
+        samplers = None if self._parts is None else self._parts.samplers
+        self.choices.compile(self.program, self.buckets, self.shapes, samplers)
         self.state = allocate(self.shapes, self.config)
         meet()
         self.warm_up()
@@ -202,11 +219,22 @@ class Runner:
             compiling = {}
             for kind in kinds:
                 if kind not in self.executables:
-                    compiling[kind] = pool.submit(self.program.compile, self.lower(*kind))
+                    compiling[kind] = self._start(pool, *kind)
             for done, kind in enumerate(kinds, start=1):
                 if kind in compiling:
-                    self.executables[kind] = compiling[kind].result()
+                    self.executables[kind] = compiling[kind]()
                 report(done, len(kinds), _name_of(*kind))
+
+    def _start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], Any]:
+        """Begin to compile a step. -> what waits for that, and returns what runs it."""
+        if self._parts is not None:
+            return self._parts.start(pool, bucket, plain)
+        return pool.submit(self.program.compile, self.lower(bucket, plain)).result
+
+    def compile_step(self, bucket: Bucket, plain: bool) -> None:
+        """Compile the step of one kind."""
+        with ThreadPoolExecutor(_COMPILERS) as pool:
+            self.executables[bucket, plain] = self._start(pool, bucket, plain)()
 
     def largest_temp_bytes(self) -> int:
         """Temporaries of the largest executable on each device, for sizing the pool, whose size
@@ -225,10 +253,10 @@ class Runner:
     def is_plain(self, bucket: Bucket, plain: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
 
-        Mixed buckets have one only with `plain_mixed`. On a CPU, skipping the sampler's parts costs
-        them nothing measurable, and an executable costs seconds of start-up and 95 MB of host
-        memory (30 layers). On a GPU the sampler's conditions need a driver that runs them inside a
-        CUDA graph, else the host waits for each.
+        Mixed buckets have one only with `plain_mixed`. On a GPU the sampler's conditions need a
+        driver that runs them inside a CUDA graph, else the host waits for each; and of steps in
+        parts a greedy one costs no more than a small program. Elsewhere it would cost seconds of
+        start-up, and skipping the sampler's parts costs nothing measurable.
         """
         return plain and (bucket.decode_only or self.plain_mixed)
 
@@ -246,6 +274,15 @@ class Runner:
         )
         self._board = board.lower(seats, shape_on(mesh, (), jnp.int32, WHOLE), *row).compile()
 
+    def _compile_pools(self) -> None:
+        """The programs of vectors, if the engine makes any: one for each bucket with prompts."""
+        if self.program.pooling is None:
+            return
+        width, dtype = self.config.hidden_size, self._hidden_dtype
+        for bucket in self.buckets.mixed:
+            lowered = self.program.lower_pool(bucket, self.leaves, width, dtype)
+            self.pools[bucket] = self.program.compile(lowered)
+
     def warm_up(self) -> None:
         """Run every executable on an empty batch: first calls set up thread pools and buffers."""
         for bucket, plain in self.executables:
@@ -256,8 +293,18 @@ class Runner:
     def _run_empty(self, bucket: Bucket, plain: bool) -> Any:
         """A step without a row, to its end; its logits."""
         packed = self.builder.empty(bucket, plain)
-        _, logits = jax.block_until_ready(self.run(bucket, plain, packed))
+        output, logits = jax.block_until_ready(self.run(bucket, plain, packed))
+        if bucket in self.pools:
+            jax.block_until_ready(self._run_pool(bucket, plain, output, packed))
         return logits
+
+    def _run_pool(
+        self, bucket: Bucket, plain: bool, output: StepOutput, packed: np.ndarray
+    ) -> Array:
+        """See `Program.pool`. packed: the step's upload."""
+        own = self.builder.layout(bucket, plain).slices["cu_q"]
+        # Of its own: the upload is written anew while a device may still read this.
+        return self.pools[bucket](self.leaves, output.hidden, packed[own].copy())
 
     def _warm_up_choices(self, logits: Array) -> None:
         rows = logits.shape[0]
@@ -286,7 +333,13 @@ class Runner:
             self._install(seq)
         plain = self.is_plain(plan.bucket, plan.plain)
         output, logits = self.run(plan.bucket, plain, batch.packed)
-        step = LaunchedStep(plan, output, plan.scored_rows)
+        pooled = None
+        if self.pools and plan.pools:
+            pooled = self._run_pool(plan.bucket, plain, output, batch.packed)
+        # The hidden states are in nobody's way longer than they are read.
+        output = output._replace(hidden=None)
+        step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
+        _copy_to_host(pooled)
         if plan.masked:
             step.logits = logits
         _copy_sampled(output.sampled, logprobs=_wants_logprobs(plan))
@@ -404,7 +457,7 @@ class Runner:
 
     def fetch(self, ticket: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""
-        plan, (sampled, broken, scores) = ticket.plan, ticket.output
+        plan, (sampled, broken, scores, _) = ticket.plan, ticket.output
         result = _sampled(plan, sampled)
         if ticket.chosen is not None:
             _put_chosen(result, ticket.chosen, ticket.chosen_rows)
@@ -412,6 +465,8 @@ class Runner:
             chunks_broken = np.asarray(broken)[: len(plan.chunks)]
             if chunks_broken.any():
                 result.broken = chunks_broken.tolist()
+        if ticket.pooled is not None:
+            result.pooled = np.asarray(ticket.pooled)
         if ticket.scored:
             result.prompt_logprobs = _entries(scores, ticket.scored)
         return result

@@ -33,7 +33,7 @@ _SCORE_BYTES = 64 << 20
 #: Most blocks of them in a step, each a branch of its program.
 _MOST_BLOCKS = 16
 #: Lanes of the two-level inverse transform: sums of 128 tokens, then the tokens of one sum.
-_LANES = 128
+LANES = 128
 
 
 class SeatState(NamedTuple):
@@ -117,6 +117,58 @@ def greedy(logits: Array) -> Array:
     return jnp.where(jnp.isfinite(top[:, 0]), first, -1)
 
 
+class Vocabulary:
+    """What the sampler asks of all columns of arrays [S, V]: this device has them all.
+
+    `split_sampling.SplitVocabulary` answers the same where several devices share the columns.
+    """
+
+    def columns(self, x: Array) -> Array:
+        """This device's columns of [R, V] that it has whole."""
+        return x
+
+    def places(self, ids: Array, columns: int) -> Array:
+        """This device's column of each token id; `columns`, that it has, or more: none of its."""
+        return ids
+
+    def greedy(self, logits: Array) -> Array:
+        """See `greedy`."""
+        return greedy(logits)
+
+    def largest(self, x: Array) -> Array:
+        """[S, V] -> [S, 1]."""
+        return jnp.max(x, axis=-1, keepdims=True)
+
+    def threshold(self, scaled: Array, top_k: Array, top_p: Array, cut: Threshold) -> Array:
+        """See `jitney.kernels.interface.Threshold`; cut: the one for whole rows."""
+        return cut(scaled, top_k, top_p)
+
+    def invert(self, weights: Array, u: Array) -> Array:
+        """Inverse transform sampling: the token where the running sum of weights [S, V] passes
+        u * total -> int32 [S]."""
+        lanes = in_lanes(weights, 0)
+
+        def lane(block: Array) -> Array:
+            return jnp.take_along_axis(lanes, block[:, None, None], axis=1)[:, 0]
+
+        return pick_token(jnp.sum(lanes, axis=-1), lane, u)
+
+    def log_total(self, logits: Array) -> Array:
+        """Logarithm of the sum of exponentials, [S]."""
+        return jax.nn.logsumexp(logits, axis=-1)
+
+    def top(self, logits: Array, k: int) -> tuple[Array, Array]:
+        """See `top`; at most k columns, where there are fewer."""
+        return top(logits, min(k, logits.shape[-1]))
+
+    def entry(self, logits: Array, tokens: Array) -> Array:
+        """The logit of each row's token, [S]."""
+        return jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+
+
+_WHOLE = Vocabulary()
+
+
 class SamplingRows(NamedTuple):
     """The logit rows of a step, as the sampler sees them."""
 
@@ -140,27 +192,52 @@ def sample(
     cut: Threshold | None = None,
     allowed: Array | None = None,
     width: int = MAX_LOGPROBS,
+    vocabulary: Vocabulary = _WHOLE,
 ) -> tuple[Sampled, SeatState]:
     """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where
-    it has one. allowed: bool [S, V], the tokens that each row may choose; None: all.
+    it has one. allowed: bool [S, V], the tokens that each row may choose; None: all. vocabulary:
+    which of all columns the logits hold; state and allowed hold all.
     """
-    shaped = shape_logits(logits, rows, state)
     if allowed is not None:
-        shaped = jnp.where(allowed, shaped, -jnp.inf)
-    chosen = greedy(shaped)
-    by_chance = (rows.params["temperature"] > 0) & (chosen >= 0)
-    cut = cut or threshold
+        allowed = vocabulary.columns(allowed)
+    choose = partial(
+        choose_tokens, rows=rows, cut=cut or threshold, allowed=allowed, vocabulary=vocabulary
+    )
+    # The choice stands in both branches: were it behind them, a branch that changes nothing would
+    # still copy all logits, since the model's own are read again afterwards.
     tokens = jax.lax.cond(
-        jnp.any(by_chance),
-        lambda: jnp.where(by_chance, _draw(shaped, rows, cut), chosen),
-        lambda: chosen,
+        jnp.any(rows.need(PENALISED | BIASED)),
+        lambda: choose(shape_logits(logits, rows, state, vocabulary)),
+        lambda: choose(logits),
     )
     scores = jax.lax.cond(
         jnp.any(rows.need(SCORED)),
-        lambda: _score(logits, tokens, width),
-        lambda: _no_scores(tokens, width),
+        lambda: score_tokens(logits, tokens, width, vocabulary),
+        lambda: no_scores(tokens, width),
     )
-    return Sampled(tokens, *scores), _count_tokens(state, rows, tokens)
+    return Sampled(tokens, *scores), count_tokens(state, rows, tokens)
+
+
+def choose_tokens(
+    logits: Array,
+    *,
+    rows: SamplingRows,
+    cut: Threshold,
+    allowed: Array | None = None,
+    vocabulary: Vocabulary = _WHOLE,
+) -> Array:
+    """One token for each row of [S, V], shaped as they are to be -> int32 [S]. allowed: as logits,
+    bool.
+    """
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    chosen = vocabulary.greedy(logits)
+    by_chance = (rows.params["temperature"] > 0) & (chosen >= 0)
+    return jax.lax.cond(
+        jnp.any(by_chance),
+        lambda: jnp.where(by_chance, _draw(logits, rows, cut, vocabulary), chosen),
+        lambda: chosen,
+    )
 
 
 def unpack_masks(masks: Array, vocab: int) -> Array:
@@ -169,17 +246,24 @@ def unpack_masks(masks: Array, vocab: int) -> Array:
     return bits.reshape(masks.shape[0], -1)[:, :vocab] > 0
 
 
-def shape_logits(logits: Array, rows: SamplingRows, state: SeatState) -> Array:
+def shape_logits(
+    logits: Array, rows: SamplingRows, state: SeatState, vocabulary: Vocabulary = _WHOLE
+) -> Array:
     """Logits [S, V] after penalties and biases, for the rows that have any."""
     logits = jax.lax.cond(
-        jnp.any(rows.need(PENALISED)), lambda: _penalise(logits, rows, state), lambda: logits
+        jnp.any(rows.need(PENALISED)),
+        lambda: _penalise(logits, rows, vocabulary.columns(state.counts)),
+        lambda: logits,
     )
     return jax.lax.cond(
-        jnp.any(rows.need(BIASED)), lambda: _add_bias(logits, rows, state), lambda: logits
+        jnp.any(rows.need(BIASED)),
+        lambda: _add_bias(logits, rows, state, vocabulary),
+        lambda: logits,
     )
 
 
-def _count_tokens(state: SeatState, rows: SamplingRows, tokens: Array) -> SeatState:
+def count_tokens(state: SeatState, rows: SamplingRows, tokens: Array) -> SeatState:
+    """The state after these tokens, int32 [S], of which only penalised rows' are counted."""
     counted = rows.need(PENALISED) & (tokens >= 0)
     seats = jnp.where(counted, rows.seats, state.counts.shape[0])  # M: dropped
     counts = jax.lax.cond(
@@ -191,11 +275,11 @@ def _count_tokens(state: SeatState, rows: SamplingRows, tokens: Array) -> SeatSt
     return state._replace(counts=counts)
 
 
-def _penalise(logits: Array, rows: SamplingRows, state: SeatState) -> Array:
+def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
     """Repetition (arXiv 1909.05858: divide positive, multiply negative logits of seen tokens),
-    presence, frequency.
+    presence, frequency. seat_counts: int32 [M, V], as `SeatState.counts`.
     """
-    counts = jnp.where(rows.need(PENALISED)[:, None], state.counts[rows.seats], 0)
+    counts = jnp.where(rows.need(PENALISED)[:, None], seat_counts[rows.seats], 0)
     in_output = (counts & (IN_PROMPT - 1)).astype(jnp.float32)
     factor = jnp.where(counts != 0, rows.params["repetition_penalty"][:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
@@ -206,14 +290,15 @@ def _penalise(logits: Array, rows: SamplingRows, state: SeatState) -> Array:
     )
 
 
-def _add_bias(logits: Array, rows: SamplingRows, state: SeatState) -> Array:
+def _add_bias(logits: Array, rows: SamplingRows, state: SeatState, vocabulary: Vocabulary) -> Array:
     """Add each seat's entries that are still in force at the position the sampled token will
     have.
     """
     live = rows.need(BIASED)[:, None] & (rows.position[:, None] + 1 < state.bias_until[rows.seats])
     values = jnp.where(live, state.bias_values[rows.seats], 0.0)
     at = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[at, state.bias_ids[rows.seats]].add(values, mode="drop")
+    places = vocabulary.places(state.bias_ids[rows.seats], logits.shape[-1])
+    return logits.at[at, places].add(values, mode="drop")
 
 
 def uniform(rows: SamplingRows) -> Array:
@@ -229,16 +314,19 @@ def uniform(rows: SamplingRows) -> Array:
     return jax.vmap(one)(rows.params["seed"], rows.position)
 
 
-def _draw(logits: Array, rows: SamplingRows, cut: Threshold) -> Array:
+def _draw(logits: Array, rows: SamplingRows, cut: Threshold, vocabulary: Vocabulary) -> Array:
     """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p ->
     int32 [S].
 
     Tokens that tie with the last one kept are kept too.
     """
-    scaled = logits / jnp.maximum(rows.params["temperature"], 1e-5)[:, None]
-    scaled -= jnp.max(scaled, axis=-1, keepdims=True)
-    floor = _floor(scaled, rows, cut)
-    return _invert(jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0), uniform(rows))
+    # The best is 0 wherever this is computed again. Were it divided first, the compiler could make
+    # one rounding of the two here, and two there.
+    scaled = logits - vocabulary.largest(logits)
+    scaled /= jnp.maximum(rows.params["temperature"], 1e-5)[:, None]
+    floor = _floor(scaled, rows, partial(vocabulary.threshold, cut=cut))
+    weights = jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0)
+    return vocabulary.invert(weights, uniform(rows))
 
 
 def _floor(scaled: Array, rows: SamplingRows, cut: Threshold) -> Array:
@@ -313,22 +401,22 @@ def _bisect(holds, rows: int) -> Array:
     return -bitcast_convert_type(high, jnp.float32)
 
 
-def _invert(weights: Array, u: Array) -> Array:
-    """Inverse transform sampling: the token where the running sum of weights [S, V] passes u *
-    total -> int32 [S].
+def pick_token(sums: Array, lane_of: Callable[[Array], Array], u: Array) -> Array:
+    """The token where the running sum of weights passes u * total -> int32 [S].
+
+    sums: of each lane's weights, [S, lanes]; lane_of: from numbers of lanes, int32 [S], to their
+    weights, [S, LANES].
     """
-    padded = _in_lanes(weights, 0)
-    sums = jnp.sum(padded, axis=-1)
     block, rest = _pick(sums, u * jnp.sum(sums, axis=-1))
-    lane, _ = _pick(jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0], rest)
-    return (block * _LANES + lane).astype(jnp.int32)
+    lane, _ = _pick(lane_of(block), rest)
+    return (block * LANES + lane).astype(jnp.int32)
 
 
-def _in_lanes(values: Array, filling: float) -> Array:
-    """[S, V] -> [S, ceil(V / _LANES), _LANES]."""
+def in_lanes(values: Array, filling: float) -> Array:
+    """[S, V] -> [S, ceil(V / LANES), LANES]."""
     rows, vocab = values.shape
-    padded = jnp.pad(values, ((0, 0), (0, -vocab % _LANES)), constant_values=filling)
-    return padded.reshape(rows, -1, _LANES)
+    padded = jnp.pad(values, ((0, 0), (0, -vocab % LANES)), constant_values=filling)
+    return padded.reshape(rows, -1, LANES)
 
 
 def _pick(weights: Array, target: Array) -> tuple[Array, Array]:
@@ -348,13 +436,15 @@ def _pick(weights: Array, target: Array) -> tuple[Array, Array]:
 type _Columns = tuple[Array, Array, Array]
 
 
-def _score(logits: Array, tokens: Array, width: int) -> _Columns:
+def score_tokens(
+    logits: Array, tokens: Array, width: int, vocabulary: Vocabulary = _WHOLE
+) -> _Columns:
     """Log-probabilities of tokens [S] and of the `width` best under the model's own
     distribution.
     """
-    total = jax.nn.logsumexp(logits, axis=-1)
-    best, ids = top(logits, min(width, logits.shape[-1]))
-    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+    total = vocabulary.log_total(logits)
+    best, ids = vocabulary.top(logits, width)
+    own = vocabulary.entry(logits, jnp.maximum(tokens, 0))
     room = ((0, 0), (0, width - best.shape[-1]))
     own = jnp.where(jnp.isfinite(total), own - total, jnp.nan)
     return own, jnp.pad(ids, room), jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
@@ -389,6 +479,7 @@ def score_prompt(
     count: Array,
     block: int,
     width: int = MAX_LOGPROBS,
+    vocabulary: Vocabulary = _WHOLE,
 ) -> _Scores:
     """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
 
@@ -402,10 +493,11 @@ def score_prompt(
 
     def scored(first: int) -> _Scores:
         end = first + block
-        return _Scores(*_score(logits_of(rows[first:end]), tokens[first:end], width))
+        logits = logits_of(rows[first:end])
+        return _Scores(*score_tokens(logits, tokens[first:end], width, vocabulary))
 
     def nothing() -> _Scores:
-        return _Scores(*_no_scores(tokens[:block], width))
+        return _Scores(*no_scores(tokens[:block], width))
 
     # Branches and no loop: a GPU's driver runs a branch inside a CUDA graph, and the host would
     # wait for a loop whose end the device decides. Out of a loop XLA also takes what does not
@@ -425,15 +517,16 @@ def top(logits: Array, k: int) -> tuple[Array, Array]:
     The k best lie in those blocks, since every block left out has k entries before its own best. A
     GPU sorts whole rows for more than 16; here it sorts V / 128 maxima and 128 k entries.
     """
-    padded = _in_lanes(logits, -jnp.inf)
+    padded = in_lanes(logits, -jnp.inf)
     if padded.shape[1] <= k:
         return jax.lax.top_k(logits, k)
     blocks = jnp.sort(jax.lax.top_k(jnp.max(padded, axis=-1), k)[1], axis=-1)
     candidates = jnp.take_along_axis(padded, blocks[:, :, None], axis=1)
     best, at = jax.lax.top_k(candidates.reshape(logits.shape[0], -1), k)
-    return best, jnp.take_along_axis(blocks, at // _LANES, axis=-1) * _LANES + at % _LANES
+    return best, jnp.take_along_axis(blocks, at // LANES, axis=-1) * LANES + at % LANES
 
 
-def _no_scores(tokens: Array, width: int) -> _Columns:
+def no_scores(tokens: Array, width: int) -> _Columns:
+    """Zeros, for tokens [S] whose log-probabilities nobody asked for."""
     shape = (*tokens.shape, width)
     return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)

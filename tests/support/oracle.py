@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jitney.engine.models.llama import Llama
 from jitney.engine.models.protocol import Model
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
@@ -33,23 +35,41 @@ DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense)
 
 
 @jax.jit
-def whole_logits(model: Model, tokens: jax.Array) -> jax.Array:
-    """tokens int32 [T] -> float32 [T, V]."""
+def _whole_hidden(model: Model, tokens: jax.Array) -> jax.Array:
+    """tokens int32 [T] -> [T, E] before the final norm."""
     positions = jnp.arange(tokens.shape[0])
     none = jnp.zeros(0, jnp.int32)
     meta = AttentionMeta(none, none, none, none, positions, none)
     hidden, _ = model(tokens, [jnp.zeros(0)] * model.config.n_layers, meta, DENSE)
-    return model.logits(hidden, DENSE)
+    return hidden
+
+
+@jax.jit
+def whole_logits(model: Model, tokens: jax.Array) -> jax.Array:
+    """tokens int32 [T] -> float32 [T, V]."""
+    return model.logits(_whole_hidden(model, tokens), DENSE)
+
+
+def _padded(tokens: list[int]) -> np.ndarray:
+    """To a multiple of 64, so that few shapes compile."""
+    padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)
+    padded[: len(tokens)] = tokens
+    return padded
 
 
 def oracle_logprobs(model: Model, tokens: list[int]) -> np.ndarray:
-    """Log-probabilities of the next token at every position, [T, V]; padded so that few shapes
-    compile.
-    """
-    padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)
-    padded[: len(tokens)] = tokens
-    return np.asarray(jax.nn.log_softmax(whole_logits(model, padded)))[: len(tokens)]
+    """Log-probabilities of the next token at every position, [T, V]."""
+    logits = whole_logits(model, _padded(tokens))
+    return np.asarray(jax.nn.log_softmax(logits))[: len(tokens)]
 
 
 def prompt(i: int, length: int) -> list[int]:
     return np.random.default_rng(i).integers(0, 256, length).tolist()
+
+
+def naive_normed(model: Model, tokens: list[int]) -> np.ndarray:
+    """Hidden states of every position behind the final norm, float32 [T, E]."""
+    x = np.asarray(_whole_hidden(model, _padded(tokens)), np.float64)[: len(tokens)]
+    root = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.config.rms_eps)
+    weight = np.asarray(cast(Llama, model).norm.weight[...], np.float64)
+    return (x / root * weight).astype(np.float32)

@@ -27,6 +27,8 @@ from jitney.engine.types import EngineRequest, Grammar, SamplingParams
 from jitney.engine.worker_pipe import LENGTH, framed
 from jitney.kernels.select import select
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 BUCKETS = make_buckets(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
 SIZES = StateSizes(
     seats=4, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")

@@ -170,14 +170,18 @@ def test_whoever_reads_the_array_alone_gets_everybodys_tokens(policy: str, seed:
 
 
 def test_fields_follow_one_another_without_a_gap():
-    """The page table is last: what a step writes anew lies in one piece before it."""
-    for plain in (True, False):
-        layout = UploadLayout(Bucket(64, 8), 12, plain)
+    """What a step writes anew lies in one piece before the page table, and an upload of the step
+    without a sampler is how the other's begins.
+    """
+    plain, full = (UploadLayout(Bucket(64, 8), 12, plain) for plain in (True, False))
+    assert list(full.slices.items())[: len(plain.slices)] == list(plain.slices.items())
+    assert list(plain.slices)[-1] == "page_table"
+    for layout in (plain, full):
         slices = list(layout.slices.values())
         assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])] and slices[
             -1
         ].stop == layout.size
-        assert list(layout.slices)[-1] == "page_table" and layout.size == (
-            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if plain else 8 * 10 + 1 + 2 * 64)
+        assert layout.size == (
+            4 * 64 + 4 * 8 + 1 + 3 + 12 * 8 + (0 if layout.plain else 8 * 10 + 1 + 2 * 64)
         )
     assert not UploadLayout(Bucket(8, 8), 12, False).scores, "a decode step has no prompt to score"

@@ -18,6 +18,8 @@ from jitney.engine.types import KernelProof
 from jitney.kernels import reference
 from jitney.kernels.select import reference as reference_set
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 PROMPT = [[1, 2, 3, 4, 5, 6, 7]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 

@@ -31,6 +31,8 @@ from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineRequest, Range, SamplingParams, Uploaded
 from jitney.kernels.select import select
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 KERNELS = select("cpu", "reference")
 BUCKETS = make_buckets(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
 SIZES = StateSizes(

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import parse
+from memory_traffic import account
 
 from jitney.engine.executor.inputs import SAMPLING
 from jitney.engine.executor.sampling import (
@@ -129,6 +131,30 @@ def test_a_row_depends_on_seed_and_position_alone():
     crowd = [token(32, 21, seed, position) for seed in range(6) for position in range(4)]
     assert alone == crowd
     assert len(set(alone)) > 4
+
+
+def test_a_neighbour_with_penalties_changes_no_token():
+    """Such a step runs another branch of the program."""
+    logits = np.random.default_rng(5).normal(size=(32, VOCAB)).astype(np.float32)
+    params = [SamplingParams(temperature=1.0, top_p=0.9, top_k=90 * (i % 2)) for i in range(31)]
+
+    def tokens(neighbour: SamplingParams) -> list[int]:
+        rows = rows_of([*params, neighbour], [SEATS] * 31 + [0], seeds=list(range(32)))
+        result, _ = run(logits, rows, empty_state(SEATS, VOCAB))
+        return np.asarray(result.tokens)[:31].tolist()
+
+    plain = tokens(SamplingParams())
+    assert tokens(SamplingParams(presence_penalty=1.0)) == plain
+    assert tokens(SamplingParams(logit_bias={3: 2.0})) == plain
+    assert len(set(plain)) > 20
+
+
+def test_logits_are_not_copied_where_no_row_has_penalties_or_biases():
+    rows = rows_of([SamplingParams(temperature=1.0)] * 5, [SEATS] * 5)
+    compiled = run.lower(jnp.zeros((5, VOCAB)), rows, empty_state(SEATS, VOCAB)).compile()
+    step = account(parse(compiled.as_text() or ""), lambda *_: (0.0, 0.0))
+    assert step.made
+    assert not [name for name, made in step.made if "copy" in name and made.dims == (5, VOCAB)]
 
 
 def test_penalties_count_prompt_and_output_as_documented():

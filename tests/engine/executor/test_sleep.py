@@ -18,6 +18,8 @@ from jitney.engine.models.registry import random_model
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.kernels.select import select
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 BUCKETS = make_buckets(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
 #: 16,384 pages of 8 KiB.
 SIZES = StateSizes(

@@ -1,0 +1,71 @@
+"""What XLA measures to choose a GPU's products by, kept from start to start, and shipped for cards
+that were measured.
+
+XLA times candidates of each product when it compiles for a GPU that is there, and writes one file
+for each into a folder beside jax's compiled programs. It checks neither card nor release when it
+reads them, so both name the folder.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+#: What was measured on cards, for everybody who has one: a folder for each `folder_name`.
+SHIPPED = Path(__file__).parent / "autotuned"
+#: Where in the folder of compiled programs jax has XLA keep what it measured.
+RESULTS = "xla_gpu_per_fusion_autotune_cache_dir"
+_RELEASE = version("jaxlib")
+
+
+def folder_name(card: str, capability: str, release: str = _RELEASE) -> str:
+    """card: as jax names it (`device_kind`); capability: compute capability, "9.0".
+
+    nvidia-h100-80gb-hbm3-9.0-jaxlib-0.11.2
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+    return f"{name}-{capability}-jaxlib-{release}"
+
+
+def programs_folder(programs: Path, device: Any, shipped: Path = SHIPPED) -> Path:
+    """Where compiled programs for jax's `device` are kept below `programs`.
+
+    On a GPU that is a folder of its own, which then has what was shipped for the card; what was
+    measured here stays.
+    """
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or not capability:
+        return programs
+    name = folder_name(device.device_kind, str(capability))
+    _bring(shipped / name, programs / name / RESULTS)
+    return programs / name
+
+
+def _bring(shipped: Path, results: Path) -> None:
+    """Copy what was shipped to where XLA reads it, but nothing over what is there."""
+    results.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not shipped.is_dir():
+        return
+    for source in sorted(shipped.iterdir()):
+        if source.is_file() and not (results / source.name).exists():
+            partial = results / f".{source.name}.new"  # another process may start beside this one
+            shutil.copyfile(source, partial)
+            partial.rename(results / source.name)
+
+
+def shipped_options(word: str, capability: str, shipped: Path = SHIPPED) -> dict[str, str]:
+    """What tells XLA to compile with what was shipped for a card, without the card: options of the
+    compiler, none if nothing was shipped. word: in the card's name, "h100"."""
+    pattern = re.compile(
+        rf"(.*-)?{word}-(.*-)?{re.escape(capability)}-jaxlib-{re.escape(_RELEASE)}"
+    )
+    for folder in sorted(shipped.iterdir()):
+        if folder.is_dir() and pattern.fullmatch(folder.name):
+            return {
+                RESULTS: str(folder),
+                "xla_gpu_experimental_autotune_cache_mode": "AUTOTUNE_CACHE_MODE_READ",
+            }
+    return {}

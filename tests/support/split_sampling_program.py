@@ -1,0 +1,172 @@
+"""Samples from logits whose columns several devices share, and from the same logits on one device;
+`test_split_sampling` starts it, since a process must ask for devices before jax starts.
+
+python split_sampling_program.py OUT: an .npz file of what `both` and `widest_gather` tell of 2 and
+of 4 devices.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
+from jitney.engine.executor.sampling import (
+    IN_PROMPT,
+    SamplingRows,
+    SeatState,
+    Vocabulary,
+    empty_state,
+    sample,
+)
+from jitney.engine.executor.split_sampling import SplitVocabulary
+from jitney.engine.models.sharding import COLUMNS, WHOLE, make_mesh
+
+#: No multiple of 128 on 2 and 4 devices: lanes reach over the ends of their columns.
+VOCAB, ROWS = 3000, 48
+#: Alternatives of each token.
+WIDTH = 5
+#: What all rows of a case ask for, beside temperature and seed.
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "top_k": {"top_k": 40},
+    "top_k of most": {"top_k": 2500},
+    "top_k of ties": {"top_k": 7, "ties": True},
+    "top_p": {"top_p": 0.9},
+    "top_p of few": {"top_p": 0.3, "sharpness": 6.0},
+    "both": {"top_k": 300, "top_p": 0.8},
+    "min_p": {"min_p": 0.05},
+    "penalties": {
+        "parts": PENALISED,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "temperature": 0.0,
+    },
+    "bias": {"parts": BIASED, "top_k": 20},
+    "logprobs": {"parts": SCORED, "top_p": 0.95},
+    "all": {
+        "parts": PENALISED | BIASED | SCORED,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "top_k": 200,
+        "top_p": 0.9,
+        "min_p": 0.01,
+    },
+    "masked": {"top_p": 0.9, "masked": True},
+    "masked but for one device": {"temperature": 0.0, "masked": True, "last": 700},
+    "broken": {"broken": True, "parts": SCORED},
+}
+#: Of `Sampled`, in its order.
+PARTS = ("tokens", "own", "ids", "best")
+FLOATS = ("temperature", "top_p", "min_p")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def rows_of(case: dict[str, Any]) -> SamplingRows:
+    """ROWS rows, each with a seed and a seat of its own."""
+    defaults = {"temperature": 0.9, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    params = {
+        name: jnp.full(ROWS, case.get(name, defaults.get(name, 0.0)), jnp.float32)
+        for name in (*FLOATS, *PENALTIES)
+    }
+    params["top_k"] = jnp.full(ROWS, case.get("top_k", 0), jnp.int32)
+    params["parts"] = jnp.full(ROWS, case.get("parts", 0), jnp.int32)
+    params["seed"] = jnp.stack([jnp.arange(ROWS), jnp.arange(ROWS) * 7], 1).astype(jnp.int32)
+    return SamplingRows(params, jnp.arange(ROWS) + 10, jnp.arange(ROWS))
+
+
+def logits_of(case: dict[str, Any], draw: np.random.Generator) -> np.ndarray:
+    """float32 [ROWS, VOCAB]."""
+    logits = draw.normal(size=(ROWS, VOCAB)).astype(np.float32) * case.get("sharpness", 2.0)
+    if "ties" in case:
+        logits = np.round(logits)
+    if "broken" in case:
+        logits[::3] = np.nan
+        logits[1::3, 10] = np.inf
+    return logits
+
+
+def state_of(draw: np.random.Generator) -> SeatState:
+    """Seats that have written tokens, and have biases on both ends of every device's columns."""
+    state = empty_state(ROWS, VOCAB)
+    counts = draw.integers(0, 3, (ROWS, VOCAB)) * draw.integers(0, 2, (ROWS, VOCAB))
+    counts[:, ::5] |= IN_PROMPT
+    ids = np.asarray(state.bias_ids).copy()
+    ids[:, :8] = [0, 749, 750, 1499, 1500, 2249, 2250, 2999]
+    values = np.zeros(ids.shape, np.float32)
+    values[:, :8] = draw.normal(size=(ROWS, 8)) * 6
+    return SeatState(
+        jnp.asarray(counts, jnp.int32),
+        jnp.asarray(ids),
+        jnp.asarray(values),
+        jnp.full(ids.shape, 1 << 20, jnp.int32),
+    )
+
+
+def sampler(mesh: Mesh | None) -> Any:
+    """`sample`, compiled for these devices."""
+    vocabulary = Vocabulary() if mesh is None else SplitVocabulary(mesh.size)
+
+    def step(logits: Any, rows: SamplingRows, state: SeatState, allowed: Any) -> Any:
+        return sample(logits, rows, state, None, allowed, WIDTH, vocabulary)
+
+    if mesh is None:
+        return jax.jit(step)
+    specs = COLUMNS, WHOLE, WHOLE, WHOLE
+    split = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
+    return jax.jit(split)
+
+
+def arguments(case: dict[str, Any]) -> tuple[Any, ...]:
+    """Of `sampler`."""
+    draw = np.random.default_rng(sum(map(ord, str(case))))
+    allowed = np.ones((ROWS, VOCAB), bool)
+    if "masked" in case:
+        allowed = draw.integers(0, 2, (ROWS, VOCAB)) > 0
+        allowed[:, case.get("last", VOCAB) :] = False
+    return logits_of(case, draw), rows_of(case), state_of(draw), allowed
+
+
+def both(mesh: Mesh) -> dict[str, np.ndarray]:
+    """Case and part -> that part of one device's results, and of those of the mesh: [2, ...].
+
+    tokens int32 [2, ROWS], own float32 [2, ROWS], ids and best [2, ROWS, WIDTH]; counted: what the
+    seats counted of each token, int32 [2, VOCAB].
+    """
+    one, several = sampler(None), sampler(mesh)
+    found: dict[str, np.ndarray] = {}
+    for name, case in CASES.items():
+        args = arguments(case)
+        (alone, seats), (split, split_seats) = one(*args), several(*args)
+        for part, pair in zip(PARTS, zip(alone, split, strict=True), strict=True):
+            found[f"{name} {part}"] = np.stack(pair)
+        before = np.asarray(args[2].counts)
+        found[f"{name} counted"] = np.stack(
+            [np.sum(after.counts - before, axis=0) for after in (seats, split_seats)]
+        )
+    return found
+
+
+def widest_gather(mesh: Mesh) -> np.ndarray:
+    """Most elements that an all-gather of the compiled sampler brings."""
+    text = sampler(mesh).lower(*arguments(CASES["all"])).compile().as_text()
+    shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
+    return np.array(max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes))
+
+
+if __name__ == "__main__":
+    results = {}
+    for count in (2, 4):
+        mesh = make_mesh(jax.devices()[:count])
+        results |= {f"{count} {name}": pair for name, pair in both(mesh).items()}
+        results[f"{count} gather"] = widest_gather(mesh)
+    np.savez(sys.argv[1], **results)
