@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jitney.engine.fleet.routing import Ring, by_least_wait, by_prefix, by_turn
+from jitney.engine.fleet.routing import LeastWait, Ring, by_prefix, by_turn
 from jitney.engine.machine import cpu_name
 from jitney.engine.report.page import Table
 from jitney.engine.report.tables import markdown_lines
@@ -68,6 +68,7 @@ TARGETS = Targets(ttft_s=1.0, stream_tok_s=30.0)
 FAILURES = Failures(core_mtbf_s=168 * 3600.0, machine_mtbf_s=50_000 * 3600.0)
 HOW = Circumstances(failures=FAILURES)
 SIZES = (10, 100, 1000)
+CHAT_SIZES = (2, 4, 8, 32)
 SEATS, BUDGET = 128, 2048
 
 #: Traffic that the model of a replica is checked with: prompts, outputs, when they come.
@@ -197,22 +198,26 @@ def latencies(run: FleetRun) -> list[str]:
 
 
 def routers(requests: int) -> Iterator[list[str]]:
-    """Conversations with a shared system prompt, a turn of each every 30 seconds or so."""
+    """A chat whose conversations share a system prompt; turns come some ten seconds apart."""
     sizing = sized(H100)
-    for size in SIZES[:2]:
-        traffic = conversations(size, 0.8 * size * sizing.load_req_s, requests)
+    for size in CHAT_SIZES:
+        traffic = chat(size, 0.35 * size * sizing.load_req_s, requests)
+        first = 0.0
         for router in ROUTERS:
             plan = FleetPlan(engine_of(sizing), H100.roofline, size, router, prefix_cache=True)
             run, _ = timed(traffic, plan)
-            yield [f"{size:,}", router, f"{run.hit_rate:.1%}", *latencies(run)]
+            first = first or run.hit_rate
+            found = f"{run.hit_rate:.1%}", f"{run.hit_rate / first:.2f}"
+            yield [f"{size:,}", router, *found, *latencies(run), f"{run.refused_share:.2%}"]
 
 
-def conversations(size: int, rate: float, requests: int) -> Traffic:
-    """Turns at a rate; so many conversations are open that each waits for half a minute."""
-    talks = Conversations(n_shared=256, turns=Uniform(2, 8), live=round(30 * rate))
-    messages = parse_lengths("lognormal:mean=200,sigma=0.8,min=8,max=2000", "--prompt")
-    answers = parse_lengths(OUTPUT, "--output")
-    return Traffic.of(talks.requests(requests, messages, answers, Poisson(rate), 1))
+def chat(size: int, rate: float, requests: int) -> Traffic:
+    """Turns at a rate; so many conversations are open that each waits for ten seconds."""
+    talks = Conversations(n_shared=256, turns=Uniform(2, 8), live=round(10 * rate))
+    messages = parse_lengths("lognormal:mean=60,sigma=0.8,min=8,max=1000", "--prompt")
+    answers = parse_lengths("lognormal:mean=150,sigma=0.8,max=1000", "--output")
+    count = min(requests, 2000 * size)
+    return Traffic.of(talks.requests(count, messages, answers, Poisson(rate), 1))
 
 
 def choosing() -> Iterator[list[str]]:
@@ -220,16 +225,25 @@ def choosing() -> Iterator[list[str]]:
     for size in (*SIZES, 10_000):
         names = [f"replica-{number}" for number in range(size)]
         loads = {name: float(hash(name) % 7) for name in names}
-        waits = dict.fromkeys(names, 0.0)
+        waits = LeastWait()
+        for name, load in loads.items():
+            waits.put(name, 0.0, load)
         ring, total = Ring(names), sum(loads.values())
-        turn = per_call(lambda names=names: next(iter(by_turn(names, 7))))
-        least = per_call(lambda waits=waits, loads=loads: next(iter(by_least_wait(waits, loads))))
+        turn = per_call(lambda names=names: next(by_turn(names, 7)))
+        least = per_call(lambda waits=waits, loads=loads: choose_least(waits, loads))
         prefix = per_call(
             lambda ring=ring, loads=loads, total=total: next(
                 by_prefix(ring, b"a conversation", loads, total=total)
             )
         )
         yield [f"{size:,}", *(f"{1e6 * seconds:,.0f}" for seconds in (turn, least, prefix))]
+
+
+def choose_least(waits: LeastWait, loads: dict[str, float]) -> None:
+    """The first one, and that it has one request more."""
+    name = next(waits.order())
+    loads[name] += 1
+    waits.put(name, 0.0, loads[name])
 
 
 def per_call(call) -> float:
@@ -334,7 +348,14 @@ HEADS = {
         "cost/M output tokens",
         "simulated, CPU time",
     ],
-    "routers": ["replicas", "router", "prompt tokens found in caches", *_FIRST],
+    "routers": [
+        "replicas",
+        "router",
+        "prompt tokens found",
+        "times",
+        *_FIRST,
+        "refused",
+    ],
     "choosing": ["replicas", "round-robin, us", "least-wait, us", "prefix, us"],
     "failures": [
         "what goes wrong",
@@ -367,7 +388,7 @@ def main() -> None:
     make = {
         "accuracy": accuracy,
         "fleets": lambda: fleets(args.requests),
-        "routers": lambda: routers(min(60_000, args.requests)),
+        "routers": lambda: routers(min(200_000, args.requests)),
         "choosing": choosing,
         "failures": lambda: failures(min(100_000, args.requests)),
         "scaling": scaling,

@@ -1,7 +1,8 @@
 """The padded lengths we compile executables for.
 
 Compile keys add, they do not multiply: decode-only buckets have one token per seat (T == S); mixed
-buckets have a few token counts and always all the seats.
+buckets have a few token counts and all the seats, or a part of them where they have fewer rows than
+there are seats: a prompt that comes to a few streams is then no step of hundreds of rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from functools import cached_property
 #: nearly free, and each size costs a program with the sampler and one without. Beyond 64 rows,
 #: where logits and caches begin to count, steps are smaller.
 _DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
+#: Rows of the smallest mixed buckets on a GPU or TPU, where they lie below those for all seats. Up
+#: to some 300 rows cost little beside the weights; a step of the next size takes twice as long.
+_DEVICE_PROMPT_ROWS = (64, 256)
+#: A mixed bucket with no more rows than there are seats has one sequence, and one logit row, for so
+#: many of its rows.
+_ROWS_PER_SEQUENCE = 4
+#: Rows of the smallest mixed bucket that there can be.
+FEWEST_ROWS = _ROWS_PER_SEQUENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +72,49 @@ class Buckets:
                 return bucket
         raise ValueError(f"no bucket holds {tokens} rows of {sequences} sequences")
 
-    def thrifty(self, rows: int, count: int, riders: int) -> int:
+    def mixed_for(self, sequences: int) -> tuple[Bucket, ...]:
+        """The mixed buckets that hold so many sequences, ascending: at least the largest."""
+        needed = min(sequences, self.seats)
+        first = next(at for at, bucket in enumerate(self.mixed) if needed <= bucket.seats)
+        return self.mixed[first:]
+
+    def thrifty(self, rows: int, count: int, riders: int, sequences: int) -> int:
         """How many of a prompt's next `count` rows to add to a step of `rows` when nobody else will
         board it.
 
         All of them, or only as many as fill a smaller bucket, the rest riding in the next step with
         `riders` decoding sequences: whichever computes fewer rows, padding included, over the two
-        steps.
+        steps. sequences: of this step, the prompt's own included.
         """
         total = rows + count
-        lower = max((b.tokens for b in self.mixed if rows < b.tokens < total), default=0)
+        now, later = self.mixed_for(sequences), self.mixed_for(riders + 1)
+        lower = max((b.tokens for b in now if rows < b.tokens < total), default=0)
         if not lower:
             return count
-        whole = self._padded(total) + self._padded_decode(riders)
-        split = lower + self._padded(total - lower + riders)
+        whole = _padded(now, total) + self._padded_decode(riders)
+        split = lower + _padded(later, total - lower + riders)
         return lower - rows if split < whole else count
-
-    def _padded(self, tokens: int) -> int:
-        return next((b.tokens for b in self.mixed if tokens <= b.tokens), self.token_budget)
 
     def _padded_decode(self, sequences: int) -> int:
         return next((b.tokens for b in self.decode if sequences <= b.seats), 0) if sequences else 0
+
+
+def _padded(mixed: tuple[Bucket, ...], tokens: int) -> int:
+    """Rows of the first of these buckets that holds so many, or of the largest."""
+    return next((b.tokens for b in mixed if tokens <= b.tokens), mixed[-1].tokens)
+
+
+def mixed_bucket(tokens: int, max_seats: int) -> Bucket:
+    """The mixed bucket of so many rows, at least FEWEST_ROWS, in an engine of so many seats."""
+    if tokens > max_seats:
+        return Bucket(tokens, max_seats)
+    return Bucket(tokens, tokens // _ROWS_PER_SEQUENCE)
+
+
+def least_mixed(rows: int, sequences: int, max_seats: int) -> int:
+    """Rows of the smallest mixed bucket that could hold a step of so many rows and sequences."""
+    needed = max(rows, _ROWS_PER_SEQUENCE * sequences)
+    return needed if needed <= max_seats else max(rows, max_seats + 1)
 
 
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
@@ -106,7 +137,8 @@ def make_buckets(
     ones.
 
     On a CPU those are `smallest`, for who is alone, and powers of two from 4 on. on_device: for a
-    GPU or TPU, whose decode steps take the sizes of DEVICE_SEATS.
+    GPU or TPU, whose decode steps take the sizes of DEVICE_SEATS, and whose smallest steps with
+    prompts those of DEVICE_PROMPT_ROWS.
     """
     default = (*(size for size in _DEVICE_SEATS if size < max_seats), max_seats)
     if not on_device:
@@ -114,12 +146,15 @@ def make_buckets(
             sorted({min(smallest, max_seats), *powers_of_two(min(4, max_seats), max_seats)})
         )
     seats = tuple(sorted({*seat_sizes, max_seats})) if seat_sizes else default
-    lowest = max(2 * seats[-1], token_budget // 8)
-    tokens = (
-        tuple(sorted({*token_sizes, token_budget}))
-        if token_sizes
-        else powers_of_two(min(lowest, token_budget), token_budget)
-    )
+    tokens = token_sizes or _default_rows(max_seats, token_budget, on_device)
     return Buckets(
-        decode=tuple(Bucket(s, s) for s in seats), mixed=tuple(Bucket(t, seats[-1]) for t in tokens)
+        decode=tuple(Bucket(size, size) for size in seats),
+        mixed=tuple(mixed_bucket(rows, max_seats) for rows in sorted({*tokens, token_budget})),
     )
+
+
+def _default_rows(max_seats: int, token_budget: int, on_device: bool) -> tuple[int, ...]:
+    """Of the mixed buckets."""
+    lowest = min(max(2 * max_seats, token_budget // 8), token_budget)
+    few = [rows for rows in _DEVICE_PROMPT_ROWS if rows < lowest] if on_device else []
+    return (*few, *powers_of_two(lowest, token_budget))

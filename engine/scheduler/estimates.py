@@ -42,6 +42,9 @@ _STRETCH = 1.15
 #: Share AUTO at its least: a step may take so many times as long as one without prompt rows, so
 #: that the slowest of them stays within three times.
 _MOST_SLOWER = 2.7
+#: Where the first prompt ends soon, AUTO gives at least this share, and a step may take so many
+#: times as long as one without prompt rows: one slow step, where a long prompt makes many.
+SHORT_SHARE, _SHORT_SLOWER = 0.5, 3.5
 #: The same of steps with prompt rows that nobody waits for, and of steps in which streams decode
 #: beside rows that nobody waits for.
 _BACKGROUND_SLOWER, _BACKGROUND_STRETCH = 2.0, 1.2
@@ -50,6 +53,8 @@ _BACKGROUND_SLOWER, _BACKGROUND_STRETCH = 2.0, 1.2
 PATIENCE = 4
 #: Share AUTO: the least that prompts get, and how many different shares there are.
 LEAST_SHARE, _LEVELS = 0.25, 16
+#: A bucket that was seen fewer times does not tell how soon a step of it may be done.
+_FEWEST_SEEN = 3
 
 
 #: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows.
@@ -190,6 +195,15 @@ class StepTimeEstimate:
             return True
         return (sequences + 1) * self._typical(now) >= sequences * self._typical(then)
 
+    def soonest(self, bucket: Bucket) -> float | None:
+        """The least seconds that the newest steps of a bucket took; None where too few were seen to
+        tell.
+        """
+        self._take_in()
+        if bucket not in self._seen or len(self._seen[bucket]) < _FEWEST_SEEN:
+            return None
+        return min(self._seen[bucket])[0]
+
     def _decode_bucket(self, sequences: int) -> Bucket:
         return next(bucket for bucket in self.buckets.decode if sequences <= bucket.seats)
 
@@ -240,7 +254,8 @@ class PrefillBudget:
     Share AUTO goes by who waits for whom: a step with many prompt rows makes every stream wait, one
     with few makes every prompt wait. It is the prompts that want rows over the streams that run, in
     LEVELS steps, between LEAST_SHARE and 1. One long prompt beside many streams gets LEAST_SHARE,
-    or as much less as makes their steps no more than _MOST_SLOWER times as long;
+    or as much less as makes their steps no more than _MOST_SLOWER times as long; a short one gets
+    SHORT_SHARE within _SHORT_SLOWER, so that its first token need not wait for a second step;
     where prompts are most of the work, they pile up in the seats until they get the whole budget,
     and no weights are read for a few rows at a time.
     """
@@ -260,44 +275,51 @@ class PrefillBudget:
             return _auto_share(decoding, prompts)
         return self.share
 
-    def most(self, decoding: int, start: int = 0, prompts: int = 1) -> int:
+    def is_short(self, rest: int) -> bool:
+        """Whether a prompt with so many rows left may end in the next step, by what `most` allows
+        short ones.
+        """
+        return rest <= SHORT_SHARE * self.step_times.buckets.token_budget
+
+    def most(self, decoding: int, start: int = 0, prompts: int = 1, *, short: bool = False) -> int:
         """Prompt rows for a step of so many decoding sequences; to be asked once per step, while
         prompts want rows.
 
         start: position of the first row, which tells what they attend to. prompts: how many prompts
-        want rows now.
+        want rows now. short: the first of them is, see `is_short`.
         """
         buckets = self.step_times.buckets
         if not decoding:
             return buckets.token_budget
-        share = self.share_beside(decoding, prompts)
+        share, slower = self._share_and_limit(decoding, prompts, short)
         if (decoding, share) not in self._wanted:
             self._wanted[decoding, share] = self._most_wanted(decoding, share)
         rows, bucket = self._wanted[decoding, share]
         usual = self.step_times.mixed(bucket)
+        beside = buckets.mixed_for(decoding + 1)
         if usual is None:
-            return min(rows, buckets.mixed[0].tokens - decoding) if self.target_itl_s else rows
+            return min(rows, beside[0].tokens - decoding) if self.target_itl_s else rows
         limit = self._longest(usual, share)
-        if self._spares_streams(share) and self.step_times.has_seen(bucket):
-            limit = min(limit, self._bearable(decoding))
+        if self.step_times.has_seen(bucket):
+            limit = min(limit, self._bearable(decoding, slower))
         if (
             self._timely(bucket, decoding, start, limit - usual) >= rows
         ):  # as nearly always: no need to ask the others
             return rows
         timely = max(
             self._timely(other, decoding, start, limit - (self.step_times.mixed(other) or 0.0))
-            for other in buckets.mixed
+            for other in beside
         )
         if timely < 1 and self.target_itl_s:
             self._denied = (self._denied + 1) % PATIENCE
-            return 0 if self._denied else min(rows, buckets.mixed[0].tokens - decoding)
-        return min(rows, max(timely, buckets.mixed[0].tokens // 8))
+            return 0 if self._denied else min(rows, beside[0].tokens - decoding)
+        return min(rows, max(timely, beside[0].tokens // 8))
 
     def most_in_background(self, decoding: int, start: int = 0) -> int:
         """Prompt rows for a step that nobody waits for yet: whoever comes meanwhile waits for its
         end. Those of the smallest bucket, or more where the step stays short all the same.
         """
-        buckets = self.step_times.buckets.mixed
+        buckets = self.step_times.buckets.mixed_for(decoding + 1)
         fewest = buckets[0].tokens - decoding
         alone = self.step_times.decode(decoding)
         if alone is None:
@@ -314,18 +336,15 @@ class PrefillBudget:
         """The share of prompt rows, and the bucket of the step; or as many rows as fill the next
         smaller bucket if that is at least half as many: no padding then."""
         buckets = self.step_times.buckets
+        beside = buckets.mixed_for(decoding + 1)
         rows = min(buckets.token_budget - decoding, max(1, int(share * buckets.token_budget)))
         lower = max(
-            (
-                bucket.tokens
-                for bucket in buckets.mixed
-                if decoding < bucket.tokens <= decoding + rows
-            ),
+            (bucket.tokens for bucket in beside if decoding < bucket.tokens <= decoding + rows),
             default=decoding,
         )
         if 2 * (lower - decoding) >= rows:
             rows = lower - decoding
-        return rows, next(bucket for bucket in buckets.mixed if decoding + rows <= bucket.tokens)
+        return rows, next(bucket for bucket in beside if decoding + rows <= bucket.tokens)
 
     def _longest(self, usual: float, share: float) -> float:
         """Seconds that a step with prompt rows may take. usual: of one with all that may be, at the
@@ -334,20 +353,26 @@ class PrefillBudget:
         target = self.target_itl_s or math.inf
         return min(target, _STRETCH * usual) if share < 1 else target
 
-    def _spares_streams(self, share: float) -> bool:
-        """Many streams wait for few prompts."""
-        return isinstance(self.share, str) and share == LEAST_SHARE
+    def _share_and_limit(self, decoding: int, prompts: int, short: bool) -> tuple[float, float]:
+        """The share, and how many times as long as one without prompt rows a step may take: that is
+        bounded where many streams wait for few prompts.
+        """
+        share = self.share_beside(decoding, prompts)
+        if not isinstance(self.share, str):
+            return share, math.inf
+        if short and share < SHORT_SHARE:
+            return SHORT_SHARE, _SHORT_SLOWER
+        return share, _MOST_SLOWER if share == LEAST_SHARE else math.inf
 
-    def _bearable(self, decoding: int) -> float:
-        """Seconds that a step may take beside so many streams: never fewer than the smallest step
-        with prompt rows takes.
+    def _bearable(self, decoding: int, slower: float) -> float:
+        """Seconds that a step may take beside so many streams, `slower` times as long as their own:
+        never fewer than the smallest step with prompt rows takes.
         """
         alone = self.step_times.decode(decoding)
-        if alone is None:
+        if alone is None or slower == math.inf:
             return math.inf
-        buckets = self.step_times.buckets.mixed
-        smallest = next(bucket for bucket in buckets if decoding < bucket.tokens)
-        return max(_MOST_SLOWER * alone, _STRETCH * (self.step_times.mixed(smallest) or 0.0))
+        smallest = self.step_times.buckets.mixed_for(decoding + 1)[0]
+        return max(slower * alone, _STRETCH * (self.step_times.mixed(smallest) or 0.0))
 
     def _timely(self, bucket: Bucket, decoding: int, start: int, left: float) -> int:
         """The most prompt rows from `start` that fit the bucket and can attend in the `left`
@@ -522,15 +547,20 @@ class OutputLengths:
         self._likely.clear()
 
     def outlook(self, kind: Kind) -> Outlook:
-        """What is known about answers of these classes; the same object until another answer is
-        over.
+        """What is known about answers of these classes, carefully: long ones rather than short; the
+        same object until another answer is over.
         """
         return self._known(self._careful, kind, _CAREFUL_HAZARD)
 
     def expect(self, kind: Kind, most: int) -> int:
         """Output tokens to expect, at least 1 and at most `most`."""
-        mean = self._known(self._likely, kind, _FIRST_HAZARD).mean
-        return max(1, min(most, round(mean)))
+        return max(1, min(most, round(self.likely(kind).mean)))
+
+    def likely(self, kind: Kind) -> Outlook:
+        """What is most likely of answers of these classes; the same object until another answer is
+        over.
+        """
+        return self._known(self._likely, kind, _FIRST_HAZARD)
 
     def _known(self, outlooks: dict[Kind, Outlook], kind: Kind, hazard: np.ndarray) -> Outlook:
         """One of these outlooks, made if it is not there. hazard: before anything was seen."""

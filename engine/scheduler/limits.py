@@ -33,6 +33,7 @@ class SchedulerLimits:
     token budget, for prompt rows while others decode, or AUTO. target_itl_ms, max_predicted_wait_s:
     0 for none. background_seats: of requests that nobody waits for, while others come; 0: a quarter
     of all. max_logprobs: alternatives that are computed for each token.
+    embedding_pooling: what vectors of prompts are made of (off, last, mean).
     """
 
     max_seats: int
@@ -49,6 +50,7 @@ class SchedulerLimits:
     static_timeout_ms: float = 0.0
     background_seats: int = 0
     max_logprobs: int = MAX_LOGPROBS
+    embedding_pooling: str = "off"
 
     @classmethod
     def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:

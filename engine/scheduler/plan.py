@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.types import TokenLogprobs
@@ -70,6 +71,12 @@ class Chunk(msgspec.Struct, gc=False):
     @property
     def logit_rows(self) -> int:
         return int(self.sample)
+
+    @property
+    def pools(self) -> bool:
+        """Its rows are part of the vector of its prompt."""
+        pooling = self.seq.request.pooling
+        return pooling == "mean" or (pooling == "last" and self.end >= self.seq.n_prompt)
 
     @property
     def pairs(self) -> int:
@@ -227,6 +234,11 @@ class Plan:
         return self.n_decode + sum(chunk.logit_rows for chunk in self.prompt_chunks)
 
     @property
+    def pools(self) -> bool:
+        """Some of its rows are part of the vectors of prompts."""
+        return any([chunk.pools for chunk in self.prompt_chunks])
+
+    @property
     def scored_rows(self) -> int:
         """Rows that bring prompt log-probabilities."""
         return sum(chunk.scored for chunk in self.prompt_chunks)
@@ -245,3 +257,6 @@ class StepResult:
     #: Of each chunk, whether any of its rows was not finite, with logits or without. None: none
     #: was, or it is a step without prompt rows, of which the tokens tell.
     broken: list[bool] | None = None
+    #: Of each chunk, float32 [E]: the sum of its rows' hidden states, or the last one's; None where
+    #: the plan did not ask.
+    pooled: np.ndarray | None = None

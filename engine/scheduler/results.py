@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 import math
 
+import numpy as np
+
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Chunk, Plan, StepResult
@@ -95,6 +97,8 @@ class Results:
                 self._score(seq, chunk, entries)
             if chunk.sample and not ended:
                 self._append(seq, result, row, now)
+            if chunk.pools and not ended:
+                self._pool(chunk, result, number, now)
         except Exception:
             self._drop(seq)
 
@@ -165,6 +169,28 @@ class Results:
         self.state.outputs.append(output)
         if seq.matcher is not None and output.stop_token is None:
             self._match(seq, seq.matcher, output)
+
+    def _pool(self, chunk: Chunk, result: StepResult, number: int, now: float) -> None:
+        """Add what the plan's chunk of this number brought to the vector of its prompt, which
+        ends with the prompt.
+        """
+        if result.pooled is None:
+            raise ValueError("the step brought no hidden states")
+        seq = chunk.seq
+        pooled = result.pooled[number].astype(np.float64)
+        # After a preemption a prompt is computed from its first row on.
+        if seq.pooled is not None and chunk.start and seq.request.pooling == "mean":
+            pooled += seq.pooled
+        seq.pooled = pooled
+        if chunk.end < seq.n_prompt:
+            return
+        seq.in_flight -= 1
+        output = SequenceOutput(seq.request_id, seq.index)
+        output.embedding = _of_length_one(pooled).tobytes()
+        self._first_token(seq, output, now)
+        self.state.close(seq, "stop")
+        output.finish = "stop"
+        self.state.outputs.append(output)
 
     def _match(self, seq: Sequence, matcher: Matcher, output: SequenceOutput) -> None:
         """Go on in the sequence's grammar, to whose end it may have come with this output."""
@@ -249,6 +275,12 @@ def _end_of(seq: Sequence, token: int) -> FinishReason | None:
     if token in seq.stop_ids and seq.n_output >= seq.request.sampling.min_tokens:
         return "stop"
     return "length" if len(seq.tokens) >= seq.limit else None
+
+
+def _of_length_one(vector: np.ndarray) -> np.ndarray:
+    """float64 [E] -> float32 [E] of the same direction."""
+    length = np.linalg.norm(vector)
+    return (vector / length if length else vector).astype(np.float32)
 
 
 def _logprobs_of(result: StepResult) -> list[TokenLogprobs]:

@@ -40,7 +40,14 @@ from jitney.engine.scheduler.row_limit import RowLimit
 from jitney.engine.scheduler.sequence import Matcher, Sequence
 from jitney.engine.scheduler.state import SchedulerState
 from jitney.engine.scheduler.suspects import Suspects
-from jitney.engine.types import EngineRequest, FinishReason, RequestLimits, Seat, SequenceOutput
+from jitney.engine.types import (
+    EngineRequest,
+    FinishReason,
+    RequestLimits,
+    Seat,
+    SequenceOutput,
+    pooling_of,
+)
 
 log = logging.getLogger("jitney.core")
 
@@ -97,6 +104,7 @@ class Scheduler:
             limits.context_length,
             pool.capacity * pool.page_size,
             limits.max_logprobs,
+            pooling_of(limits.embedding_pooling),
         )
         self._admission = Admission(pool, request_limits, frozenset(eos_ids), order.key, lengths)
         self._prefill_budget = PrefillBudget(
@@ -119,8 +127,8 @@ class Scheduler:
         self._scores = PromptScores(pool.page_size)
         self._results = Results(self.state, pool, self._scores)
         self._suspects = Suspects()
-        # Rows that a step has at most.
-        self._row_limit = RowLimit([bucket.tokens for bucket in buckets.mixed])
+        # Rows that a step has at most, never fewer than all seats need.
+        self._row_limit = RowLimit([bucket.tokens for bucket in buckets.mixed_for(buckets.seats)])
         self._arrivals = 0
         self._steps = 0
         # The last step with prompt rows that nobody waits for.
@@ -184,6 +192,11 @@ class Scheduler:
         """Tokens that end a sequence."""
         return self._admission.eos_ids
 
+    @property
+    def has_place(self) -> bool:
+        """Whether somebody who came now would find a seat free, behind all who wait."""
+        return not self._policy.holds and self.state.open_seats > len(self.state.queue)
+
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
         the same.
@@ -212,6 +225,7 @@ class Scheduler:
         first.
         """
         self.state.expire(now)
+        self._entrance.predicted_wait.pass_step()
         if self.state.live.requests:
             self.state.live_at = now
         self._row_limit.pass_time(now)
@@ -497,7 +511,14 @@ class Scheduler:
         of those for whom there is a seat.
         """
         wanting = len(prompts) + self.state.n_seatable
-        return self._prefill_budget.most(draft.n_decode, _first_row(prompts), wanting)
+        budget = self._prefill_budget
+        short = budget.is_short(self._first_rest(prompts))
+        return budget.most(draft.n_decode, _first_row(prompts), wanting, short=short)
+
+    def _first_rest(self, prompts: list[Sequence]) -> int:
+        """Rows that the first prompt has left: of these, or else of those who wait."""
+        first = prompts[0] if prompts else self.state.queue.head()
+        return 0 if first is None else first.n_left
 
     def _plan_prefill(self, prompts: list[Sequence], draft: Draft) -> None:
         """Go on with prompts that have boarded, in that order."""
@@ -582,6 +603,8 @@ class Scheduler:
             # The row before the first score that is missing brings it: it must be computed, hence
             # its whole page.
             keys = keys[: seq.scored // pool.page_size]
+        if seq.request.pooling == "mean":
+            keys = []  # every row is part of the vector, from the first on
         shared = pool.match(keys)
         fresh = pool.pages_for(len(seq.tokens)) - len(shared)
         enough = fresh + self.state.n_seated <= pool.available
@@ -655,7 +678,9 @@ class Scheduler:
         # same first pages.
         scored = max(0, min(end, seq.n_prompt - 1) - seq.scored) if seq.must_score else 0
         recomputed = max(0, min(end, seq.computed_high) - start)
-        chunk = Chunk(seq, start, count, False, end == known, scored, recomputed, seq.scored)
+        is_last = end == known
+        sample = is_last and seq.request.pooling is None
+        chunk = Chunk(seq, start, count, False, sample, scored, recomputed, seq.scored)
         draft.chunks.append(chunk)
         draft.rows += count
         draft.pairs += chunk.pairs
@@ -665,7 +690,8 @@ class Scheduler:
         draft.masked |= seq.matcher is not None
         seq.scored += scored
         seq.scheduled = end
-        if chunk.sample:
+        if is_last:
+            # A vector that is wanted instead of a token is on its way like one.
             seq.in_flight += 1
             self.state.start_decoding(seq)
 
@@ -674,7 +700,7 @@ class Scheduler:
         count = min(seq.n_left, draft.tokens_left)
         if not self._is_last(seq):
             return count
-        return self.buckets.thrifty(draft.rows, count, draft.n_decode)
+        return self.buckets.thrifty(draft.rows, count, draft.n_decode, len(draft.chunks) + 1)
 
     def _is_last(self, seq: Sequence) -> bool:
         """True when no other prompt can use the rows that this one leaves in the step."""

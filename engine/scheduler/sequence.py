@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from jitney.engine.scheduler.estimates import Kind, kind_of
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 
@@ -122,6 +124,8 @@ class Sequence:
     #: brought; a text's first token has none.
     scored: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    #: Of a prompt whose vector is wanted: what its rows so far add up to, float64 [E].
+    pooled: np.ndarray | None = None
     #: None: every new token is told.
     replay: Replay | None = None
     #: None: any text.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import Bucket, Buckets
+from jitney.engine.scheduler.buckets import Buckets, least_mixed, make_buckets
 
 #: Executables that a bucket of each kind takes (see `Runner.is_plain`).
 DECODE_EXECUTABLES, _MIXED_EXECUTABLES = 2, 1
@@ -30,11 +30,11 @@ _NEVER = np.iinfo(np.int64).max // 4
 @dataclass(frozen=True, slots=True)
 class Seen:
     """How often steps of so many rows came, padding excluded: decode-only ones, and those with
-    prompt rows.
+    prompt rows, which by rows and by the seats that were taken.
     """
 
     decode: Mapping[int, int]
-    mixed: Mapping[int, int]
+    mixed: Mapping[tuple[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ def seen_in(records: np.ndarray) -> Seen:
     """Rows of the steps in `ledger.STEP_DTYPE` records."""
     rows = records["bucket_tokens"] - records["padding"]
     mixed = records["mixed"] == 1
-    return Seen(*(Counter(rows[kind].tolist()) for kind in (~mixed, mixed)))
+    together = zip(rows[mixed].tolist(), records["seats_busy"][mixed].tolist(), strict=True)
+    return Seen(Counter(rows[~mixed].tolist()), Counter(together))
 
 
 def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
@@ -84,13 +85,20 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
     """
     _check_budget(executables)
     seat_sizes, token_sizes = _least_waste(seen, present, executables)
+    proposed = make_buckets(
+        max_seats=present.seats,
+        token_budget=present.token_budget,
+        seat_sizes=seat_sizes,
+        token_sizes=token_sizes,
+    )
+    rows_of_prompts = sum(rows * count for (rows, _), count in seen.mixed.items())
     return Proposal(
         seat_buckets=seat_sizes,
         token_buckets=token_sizes,
         executables=DECODE_EXECUTABLES * len(seat_sizes) + _MIXED_EXECUTABLES * len(token_sizes),
-        padding=_paddings(seen, seat_sizes, token_sizes),
-        padding_now=_paddings(seen, _rows_of(present.decode), _rows_of(present.mixed)),
-        rows=_total(seen.decode) + _total(seen.mixed),
+        padding=_paddings(seen, proposed),
+        padding_now=_paddings(seen, present),
+        rows=_total(seen.decode) + rows_of_prompts,
     )
 
 
@@ -107,7 +115,9 @@ def _least_waste(seen: Seen, present: Buckets, executables: int) -> tuple[_Sizes
     """(seat sizes, token sizes): the best way to share the executables between both kinds."""
     seats, budget = present.seats, present.token_budget
     decode = _at_least(seen.decode, min(_FEWEST_SEATS, seats))
-    mixed = _at_least(seen.mixed, seats + 1)  # a mixed bucket has more rows than seats
+    mixed = Counter[int]()
+    for (rows, taken), count in seen.mixed.items():
+        mixed[least_mixed(rows, taken, seats)] += count
     most_decode = (executables - _MIXED_EXECUTABLES) // DECODE_EXECUTABLES
     by_seats = best_sizes(decode, seats, most_decode)
     by_tokens = best_sizes(mixed, budget, executables - DECODE_EXECUTABLES)
@@ -132,12 +142,14 @@ def _total(seen: Mapping[int, int]) -> int:
     return sum(rows * count for rows, count in seen.items())
 
 
-def _rows_of(buckets: Sequence[Bucket]) -> list[int]:
-    return [bucket.tokens for bucket in buckets]
-
-
-def _paddings(seen: Seen, seat_sizes: Sequence[int], token_sizes: Sequence[int]) -> dict[str, int]:
-    return {"decode": padding(seen.decode, seat_sizes), "mixed": padding(seen.mixed, token_sizes)}
+def _paddings(seen: Seen, buckets: Buckets) -> dict[str, int]:
+    """Rows computed for nothing by kind."""
+    mixed = 0
+    for (rows, taken), count in seen.mixed.items():
+        bucket = next(each for each in buckets.mixed_for(taken) if rows <= each.tokens)
+        mixed += count * (bucket.tokens - rows)
+    decode = padding(seen.decode, [bucket.tokens for bucket in buckets.decode])
+    return {"decode": decode, "mixed": mixed}
 
 
 #: Ascending rows.

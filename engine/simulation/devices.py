@@ -24,6 +24,11 @@ class Accelerator:
     #: Bytes/s that it can send to the other chips of its group (one way).
     link: float
 
+    @property
+    def rounds_fp8(self) -> bool:
+        """Whether our kernels multiply fp8 rows there: GPUs with units for it, no TPU."""
+        return "fp8" in self.flops and not self.name.startswith("v")
+
     def peak(self, kind: str) -> float:
         """Operations/s in that format; bfloat16's where the chip has no unit for it (weights are
         widened then).

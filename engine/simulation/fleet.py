@@ -295,9 +295,9 @@ class _Simulation:
             wait_s = model.predicted_wait() if model.n_waiting else 0.0
             if not model.refuses(request, wait_s):
                 model.offer(request, now)
-                self._ingress.given(name)
+                self._ingress.given(name, request)
                 return
-            self._ingress.full.add(name)
+            self._ingress.refused(name)
         self._run.refused += 1
 
     def _pass_time(self, until: float) -> None:

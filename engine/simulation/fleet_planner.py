@@ -307,11 +307,11 @@ def spare_for(replicas: int, how: Circumstances) -> int:
     mean = replicas * (
         failures.core_recovery_s / failures.core_mtbf_s + how.start_s / failures.machine_mtbf_s
     )
-    spare, chance, reached = 0, math.exp(-mean), math.exp(-mean)
+    spare, reached = 0, math.exp(-mean)
     while reached < 1 - _SHORT and spare < replicas:
         spare += 1
-        chance *= mean / spare
-        reached += chance
+        # By its logarithm: exp(-mean) is 0 where hundreds are down on average.
+        reached += math.exp(spare * math.log(mean) - mean - math.lgamma(spare + 1))
     return spare
 
 

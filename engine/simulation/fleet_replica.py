@@ -39,7 +39,7 @@ class FleetRequest:
     #: When its first and last token were handed out; written by the replica.
     first: float = math.nan
     end: float = math.nan
-    #: Prompt tokens that were found in a cache.
+    #: Prompt tokens that were found in a cache, by the replica that computed it last.
     n_cached: int = 0
     #: Tokens that a core which died had generated: the next one computes them as rows of a prompt.
     n_done: int = 0
@@ -313,6 +313,12 @@ class ReplicaModel:
         """Of the pages that it has at its end."""
         return -(-request.n_longest // self._page) * self._page
 
+    def _first_rest(self) -> int:
+        """Rows that the first prompt has left: of those who have a seat, or else who wait."""
+        if self._prompts:
+            return self._prompts[0].n_left
+        return self._waiting[0].n_known
+
     def _draft_prompts(self) -> _Draft:
         """Prompt rows as the scheduler plans them: those who have a seat, then those who board."""
         decoding, prompts = len(self._streams), self._prompts
@@ -320,7 +326,7 @@ class ReplicaModel:
         start = prompts[0].start if prompts else 0
         most = self.costs.token_budget - decoding
         if wanting := len(prompts) + seatable:
-            most = min(most, self.costs.prompt_rows(decoding, start, wanting))
+            most = min(most, self.costs.prompt_rows(decoding, start, wanting, self._first_rest()))
         draft = _Draft(decoding, most, decoding)
         for at, prompt in enumerate(prompts):
             if not draft.tokens_left:
@@ -350,14 +356,16 @@ class ReplicaModel:
         found = min(self._cache.take(request), request.n_prompt - 1)
         found -= found % self._page
         self._cache.fit(self._capacity - self._live - request.n_known)
-        request.n_cached += found
+        request.n_cached = found
         return found
 
     def _add_chunk(self, prompt: _Prompt, draft: _Draft, is_last: bool) -> None:
         """The next rows of a prompt. is_last: no other can use the rows that it leaves."""
         count = min(prompt.n_left, draft.tokens_left)
         if is_last:
-            count = min(count, self.costs.thrifty(draft.rows, count, draft.decoding))
+            sequences = draft.decoding + draft.chunks + 1
+            worth = self.costs.thrifty(draft.rows, count, draft.decoding, sequences)
+            count = min(count, worth)
         draft.pairs += count * prompt.start + count * (count + 1) // 2
         draft.prompt += count
         draft.rows += count
@@ -399,8 +407,9 @@ class ReplicaModel:
         work = StepWork(
             draft.decoding, draft.prompt, self._keys, self._longest_context(), draft.pairs
         )
-        seconds = self.costs.mixed_seconds(work)
-        handed_out = self._launch(seconds, draft.decoding + draft.chunks)
+        sequences = draft.decoding + draft.chunks
+        seconds = self.costs.mixed_seconds(work, sequences)
+        handed_out = self._launch(seconds, sequences)
         self._keys += draft.decoding
         self._plans += 1
         for request in draft.finished:

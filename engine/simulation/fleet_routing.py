@@ -8,7 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.routing import BRAKE, Ring, by_least_wait, by_prefix, by_turn
+from jitney.engine.fleet.routing import (
+    BRAKE,
+    KnownBeginnings,
+    LeastWait,
+    Ring,
+    by_prefix,
+    by_turn,
+)
 from jitney.engine.simulation.fleet_replica import FleetRequest
 
 ROUTERS = ("round-robin", "least-wait", "prefix")
@@ -41,6 +48,9 @@ class Ingress:
     _said: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     _names: list[str] = field(default_factory=list[str])
     _ring: Ring = field(default_factory=lambda: Ring(()))
+    #: What `least-wait` goes by, and what `prefix` remembers.
+    _least: LeastWait = field(default_factory=LeastWait)
+    _known: KnownBeginnings = field(default_factory=KnownBeginnings)
     _turn: int = 0
 
     def __post_init__(self) -> None:
@@ -50,6 +60,8 @@ class Ingress:
     def set_replicas(self, names: Iterable[str]) -> None:
         """These can be had from now on, and no others."""
         self._names = list(names)
+        for name in self.loads.keys() - set(self._names):
+            self._least.drop(name)
         self.loads = {name: self.loads.get(name, 0.0) for name in self._names}
         self.waits = {name: self.waits.get(name, 0.0) for name in self._names}
         self._said = {name: self._said.get(name, (0.0, 0.0)) for name in self._names}
@@ -57,6 +69,8 @@ class Ingress:
         self.full &= self.loads.keys()
         if self.router == "prefix":
             self._ring = Ring(self._names)
+        for name in self._names:
+            self._put(name)
 
     def looked_at(self, name: str, load: float, wait_s: float | None = None) -> None:
         """What a replica has to do now. wait_s: None where it was not asked."""
@@ -67,8 +81,14 @@ class Ingress:
             self.full.discard(name)
         self._foresee(name)
 
-    def given(self, name: str) -> None:
+    def refused(self, name: str) -> None:
+        """It said that it is full."""
+        self.full.add(name)
+        self._put(name)
+
+    def given(self, name: str, request: FleetRequest) -> None:
         """A request went there."""
+        self._known.given(_beginnings(request), name)
         self.loads[name] += 1
         self.total += 1
         self._foresee(name)
@@ -83,6 +103,10 @@ class Ingress:
         wait_s, load_then = self._said[name]
         since = max(0.0, self.loads[name] - max(self.seats, load_then))
         self.waits[name] = wait_s + since * self.request_s / self.seats
+        self._put(name)
+
+    def _put(self, name: str) -> None:
+        self._least.put(name, self.waits[name], self.loads[name], full=name in self.full)
 
     def order(self, request: FleetRequest) -> Iterator[str]:
         """Names of replicas, as they are to be tried; those that are full come last."""
@@ -98,14 +122,24 @@ class Ingress:
         if self.router == "prefix":
             return self._by_prefix(request)
         if self.router == "least-wait":
-            return by_least_wait(self.waits, self.loads)
+            return self._least.order()
         self._turn += 1
         return by_turn(self._names, self._turn)
 
     def _by_prefix(self, request: FleetRequest) -> Iterator[str]:
-        """Requests without a conversation begin like no other."""
-        key = f"{request.conversation}" if request.conversation else f"alone {request.number}"
-        spare = _SPARE * self.seats
+        known = _beginnings(request)
         return by_prefix(
-            self._ring, key.encode(), self.loads, total=self.total, brake=self.brake, spare=spare
+            self._ring,
+            known[0] if known else f"alone {request.number}".encode(),
+            self.loads,
+            total=self.total,
+            brake=self.brake,
+            spare=_SPARE * self.seats,
+            known=self._known.replica_of(known),
+            seats=self.seats,
         )
+
+
+def _beginnings(request: FleetRequest) -> list[bytes]:
+    """Its conversation; requests without one begin like no other."""
+    return [f"{request.conversation}".encode()] if request.conversation else []

@@ -79,8 +79,7 @@ class StepCosts:
         _check_known(limits)
         self.table = table
         self.host = table.host
-        self._mixed = buckets.mixed
-        self._mixed_tokens = [bucket.tokens for bucket in buckets.mixed]
+        self._buckets = buckets
         self._decode = buckets.decode
         self._decode_seats = [bucket.seats for bucket in buckets.decode]
         times = _KnownStepTimes(buckets, table, mean_context)
@@ -94,14 +93,20 @@ class StepCosts:
         """Of the token budget, for so many prompts beside so many decoding sequences."""
         return self._budget.share_beside(decoding, prompts)
 
-    def prompt_rows(self, decoding: int, start: int, prompts: int) -> int:
-        """As `PrefillBudget.most`."""
-        return self._most(decoding, start - start % _START_STEP, prompts)
+    def prompt_rows(self, decoding: int, start: int, prompts: int, rest: int) -> int:
+        """As `PrefillBudget.most`; rest: rows that the first prompt has left."""
+        short = self._budget.is_short(rest)
+        return self._most(decoding, start - start % _START_STEP, prompts, short=short)
 
-    def mixed_seconds(self, work: StepWork) -> float:
-        """Of a step with prompt rows."""
-        at = bisect_left(self._mixed_tokens, work.decode + work.prompt)
-        return self.table.seconds(self._mixed[at], work)
+    def mixed_seconds(self, work: StepWork, sequences: int) -> float:
+        """Of a step with prompt rows, of so many sequences."""
+        bucket = self._buckets.choose(
+            tokens=work.decode + work.prompt,
+            sequences=sequences,
+            decode_only=False,
+            logit_rows=sequences,
+        )
+        return self.table.seconds(bucket, work)
 
     def decode_seconds(self, sequences: int, keys: int, longest: int) -> float:
         """Of a step without."""

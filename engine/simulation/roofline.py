@@ -24,9 +24,8 @@ from jitney.engine.simulation.step_table import HostTimes
 
 #: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
 _BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
-#: Which unit multiplies weights of a format: activations are never quantised, so narrow weights are
-#: widened first.
-_UNITS = {"f32": "f32", "bf16": "bf16", "fp8": "bf16", "int8": "bf16", "int4": "bf16"}
+#: Which unit multiplies weights of a format, where not bfloat16's: narrow weights are widened.
+_UNITS = {"f32": "f32"}
 #: Prompt rows that read a key together.
 _QUERY_BLOCK = 128
 #: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
@@ -247,9 +246,16 @@ class Roofline:
     def compute_seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Time of the arithmetic; attention runs in bfloat16 whatever the weights' format."""
         layers, rest = self.cost.operations(bucket.tokens, bucket.seats, work)
-        unit = _UNITS[self.cost.weights]
+        unit = self._unit
         plain = self.device.peak("f32" if unit == "f32" else "bf16")
         return (layers / self.device.peak(unit) + rest / plain) / (self.count * self.assumed.flops)
+
+    @property
+    def _unit(self) -> str:
+        """What multiplies the layers' weights: on one GPU with fp8 units, those."""
+        if self.cost.weights == "fp8" and self.device.rounds_fp8 and self.count == 1:
+            return "fp8"
+        return _UNITS.get(self.cost.weights, "bf16")
 
     def link_seconds(self, rows: int) -> float:
         """Time of the all-reduces between chips."""

@@ -53,6 +53,8 @@ class EngineShape:
     #: Of the KV pool, the trash page included.
     pages: int
     page_size: int = 16
+    #: As `EngineCore.plans_late`.
+    plans_late: bool = False
 
     @classmethod
     def of(
@@ -69,7 +71,8 @@ class EngineShape:
         where they are known."""
         limits = SchedulerLimits(context_length=context_length, **_shared(settings))
         buckets = buckets or buckets_of(settings, on_device)
-        return cls(limits, buckets, pages, settings.page_size)
+        late = not on_device and settings.n_hosts == 1
+        return cls(limits, buckets, pages, settings.page_size, plans_late=late)
 
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
         """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
@@ -88,7 +91,8 @@ class EngineShape:
         scheduler = kind(self.limits, self.buckets, pool, device.clock)
         if isinstance(scheduler, _RecordedHits):
             scheduler.hits = hits
-        return EngineCore(scheduler, device, Ledger(), device.clock)
+        late = self.plans_late
+        return EngineCore(scheduler, device, Ledger(), device.clock, plans_late=late)
 
 
 def _shared(settings: EngineSection) -> JsonDict:

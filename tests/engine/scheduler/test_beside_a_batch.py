@@ -13,6 +13,8 @@ from fakes import FakeClock, FakeRunner, make_core, make_request
 from jitney.engine.core import EngineCore
 from jitney.engine.scheduler.plan import Plan, StepResult
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 #: Seconds of a step by its rows: those of SmolLM2-135M on two cores of an AMD EPYC, about.
 DECODE = {1: 0.022, 4: 0.026, 8: 0.030, 16: 0.042, 32: 0.065}
 MIXED = {64: 0.060, 128: 0.100, 256: 0.190, 512: 0.400}

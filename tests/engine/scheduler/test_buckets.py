@@ -53,7 +53,7 @@ def test_nothing_lies_above_the_budget():
     ],
 )
 def test_a_prompt_is_split_where_that_computes_fewer_rows(rows, count, riders, expected):
-    assert BUCKETS.thrifty(rows, count, riders) == expected
+    assert BUCKETS.thrifty(rows, count, riders, riders + 1) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,49 @@ def test_a_prompt_is_split_where_that_computes_fewer_rows(rows, count, riders, e
 def test_a_device_has_few_decode_sizes(seats: int, sizes: list[int]):
     buckets = make_buckets(max_seats=seats, token_budget=4 * seats + 1, on_device=True)
     assert [b.seats for b in buckets.decode] == sizes
-    assert buckets.mixed == make_buckets(max_seats=seats, token_budget=4 * seats + 1).mixed
     explicit = make_buckets(max_seats=8, token_budget=100, seat_sizes=(2,), on_device=True)
     assert [b.seats for b in explicit.decode] == [2, 8]
+
+
+@pytest.mark.parametrize(
+    ("seats", "budget", "mixed"),
+    [
+        (256, 2048, [(64, 16), (256, 64), (512, 256), (1024, 256), (2048, 256)]),
+        (32, 1024, [(64, 32), (128, 32), (256, 32), (512, 32), (1024, 32)]),
+        (16, 256, [(32, 16), (64, 16), (128, 16), (256, 16)]),
+    ],
+)
+def test_a_device_has_small_steps_with_prompts(
+    seats: int, budget: int, mixed: list[tuple[int, int]]
+):
+    buckets = make_buckets(max_seats=seats, token_budget=budget, on_device=True)
+    assert [(bucket.tokens, bucket.seats) for bucket in buckets.mixed] == mixed
+
+
+def test_few_sequences_with_a_short_prompt_are_a_small_step():
+    """23 rows and 4 logit rows where 512 and 256 were computed."""
+    buckets = make_buckets(max_seats=256, token_budget=2048, on_device=True)
+
+    def chosen(tokens: int, sequences: int, logit_rows: int) -> Bucket:
+        return buckets.choose(
+            tokens=tokens, sequences=sequences, decode_only=False, logit_rows=logit_rows
+        )
+
+    assert chosen(23, 4, 4) == Bucket(64, 16)
+    assert chosen(40, 17, 17) == Bucket(256, 64), "more sequences than its seats"
+    assert chosen(40, 2, 30) == Bucket(256, 64), "a prompt that is scored"
+    assert chosen(120, 100, 100) == Bucket(512, 256)
+    assert [bucket.tokens for bucket in buckets.mixed_for(65)] == [512, 1024, 2048]
+    assert buckets.mixed_for(1) == buckets.mixed
+    assert buckets.mixed_for(1000) == buckets.mixed[2:], "never none"
+
+
+def test_no_prompt_is_split_for_a_step_that_cannot_hold_its_sequences():
+    buckets = make_buckets(max_seats=256, token_budget=2048, on_device=True)
+    # 64 rows and then 64 more, each with its few sequences, beside 256 and a step of 4 rows.
+    assert buckets.thrifty(3, 70, 3, 4) == 61
+    # Seventeen sequences fill no step of 64 rows.
+    assert buckets.thrifty(16, 57, 16, 17) == 57
 
 
 def test_explicit_sizes_replace_the_powers_of_two_and_keep_the_limits():

@@ -90,6 +90,21 @@ def test_the_share_by_hand():
     assert fixed.share_beside(31, 1) == fixed.share_beside(1, 31) == 0.5
 
 
+def test_a_short_prompt_first_gets_a_slower_step_and_a_long_one_does_not():
+    """Beside 31 streams at 38 ms a step 100 ms are within 3.5 of them and a share of a half; beside
+    8 at 20 ms only 58 ms are, which are not within 2.7.
+    """
+    step_times = StepTimeEstimate(make_buckets(max_seats=32, token_budget=512))
+    budget = PrefillBudget(step_times, AUTO, 0.0)
+    for bucket in step_times.buckets.all():
+        times = DECODE_MS if bucket.decode_only else MIXED_MS
+        step_times.observe(bucket, times[bucket.tokens] / 1000)
+    assert [budget.is_short(rest) for rest in (1, 256, 257)] == [True, True, False]
+    assert budget.most(31, short=True) == 256 - 31 and budget.most(31) == 128 - 31
+    assert budget.most(8, short=True) == 128 - 8 and budget.most(8) == 64 - 8
+    assert PrefillBudget(step_times, 0.25, 0.0).most(31, short=True) == 128 - 31
+
+
 def test_a_target_still_bounds_the_step():
     step_times = StepTimeEstimate(make_buckets(max_seats=32, token_budget=512))
     for bucket in step_times.buckets.mixed:

@@ -32,6 +32,8 @@ from jitney.engine.executor.inputs import BatchBuilder
 from jitney.engine.loading.load import load_model
 from jitney.engine.types import EngineRequest
 
+pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
+
 WINDOW, PAGE = 6, 4
 
 

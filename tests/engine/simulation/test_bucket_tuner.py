@@ -10,7 +10,7 @@ import pytest
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import make_buckets, mixed_bucket
 from jitney.engine.simulation.bucket_tuner import Seen, best_sizes, padding, propose, seen_in
 
 
@@ -49,11 +49,23 @@ def exhaustive(seen: Seen, seats: int, budget: int, executables: int) -> int:
     decode: dict[int, int] = {}
     for rows, count in seen.decode.items():
         decode[max(4, rows)] = decode.get(max(4, rows), 0) + count
+    mixed: dict[int, int] = {}
     floor = sum(count * (max(4, rows) - rows) for rows, count in seen.decode.items())
+    for (rows, taken), count in seen.mixed.items():
+        fits = (tokens for tokens in range(4, budget + 1) if holds(tokens, seats, rows, taken))
+        least = next(fits)
+        mixed[least] = mixed.get(least, 0) + count
+        floor += count * (least - rows)
     return floor + min(
-        cheapest(decode, seats, n) + cheapest(dict(seen.mixed), budget, executables - 2 * n)
+        cheapest(decode, seats, n) + cheapest(mixed, budget, executables - 2 * n)
         for n in range(1, (executables - 1) // 2 + 1)
     )
+
+
+def holds(tokens: int, seats: int, rows: int, taken: int) -> bool:
+    """Whether a mixed bucket of so many rows holds a step."""
+    bucket = mixed_bucket(tokens, seats)
+    return rows <= bucket.tokens and taken <= bucket.seats
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -62,7 +74,7 @@ def test_the_budget_is_shared_between_the_kinds_at_best(seed: int):
     present = make_buckets(max_seats=16, token_budget=64)
     seen = Seen(
         {rng.randint(1, 16): rng.randint(1, 300) for _ in range(6)},
-        {rng.randint(17, 64): rng.randint(1, 100) for _ in range(6)},
+        {(rng.randint(4, 64), rng.randint(1, 4)): rng.randint(1, 100) for _ in range(6)},
     )
     for executables in (3, 5, 8, 30):
         proposal = propose(seen, present, executables)
@@ -73,7 +85,7 @@ def test_the_budget_is_shared_between_the_kinds_at_best(seed: int):
         )
         assert sum(proposal.padding.values()) == exhaustive(seen, 16, 64, executables)
         assert proposal.seat_buckets[-1] == 16 and proposal.token_buckets[-1] == 64
-        assert proposal.seat_buckets[0] >= 4 and proposal.token_buckets[0] > 16
+        assert proposal.seat_buckets[0] >= 4 and proposal.token_buckets[0] >= 4
         make_buckets(
             max_seats=16,
             token_budget=64,
@@ -95,8 +107,17 @@ def test_rows_are_read_from_records():
         [3, 3, 10, 0],
         [0, 0, 1, 1],
     )
+    records["seats_busy"] = [5, 6, 7, 8]
     seen = seen_in(records)
-    assert seen == Seen({5: 2}, {54: 1, 32: 1})
+    assert seen == Seen({5: 2}, {(54, 7): 1, (32, 8): 1})
+
+
+def test_short_prompts_beside_few_streams_get_a_small_step():
+    present = make_buckets(max_seats=64, token_budget=512)
+    proposal = propose(Seen({4: 100}, {(24, 5): 900, (400, 64): 100}), present, 4)
+    assert (proposal.seat_buckets, proposal.token_buckets) == ((64,), (24, 512))
+    assert proposal.padding["mixed"] == 100 * 112
+    assert proposal.padding_now["mixed"] == 900 * (128 - 24) + 100 * 112
 
 
 def test_too_small_a_budget_is_refused():

@@ -21,7 +21,14 @@ from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.simulation.simulator import EngineShape
-from jitney.engine.simulation.workload import WORKLOADS, Fixed, Poisson, Uniform, make_arrivals
+from jitney.engine.simulation.workload import (
+    WORKLOADS,
+    Conversations,
+    Fixed,
+    Poisson,
+    Uniform,
+    make_arrivals,
+)
 
 H100 = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])
 DAY = Day((1.0,), Uniform(100, 900), Uniform(20, 300))
@@ -124,6 +131,19 @@ def test_a_lost_machine_is_replaced_and_its_requests_begin_again():
     assert took.max() > 3.0
 
 
+def test_a_prompt_that_is_computed_again_is_found_once():
+    """Its machine is lost, and another one finds the shared beginning: no prompt has more tokens
+    than it has.
+    """
+    talks = Conversations(n_shared=64, turns=Uniform(4, 8), live=40)
+    arrivals = talks.requests(3000, Fixed(40), Fixed(40), Poisson(60.0), 1)
+    traffic = Traffic.of(arrivals)
+    outage = Failures(outage_at=20.0, outage_share=0.5, notice_s=1.0)
+    run = simulate_fleet(traffic, fleet(failures=outage, prefix_cache=True, router="prefix"))
+    assert run.repeated > 5
+    assert (run.cached < traffic.prompt).all()
+
+
 def test_replicas_are_started_when_newcomers_would_wait_and_let_go_after_a_calm():
     busy, calm = DAY.sample(80.0, 4800, 8), DAY.sample(4.0, 500, 9)
     at = np.concatenate((busy.at, busy.at[-1] + calm.at))
@@ -164,9 +184,9 @@ def test_an_ingress_sends_who_is_full_to_the_next():
     ingress.set_replicas(["a", "b"])
     request = FleetRequest(0, 0.0, 1, 1)
     assert list(ingress.order(request)) == ["a", "b"]
-    ingress.given("a")
+    ingress.given("a", request)
     assert list(ingress.order(request)) == ["b", "a"]
-    ingress.full.add("b")
+    ingress.refused("b")
     assert list(ingress.order(request)) == ["a", "b"]
     ingress.looked_at("b", 0.0, 0.0)
     assert next(iter(ingress.order(request))) == "b" and ingress.total == 1

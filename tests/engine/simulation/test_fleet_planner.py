@@ -77,6 +77,8 @@ def test_to_spare_by_hand():
     failing = replace(HOW, failures=Failures(core_mtbf_s=10_000.0, core_recovery_s=10.0))
     assert spare_for(1000, failing) == 5
     assert spare_for(1000, HOW) == 0
+    often = replace(HOW, failures=Failures(core_mtbf_s=600.0, core_recovery_s=10.0))
+    assert spare_for(100_000, often) == 1794, "1,667 are down on average, give or take 41"
     lost = replace(HOW, failures=Failures(machine_mtbf_s=180_000.0), start_s=180.0)
     assert spare_for(1000, lost) == 5
 

@@ -28,7 +28,13 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import measured_figures
-from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, weighted_spread
+from jitney.engine.simulation.simulator import (
+    EngineShape,
+    SimulatedRun,
+    VirtualDevice,
+    simulate,
+    weighted_spread,
+)
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
 from jitney.engine.simulation.workload import (
     Arrival,
@@ -75,6 +81,42 @@ def times_of(run: SimulatedRun) -> list[tuple[float | None, float | None, float]
 def stays_in(run: SimulatedRun) -> list[tuple[int, int, float, float | None, float | None]]:
     """(seat, request, start, first token, end) of each stay."""
     return [(s.seat, r.number, s.start, s.first_token, s.end) for r, s in run.stays]
+
+
+def _ten_tokens() -> EngineRequest:
+    sampling = SamplingParams(max_tokens=10)
+    return EngineRequest(id="a", prompt=[1] * 4, sampling=sampling, arrival=0.0)
+
+
+@pytest.mark.parametrize(("late", "second"), [(False, 8.0), (True, 7.0)])
+def test_who_comes_while_a_step_runs_is_in_the_next_one_where_the_engine_plans_late(
+    late: bool, second: float
+):
+    """Planned at once, the step that begins at 6 s was planned at 5 s."""
+    arrivals = [Arrival(0.0, 4, 10), Arrival(5.5, 3, 1)]
+    run = simulate(arrivals, replace(shape(), plans_late=late), SECOND)
+    assert [request.first_token for request in run.requests] == [1.0, second]
+    assert run.requests[0].finished == 10.0, "no step waits for its plan"
+
+
+def test_where_nobody_could_board_the_next_step_is_planned_at_once():
+    core = replace(shape(seats=1), plans_late=True).new_core(VirtualDevice(SECOND))
+    core.add(_ten_tokens())
+    for _ in range(6):
+        core.step()
+        assert core.company_s == 0.0 == core.pause_s
+
+
+def test_company_ends_a_while_before_the_step_does():
+    core = replace(shape(), plans_late=True).new_core(VirtualDevice(SECOND))
+    core.add(_ten_tokens())
+    waits = []
+    for _ in range(6):
+        core.step()
+        waits.append(round(core.company_s, 3))
+    assert waits == [0.0] * 4 + [0.898] * 2, "three steps of a bucket must have been seen"
+    core.abort("a")
+    assert core.company_s == 0.0 and core.step().outputs[0].finish == "abort"
 
 
 def test_one_request_by_hand():

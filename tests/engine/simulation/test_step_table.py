@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -276,9 +277,20 @@ def test_formats_choose_bytes_and_units():
         ).compute_seconds(Bucket(8192, 1), work)
         for name in ("bf16", "fp8", "int4")
     }
+    assert layers["int4"] == layers["bf16"]  # weights are widened, activations stay bfloat16
     assert (
-        layers["fp8"] == layers["int4"] == layers["bf16"]
-    )  # weights are widened, activations stay bfloat16
+        layers["fp8"] < 0.6 * layers["bf16"]
+    )  # both are fp8: the layers' products at twice the rate
+    fp8 = ModelCost(SHAPES["llama-3.1-8b"], "fp8", "fp8")
+    for name, count, bound in (("h100", 1, "memory"), ("v7x", 1, "bf16"), ("h100", 2, "bf16")):
+        roofline = Roofline(fp8, DEVICES[name], count)
+        decode = StepWork(decode=256, keys=256 * 600)
+        at_256 = roofline.compute_seconds(Bucket(256, 256), decode)
+        if bound == "memory":
+            assert at_256 < roofline.memory_seconds(Bucket(256, 256), decode)
+        else:
+            wide = replace(roofline, cost=replace(fp8, weights="bf16"))
+            assert at_256 == wide.compute_seconds(Bucket(256, 256), decode)
     assert DEVICES["a100-80"].peak("fp8") == 312e12  # no such unit: bfloat16 does it
     assert ModelCost(SHAPES["llama-3.1-8b"], "int8").weight_bytes == 6_979_321_856 + 3 * 525_336_576
     assert ModelCost(
