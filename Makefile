@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-compile lint wheel clean
+.PHONY: help serve test test-compile test-ray lint wheel clean
 
 ARGS ?=
 EXTRA ?=
@@ -74,6 +74,12 @@ test-compile: $(DEV) build/cuda build/tpu
 	@$(BIN)/python -m pytest tests/kernels/triton_gpu/test_triton_compiled.py tests/kernels/pallas_tpu/test_pallas_compiled.py \
 	  tests/compiled $(ARGS)
 	@$(BIN)/python docs/benchmarks/compiled_programs.py
+
+# A fleet on a cluster of Ray's, whose dozen processes would make whatever runs beside them late: half a minute, alone.
+test-ray: export JITNEY_TEST_RAY := 1
+test-ray: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),cpu)
+test-ray: $(DEV)
+	@$(BIN)/python -m pytest -n 0 tests/engine/fleet/test_ray.py $(ARGS)
 
 # pyright cannot ask an editable install where jitney's packages are, so it gets a folder of links.
 build/typing/jitney:

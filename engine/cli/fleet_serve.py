@@ -21,6 +21,7 @@ from jitney.engine.cli.listen import (
     read_keys,
 )
 from jitney.engine.config.schema import Config
+from jitney.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -46,6 +47,15 @@ _COMMAND = Command(
                 Flag("file", {"metavar": "FILE", "help": "a fleet.toml: docs/fleet.md"}),
                 Flag.of("--host", "address to listen on, in place of the file's", metavar="TEXT"),
                 Flag.whole("--port", "port to listen on, in place of the file's"),
+                Flag(
+                    "--on",
+                    {
+                        "choices": ("processes", "ray"),
+                        "default": "processes",
+                        "help": "engines are processes of this machine, or replicas under Ray "
+                        "Serve (extra ray) on the cluster that RAY_ADDRESS names",
+                    },
+                ),
             )
         )
     ],
@@ -65,7 +75,35 @@ def run(arguments: Sequence[str]) -> int:
     config = read_fleet(args.file, os.environ, flags)
     check_tls(config.server)
     keys = read_keys(config.server)
-    return _start(config, keys)
+    return _start_on_ray(config, keys) if args.on == "ray" else _start(config, keys)
+
+
+def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
+    """Raises ConfigError where Ray is not installed."""
+    try:
+        from jitney.engine.fleet.ray_app import build_application, is_one_machine, run_on_ray
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise ConfigError("--on ray needs Ray Serve: pip install 'jitney[ray]'") from None
+    from jitney.dashboard import with_page
+    from jitney.engine.cli.serve import limits
+    from jitney.engine.fleet.local import LOCALHOST
+
+    settings = with_page(limits(Config(server=config.server), keys), _PAGE)
+    url_key = _engine_key(config)
+    host = LOCALHOST if is_one_machine() else ""
+    application = build_application(
+        config, settings, keys.users, keys.admins, url_key=url_key, host=host
+    )
+    run_on_ray(application, config.server.host, config.server.port)
+    return 0
+
+
+def _engine_key(config: FleetConfig) -> str:
+    """That engines of `urls` are asked with; empty: the client's own."""
+    key_file = config.fleet.engine_key_file
+    return read_key_file(str(config.path(key_file))) if key_file else ""
 
 
 def _start(config: FleetConfig, keys: AcceptedKeys) -> int:
@@ -82,9 +120,7 @@ async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket) 
     from jitney.engine.fleet.build import open_fleet
     from jitney.engine.fleet.local import LocalEngines
 
-    key_file = config.fleet.engine_key_file
-    key = read_key_file(str(config.path(key_file))) if key_file else ""
-    async with open_fleet(config, key) as (fleet, parts):
+    async with open_fleet(config, _engine_key(config)) as (fleet, parts):
         engines = LocalEngines(config, parts, keys.users, keys.admins)
         return await _Serving(config, keys, bound, fleet, parts, engines).run()
 

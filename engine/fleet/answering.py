@@ -4,22 +4,33 @@ stream.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from jitney.engine.api.errors import HttpError, answer_to
 from jitney.engine.api.schema import ChatBody, CompletionBody, parse_body
 from jitney.engine.errors import RequestError
-from jitney.engine.types import JsonDict
+from jitney.engine.types import JsonDict, JsonObject
 
 #: The routes that models made of models answer.
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+#: The one that only engines answer.
+EMBEDDINGS = "/v1/embeddings"
 #: Header of an answer: the part that gave it, such as "large"; of nested models "draft/large".
 STAGE_HEADER = "x-jitney-stage"
 #: Field of an answer: what a model made of models did for it.
@@ -43,7 +54,7 @@ class Question:
     """One request to a model, by the model's name."""
 
     model: str
-    #: CHAT or COMPLETIONS.
+    #: CHAT or COMPLETIONS; EMBEDDINGS of a model that engines serve.
     route: str
     #: As the route takes it.
     body: JsonDict
@@ -51,19 +62,30 @@ class Question:
     headers: Mapping[str, str] = MappingProxyType({})
     #: time.monotonic() by which it must be answered; None: whenever.
     deadline: float | None = None
+    #: Fields of the client that models made of models read; no engine gets them.
+    own: JsonObject = MappingProxyType({})
     #: The body as it was checked last.
     _parsed: ChatBody | CompletionBody | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, model: str, route: str, body: JsonDict, headers: Mapping[str, str]) -> Question:
-        """As a client sent it; its timeout_ms begins now. Raises RequestError for a body that the
-        route would refuse.
+    def of(
+        cls,
+        model: str,
+        route: str,
+        body: JsonDict,
+        headers: Mapping[str, str],
+        own_fields: Collection[str] = (),
+    ) -> Question:
+        """As a client sent it; its timeout_ms begins now. own_fields: those that the model reads
+        beside the route's. Raises RequestError for a body that the route would refuse.
         """
+        own = {name: body[name] for name in own_fields if name in body}
+        body = {name: value for name, value in body.items() if name not in own}
         parsed = cls(model, route, body).checked()
         deadline = None
         if parsed.timeout_ms is not None:
             deadline = time.monotonic() + parsed.timeout_ms / 1000
-        return cls(model, route, body, headers, deadline, parsed)
+        return cls(model, route, body, headers, deadline, own, parsed)
 
     @property
     def is_chat(self) -> bool:
@@ -263,6 +285,16 @@ def total_usage(entries: Sequence[JsonDict]) -> JsonDict:
         if given:
             total[details] = {count: sum(each.get(count) or 0 for each in given)}
     return total | {"stages": list(entries)}
+
+
+async def all_of[T](asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they all give, in order. Raises what the first of them raises, and ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in asked]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def text_of(choice: JsonDict) -> str:

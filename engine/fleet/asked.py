@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import dropwhile
 from typing import Any
 from urllib.parse import quote
 
@@ -38,6 +40,9 @@ _REPEATABLE = frozenset({"/v1/completions", "/v1/chat/completions"})
 _PROMPTS = ("messages", "prompt", "input", "input_prefix", "content")
 #: Roles whose messages all conversations may share.
 _SYSTEM = ("system", "developer")
+#: Parts of a prompt after which a beginning is told apart, and characters of all of them: a longer
+#: prompt counts as far as that.
+_MOST_PARTS, _MOST_CHARS = 512, 1 << 20
 
 type RawHeaders = list[tuple[bytes, bytes]]
 
@@ -128,6 +133,44 @@ def prefix_key(asked: Asked, chars: int) -> bytes:
         return str(named).encode()
     salt = str(fields.get("cache_salt") or "")
     return "\0".join([salt, *_beginning(fields, chars)]).encode(errors="replace")
+
+
+def beginnings(asked: Asked, chars: int) -> list[bytes]:
+    """What a prompt begins with, the shortest first: `prefix_key`, then a digest after each
+    message behind the system's, or after every `chars` characters of a text. A conversation's next
+    turn has all of them, and more.
+    """
+    key = prefix_key(asked, chars)
+    found, digest, counted = [key], blake2b(key, digest_size=16), 0
+    for part in _parts(asked.fields, chars):
+        counted += len(part)
+        if counted > _MOST_CHARS or len(found) > _MOST_PARTS:
+            break
+        digest.update(len(part).to_bytes(8))
+        digest.update(part)
+        found.append(digest.digest())
+    return found
+
+
+def _parts(fields: JsonObject, chars: int) -> Iterator[bytes]:
+    """Of the prompt, whole ones alone: the last one of a text may be longer in the next turn."""
+    prompt = next((fields[name] for name in _PROMPTS if fields.get(name)), "")
+    if isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt):
+        yield from map(orjson.dumps, _behind_system(prompt))
+        return
+    if not isinstance(prompt, str | list):
+        return
+    for end in range(chars, len(prompt) + 1, chars):
+        yield _text(prompt[end - chars : end]).encode(errors="replace")
+
+
+def _behind_system(messages: Sequence[Any]) -> Iterator[Any]:
+    """Messages from the first one on that is not the system's."""
+    return dropwhile(_is_system, messages)
+
+
+def _is_system(message: object) -> bool:
+    return isinstance(message, dict) and message.get("role") in _SYSTEM
 
 
 def _session(headers: RawHeaders) -> bytes:

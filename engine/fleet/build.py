@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from jitney.engine.config.schema import Section
+from jitney.engine.config.schema import Section, ServerSection
 from jitney.engine.fleet.candidate import ModelWithCandidate, Prices, RolloutKeeper
 from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, composed_of
 from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
@@ -18,6 +18,8 @@ from jitney.engine.fleet.forwarding import Patience
 from jitney.engine.fleet.ingress import Fleet
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel, ReplicatedModel
+from jitney.engine.fleet.quotas import FleetQuotas
+from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import CONNECT_S, Replica, Watch, name_of
 from jitney.engine.fleet.rollout import Rollout
 
@@ -81,7 +83,7 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> Re
         parts.patience,
         parts.config.fleet.repeat_streams,
         parts.key if section.urls else "",
-        [Replica(name_of(url), url, parts.key) for url in section.urls],
+        ReplicaSet([Replica(name_of(url), url, parts.key) for url in section.urls]),
     )
     parts.watch.begin(model.replicas)
     parts.arms[arm] = model
@@ -109,18 +111,22 @@ async def open_fleet(
     key: that engines are asked with in place of the client's. transport: of a test.
     """
     models: dict[str, FleetModel] = {}
-    metrics = FleetMetrics(lambda: {name: list(models[name].replicas) for name in models})
+    keepers: list[RolloutKeeper] = []
+    metrics = FleetMetrics(
+        lambda: {name: list(models[name].replicas) for name in models},
+        lambda: [keeper.model.rollout for keeper in keepers],
+    )
     async with _client(transport) as client, _compositions(config, models) as composed:
         section = config.fleet
         watch = Watch(client, poll_s=section.poll_s, lost_after_s=section.lost_after_s)
-        parts = FleetParts(config, client, metrics, watch, key, composed, models)
+        parts = FleetParts(config, client, metrics, watch, key, composed, models, rollouts=keepers)
         try:
             for name, table in config.models.items():
                 models[name] = _MAKERS[type(table)](parts, name, table)
             async with AsyncExitStack() as looking:
                 for keeper in parts.rollouts:
                     await looking.enter_async_context(keeper.running())
-                yield Fleet(models, metrics), parts
+                yield Fleet(models, metrics, _quotas(config.server)), parts
         finally:
             await watch.close()
 
@@ -132,12 +138,16 @@ async def _compositions(
     """The models that are made of others. models: all, as they are made."""
     made = composed_of(config.models)
     served = [name for name in config.models if name not in made]
-    composed = ComposedModels(made, FleetEngines(models), served)
+    composed = ComposedModels(made, FleetEngines(models), served, config.file.parent)
     try:
         await composed.start()
         yield composed
     finally:
         await composed.close()
+
+
+def _quotas(server: ServerSection) -> FleetQuotas:
+    return FleetQuotas(server.key_max_concurrent, server.key_tokens_per_minute)
 
 
 def _client(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:

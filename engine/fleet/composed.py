@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 from jitney.engine.config.schema import Section
@@ -27,8 +28,19 @@ COMPOSED_KINDS: dict[str, type[Section]] = {
     "ensemble": EnsembleSettings,
     "pipeline": PipelineSettings,
 }
-#: What a card shows of templates: nothing.
-_HIDDEN = {"stages": {"__all__": {"prompt", "system", "scored", "candidates", "fields"}}}
+#: What a card shows of templates and texts: nothing.
+_HIDDEN_FIELDS = {
+    "prompt",
+    "system",
+    "scored",
+    "candidates",
+    "fields",
+    "query",
+    "documents",
+    "file",
+    "prefix",
+}
+_HIDDEN = {"stages": {"__all__": _HIDDEN_FIELDS}}
 
 
 class _ComposedSettings(Protocol):
@@ -44,7 +56,7 @@ class _ComposedSettings(Protocol):
 
     @property
     def scoring(self) -> list[str]:
-        """Those of them that must score texts, which only engines do."""
+        """Those of them that must score or embed texts, which only engines do."""
         ...
 
 
@@ -70,8 +82,8 @@ def check_parts(composed: Mapping[str, _ComposedSettings], served: Collection[st
         for part in settings.scoring:
             if part not in served:
                 raise ConfigError(
-                    f"[models.{name}] scores texts by {part!r}, which is made of models; name one "
-                    "that engines serve"
+                    f"[models.{name}] scores or embeds texts by {part!r}, which is made of models; "
+                    "name one that engines serve"
                 )
     for name in composed:
         _check_no_cycle(composed, [name])
@@ -86,14 +98,15 @@ def _check_no_cycle(composed: Mapping[str, _ComposedSettings], path: list[str]) 
         _check_no_cycle(composed, [*path, part])
 
 
-def _made(settings: object, models: Answering) -> ComposedModel:
+def _made(settings: object, models: Answering, folder: Path) -> ComposedModel:
+    """folder: of the files that they name. Raises ConfigError."""
     match settings:
         case CascadeSettings():
             return Cascade(settings, models)
         case EnsembleSettings():
             return Ensemble(settings, models)
         case PipelineSettings():
-            return Pipeline(settings, models)
+            return Pipeline(settings, models, folder)
     raise TypeError(f"{type(settings).__name__} is no kind of composed model")
 
 
@@ -102,12 +115,18 @@ class ComposedModels:
     `engines`.
     """
 
-    def __init__(self, composed: Mapping[str, Any], engines: Answering, served: Collection[str]):
-        """composed: settings by name. Raises ConfigError."""
+    def __init__(
+        self,
+        composed: Mapping[str, Any],
+        engines: Answering,
+        served: Collection[str],
+        folder: Path = Path(),
+    ):
+        """composed: settings by name. folder: of the files that they name. Raises ConfigError."""
         check_parts(composed, served)
         self._engines = engines
         self._settings = dict(composed)
-        self._models = {name: _made(each, self) for name, each in composed.items()}
+        self._models = {name: _made(each, self, folder) for name, each in composed.items()}
 
     def __contains__(self, name: object) -> bool:
         """Whether a model is made of others."""
@@ -140,6 +159,15 @@ class ComposedModels:
             case EnsembleSettings():
                 return any(map(ready, settings.models)) and all(map(ready, settings.scoring))
         return all(map(ready, settings.parts))
+
+    def own_fields(self, name: str) -> set[str]:
+        """Fields of a request that a model, or a part of it, reads beside the route's."""
+        settings = self._settings.get(name)
+        if settings is None:
+            return set()
+        of_parts = map(self.own_fields, settings.parts)
+        own = settings.own_fields if isinstance(settings, PipelineSettings) else set[str]()
+        return own.union(*of_parts)
 
     def made_of(self, name: str) -> JsonDict:
         """What a model is made of, as /v1/models shows it."""

@@ -61,7 +61,7 @@ class FleetEngines:
         headers = _texts(answer.headers)
         if answer.status != 200:
             raise refusal(name, answer.status, content, headers)
-        return ModelAnswer(read_answer(name, content), passed_headers(headers))
+        return ModelAnswer(read_answer(question, content), passed_headers(headers))
 
     @asynccontextmanager
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
@@ -153,7 +153,8 @@ class NamedComposition:
                 code="unsupported_parameter",
                 param="model",
             )
-        return Question.of(self.name, asked.route, asked.fields, _texts(asked.headers))
+        own = self.composed.own_fields(self.name)
+        return Question.of(self.name, asked.route, asked.fields, _texts(asked.headers), own)
 
     async def _events(self, queue: asyncio.Queue[_Item], request_id: str) -> AsyncIterator[bytes]:
         """Of the whole stream; a sign of life where nothing comes for long."""

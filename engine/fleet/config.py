@@ -50,6 +50,8 @@ AS_OF_A_SERVER = (
     "trusted_proxies",
     "cors_origins",
     "body_limit",
+    "key_max_concurrent",
+    "key_tokens_per_minute",
     "read_timeout_s",
     "write_timeout_s",
     "keep_alive_s",
@@ -73,6 +75,8 @@ _DECIDED = (
     "ssl_keyfile",
     "root_path",
 )
+#: Limits of a key that hold for all engines together, in [fleet].
+_KEY_LIMITS = ("key_max_concurrent", "key_tokens_per_minute")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 
 
@@ -149,6 +153,33 @@ class FleetSection(Section):
     )
 
 
+class RaySection(Section):
+    """[models.NAME.ray]: what an engine has on a Ray cluster, and how many there are."""
+
+    cpus: float = Field(default=1.0, ge=0, description="CPUs of each engine")
+    gpus: float = Field(
+        default=0.0, ge=0, description="GPUs of each engine, as many as its tensor_parallel"
+    )
+    resources: dict[str, float] = Field(
+        default={},
+        description='other resources of each engine, such as { TPU = 4, "TPU-v5e-4-head" = 1 }',
+    )
+    max_replicas: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description=(
+            "most engines; more than `replicas`: their number goes by the predicted wait; 0: there "
+            "are always `replicas`"
+        ),
+    )
+    target_wait_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="predicted wait, seconds, beyond which one more engine is started",
+    )
+
+
 class ReplicasSection(Section):
     """[models.NAME] of kind "replicas": engines that answer alike, of which each request gets
     one.
@@ -210,6 +241,10 @@ class ReplicasSection(Section):
         ),
     )
 
+    ray: RaySection = Field(
+        default=RaySection(),
+        description="[models.NAME.ray]: what each started engine has under `--on ray`",
+    )
     candidate: CandidateSection | None = Field(
         default=None,
         description="[models.NAME.candidate]: engines with another configuration, to be compared",
@@ -236,6 +271,8 @@ class ReplicasSection(Section):
             raise ValueError("upstream_model is for engines of urls")
         if self.devices and len(self.devices) != self.replicas:
             raise ValueError(f"devices must name {self.replicas}, one for each of replicas")
+        if 0 < self.ray.max_replicas < self.replicas:
+            raise ValueError("ray.max_replicas must be 0, or at least replicas")
         if self.candidate is not None and set(self.urls) & set(self.candidate.urls):
             raise ValueError("candidate names an engine that the model has already")
         return self
@@ -463,6 +500,13 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
             raise ConfigError(f"{where}: {setting} is given to the fleet, in [fleet]; leave it out")
     given = Path(file).parent / Path(section.config).expanduser() if section.config else None
     try:
-        return load_config(given, flags=section.settings)
+        config = load_config(given, flags=section.settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    for setting in _KEY_LIMITS:
+        if getattr(config.server, setting):
+            raise ConfigError(
+                f"{where}: {setting} would hold for each engine alone; give it in [fleet], where "
+                "it holds for all of them together"
+            )
+    return config

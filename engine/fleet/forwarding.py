@@ -86,6 +86,10 @@ class Choosing(Protocol):
         """Replicas that can be had now, best first."""
         ...
 
+    def taken(self, replica: Replica) -> None:
+        """This one answers."""
+        ...
+
     def attempted(self, replica: Replica, outcome: str) -> None:
         """outcome: "answered", "full", "unreachable", "died" or "resumed" (it goes on with what
         another one began).
@@ -319,9 +323,15 @@ class Exchange:
                 return min(refusals, key=lambda refusal: refusal.retry_s)
         raise RequestError("no engine of this model can be reached", code="restarting")
 
-    def _order(self) -> list[Replica]:
+    def _order(self) -> Iterator[Replica]:
         """Those that died with it come last."""
-        return sorted(self.choosing.order(self.asked), key=self._dead.count)
+        died_with_it: list[Replica] = []
+        for replica in self.choosing.order(self.asked):
+            if replica in self._dead:
+                died_with_it.append(replica)
+            else:
+                yield replica
+        yield from sorted(died_with_it, key=self._dead.count)
 
     async def _open(self, replica: Replica) -> _Attempt | _Refusal | None:
         """What a replica makes of the request; None: it cannot be reached. Raises RequestError for
@@ -341,6 +351,7 @@ class Exchange:
         self._attempt = _Attempt(replica, response, started)
         if response.status_code in _FULL:
             return await self._refused(self._attempt)
+        self.choosing.taken(replica)
         return self._attempt
 
     async def _send(self, replica: Replica) -> httpx.Response:

@@ -11,7 +11,7 @@ import orjson
 
 from jitney.engine.api.errors import HttpError, no_model
 from jitney.engine.bench.client import RemoteEndpoint, events
-from jitney.engine.fleet.answering import ModelAnswer, ModelStream, Question
+from jitney.engine.fleet.answering import EMBEDDINGS, ModelAnswer, ModelStream, Question
 from jitney.engine.types import JsonDict
 
 #: Headers of an engine's answer that the client sees.
@@ -35,7 +35,7 @@ class HttpEngines:
             raise _unreachable(question.model, error) from None
         if response.status_code != 200:
             raise refusal(question.model, response.status_code, response.content, response.headers)
-        body = read_answer(question.model, response.content)
+        body = read_answer(question, response.content)
         return ModelAnswer(body, passed_headers(response.headers))
 
     @asynccontextmanager
@@ -109,11 +109,13 @@ def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in _PASSED if name in headers}
 
 
-def read_answer(model: str, content: bytes) -> JsonDict:
+def read_answer(question: Question, content: bytes) -> JsonDict:
     """A whole answer, with the model's name in the fleet. Raises HttpError for what is none."""
+    model = question.model
     body = _read(model, content)
-    if not isinstance(body.get("choices"), list) or not body["choices"]:
-        raise HttpError(502, f"the engine of {model} sent no choices", code="engine_dead")
+    name = "data" if question.route == EMBEDDINGS else "choices"
+    if not isinstance(body.get(name), list) or not body[name]:
+        raise HttpError(502, f"the engine of {model} sent no {name}", code="engine_dead")
     return body | {"model": model}
 
 

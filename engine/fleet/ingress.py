@@ -41,6 +41,7 @@ from jitney.engine.fleet.forwarding import REPLICA_HEADER, Answer
 from jitney.engine.fleet.kept import RESPONSES, Keeper, Keepers, is_id
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
+from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.types import JsonDict
@@ -53,6 +54,7 @@ _TO_MODELS = frozenset(
         "/v1/responses",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/embeddings",
         "/infill",
         "/tokenize",
         "/detokenize",
@@ -108,7 +110,13 @@ class Fleet:
     #: No spans of its own: traceparent is passed on, and the engines' spans stand below it.
     tracing: Tracing | None = None
 
-    def __init__(self, models: Mapping[str, FleetModel], metrics: FleetMetrics):
+    def __init__(
+        self,
+        models: Mapping[str, FleetModel],
+        metrics: FleetMetrics,
+        quotas: FleetQuotas | None = None,
+    ):
+        self.quotas = quotas or FleetQuotas()
         #: By the names that requests call them.
         self.models = models
         self.metrics = metrics
@@ -198,8 +206,10 @@ class _Sending:
     asked: Asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.fleet.models[self.model_name].answer(self.asked) as answer:
-            await self._send(answer, context_of(scope), send)
+        context, model = context_of(scope), self.fleet.models[self.model_name]
+        with self.fleet.quotas.holding(context.tenant, self.model_name, self.asked) as account:
+            async with model.answer(self.asked) as answer:
+                await self._send(account.watched(answer), context, send)
 
     async def _send(self, answer: Answer, context: Context, send: Send) -> None:
         """The status goes with the first byte, so that what fails before is a status too."""
@@ -336,7 +346,6 @@ def _other(path: str, summary: str) -> HttpRoute:
 
 PASSED_ROUTES = (
     *_engine_routes(),
-    _other("/v1/embeddings", "vectors of texts, where the engines have them"),
     _other("/v1/rerank", "texts in the order of their fitness, where the engines have that"),
     _other("/v1/score", "the fitness of texts, where the engines have that"),
 )

@@ -34,7 +34,7 @@ _log = logging.getLogger("jitney.fleet")
 
 #: Runs `jitney serve` with its arguments, until the fleet is gone.
 ENGINE_MODULE = "jitney.engine.cli.fleet_engine"
-_HOST = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 #: Seconds before an engine is started again, the first time and at most; restarts are counted
 #: within a window, and after so many it is given up.
 _BACKOFF_S, _WINDOW_S, _MOST_RESTARTS = (0.5, 30.0), 600.0, 5
@@ -45,7 +45,13 @@ _LOOK_S = 0.1
 
 
 def engine_arguments(
-    config: FleetConfig, model: str, section: ReplicasSection, name: str, number: int, port: int
+    config: FleetConfig,
+    model: str,
+    section: ReplicasSection,
+    name: str,
+    number: int,
+    port: int,
+    host: str = LOCALHOST,
 ) -> list[str]:
     """What `jitney serve` is given for the n-th engine of a model. name: the engine's own."""
     words = ["serve"]
@@ -56,7 +62,7 @@ def engine_arguments(
     if section.devices:
         words += ["--device", section.devices[number]]
     words += ["--data-dir", str(_data_dir(name))]
-    words += ["--host", _HOST, "--port", str(port), "--served-model-name", model]
+    words += ["--host", host, "--port", str(port), "--served-model-name", model]
     return [*words, "--drain-s", str(config.server.drain_s), "--insecure"]
 
 
@@ -93,8 +99,8 @@ class LocalEngine:
 
     async def start(self) -> None:
         """Start a process. Raises JitneyError."""
-        port = self.port or _free_port()
-        self.replica.url = f"http://{_HOST}:{port}"
+        port = self.port or free_port()
+        self.replica.url = f"http://{LOCALHOST}:{port}"
         section = self.model.section
         name, own = self.model.name, self.replica.name
         words = engine_arguments(self.config, name, section, own, self.number, port)
@@ -163,7 +169,7 @@ class LocalEngine:
 
 class LocalEngines:
     """All engines that a fleet starts. users, admins: the keys that its clients have; engines
-    accept them too, so that each client's own limits hold there.
+    accept them too, so that what each client may see is told apart there.
     """
 
     def __init__(
@@ -175,7 +181,7 @@ class LocalEngines:
     ):
         self._parts = parts
         self._drain_s = config.server.drain_s
-        self._key, self._environ = _keys(users, admins)
+        self._key, self._environ = engine_keys(users, admins)
         self._ports = _ports(config.fleet.engine_port)
         #: By arm (`FleetParts.arms`), in the order in which they start.
         self.engines: dict[str, list[LocalEngine]] = {}
@@ -210,7 +216,7 @@ class LocalEngines:
 
     async def _start_engine(self, engine: LocalEngine) -> None:
         await engine.start()
-        engine.model.replicas.append(engine.replica)
+        engine.model.engines.add(engine.replica)
         self._parts.watch.begin([engine.replica])
         await engine.until_ready()
 
@@ -239,7 +245,7 @@ class LocalEngines:
         return [engine for engines in self.engines.values() for engine in engines]
 
 
-def _keys(users: Sequence[str], admins: Sequence[str]) -> tuple[str, dict[str, str]]:
+def engine_keys(users: Sequence[str], admins: Sequence[str]) -> tuple[str, dict[str, str]]:
     """(the key that engines are watched with, what their environment says of keys). Without keys
     of clients there are none: engines listen to this machine alone.
     """
@@ -257,8 +263,9 @@ def _ports(first: int) -> Iterator[int]:
     return itertools.count(first) if first else itertools.repeat(0)
 
 
-def _free_port() -> int:
-    """One that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
+def free_port(host: str = LOCALHOST) -> int:
+    """One that nobody has now at this address of ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -24,11 +24,44 @@ _PIECE = re.compile(
     rb'"(?:content|text|delta|thinking|reasoning_content|reasoning|arguments|partial_json)"'
     rb': ?"(?!")'
 )
-#: The output tokens of a usage, and the bytes in which they stand after its name.
-_TOKENS = re.compile(rb'"(?:completion_tokens|output_tokens)": ?(\d{1,9})')
-_USAGE, _USAGE_BYTES = b'"usage"', 512
+#: The tokens of a usage, and the bytes in which they stand after its name.
+_OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens)": ?(\d{1,9})')
+_PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)": ?(\d{1,9})')
+_USAGE, _USAGE_BYTES = re.compile(rb'"usage"'), 512
 #: How the API ends a stream that went wrong.
 _ERRORS = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
+
+
+@dataclass(slots=True)
+class UsageWatch:
+    """Tokens of an answer that passes, by its last usage."""
+
+    #: None: no usage says.
+    prompt: int | None = None
+    output: int | None = None
+    #: Pieces of text that came.
+    pieces: int = 0
+    #: End of the bytes so far: a usage may be cut in two.
+    _tail: bytes = b""
+
+    @property
+    def tokens(self) -> int:
+        """Of the output; without a usage, the pieces that came."""
+        return self.pieces if self.output is None else self.output
+
+    def see(self, part: bytes) -> int:
+        """More of the answer. Returns the pieces of text in it."""
+        pieces = len(_PIECE.findall(part))
+        self.pieces += pieces
+        seen = self._tail + part
+        for usage in _USAGE.finditer(seen):
+            at = usage.start()
+            output = _OUTPUT.search(seen, at, at + _USAGE_BYTES)
+            prompt = _PROMPT.search(seen, at, at + _USAGE_BYTES)
+            self.output = int(output[1]) if output else self.output
+            self.prompt = int(prompt[1]) if prompt else self.prompt
+        self._tail = seen[-_USAGE_BYTES:]
+        return pieces
 
 
 @dataclass(slots=True)
@@ -41,15 +74,11 @@ class AnswerWatch:
     _status: int = 0
     _is_stream: bool = False
     _first: float | None = None
-    _pieces: int = 0
-    #: As its usage says; None: it does not.
-    _tokens: int | None = None
+    _usage: UsageWatch = field(default_factory=UsageWatch)
     #: It says itself that it failed.
     _broken: bool = False
     #: All of it came.
     _whole: bool = False
-    #: End of the bytes so far: a usage may be cut in two.
-    _tail: bytes = b""
 
     def __post_init__(self) -> None:
         self.begun = self.clock()
@@ -85,23 +114,17 @@ class AnswerWatch:
         self._whole = True
 
     def _see(self, part: bytes) -> None:
-        self._see_usage(part)
+        pieces = self._usage.see(part)
         if not self._is_stream:
             return
-        pieces = len(_PIECE.findall(part))
         if pieces and self._first is None:
             self._first = self.clock()
-        self._pieces += pieces
         self._broken = self._broken or any(error in part for error in _ERRORS)
 
-    def _see_usage(self, part: bytes) -> None:
-        seen = self._tail + part
-        at = seen.rfind(_USAGE)
-        if at >= 0:
-            found = _TOKENS.search(seen, at, at + _USAGE_BYTES)
-            if found:
-                self._tokens = int(found[1])
-        self._tail = seen[-_USAGE_BYTES:]
+    @property
+    def _tokens(self) -> int:
+        """Of a plain answer by its usage alone: its text is one piece."""
+        return self._usage.tokens if self._is_stream else self._usage.output or 0
 
     def outcome(self, cost: float) -> Outcome | None:
         """How it went; None: it says nothing of the engine, since the client left, or sent what
@@ -114,8 +137,7 @@ class AnswerWatch:
         if self._broken:
             return Outcome(ok=False)
         first = None if self._first is None else self._first - self.begun
-        tokens = self._pieces if self._tokens is None else self._tokens
-        return Outcome(True, tokens, self.clock() - self.begun, first, cost)
+        return Outcome(True, self._tokens, self.clock() - self.begun, first, cost)
 
 
 async def _parts(body: bytes) -> AsyncIterator[bytes]:

@@ -6,15 +6,19 @@ The engines have their own. Labels have few values: names of models and replicas
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from operator import attrgetter
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.replicas import Replica, ReplicaState
+from jitney.engine.fleet.rollout import Rollout
+from jitney.engine.fleet.rollout_metrics import RolloutCollector
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 #: Name -> what it is, and where it is read.
@@ -35,7 +39,9 @@ type ReplicasByModel = Callable[[], Mapping[str, list[Replica]]]
 class FleetMetrics:
     """All metrics of one ingress, in a registry of their own."""
 
-    def __init__(self, replicas: ReplicasByModel):
+    def __init__(
+        self, replicas: ReplicasByModel, rollouts: Callable[[], Iterable[Rollout]] = tuple
+    ):
         self.registry = CollectorRegistry(auto_describe=False)
         self.requests = self._counter("requests", "HTTP requests answered", "route", "class")
         self.attempts = self._counter(
@@ -44,6 +50,14 @@ class FleetMetrics:
             "model",
             "replica",
             "outcome",
+        )
+        self.choices = self._counter(
+            "choices",
+            "requests by router = prefix, by how the replica that took them was found: known "
+            "(it was given the beginning of the prompt before), hashed (the beginning belongs to "
+            "it), moved (that one had too much to do, was full or gone)",
+            "model",
+            "choice",
         )
         self.stages = self._counter(
             "stages",
@@ -60,6 +74,7 @@ class FleetMetrics:
             registry=self.registry,
         )
         self.registry.register(_ReplicaCollector(replicas))
+        self.registry.register(RolloutCollector(rollouts))
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -77,9 +92,21 @@ class _ReplicaCollector(Collector):
         yield InfoMetricFamily(
             "jitney_fleet_build", "what is running", {"version": version("jitney")}
         )
+        yield self._states()
         for name, (text, read) in _GAUGES.items():
             family = GaugeMetricFamily(f"jitney_fleet_{name}", text, labels=["model", "replica"])
             for model, replicas in self._replicas().items():
                 for replica in replicas:
                     family.add_metric([model, replica.name], read(replica))
             yield family
+
+    def _states(self) -> Metric:
+        """Every state of every model, 0 too: an alert must see a number fall."""
+        family = GaugeMetricFamily(
+            "jitney_fleet_replicas", "replicas by their state", labels=["model", "state"]
+        )
+        for model, replicas in self._replicas().items():
+            counts = Tally(replica.state for replica in replicas)
+            for state in get_args(ReplicaState):
+                family.add_metric([model, state], counts[state])
+        return family

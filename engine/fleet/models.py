@@ -10,12 +10,13 @@ from typing import Protocol
 
 import httpx
 
-from jitney.engine.fleet.asked import Asked, prefix_key
+from jitney.engine.fleet.asked import Asked, beginnings
 from jitney.engine.fleet.config import ReplicasSection
 from jitney.engine.fleet.forwarding import Answer, Exchange, Patience
 from jitney.engine.fleet.metrics import FleetMetrics
+from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.fleet.routing import Ring, by_least_wait, by_prefix, by_turn
+from jitney.engine.fleet.routing import KnownBeginnings, by_prefix, by_turn
 from jitney.engine.types import JsonDict
 
 #: Share of a replica's seats that no brake keeps empty.
@@ -63,13 +64,19 @@ class ReplicatedModel:
     repeat_streams: bool = True
     #: What engines elsewhere are asked with, in place of the client's key; empty: with that.
     key: str = ""
-    replicas: list[Replica] = field(default_factory=list)
+    engines: ReplicaSet = field(default_factory=lambda: ReplicaSet([]))
     _turn: int = 0
-    _ring: Ring = field(default_factory=lambda: Ring(()))
+    #: By router = "prefix".
+    _known: KnownBeginnings = field(default_factory=KnownBeginnings)
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """See `FleetModel`."""
+        return self.engines.all
 
     @property
     def ready(self) -> bool:
-        return bool(self._ready())
+        return bool(self.engines.loads)
 
     def card(self) -> JsonDict:
         lengths = [each.context_length for each in self.replicas if each.context_length]
@@ -77,14 +84,17 @@ class ReplicatedModel:
 
     @asynccontextmanager
     async def answer(self, asked: Asked) -> AsyncIterator[Answer]:
-        exchange = Exchange(self.client, self, self._upstream(asked), self.patience)
+        choosing = _Choosing(self, self._beginnings(asked))
+        exchange = Exchange(self.client, choosing, self._upstream(asked), self.patience)
         async with exchange.answer() as answer:
             yield answer
 
     async def keeper_of(self, asked: Asked, path: str) -> Replica | None:
         """See `FleetModel`."""
         headers = (asked.with_key(self.key) if self.key else asked).headers
-        for replica in self._ready().values():
+        for replica in map(self.engines.ready, self.engines.names):
+            if replica is None:  # it went away while another one was asked
+                continue
             try:
                 found = await self.client.get(replica.url + path, headers=headers)
             except httpx.TransportError:
@@ -93,64 +103,67 @@ class ReplicatedModel:
                 return replica
         return None
 
-    def order(self, asked: Asked) -> Iterator[Replica]:
-        """Those that are ready, in the order of the model's router."""
-        ready = self._ready()
-        if asked.keeper:
-            ready = {name: each for name, each in ready.items() if name == asked.keeper}
-        for name in self._names(asked, ready):
-            yield ready[name]
+    def order(self, asked: Asked, prompt: Sequence[bytes]) -> Iterator[Replica]:
+        """Those that are ready, in the order of the model's router; full ones by their own word
+        come last. prompt: its beginnings.
+        """
+        names = iter((asked.keeper,)) if asked.keeper else self._routed(prompt)
+        full: list[Replica] = []
+        for replica in map(self.engines.ready, names):
+            if replica is None:
+                continue
+            if replica.full_until > time.monotonic():
+                full.append(replica)
+            else:
+                yield replica
+        yield from full
+
+    def taken(self, prompt: Sequence[bytes], replica: Replica) -> None:
+        """This replica answers the prompt with these beginnings."""
+        if not prompt:
+            return
+        preferred = self._known.replica_of(prompt)
+        choice = "hashed" if preferred is None else "known"
+        if replica.name != (preferred or next(self.engines.ring.walk(prompt[0]))):
+            choice = "moved"
+        self.metrics.choices.labels(self.name, choice).inc()
+        self._known.given(prompt, replica.name)
 
     def attempted(self, replica: Replica, outcome: str) -> None:
+        """See `forwarding.Choosing`."""
         self.metrics.attempts.labels(self.name, replica.name, outcome).inc()
         if outcome == "answered":
             replica.answered += 1
         elif outcome == "died":
             replica.lost += 1
 
-    def _ready(self) -> dict[str, Replica]:
-        return {each.name: each for each in self.replicas if each.state == "ready"}
+    def _beginnings(self, asked: Asked) -> list[bytes]:
+        """Of a prompt; none where there is nothing to choose by them."""
+        if self.section.router != "prefix" or asked.keeper:
+            return []
+        return beginnings(asked, self.section.prefix_chars)
 
-    def _names(self, asked: Asked, ready: dict[str, Replica]) -> Iterator[str]:
-        """Full ones by their own word come last."""
-        now = time.monotonic()
-        names = list(self._routed(asked, ready))
-        yield from (name for name in names if ready[name].full_until <= now)
-        yield from (name for name in names if ready[name].full_until > now)
-
-    def _routed(self, asked: Asked, ready: dict[str, Replica]) -> Iterator[str]:
+    def _routed(self, prompt: Sequence[bytes]) -> Iterator[str]:
         match self.section.router:
             case "prefix":
-                return self._by_prefix(asked, ready)
+                return self._by_prefix(prompt)
             case "least-wait":
-                return iter(self._by_least_wait(ready))
+                return self.engines.waits.order()
             case "round-robin":
                 self._turn += 1
-                return iter(by_turn(list(ready), self._turn))
+                return by_turn(self.engines.names, self._turn)
 
-    def _by_prefix(self, asked: Asked, ready: dict[str, Replica]) -> Iterator[str]:
-        loads = _loads(ready)
-        seats = min((each.seats for each in ready.values()), default=0)
+    def _by_prefix(self, prompt: Sequence[bytes]) -> Iterator[str]:
         return by_prefix(
-            self._ring_of_all(),
-            prefix_key(asked, self.section.prefix_chars),
-            loads,
-            total=sum(loads.values()),
+            self.engines.ring,
+            prompt[0],
+            self.engines.loads,
+            total=self.engines.total,
             brake=self.section.brake,
-            spare=_SPARE * seats,
+            spare=_SPARE * self.engines.least_seats,
+            known=self._known.replica_of(prompt),
+            seats=self.engines.least_seats,
         )
-
-    def _by_least_wait(self, ready: dict[str, Replica]) -> list[str]:
-        now = time.monotonic()
-        waits = {name: replica.predicted_wait(now) for name, replica in ready.items()}
-        return by_least_wait(waits, _loads(ready))
-
-    def _ring_of_all(self) -> Ring:
-        """Of those that are gone too: their keys come back to them."""
-        names = tuple(sorted(replica.name for replica in self.replicas))
-        if names != self._ring.names:
-            self._ring = Ring(names)
-        return self._ring
 
     def _upstream(self, asked: Asked) -> Asked:
         """The request as its engines get it."""
@@ -161,5 +174,18 @@ class ReplicatedModel:
         return asked.with_key(self.key) if self.key else asked
 
 
-def _loads(ready: dict[str, Replica]) -> dict[str, float]:
-    return {name: replica.load for name, replica in ready.items()}
+@dataclass(frozen=True, slots=True)
+class _Choosing:
+    """Where one request may go; see `forwarding.Choosing`. prompt: its beginnings."""
+
+    model: ReplicatedModel
+    prompt: Sequence[bytes]
+
+    def order(self, asked: Asked) -> Iterator[Replica]:
+        return self.model.order(asked, self.prompt)
+
+    def taken(self, replica: Replica) -> None:
+        self.model.taken(self.prompt, replica)
+
+    def attempted(self, replica: Replica, outcome: str) -> None:
+        self.model.attempted(replica, outcome)

@@ -1,7 +1,7 @@
 """Models one after another: what one stage makes stands in the prompt of the next.
 
-A stage generates, or ranks texts by how likely its model finds them. The last one answers the
-client.
+A stage generates, ranks texts by how likely its model finds them, or finds those whose vectors are
+nearest to a question's. The last one answers the client.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -27,6 +28,7 @@ from jitney.engine.fleet.answering import (
     ModelAnswer,
     ModelStream,
     Question,
+    all_of,
     made,
     name_error,
     named,
@@ -37,6 +39,14 @@ from jitney.engine.fleet.answering import (
     text_of,
     total_usage,
 )
+from jitney.engine.fleet.nearest import (
+    MOST_DOCUMENTS,
+    Embedder,
+    KeptDocuments,
+    documents_in,
+    nearest,
+    read_documents,
+)
 from jitney.engine.fleet.scoring import score_text
 from jitney.engine.fleet.stage_budget import StageBudget
 from jitney.engine.fleet.stage_templates import StageRenderer
@@ -46,6 +56,8 @@ from jitney.engine.types import JsonDict
 #: Variables that every template has, and the one of each text that is ranked.
 _GIVEN = ("question", "messages")
 _CANDIDATE = "candidate"
+#: Field of a request with the documents of stages that have none of their own.
+_DOCUMENTS = "documents"
 _MOST_STAGES = 16
 _MOST_CANDIDATES = 256
 #: Of a model whose seats nobody knows.
@@ -61,6 +73,8 @@ _PROMPT_FIELDS = (
     "continue_final_message",
     "return_token_ids",
 )
+#: What a stage passes on that was given no text: one that is empty.
+_NONE_FOUND = {"text": "", "texts": [""], "scores": [0.0]}
 _WHY = "its prompt goes through the templates of a pipeline"
 
 _StageName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")]
@@ -138,7 +152,62 @@ class _RankStage(Section):
         return {"prompt": self.prompt, "scored": self.scored}
 
 
-_Stage = _GenerateStage | _RankStage
+class _EmbedStage(Section):
+    """`kind = "embed"`: the documents nearest to a text, by the vectors that the model makes."""
+
+    kind: Literal["embed"] = Field(
+        description="the documents nearest to a text, by the vectors that the model makes"
+    )
+    name: _StageName = Field(description="what later templates, errors and usage call it")
+    model: str = Field(
+        description="name of a model of the fleet whose engines have `embedding_pooling`"
+    )
+    query: str = Field(
+        default="{{ question }}",
+        description="Jinja template of the text whose nearest documents are looked for",
+    )
+    documents: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MOST_DOCUMENTS,
+        description="the documents; without this, `file` and `documents_of` they are the request's "
+        "field `documents`",
+    )
+    file: str | None = Field(
+        default=None,
+        description="instead of them: a file of JSON lines, each a text or an object with `text`; "
+        "relative to the folder of fleet.toml",
+    )
+    documents_of: str | None = Field(
+        default=None, description="instead of them: name of an earlier stage that makes several"
+    )
+    prefix: str = Field(
+        default="",
+        description="stands before each document as it is embedded, such as `passage: `",
+    )
+    keep: int = Field(
+        default=4,
+        ge=1,
+        le=_MOST_CANDIDATES,
+        description="documents that it passes on, the nearest first",
+    )
+    seats: _Seats | None = Field(
+        default=None,
+        description="requests that the model computes at once; empty: as its engines say",
+    )
+
+    @property
+    def templates(self) -> dict[str, str]:
+        return {"query": self.query}
+
+    @property
+    def sources(self) -> int:
+        """Ways in which its settings say where documents are: 0 or 1."""
+        given = (self.documents, self.file, self.documents_of)
+        return sum(each is not None for each in given)
+
+
+_Stage = _GenerateStage | _RankStage | _EmbedStage
 
 
 class PipelineSettings(Section):
@@ -175,18 +244,28 @@ class PipelineSettings(Section):
 
     @property
     def scoring(self) -> list[str]:
-        """Those that must score texts."""
-        return [stage.model for stage in self.stages if isinstance(stage, _RankStage)]
+        """Those that must score or embed texts."""
+        kinds = (_RankStage, _EmbedStage)
+        return [stage.model for stage in self.stages if isinstance(stage, kinds)]
+
+    @property
+    def own_fields(self) -> set[str]:
+        """Fields of a request that its stages read, beside those of the route."""
+        embedding = [stage for stage in self.stages if isinstance(stage, _EmbedStage)]
+        return {_DOCUMENTS} if any(not stage.sources for stage in embedding) else set()
 
 
 def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
     """known: names of the stages before. Raises ValueError."""
     given = [*_GIVEN, *known]
-    if isinstance(stage, _RankStage):
-        given.append(_CANDIDATE)
-        _check_candidates(stage, known)
-    else:
-        _check_fields(stage, CompletionBody if stage.route == "completions" else ChatBody)
+    match stage:
+        case _RankStage():
+            given.append(_CANDIDATE)
+            _check_candidates(stage, known)
+        case _EmbedStage():
+            _check_documents(stage, known)
+        case _GenerateStage():
+            _check_fields(stage, CompletionBody if stage.route == "completions" else ChatBody)
     for name, template in stage.templates.items():
         _check_template(f"stage {stage.name}: {name}", template, given)
 
@@ -197,6 +276,14 @@ def _check_candidates(stage: _RankStage, known: Sequence[str]) -> None:
         raise ValueError(f"stage {stage.name}: give either candidates or candidates_of")
     if stage.candidates_of is not None and stage.candidates_of not in known:
         raise ValueError(f"stage {stage.name}: candidates_of must name an earlier stage")
+
+
+def _check_documents(stage: _EmbedStage, known: Sequence[str]) -> None:
+    """Raises ValueError."""
+    if stage.sources > 1:
+        raise ValueError(f"stage {stage.name}: give one of documents, file and documents_of")
+    if stage.documents_of is not None and stage.documents_of not in known:
+        raise ValueError(f"stage {stage.name}: documents_of must name an earlier stage")
 
 
 def _check_template(where: str, template: str, given: Sequence[str]) -> None:
@@ -251,7 +338,8 @@ class _Run:
 class Pipeline:
     """One model made of stages. models: who answers for those of the stages."""
 
-    def __init__(self, settings: PipelineSettings, models: Answering):
+    def __init__(self, settings: PipelineSettings, models: Answering, folder: Path = Path()):
+        """folder: of the files that stages name. Raises ConfigError for one that cannot be read."""
         self._stages = settings.stages
         last = settings.stages[-1]
         assert isinstance(last, _GenerateStage)  # checked with the settings
@@ -263,6 +351,12 @@ class Pipeline:
             for name, template in stage.templates.items()
         }
         self._renderer = StageRenderer(templates)
+        self._reads_documents = bool(settings.own_fields)
+        #: By the names of stages that have documents of their own.
+        self._kept: dict[str, KeptDocuments] = {}
+        for stage in settings.stages:
+            if isinstance(stage, _EmbedStage) and (texts := _texts_of_settings(stage, folder)):
+                self._kept[stage.name] = KeptDocuments(texts, stage.prefix)
         self._budget = StageBudget([stage.model for stage in self._stages], settings.max_waiting)
 
     async def start(self) -> None:
@@ -302,6 +396,8 @@ class Pipeline:
         RequestError.
         """
         variables = _variables_of(question)
+        if self._reads_documents:
+            documents_in(question.own.get(_DOCUMENTS))
         await self._look_at_seats()
         async with self._budget.place(question.deadline):
             run = _Run(question, variables)
@@ -326,13 +422,22 @@ class Pipeline:
 
     async def _made(self, stage: _Stage, run: _Run) -> JsonDict:
         """What a stage makes, as later templates see it."""
-        if isinstance(stage, _RankStage):
-            return await self._ranked(stage, run)
+        match stage:
+            case _RankStage():
+                return await self._ranked(stage, run)
+            case _EmbedStage():
+                return await self._found(stage, run)
+            case _GenerateStage():
+                return await self._generated(stage, run)
+
+    async def _generated(self, stage: _GenerateStage, run: _Run) -> JsonDict:
         prompt = await self._prompt(stage, run.variables, stage.route != "completions")
         body = stage.fields | prompt | {"n": stage.n or 1}
         route = COMPLETIONS if stage.route == "completions" else CHAT
         question = run.question
-        asked = Question(stage.model, route, body, question.headers, question.deadline)
+        asked = Question(
+            stage.model, route, body, question.headers, question.deadline, question.own
+        )
         with self._timed(stage):
             answer = await self._models.answer(asked)
         run.usages += stage_usage(stage.name, stage.model, answer.usage)
@@ -371,7 +476,7 @@ class Pipeline:
                 return await self._score(stage, run, text)
 
         with self._timed(stage):
-            scored = await asyncio.gather(*(score(text) for text in texts))
+            scored = await all_of(score(text) for text in texts)
         usage = total_usage([usage for _, usage in scored])
         del usage["stages"]
         run.usages += stage_usage(stage.name, stage.model, usage)
@@ -384,6 +489,32 @@ class Pipeline:
         prompt = await self._render(stage, "prompt", variables)
         scored = await self._render(stage, "scored", variables)
         return await score_text(self._models, run.question, stage.model, prompt, scored)
+
+    async def _found(self, stage: _EmbedStage, run: _Run) -> JsonDict:
+        """The documents nearest to a text, and their cosines."""
+        query = await self._render(stage, "query", run.variables)
+        seats = self._budget.seats(stage.model)
+        embedder = Embedder(self._models, run.question, stage.model, seats)
+        kept = self._kept.get(stage.name)
+        if kept is None:
+            texts = _texts_of_run(stage, run)
+            prefixed = [stage.prefix + text for text in texts]
+            with self._timed(stage):
+                vectors = await embedder.vectors([query, *prefixed])
+            own, documents = vectors[:1], vectors[1:]
+        else:
+            texts = kept.texts
+            with self._timed(stage):
+                own = await embedder.vectors([query])
+            # Not timed: only the first request has to wait for it.
+            documents = await kept.vectors(embedder, own.shape[1])
+        run.usages += stage_usage(stage.name, stage.model, embedder.usage)
+        found = await nearest(own, documents, stage.keep)
+        best = [texts[place] for place, _ in found]
+        scores = [cosine for _, cosine in found]
+        if not best:
+            return dict(_NONE_FOUND)
+        return {"text": best[0], "texts": best, "scores": scores}
 
     async def _chunks(self, stream: ModelStream, run: _Run) -> AsyncIterator[JsonDict]:
         """The last stage's chunks; the first says whose they are."""
@@ -404,6 +535,20 @@ class Pipeline:
 
     def _told(self, inner: JsonDict) -> JsonDict:
         return made({"kind": "pipeline", "stage": self._last.name}, inner)
+
+
+def _texts_of_settings(stage: _EmbedStage, folder: Path) -> list[str] | None:
+    """A stage's own documents; None where it has none. Raises ConfigError."""
+    if stage.file is None:
+        return stage.documents
+    return read_documents(folder / Path(stage.file).expanduser())
+
+
+def _texts_of_run(stage: _EmbedStage, run: _Run) -> list[str]:
+    """Documents of the request, or of an earlier stage: those that say something."""
+    if stage.documents_of is None:
+        return documents_in(run.question.own.get(_DOCUMENTS))
+    return [text for text in run.variables[stage.documents_of]["texts"] if text]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -80,6 +80,8 @@ class Replica:
     given: int = 0
     answered: int = 0
     lost: int = 0
+    #: Hears of every change of its state or load.
+    tell: Callable[[Replica], None] | None = None
     #: Ends each of our open requests there when it is given up.
     _deadlines: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -103,6 +105,7 @@ class Replica:
         """One of our requests goes there."""
         self.open += 1
         self.given += 1
+        self.changed()
 
     def end(self, took: float | None = None) -> None:
         """One of our requests is there no more. took: seconds, if it was answered."""
@@ -110,6 +113,12 @@ class Replica:
         if took is not None:
             before = self.request_s or took
             self.request_s = _FADE * before + (1 - _FADE) * took
+        self.changed()
+
+    def changed(self) -> None:
+        """Its state or its load did."""
+        if self.tell is not None:
+            self.tell(self)
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
@@ -124,6 +133,7 @@ class Replica:
     def refused(self, retry_s: float) -> None:
         """It is full, and said when to come again."""
         self.full_until = time.monotonic() + retry_s
+        self.changed()
 
     def became(self, state: ReplicaState, reason: str = "") -> None:
         """Note its state; a change is logged."""
@@ -131,10 +141,12 @@ class Replica:
             self.heard_at = time.monotonic()
         if state == self.state:
             self.reason = reason
+            self.changed()
             return
         level = logging.INFO if state == "ready" else logging.WARNING
         _log.log(level, "replica %s is %s%s", self.name, state, f": {reason}" if reason else "")
         self.state, self.reason, self.since = state, reason, time.time()
+        self.changed()
 
     def give_up(self) -> None:
         """Nobody waits for it any more."""

@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import yaml
 from api_fakes import FakeClient, Script, make_app
+from fleet_metrics_fakes import fleet_metrics
 from metric_names import metric_names, named_in
 from places import DEPLOY
 
@@ -53,7 +54,9 @@ def test_labels_that_the_rules_choose_by_exist():
     known = {
         "kind": set(counters.rows),
         "when": {"start", "late"},
-        "state": {"sleeping"},
+        "state": {"sleeping", "gone", "rolled_back"},
+        "outcome": {"died"},
+        "choice": {"moved"},
         "reason": {"queue_full", "deadline_unreachable", "engine_dead"},
         "job": {"jitney"},
     }
@@ -63,6 +66,9 @@ def test_labels_that_the_rules_choose_by_exist():
     assert 'jitney_engine_state{state="sleeping"}' in text
     assert 'jitney_compiles_total{when="late"}' in text
     assert 'jitney_kernel_out{kernel="k"} 1.0' in text
+    text = fleet_metrics().render().decode()
+    assert 'jitney_fleet_replicas{model="m",state="gone"} 1.0' in text
+    assert 'jitney_fleet_rollout_state{candidate="c",model="m",state="rolled_back"} 0.0' in text
     for rule in RULES:
         for label, values in re.findall(r'(\w+)=~?"([^"]+)"', rule["expr"]):
             assert set(values.split("|")) <= known[label], rule["alert"]

@@ -35,7 +35,13 @@ def main() -> None:
         admin_keys=tuple(keys),
     )
     server = uvicorn.Server(
-        uvicorn.Config(app, port=int(_flag("--port")), log_level="warning", loop="asyncio")
+        uvicorn.Config(
+            app,
+            host=_flag("--host"),
+            port=int(_flag("--port")),
+            log_level="warning",
+            loop="asyncio",
+        )
     )
     threading.Thread(target=_end_with_the_fleet, args=(server,), daemon=True).start()
     server.run()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +25,11 @@ from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.fleet import candidate
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper, key_of
-from jitney.engine.fleet.comparison import ARMS, FIGURES
+from jitney.engine.fleet.comparison import ARMS, FIGURES, Outcome
 from jitney.engine.fleet.config import CandidateSection, ReplicasSection, read_fleet
+from jitney.engine.fleet.metrics import FleetMetrics
+from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.rollout import Place, Rollout, Rule
 from jitney.engine.types import EngineRequest, SequenceOutput
 
 TOKENS = 10
@@ -141,6 +145,32 @@ def test_a_slower_candidate_is_named_with_its_interval_and_rolled_back(
         assert "worse than allowed: tokens_per_s" in line
         assert f"{speed['estimate']:.3f} ({speed['low']:.3f} to {speed['high']:.3f})" in line
         assert {found.ask(http, user) for user in list(seen)[:40]} == {stable.name}
+
+
+def test_how_a_candidate_stands_is_in_the_metrics():
+    replicas = [Replica("a"), Replica("b")]
+    replicas[0].became("ready")
+    rollout = Rollout("m", "int8", Rule(share=0.25))
+    metrics = FleetMetrics(lambda: {"m": replicas}, lambda: [rollout])
+    before = metrics.render().decode()
+    assert 'jitney_fleet_rollout_share{candidate="int8",model="m"} 0.25' in before
+    assert 'jitney_fleet_replicas{model="m",state="ready"} 1.0' in before
+    assert 'jitney_fleet_replicas{model="m",state="gone"} 0.0' in before
+    assert "rollout_interval{" not in before, "nothing is known yet"
+    for number in range(2000):
+        for arm in ARMS:
+            tokens = (50 if arm == "candidate" else 100) + number % 7
+            outcome = Outcome(True, tokens, 1.0, None, 0.1)
+            rollout.observe(Place(arm, number % 40), outcome)
+    rollout.decide("roll_back")
+    text = metrics.render().decode()
+    low = re.search(r'interval{bound="low",figure="tokens_per_s",model="m"} (\S+)', text)
+    assert low is not None and 0.4 < float(low[1]) < 0.6
+    assert 'jitney_fleet_rollout_worse{figure="tokens_per_s",model="m"} 1.0' in text
+    assert 'jitney_fleet_rollout_share{candidate="int8",model="m"} 0.0' in text
+    rolled_back = 'jitney_fleet_rollout_state{candidate="int8",model="m",state="rolled_back"} 1.0'
+    assert rolled_back in text
+    assert 'jitney_fleet_rollout_requests{arm="candidate",model="m"} 2000.0' in text
 
 
 def test_keys_stay_where_they_are_over_a_restart_of_the_fleet(tmp_path: Path):

@@ -126,7 +126,7 @@ def test_each_is_told_apart_and_says_what_it_is_made_of():
                 "a": cascade("tiny", "big"),
                 "b": ensemble("a", "big", choose="score", scorer="a"),
             },
-            "scores texts by 'a', which is made of models",
+            "scores or embeds texts by 'a', which is made of models",
         ),
     ],
 )

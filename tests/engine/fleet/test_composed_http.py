@@ -212,7 +212,7 @@ def test_a_client_that_leaves_ends_the_work_of_all_stages(tmp_path: Path):
             http.stream("POST", "/v1/chat/completions", json=asked) as answer,
         ):
             next(answer.iter_bytes())
-            assert big.client.open
+            until(lambda: big.client.open, 30)
         until(lambda: not big.client.open, 30)
         tiny.client.script = Script(hang=True)
         with served.http(), pytest.raises(httpx.ReadTimeout):

@@ -12,6 +12,7 @@ from jitney.engine.fleet.config import (
     AS_OF_A_SERVER,
     KINDS,
     FleetSection,
+    RaySection,
     ReplicasSection,
     engine_config,
     read_fleet,
@@ -91,7 +92,7 @@ def test_a_mistake_is_one_line_that_names_its_place(tmp_path: Path, text: str, s
 
 
 def test_every_field_is_described():
-    for kind in (FleetSection, *KINDS.values()):
+    for kind in (FleetSection, RaySection, *KINDS.values()):
         for name, field in kind.model_fields.items():
             assert field.description, f"{kind.__name__}.{name}"
     assert set(AS_OF_A_SERVER) <= set(ServerSection.model_fields)
@@ -99,7 +100,7 @@ def test_every_field_is_described():
 
 def test_the_page_lists_every_field():
     page = (Path(__file__).parents[3] / "docs" / "fleet.md").read_text()
-    for kind in (FleetSection, ReplicasSection):
+    for kind in (FleetSection, ReplicasSection, RaySection):
         for name, field in kind.model_fields.items():
             assert f"| `{name}` | " in page and f" | {field.description} |" in page, name
     assert all(f"`{name}`" in page for name in AS_OF_A_SERVER)

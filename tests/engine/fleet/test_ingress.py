@@ -21,6 +21,7 @@ from fleet_engines import (
 )
 
 from jitney.engine.errors import ErrorInfo
+from jitney.engine.fleet.asked import Asked, beginnings
 
 TEXT = "Hello, wörld!"
 
@@ -161,6 +162,62 @@ def test_turns_of_a_conversation_go_to_one_replica(tmp_path: Path):
                 assert len(seen) == 1
                 places += seen
         assert len(set(places)) > 1
+
+
+def test_a_conversation_that_the_brake_moved_stays_where_its_pages_are(tmp_path: Path):
+    """Its first turn finds its own replica busy and goes to the other; so does every later one."""
+    fakes = [FakeEngine(FakeClient(Script(delay_s=0.001), seats=1)) for _ in range(2)]
+    with engines(*fakes), fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served:
+        ready(served, fakes)
+        messages = [{"role": "user", "content": "Where to?"}]
+        model = served.fleet.models["m"]
+        with served.http() as http:
+            home = http.post("/v1/chat/completions", json=CHAT).headers["x-jitney-replica"]
+            busy = served.replicas()[home]
+            before = model._known.replica_of  # type: ignore[attr-defined]
+            assert before(beginnings_of(messages)) == home
+            messages = [{"role": "user", "content": "Another one"}]
+            while next(model.engines.ring.walk(beginnings_of(messages)[0])) != home:  # type: ignore[attr-defined]
+                messages[0]["content"] += "!"
+            places = []
+            for turn in range(4):
+                if turn < 2:
+                    busy.open += 50 - 100 * turn
+                    busy.changed()
+                body = CHAT | {"messages": messages}
+                answer = http.post("/v1/chat/completions", json=body)
+                places.append(answer.headers["x-jitney-replica"])
+                messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": ""}]
+            counted = http.get("/metrics").text
+        assert places[0] != home and len(set(places)) == 1
+        for choice, count in (("hashed", 1), ("moved", 1), ("known", 3)):
+            assert f'jitney_fleet_choices_total{{choice="{choice}",model="m"}} {count}.0' in counted
+
+
+def beginnings_of(messages: list[dict[str, str]]) -> list[bytes]:
+    asked = Asked("POST", "/v1/chat/completions", [], fields={"messages": messages})
+    return beginnings(asked, 1024)
+
+
+def test_beginnings_grow_with_a_conversation_and_with_a_text():
+    system = {"role": "system", "content": "Be brief."}
+    first, then = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
+    short, long = beginnings_of([system, first]), beginnings_of([system, first, then])
+    assert len(short) == 2 and long[:2] == short and len(long) == 3
+    assert beginnings_of([system | {"content": "Be long."}, first])[1] != short[1]
+    texts = [Asked("POST", "/v1/completions", [], fields={"prompt": "x" * n}) for n in (5, 8, 9)]
+    few, more, most = (beginnings(asked, 4) for asked in texts)
+    assert (len(few), len(more)) == (2, 3) and more[:2] == few and most == more
+    ids = Asked("POST", "/v1/completions", [], fields={"prompt": list(range(9))})
+    assert len(beginnings(ids, 4)) == 3
+    for odd in (7, {"a": 1}, [[1, 2]], None):
+        assert len(beginnings(Asked("POST", "/tokenize", [], fields={"prompt": odd}), 4)) == 1
+
+
+def test_only_so_much_of_a_long_prompt_is_looked_at():
+    many = [{"role": "user", "content": "x"}] * 2000
+    assert len(beginnings_of(many)) < 600
+    assert len(beginnings_of([{"role": "user", "content": "x" * (2 << 20)}])) == 1
 
 
 def test_round_robin_takes_turns(tmp_path: Path):

@@ -140,6 +140,37 @@ def test_texts_are_ranked_by_how_likely_a_model_finds_them():
     assert stages["pick"]["prompt_tokens"] == 30
 
 
+def test_a_text_that_cannot_be_ranked_ends_the_ranking_of_the_others():
+    calls = iter(range(9))
+
+    def says(question):
+        return Said("x") if next(calls) else RequestError("no room", code="queue_full")
+
+    class Slow(RankingModels):
+        async def answer(self, question):
+            if question.body.get("prompt", "").endswith("slow"):
+                self.models["judge"].open += 1
+                try:
+                    await asyncio.sleep(3600)
+                finally:
+                    self.models["judge"].open -= 1
+            return await super().answer(question)
+
+    async def scene() -> None:
+        models = Slow(judge=ScriptedModel(says, delay_s=0.01), big=always("done"))
+        rank = RANK | {"candidates": ["slow", "xx", "slow"]}
+        final = FINAL | {"system": "", "prompt": "{{ pick.text }}"}
+        pipeline = Pipeline(settings(rank, final), models)
+        try:
+            with pytest.raises(HttpError, match="stage pick: no room"):
+                await pipeline.answer(chat("p"))
+            assert models.models["judge"].open == 0
+        finally:
+            await pipeline.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
 def test_several_answers_of_a_stage_are_candidates():
     texts = iter(["xa", "xx", "a"])
 
@@ -248,7 +279,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(question, field: str):
         ((DRAFT, FINAL | {"fields": {"max_tokens": "9"}}), "fields: max_tokens"),
         ((DRAFT, FINAL | {"fields": {"max_tokns": 9}}), "no route has a field max_tokns"),
         ((DRAFT, FINAL | {"fields": {"stream": True}}), "stream is set by the stage"),
-        ((DRAFT | {"kind": "embed"}, FINAL), "kind"),
+        ((DRAFT | {"kind": "sort"}, FINAL), "kind"),
     ],
 )
 def test_settings_are_checked(stages: tuple[dict, ...], complaint: str):

@@ -8,7 +8,16 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jitney.engine.fleet.routing import Ring, by_least_wait, by_prefix, by_turn, most_load
+from jitney.engine.fleet.replica_set import ReplicaSet
+from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.routing import (
+    KnownBeginnings,
+    LeastWait,
+    Ring,
+    by_prefix,
+    by_turn,
+    most_load,
+)
 
 KEYS = [f"conversation {number}".encode() for number in range(4000)]
 NAMES = st.lists(
@@ -93,12 +102,120 @@ def test_keys_are_spread_evenly():
     assert max(counts.values()) < 1.5 * len(KEYS) / 10
 
 
+def test_who_had_a_beginning_is_asked_before_the_ring_but_not_past_the_brake():
+    ring = Ring(["a", "b", "c"])
+    key = next(key for key in KEYS if list(ring.walk(key)) == ["a", "b", "c"])
+    loads = {"a": 0.0, "b": 0.0, "c": 1.0}
+    assert list(by_prefix(ring, key, loads, total=3, known="c")) == ["c", "a", "b"]
+    loads["c"] = 9.0
+    assert list(by_prefix(ring, key, loads, total=9, known="c")) == ["a", "b", "c"]
+    assert list(by_prefix(ring, key, loads, total=9, known="gone")) == ["a", "b", "c"]
+
+
+def test_a_turn_stays_where_a_seat_is_free_and_a_stranger_goes_where_there_is_less_to_do():
+    ring = Ring(["a", "b"])
+    key = next(key for key in KEYS if next(ring.walk(key)) == "a")
+    loads = {"a": 7.0, "b": 0.0}
+    assert next(by_prefix(ring, key, loads, total=7, seats=8)) == "b"
+    assert next(by_prefix(ring, key, loads, total=7, seats=8, known="a")) == "a"
+    loads["a"] = 8.0
+    assert next(by_prefix(ring, key, loads, total=8, seats=8, known="a")) == "b"
+
+
+def test_the_longest_beginning_that_is_known_counts():
+    known = KnownBeginnings(most=3)
+    known.given([b"1", b"2"], "a")
+    known.given([b"1", b"2", b"3"], "b")
+    assert known.replica_of([b"1", b"2", b"3", b"4"]) == "b"
+    assert known.replica_of([b"1", b"2", b"x"]) == "a"
+    assert known.replica_of([b"1"]) is known.replica_of([]) is None
+    for number in range(9):
+        known.given([b"other %d" % number], "c")
+    assert len(known) == 3 and known.replica_of([b"1", b"2", b"3"]) is None
+
+
+#: (name, predicted wait, load, full); a wait of None: it goes away.
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from("abcdefgh"),
+        st.none() | st.integers(0, 3).map(float),
+        st.integers(0, 3).map(float),
+        st.booleans(),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(CHANGES)
+def test_the_least_wait_is_what_sorting_all_of_them_gives(changes):
+    """After each change: full ones last, then by the wait, the load and the name."""
+    waits, there = LeastWait(), {}
+    for name, wait_s, load, full in changes:
+        if wait_s is None:
+            waits.drop(name)
+            there.pop(name, None)
+        else:
+            waits.put(name, wait_s, load, full=full)
+            there[name] = full, wait_s, load
+        assert list(waits.order()) == sorted(there, key=lambda name: (*there[name], name))
+        assert len(waits) == len(there)
+
+
+def test_the_first_of_many_is_found_without_looking_at_all():
+    waits = LeastWait()
+    for number in range(2000):
+        waits.put(f"{number}", float(number), 0.0)
+    for number in range(20_000):  # heaps of old entries go
+        waits.put("0", -float(number), 0.0)
+    assert next(waits.order()) == "0"
+    assert len(waits._heap) <= 4 * 2000 + 16
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_set_of_replicas_knows_what_adding_up_all_of_them_gives(chance: random.Random):
+    replicas = [Replica(f"r{number}") for number in range(5)]
+    kept = ReplicaSet(replicas[:3])
+    for step in range(60):
+        if step in (20, 40):
+            kept.add(replicas[len(kept.all)])
+        _change(chance.choice(kept.all), chance)
+        ready = [each for each in kept.all if each.state == "ready"]
+        assert kept.names == [each.name for each in ready]
+        assert kept.loads == {each.name: each.load for each in ready}
+        assert kept.total == sum(kept.loads.values())
+        assert kept.least_seats == min((each.seats for each in ready), default=0)
+        assert set(kept.waits.order()) == set(kept.names)
+        assert kept.ring.names == tuple(sorted(each.name for each in kept.all))
+        assert all((kept.ready(each.name) is each) == (each in ready) for each in kept.all)
+
+
+def _change(replica: Replica, chance: random.Random) -> None:
+    match chance.randrange(5):
+        case 0:
+            replica.became(chance.choice(["ready", "ready", "gone", "unready"]))
+        case 1:
+            replica.begin()
+        case 2 if replica.open:
+            replica.end(1.0)
+        case 3:
+            replica.seats, replica.running = chance.randrange(1, 9), float(chance.randrange(9))
+            replica.open_then = replica.open
+            replica.became(replica.state)
+        case _:
+            replica.refused(60.0)
+
+
 def test_the_least_wait_then_the_least_load():
-    waits = {"a": 0.0, "b": 2.0, "c": 0.0}
-    assert by_least_wait(waits, {"a": 3, "b": 0, "c": 1}) == ["c", "a", "b"]
+    waits = LeastWait()
+    waits.put("a", 0.0, 3)
+    waits.put("b", 2.0, 0)
+    waits.put("c", 0.0, 1)
+    assert list(waits.order()) == ["c", "a", "b"]
 
 
 def test_turns():
-    assert [by_turn("abc", turn)[0] for turn in range(5)] == list("abcab")
-    assert by_turn("abc", 1) == ["b", "c", "a"]
-    assert by_turn([], 7) == []
+    assert [next(by_turn("abc", turn)) for turn in range(5)] == list("abcab")
+    assert list(by_turn("abc", 1)) == ["b", "c", "a"]
+    assert list(by_turn([], 7)) == []

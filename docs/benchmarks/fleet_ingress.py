@@ -1,0 +1,128 @@
+"""What the endpoint of a fleet costs: its CPU time for a request, and for a token of a stream.
+
+    python docs/benchmarks/fleet_ingress.py [--requests 600] [--router prefix] [--tokens 48]
+
+Two scripted engines in processes of their own, `jitney fleet serve` before them, clients here: the
+endpoint's CPU time is its own, so other work on the machine makes it a little larger, not many
+times. Needs psutil.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+
+from jitney.engine.machine import cpu_name
+
+ROOT = Path(__file__).parents[2]
+_ENGINE = ROOT / "tests" / "support" / "fake_fleet_engine.py"
+_AT_ONCE = 8
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _engine() -> Iterator[str]:
+    """A scripted engine, which ends when its input does; gives its URL."""
+    port = _free_port()
+    words = [sys.executable, str(_ENGINE), "--served-model-name", "m", "--port", str(port)]
+    environ = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{_ENGINE.parent}"}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, env=environ) as process:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def _endpoint(urls: Sequence[str], router: str, more: str) -> Iterator[tuple[str, psutil.Process]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "fleet.toml"
+        port = _free_port()
+        fleet = f"[fleet]\nport = {port}\nlog_level = 'warning'\n{more}\n"
+        file.write_text(f"{fleet}[models.m]\nurls = {list(urls)}\nrouter = '{router}'\n")
+        command = "from jitney.engine.cli import main; raise SystemExit(main())"
+        words = [sys.executable, "-P", "-c", command, "fleet", "serve", str(file)]
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+            try:
+                yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+            finally:
+                process.terminate()
+
+
+def _wait_ready(url: str) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url + "/readyz", trust_env=False).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise SystemExit("the fleet did not become ready")
+
+
+def _spent(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def _ask(url: str, first: int, count: int, tokens: int, stream: bool) -> None:
+    """So many chats of three messages, some at once."""
+    numbers = iter(range(first, first + count))
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+
+        async def client() -> None:
+            for number in numbers:
+                said = [{"role": "user", "content": f"{number}?"}]
+                said += [{"role": "assistant", "content": "."}, *said]
+                body = {"model": "m", "messages": said, "max_tokens": tokens, "stream": stream}
+                (await http.post("/v1/chat/completions", json=body)).raise_for_status()
+
+        await asyncio.gather(*(client() for _ in range(_AT_ONCE)))
+
+
+def _measured(url: str, process: psutil.Process, count: int, tokens: int, *, stream: bool) -> float:
+    """CPU seconds of the endpoint for one request."""
+    asyncio.run(_ask(url, 0, count // 4, tokens, stream))
+    before = _spent(process)
+    asyncio.run(_ask(url, count, count, tokens, stream))
+    return (_spent(process) - before) / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--tokens", type=int, default=48, help="of a stream")
+    parser.add_argument("--router", default="prefix")
+    parser.add_argument("--fleet", default="", help="more lines of [fleet]")
+    args = parser.parse_args()
+    print(f"{cpu_name()}, router {args.router}")
+    with contextlib.ExitStack() as running:
+        urls = [running.enter_context(_engine()) for _ in range(2)]
+        url, process = running.enter_context(_endpoint(urls, args.router, args.fleet))
+        _wait_ready(url)
+        plain = _measured(url, process, args.requests, 1, stream=False)
+        short = _measured(url, process, args.requests, 1, stream=True)
+        long = _measured(url, process, args.requests // 4, args.tokens, stream=True)
+    token = (long - short) / (args.tokens - 1)
+    print(f"a plain answer: {1e3 * plain:.2f} ms; a stream: {1e3 * short:.2f} ms to begin with")
+    print(f"and {1e6 * token:.0f} us for each token after the first")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""How many engines a model should have, by what they say of their waits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+#: Names of what engines report to Ray Serve.
+WAIT, LOAD, SEATS = "jitney_wait_s", "jitney_load", "jitney_seats"
+#: Share of the seats of one engine less that may be taken before it is let go.
+_FULL = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine says of itself. wait_s: predicted, of one more request."""
+
+    wait_s: float
+    load: float
+    seats: float
+
+
+def wanted_engines(loads: Sequence[EngineLoad], target_wait_s: float) -> int:
+    """One more engine where even the shortest wait is beyond the target; one less where nobody
+    waits and the others would have seats to spare; else as many as there are.
+    """
+    count = len(loads)
+    if not count:
+        return 0
+    if min(each.wait_s for each in loads) > target_wait_s:
+        return count + 1
+    seats = sum(each.seats for each in loads) * (count - 1) / count
+    if all(each.wait_s == 0 for each in loads) and sum(each.load for each in loads) < _FULL * seats:
+        return count - 1
+    return count
+
+
+class ScalingContext(Protocol):
+    """What Ray Serve tells a policy: of engines that run, and how many there may be."""
+
+    @property
+    def aggregated_metrics(self) -> Mapping[str, Mapping[object, float]] | None: ...
+    @property
+    def current_num_replicas(self) -> int: ...
+    @property
+    def target_num_replicas(self) -> int: ...
+    @property
+    def capacity_adjusted_min_replicas(self) -> int: ...
+    @property
+    def capacity_adjusted_max_replicas(self) -> int: ...
+
+
+class WaitPolicy:
+    """Ray Serve's policy for the number of engines of a model: `wanted_engines` of what they
+    reported over Serve's look-back. target_wait_s: seconds.
+    """
+
+    def __init__(self, target_wait_s: float):
+        self._target_wait_s = target_wait_s
+
+    def __call__(self, context: ScalingContext) -> tuple[int, dict[str, object]]:
+        loads = _loads(context.aggregated_metrics or {})
+        wanted = context.target_num_replicas
+        if len(loads) == context.current_num_replicas:  # those that just came have said nothing yet
+            wanted = wanted_engines(loads, self._target_wait_s)
+        low = context.capacity_adjusted_min_replicas
+        return max(low, min(context.capacity_adjusted_max_replicas, wanted)), {}
+
+
+def _loads(told: Mapping[str, Mapping[object, float]]) -> list[EngineLoad]:
+    """Of the engines that reported all."""
+    waits, loads, seats = (told.get(name, {}) for name in (WAIT, LOAD, SEATS))
+    return [
+        EngineLoad(waits[engine], loads[engine], seats[engine])
+        for engine in waits
+        if engine in loads and engine in seats
+    ]

@@ -1,0 +1,183 @@
+"""What one API key may have at a time and in a minute, at all engines of a fleet together
+(`engine.api.quotas` is where it is counted).
+
+The ingress has no tokenizer: prompt tokens are guessed from characters, by what the answers' usage
+said of earlier prompts, and put right when an answer says what it used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from jitney.engine.api.quotas import Quotas, Spending
+from jitney.engine.fleet.asked import Asked
+from jitney.engine.fleet.forwarding import Answer
+from jitney.engine.fleet.measuring import UsageWatch
+from jitney.engine.types import JsonObject
+
+#: Routes that are limited: those that write, and those that only read their input.
+_WRITING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill"}
+)
+_READING = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score"})
+#: Where texts of a prompt stand.
+_PROMPTS = (
+    "system",
+    "instructions",
+    "tools",
+    "messages",
+    "prompt",
+    "input",
+    "suffix",
+    "input_prefix",
+    "input_suffix",
+    "input_extra",
+    "query",
+    "documents",
+)
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")
+#: Parts of a message that are no text.
+_NO_TEXT = frozenset({"image_url", "input_audio", "source", "file", "video_url", "audio_url"})
+#: Characters of a token before an answer said how many it had; what their mean keeps of itself
+#: with each new one.
+_FIRST_CHARS, _FADE = 4.0, 0.9
+#: Output tokens of a request that names no limit, at most.
+_MOST_OUTPUT = 1 << 14
+
+
+@dataclass(slots=True)
+class FleetQuotas:
+    """Limits of every key, 0 for none, as `key_max_concurrent` and `key_tokens_per_minute` of a
+    server. clock: seconds.
+    """
+
+    max_concurrent: int = 0
+    tokens_per_minute: int = 0
+    clock: Callable[[], float] = time.monotonic
+    _quotas: Quotas = field(init=False)
+    #: By model.
+    _chars_per_token: dict[str, float] = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        self._quotas = Quotas(self.max_concurrent, self.tokens_per_minute, self.clock)
+
+    @contextmanager
+    def holding(self, key: str, model: str, asked: Asked) -> Iterator[Account]:
+        """A request of this key is under way. Raises RequestError rate_limit, or invalid_value if
+        it has more sequences than the key may ever have.
+        """
+        if asked.route not in _WRITING | _READING or asked.method != "POST":
+            yield Account(None)
+            return
+        sequences = sequences_of(asked)
+        with self._quotas.open(key), self._quotas.open_rest(key, sequences):
+            if not self.tokens_per_minute:
+                yield Account(None)
+                return
+            with self._charged(key, model, asked, sequences) as account:
+                yield account
+
+    @contextmanager
+    def _charged(self, key: str, model: str, asked: Asked, sequences: int) -> Iterator[Account]:
+        """What it is expected to use is charged, and what it did use in the end."""
+        n_ids, n_chars = prompt_size(asked.fields)
+        chars_per_token = self._chars_per_token.get(model, _FIRST_CHARS)
+        n_prompt = round(n_ids + n_chars / chars_per_token)
+        most = _limit_of(asked.fields)
+        expected = 0
+        if asked.route in _WRITING:
+            expected = sequences * self._quotas.expect(key, n_prompt, most, most or _MOST_OUTPUT)
+        with self._quotas.charging(key, n_prompt, expected) as spending:
+            account = Account(spending)
+            try:
+                yield account
+            finally:
+                account.settle(n_prompt)
+        self._learn(model, n_ids, n_chars, account.usage.prompt)
+        if sequences == 1 and account.is_whole:
+            self._quotas.seen(key, n_prompt, most, account.usage.tokens)
+
+    def _learn(self, model: str, n_ids: int, n_chars: int, n_prompt: int | None) -> None:
+        """How long the tokens of a model are, from a prompt of text alone."""
+        if n_ids or not n_chars or not n_prompt:
+            return
+        before = self._chars_per_token.get(model, n_chars / n_prompt)
+        self._chars_per_token[model] = _FADE * before + (1 - _FADE) * n_chars / n_prompt
+
+
+@dataclass(slots=True)
+class Account:
+    """What one request uses. spending: None where tokens are not limited."""
+
+    spending: Spending | None
+    usage: UsageWatch = field(default_factory=UsageWatch)
+    #: All of an answer came.
+    is_whole: bool = False
+    _answered: bool = False
+
+    def watched(self, answer: Answer) -> Answer:
+        """The same answer, counted."""
+        if self.spending is None:
+            return answer
+        self._answered = answer.status < 300
+        return Answer(answer.status, answer.headers, self._watched(answer.body))
+
+    async def _watched(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for part in body:
+            if self._answered:
+                self.usage.see(part)
+            yield part
+        self.is_whole = self._answered
+
+    def settle(self, n_prompt: int) -> None:
+        """Charge what came. n_prompt: tokens that were charged for the prompt; what is refused
+        costs nothing.
+        """
+        if self.spending is None:
+            return
+        used = self.usage.prompt if self.usage.prompt is not None else n_prompt
+        self.spending.give_back(n_prompt - used if self._answered else n_prompt)
+        self.spending.spend(self.usage.tokens)
+
+
+def sequences_of(asked: Asked) -> int:
+    """Answers that a request wants, of all its prompts. What is no number counts as 1: the engine
+    refuses it.
+    """
+    if asked.route not in _WRITING:
+        return 1
+    numbers = [asked.fields.get(name) for name in ("n", "best_of")]
+    each = max([1, *(number for number in numbers if type(number) is int)])
+    prompt = asked.fields.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return each * len(prompt)
+    return each
+
+
+def prompt_size(fields: JsonObject) -> tuple[int, int]:
+    """(token ids, characters of text) of a prompt."""
+    ids = chars = 0
+    left = [fields.get(name) for name in _PROMPTS]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            chars += len(value)
+        elif isinstance(value, dict):
+            left.extend(part for name, part in value.items() if name not in _NO_TEXT)
+        elif isinstance(value, list) and value and type(value[0]) is int:
+            ids += len(value)
+        elif isinstance(value, list):
+            left.extend(value)
+    return ids, chars
+
+
+def _limit_of(fields: JsonObject) -> int | None:
+    """Output tokens that the client allows; None: it does not say."""
+    for name in _LIMITS:
+        limit = fields.get(name)
+        if type(limit) is int and limit > 0:
+            return limit
+    return None

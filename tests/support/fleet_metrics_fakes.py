@@ -1,0 +1,14 @@
+"""The metrics of a fleet with one engine that is gone, and one candidate."""
+
+from __future__ import annotations
+
+from jitney.engine.fleet.metrics import FleetMetrics
+from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.rollout import Rollout, Rule
+
+
+def fleet_metrics() -> FleetMetrics:
+    replica = Replica("m-0")
+    replica.became("gone")
+    rollout = Rollout("m", "c", Rule())
+    return FleetMetrics(lambda: {"m": [replica]}, lambda: [rollout])
