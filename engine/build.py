@@ -29,9 +29,11 @@ from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.cache_folder import open_compilation_cache
 from jitney.engine.config.digest import configuration_digest
 from jitney.engine.config.platforms import DEVICE_PLATFORMS, INSTALL
+from jitney.engine.config.presets import runs_on_device
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
+from jitney.engine.executor.autotuning import programs_folder
 from jitney.engine.executor.hosts import Follower, LeadingRunner
 from jitney.engine.executor.memory import (
     GIB,
@@ -44,6 +46,7 @@ from jitney.engine.executor.memory import (
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import proven, served_by
 from jitney.engine.executor.runner import Runner
+from jitney.engine.executor.threads import use_processors
 from jitney.engine.hosts.link import FirstHost, Hosts, OtherHost
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import load_model
@@ -56,7 +59,7 @@ from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.types import EngineInfo, KernelProof
+from jitney.engine.types import EngineInfo, KernelProof, pooling_of
 from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.select import reference, reference_of, select
 
@@ -103,6 +106,11 @@ class _Setup:
     @property
     def device(self) -> Any:
         return self.own_devices[0]
+
+    @property
+    def runs_in_parts(self) -> bool:
+        """Whether each step is two programs: see `engine.executor.step_parts`."""
+        return self.device.platform == "cpu" and self.mesh is None
 
     @property
     def local(self) -> ModelConfig:
@@ -156,9 +164,12 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
     defaults = sampling_defaults(config.sampling, source)
     setup = _set_up(config, source, hosts)
     kernels = choose_kernels(setup.device.platform, config.engine.kernels)
+    if setup.mesh is not None:
+        kernels = replace(kernels, fp8=None)  # its layout is not split
     model = _load(setup, kernels, progress)
     progress(messages.Progress("proof", 0, 1, kernels.label))
     kernels, proofs = _prove(setup, model, kernels)
+    _say_if_widened(model, kernels)
     alone = None
     if config.engine.canary_every:
         alone = _core_alone(setup, model, kernels)
@@ -224,6 +235,15 @@ def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, 
     return kernels, proofs
 
 
+def _say_if_widened(model: Model, kernels: KernelSet) -> None:
+    """One line where fp8 weights save memory only."""
+    if kernels.fp8 is None and any(one.packed.scheme == "fp8" for one in model.linears()):
+        log.warning(
+            "fp8 weights are widened in every product here: they save memory and bandwidth, not "
+            "arithmetic; one NVIDIA GPU of compute capability 8.9 or later multiplies fp8"
+        )
+
+
 def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
     """The sizes to compile for."""
     settings = setup.settings
@@ -262,7 +282,9 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
             setup.sizes(n_pages),
             end_ids=tuple(setup.source.config.eos_ids),
             mesh=setup.mesh,
-            plain_mixed=setup.device.platform in ("gpu", "cuda"),
+            plain_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
+            in_parts=setup.runs_in_parts,
+            pooling=pooling_of(setup.settings.embedding_pooling),
         )
 
     return sized_runner(
@@ -292,8 +314,9 @@ def _compile(setup: _Setup, runner: Runner, progress: _Report) -> None:
 def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:
     """The engine; alone: the core that checks it, if one does."""
     scheduler = _make_scheduler(setup, runner)
+    late = setup.device.platform == "cpu" and setup.hosts is None
     if alone is None:
-        return EngineCore(scheduler, runner, Ledger())
+        return EngineCore(scheduler, runner, Ledger(), plans_late=late)
     limit, every = LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
     return CanaryCore(scheduler, runner, Ledger(), alone=alone, every=every, limit=limit)
 
@@ -333,7 +356,16 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest)
     buckets = make_buckets(max_seats=1, token_budget=_CANARY_ROWS, token_sizes=(_CANARY_ROWS,))
     end_ids = tuple(model.config.eos_ids)
-    runner = Runner(own, buckets, reference_of(kernels), sizes, end_ids=end_ids, mesh=setup.mesh)
+    runner = Runner(
+        own,
+        buckets,
+        reference_of(kernels),
+        sizes,
+        end_ids=end_ids,
+        mesh=setup.mesh,
+        plain_mixed=setup.runs_in_parts,
+        in_parts=setup.runs_in_parts,
+    )
     runner.compile()
     scheduler = Scheduler(
         SchedulerLimits(max_seats=1, context_length=longest),
@@ -349,7 +381,8 @@ def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
     """Set jax up for this run and return the devices to run on, as many as `tensor_parallel`
     says; of several hosts, those of each in turn.
     """
-    _keep_programs(config.engine)
+    if config.engine.threads or not runs_on_device(config.engine.platform):
+        use_processors(config.engine.threads)
     claim_memory(os.environ, config.engine.memory_share)
     libc = _glibc()
     if libc:
@@ -358,6 +391,7 @@ def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
     if hosts is not None:
         _start_distributed(hosts)
     devices = devices_of(config.engine.platform)
+    _keep_programs(config.engine, devices[0])
     if hosts is not None:
         return _of_each_host(devices, config.engine)
     wanted = config.engine.tensor_parallel
@@ -398,12 +432,14 @@ def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
     return chosen
 
 
-def _keep_programs(settings: EngineSection) -> None:
-    """Have jax keep every compiled program, if there is a folder for them."""
+def _keep_programs(settings: EngineSection, device: Any) -> None:
+    """Have jax keep every program that it compiles for this device, and what XLA measured for
+    them, if there is a folder.
+    """
     programs = open_compilation_cache(settings)
     if programs is not None:
         update = jax.config.update
-        update("jax_compilation_cache_dir", str(programs))
+        update("jax_compilation_cache_dir", str(programs_folder(programs, device)))
         update("jax_persistent_cache_min_compile_time_secs", 0.0)
         update("jax_persistent_cache_min_entry_size_bytes", 0)
 
@@ -597,6 +633,8 @@ def _describe(
             setup.config, model=model_identity(setup.source), version=version("jitney")
         ),
         max_logprobs=settings.max_logprobs,
+        embedding_pooling=settings.embedding_pooling,
+        embedding_size=setup.source.config.hidden_size,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
     )

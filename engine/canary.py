@@ -74,6 +74,12 @@ class CanaryCore(EngineCore):
             return 0.0
         return super().pause_s
 
+    @property
+    def company_s(self) -> float:
+        if self.alone.has_work:
+            return 0.0
+        return super().company_s
+
     def add(self, request: EngineRequest) -> None:
         super().add(self._chosen(request))
 
@@ -86,6 +92,8 @@ class CanaryCore(EngineCore):
 
     def _chosen(self, request: EngineRequest) -> EngineRequest:
         """The request, or if it shall be watched, one like it that asks for log-probabilities."""
+        if request.pooling is not None:
+            return request  # it brings no token
         self._added += 1
         if self._added % self.every or len(self._waiting) + len(self._watched) >= _MOST_WAITING:
             return request

@@ -42,6 +42,11 @@ _COMPILING_S = 0.002
 #: seconds, and each costs some microseconds for every seat.
 _PREDICT_EVERY_S = 0.5
 
+#: An engine that plans late counts on so much of the least that a step like the one that runs took
+#: of late, less so many seconds for planning, packing and launching the next; shorter waits than
+#: the last figure are not worth it.
+_SURE, _LAUNCH_S, _SHORTEST_S = 0.9, 0.002, 0.001
+
 
 class StepRunner(Protocol):
     """The device half of a step. An exception of `batch`, `launch` or `fetch` costs the step, and
@@ -142,6 +147,9 @@ class EngineCore:
     #: Called with a step's number before it runs, if it is the first of its kind: it may take much
     #: longer than others.
     on_first_step: Callable[[int], None] = _ignore
+    #: The next step is planned as late as the device allows, so that whoever comes while a step
+    #: runs is in the next one: for a device whose steps are long beside the host's work.
+    plans_late: bool = False
     #: Holds answers to grammars; None until somebody knows what the tokens spell.
     grammars: GrammarDesk | None = None
     #: Kinds of steps that have run: (bucket, plain).
@@ -179,16 +187,32 @@ class EngineCore:
     @property
     def pause_s(self) -> float:
         """Seconds in which `step` would do nothing unless somebody comes, because the policy lets
-        all wait; else 0.
+        all wait; or in which it need not plan (`company_s`); else 0.
         """
         if self._flight is not None or self.has_outputs or self._questions:
-            return 0.0
+            return self.company_s
         pause = self.scheduler.pause(self.clock())
         if not self._compiles:
             return pause
         if not self.scheduler.has_open:
             return _COMPILING_S
         return min(pause, _COMPILING_S)
+
+    @property
+    def company_s(self) -> float:
+        """Seconds in which the next step need not be planned, and whoever comes can be in it: the
+        device should still be busy for longer. 0 unless the engine plans late, and where nobody who
+        comes could board.
+        """
+        flight = self._flight
+        if not self.plans_late or flight is None or self.has_outputs or self._questions:
+            return 0.0
+        soonest = self.scheduler.step_times.soonest(flight.plan.bucket)
+        if soonest is None or not self.scheduler.has_place:
+            return 0.0
+        began = flight.launched if self._ready is None else max(flight.launched, self._ready)
+        left = began + _SURE * soonest - _LAUNCH_S - self.clock()
+        return left if left >= _SHORTEST_S else 0.0
 
     def add(self, request: EngineRequest) -> None:
         """Admit a request; a refusal becomes one terminal output per sequence in the next step's
@@ -360,6 +384,13 @@ class EngineCore:
         ticket = self.runner.launch(batch)
         launched = self.clock()
         compiled = self.runner.compiles > compiles
+        if compiled and not compiles:
+            log.warning(
+                "STEP %d WAITED FOR THE COMPILER while serving (on a GPU XLA then times products, "
+                "too), which should have ended before the start; the metric "
+                "jitney_compiles_total counts them as late",
+                plan.number,
+            )
         return _Flight(plan, ticket, started, planned, batched, launched, compiled)
 
     def _answer(self) -> None:

@@ -267,6 +267,10 @@ class Whole(msgspec.Struct, frozen=True):
     prompt_tokens: int
 
 
+#: What the vector of a prompt is made of: the last token's hidden state, or the mean of all.
+type Pooling = Literal["last", "mean"]
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the core sees it: token ids, never text."""
 
@@ -290,6 +294,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False
     #: What it is a part of, if it did not come alone. Its parts are submitted one after the other.
     whole: Whole | None = None
+    #: A vector of the prompt is wanted, made this way, and no token; None: tokens.
+    pooling: Pooling | None = None
     #: Of a request that an earlier core had: the output tokens of each of its sequences so far,
     #: None for one that has ended.
     resumed: list[list[int] | None] | None = None
@@ -312,6 +318,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
     pool_tokens: int
     #: Alternatives that are computed for each token.
     max_logprobs: int = MAX_LOGPROBS
+    #: How vectors of prompts are made; None: none are.
+    pooling: Pooling | None = None
 
     @property
     def longest(self) -> int:
@@ -322,6 +330,12 @@ class RequestLimits(msgspec.Struct, frozen=True):
         """The most tokens the request may generate. Raises RequestError if it can never run."""
         request.sampling.validate(self.vocab_size)
         self._check_logprobs(request.sampling)
+        if request.pooling not in (None, self.pooling):
+            raise RequestError(
+                f"this engine makes no vectors of prompts by {request.pooling} "
+                "(--embedding-pooling)",
+                code="unsupported_parameter",
+            )
         self._check_prompt(request.prompt)
         return self._max_tokens(request)
 
@@ -457,6 +471,9 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     queued_s: float | None = None
     #: Seconds from boarding to the first token, once known.
     prefill_s: float | None = None
+    #: With the end, of a request that wants it: the prompt's vector of length 1, float32 in this
+    #: machine's order of bytes.
+    embedding: bytes | None = None
 
     @property
     def error_code(self) -> str:
@@ -464,12 +481,20 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
         return "" if self.error is None else self.error.code
 
 
+def pooling_of(setting: str) -> Pooling | None:
+    """What the setting `embedding_pooling` says."""
+    if setting == "last":
+        return "last"
+    return "mean" if setting == "mean" else None
+
+
 class KernelProof(msgspec.Struct, frozen=True):
     """What came of comparing one kernel with its definition, at start, on the machine that
     serves.
     """
 
-    kernel: str  # attention, norm, products, head, int4 product, int8 product or sampling cut
+    # attention, norm, products, head, int4, int8 or fp8 product, or sampling cut
+    kernel: str
     # the largest one seen, in units of what it should be; infinite where it could not run
     error: float
     limit: float  # the error that rounding explains
@@ -518,13 +543,26 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = MAX_LOGPROBS  # alternatives that are computed for each token
     canary_every: int = 0  # one request in so many is computed again with the reference; 0: none
     max_predicted_wait_s: float = 0.0  # longer predicted waits are refused; 0: none is
+    embedding_pooling: str = "off"  # what vectors of texts are made of: off, last or mean
+    embedding_size: int = 0  # numbers of such a vector
     config_digest: str = ""  # of what decides answers and speed (`config.digest`), 64 hex digits
 
     @property
     def request_limits(self) -> RequestLimits:
         """What a request is checked against."""
         pool_tokens = self.pages * self.page_size
-        return RequestLimits(self.vocab_size, self.context_length, pool_tokens, self.max_logprobs)
+        return RequestLimits(
+            self.vocab_size,
+            self.context_length,
+            pool_tokens,
+            self.max_logprobs,
+            self.pooling,
+        )
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How vectors of prompts are made; None: none are."""
+        return pooling_of(self.embedding_pooling)
 
     @property
     def kernels_out(self) -> list[str]:

@@ -50,11 +50,14 @@ _SOUND: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/responses": ({"input": "a"}, "max_output_tokens"),
     "/v1/messages": ({"messages": _CHAT}, "max_tokens"),
     "/v1/messages/count_tokens": ({"messages": _CHAT}, ""),
+    "/v1/embeddings": ({"input": "a"}, ""),
     "/infill": ({"input_prefix": "a", "input_suffix": "b"}, "n_predict"),
     "/tokenize": ({"prompt": "a"}, ""),
     "/detokenize": ({"tokens": [1, 2]}, ""),
     "/apply-template": ({"messages": _CHAT}, ""),
 }
+#: Routes that jobs and batches ask.
+_LATER = ("/v1/completions", "/v1/embeddings")
 _BOUNDS = {"max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"}
 #: Of an answer.
 _MOST_TOKENS = 8
@@ -185,13 +188,14 @@ class Fuzzer:
     def _sound(self, path: str, choice: random.Random) -> dict[str, Any]:
         """A sound body for a route, empty for one that is not known here."""
         if path == "/v1/jobs":
-            body = self._sound("/v1/completions", choice)
-            return {"endpoint": "/v1/completions", "body": body, "window": "1h"}
+            endpoint = choice.choice(_LATER)
+            body = self._sound(endpoint, choice)
+            return {"endpoint": endpoint, "body": body, "window": "1h"}
         if path == "/v1/batches":
             files = self.found.made["/v1/files"] or ["file-none"]
             return {
                 "input_file_id": choice.choice(files),
-                "endpoint": "/v1/completions",
+                "endpoint": choice.choice(_LATER),
                 "completion_window": choice.choice(["24h", "1h"]),
             }
         if path not in _SOUND:
@@ -255,8 +259,8 @@ def _lines(choice: random.Random) -> bytes:
     """A file of requests, some of which are none."""
     lines: list[str] = []
     for number in range(choice.randint(0, 4)):
-        body = {"prompt": "a", "max_tokens": choice.choice([1, 4, -1])}
-        line = {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions"}
+        body = {"prompt": "a", "input": "a", "max_tokens": choice.choice([1, 4, -1])}
+        line = {"custom_id": f"line-{number}", "method": "POST", "url": choice.choice(_LATER)}
         lines.append(choice.choice([json.dumps(line | {"body": body})] * 8 + ["{", ""]))
     return "\n".join(lines).encode()
 

@@ -37,7 +37,8 @@ from jitney.engine.loading.quantising import load_kv_scales
 from jitney.engine.models import quantization
 from jitney.engine.models.protocol import Model
 from jitney.engine.text.tokenizer import load_tokenizer
-from jitney.kernels.interface import KernelSet
+from jitney.kernels.interface import Fp8Products, KernelSet
+from jitney.kernels.reference import matmul_fp8
 from jitney.kernels.select import select
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +50,8 @@ ROWS = 256
 @dataclass(frozen=True, slots=True)
 class Case:
     """One row of the table. weights: a scheme, or stored: as the checkpoint has them; group: of
-    int4, 0 by size. rows: those of every product are rounded to int8 too, as the CPU's own kernels
-    do.
+    int4, 0 by size. rows: those of every product are rounded too: to int8, as the CPU's own
+    kernels do; to fp8, as GPUs with fp8 units do.
     """
 
     name: str
@@ -69,6 +70,8 @@ CASES = (
     Case("int8, rows too", "int8", rows=True),
     Case("int8, rows too, bfloat16", "int8", dtype="bfloat16", rows=True),
     Case("fp8", "fp8"),
+    Case("fp8, rows too", "fp8", rows=True),
+    Case("fp8, rows too, bfloat16", "fp8", dtype="bfloat16", rows=True),
     Case("int4, groups of 32", "int4", group=32),
     Case("int4, groups of 64", "int4", group=64),
     Case("plain, KV int8", kv="int8"),
@@ -151,8 +154,14 @@ def kernels_for(case: Case, model: Model, kernels: KernelSet) -> KernelSet:
     """
     if not case.rows:
         return replace(kernels, int8=None)
+    if case.weights == "fp8":
+        return replace(kernels, fp8=Fp8Products(_as_it_is, matmul_fp8))
     model.arrange(kernels)
     return kernels
+
+
+def _as_it_is(w: jax.Array, parts: int = 1) -> jax.Array:
+    return w
 
 
 def load(source: ModelSource, case: Case, dtype: Any) -> Model:

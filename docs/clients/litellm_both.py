@@ -128,7 +128,20 @@ def proxy() -> str:
             f"{url}/v1/messages", json=spoken, headers={"x-api-key": _PROXY_KEY}, timeout=60
         )
         expect(told.status_code == 200 and told.json()["content"], told.text)
-    return "chat, stream, tools, messages"
+        expect([card.id for card in client.models.list()] == ["ours"], "models")
+        _probe(url)
+    return "chat, stream, tools, messages, models, probes"
+
+
+def _probe(url: str) -> None:
+    """The proxy's probes; /health asks the server for an answer."""
+    headers = {"authorization": f"Bearer {_PROXY_KEY}"}
+    for path in ("/health/liveliness", "/health/readiness"):
+        probe = httpx.get(f"{url}{path}", timeout=60)
+        expect(probe.status_code == 200, f"{path}: {probe.text}")
+    whole = httpx.get(f"{url}/health", headers=headers, timeout=60).json()
+    counts = whole["healthy_count"], whole["unhealthy_count"]
+    expect(counts == (1, 0), whole)
 
 
 @contextmanager

@@ -147,12 +147,20 @@ def request_id() -> None:
 def errors() -> None:
     _refused(openai.BadRequestError, "temperature", model=MODEL, temperature=9)
     _refused(openai.NotFoundError, "model", model="no-such-model")
+
+
+@checks.add
+def embeddings() -> None:
+    """Two vectors of length 1; or, of an engine started without --embedding-pooling, one clear
+    error.
+    """
     try:
-        client.embeddings.create(model=MODEL, input="text")
-    except openai.NotFoundError as error:
-        expect(error.code, error.body)
+        made = client.embeddings.create(model=MODEL, input=["one text", "another"])
+    except openai.BadRequestError as error:
+        expect(error.code == "unsupported_parameter", error.body)
         return
-    raise AssertionError("there are embeddings")
+    lengths = [sum(number**2 for number in each.embedding) for each in made.data]
+    expect(all(abs(length - 1) < 1e-3 for length in lengths) and len(lengths) == 2, lengths)
 
 
 def _refused(kind: type[openai.APIStatusError], param: str, **fields: Any) -> None:

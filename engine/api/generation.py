@@ -43,6 +43,8 @@ class Generation:
         self.echoes = [blank_echo(request, prompt) for prompt in request.prompts]
         #: Tokens of each prompt that came from the prefix cache.
         self.cached_tokens = [0] * len(request.prompts)
+        #: The vectors of the prompts, if they are asked for: float32 as bytes.
+        self.embeddings: list[bytes] = [b""] * len(request.prompts)
         self._tokenizer = tokenizer
         self._slices = service.slices
         self._client = service.client
@@ -159,6 +161,8 @@ class Generation:
         """Keep what comes once per prompt."""
         if output.prompt_logprobs is not None:
             self.echoes[number].logprobs = output.prompt_logprobs
+        if output.embedding is not None:
+            self.embeddings[number] = output.embedding
         if output.index == 0 and output.cached_tokens:
             self._metrics.cached_tokens.inc(output.cached_tokens - self.cached_tokens[number])
             self.cached_tokens[number] = output.cached_tokens

@@ -30,6 +30,7 @@ _SHOWN = (
     "weights",
     "kv_dtype",
     "sampling_defaults",
+    "embedding_pooling",
 )
 
 

@@ -74,6 +74,11 @@ class Spending:
         self.reserved -= expected
         self.usage.tokens -= tokens - expected
 
+    def give_back(self, tokens: float) -> None:
+        """So many were charged for the prompt beyond what it had; fewer than 0: too few were."""
+        if self.usage is not None:
+            self.usage.tokens += tokens
+
 
 @dataclass(slots=True, eq=False)
 class Quotas:
@@ -137,7 +142,14 @@ class Quotas:
             return
         kinds = [_kind(key, request) for request in requests]
         reserved = sum(map(self._expected, kinds, requests))
-        wanted = sum(len(request.prompt) for request in requests) + reserved
+        prompts = sum(len(request.prompt) for request in requests)
+        with self.charging(key, prompts, reserved) as spending:
+            yield spending
+
+    @contextmanager
+    def charging(self, key: str, n_prompt: int, reserved: float) -> Iterator[Spending]:
+        """As `spending`, of so many prompt tokens and output tokens that are expected."""
+        wanted = n_prompt + reserved
         usage = self._of(key)
         self._check_tokens(usage, wanted)
         usage.tokens -= wanted
@@ -151,6 +163,14 @@ class Quotas:
         """A sequence of this request is over, after so many tokens. by_itself: not cut off."""
         if self.tokens_per_minute:
             self._lengths.observe(_kind(key, request), 0, n_output, by_itself=by_itself)
+
+    def expect(self, key: str, n_prompt: int, max_tokens: int | None, most: int) -> int:
+        """Output tokens of one sequence, at most so many. max_tokens: as the client gave it."""
+        return self._lengths.expect(kind_of(key, n_prompt, max_tokens), most)
+
+    def seen(self, key: str, n_prompt: int, max_tokens: int | None, n_output: int) -> None:
+        """A sequence ended after so many tokens."""
+        self._lengths.observe(kind_of(key, n_prompt, max_tokens), 0, n_output, by_itself=True)
 
     def _expected(self, kind: Kind, request: EngineRequest) -> int:
         """Output tokens of all its sequences."""

@@ -70,6 +70,7 @@ class Kind:
 
 _COMPLETION = Kind("cmpl-", "prompt", 16, "logprobs")
 _CHAT = Kind("chatcmpl-", "messages")
+_EMBEDDING = Kind("embd-", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,31 @@ async def completion_request(
         echo=bool(body.echo),
         prompt_only=body.max_tokens == 0,
     )
+
+
+async def embedding_request(
+    service: Service, fields: JsonDict, context: Context, items: list[str | list[int]]
+) -> GenerationRequest:
+    """The request for one vector for each text or list of token ids. fields: of a GenerationBody.
+    Raises RequestError.
+    """
+    info, tokenizer = service.ready()
+    most = info.seats + info.max_waiting_requests
+    if len(items) > most:
+        raise RequestError(f"at most {most} inputs come at once here", param="input")
+    lengths = [len(item) for item in items if isinstance(item, str)]
+    check_chars(max(lengths, default=0), info, "input")
+    with _blaming(_EMBEDDING):
+        prompts = await service.off_loop(
+            lambda: [_completion_prompt(item, None, tokenizer) for item in items]
+        )
+    body = GenerationBody.model_validate(fields)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    request = await service.slices.result(
+        _generation_request(service, body, context, _EMBEDDING, prompts, sampling)
+    )
+    wanted = [with_fields(each, pooling=info.pooling) for each in request.engine_requests]
+    return replace(request, engine_requests=wanted, prompt_only=True)
 
 
 async def chat_request(service: Service, body: ChatBody, context: Context) -> GenerationRequest:

@@ -8,6 +8,7 @@ from jitney.engine.api import answers, endpoints, ops
 from jitney.engine.api.access import Role
 from jitney.engine.api.anthropic_messages.routes import MESSAGE_ROUTES
 from jitney.engine.api.batches.routes import BATCH_ROUTES
+from jitney.engine.api.embeddings import EMBEDDING_ROUTES
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
 from jitney.engine.api.routing import Handler, HttpRoute
@@ -54,6 +55,7 @@ ROUTES = (
     ),
     *RESPONSE_ROUTES,
     *MESSAGE_ROUTES,
+    *EMBEDDING_ROUTES,
     *TEXT_ROUTES,
     *BATCH_ROUTES,
     *JOB_ROUTES,

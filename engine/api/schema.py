@@ -252,17 +252,21 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """The four forms of `prompt` as one list."""
+    return prompt_list(value, _MAX_PROMPTS)
+
+
+def prompt_list(value: Any, most: int, what: str = "prompt") -> list[str | list[int]]:
+    """The four forms of `prompt` as one list of at most so many. Raises ValueError."""
     items = [value] if not isinstance(value, list) or _is_token_list(value) else value
-    if not 0 < len(items) <= _MAX_PROMPTS:
-        raise ValueError(f"must hold 1 to {_MAX_PROMPTS} prompts")
+    if not 0 < len(items) <= most:
+        raise ValueError(f"must hold 1 to {most} {what}s")
     if not _all_of(str, items) and not all(map(_is_token_list, items)):
         raise ValueError(
             "must be a string, a list of strings, a list of token ids or a list of such lists"
         )
     # "" alone is a prompt for a model that begins its texts with a token of its own.
     if value != "" and not all(items):
-        raise ValueError("a prompt is empty")
+        raise ValueError(f"a{'n' if what[0] in 'aeiou' else ''} {what} is empty")
     return items
 
 
@@ -331,6 +335,8 @@ class ModelBody(Part):
 
     #: Known fields that the route itself refuses, as `_REFUSED` has them.
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    #: Lists of messages, whose length is looked at before anything else.
+    counted: ClassVar[tuple[str, ...]] = ("messages", "input")
 
     #: None: the served model.
     model: Annotated[str, Field(min_length=1)] | None = None
@@ -699,7 +705,7 @@ def parse_body[B: ModelBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, 
             raise RequestError(
                 f"{name} is not supported here", code="unsupported_parameter", param=name
             )
-    for name in ("messages", "input"):
+    for name in kind.counted:
         messages = raw.get(name)
         if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
             raise RequestError(f"{name} may hold at most {_MAX_MESSAGES}", param=name)

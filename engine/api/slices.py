@@ -28,13 +28,17 @@ _BLOCK = 1 << 16
 
 class Slices:
     """Gives out the loop's time: one slice in a turn of the loop, whoever has had the fewest first,
-    so that short work does not wait for long work.
+    so that short work does not wait for long work. Who leaves some of a slice leaves it to the next
+    one: what all streams write after a step is done in one turn, and not each in a turn of its own.
 
     most: works under way at a time, one more is refused; 0: no limit.
     """
 
     _open = 0
+    #: Somebody has the slice of this turn, or is about to get that of the next one.
     _taken = False
+    #: time.perf_counter() at which this turn's slice is used up.
+    _ends = 0.0
 
     def __init__(self, most: int = 0):
         self._most = most
@@ -53,11 +57,9 @@ class Slices:
                 await self._turn(n_slices)
                 n_slices += 1
                 try:
-                    _advance(work)
+                    _advance(work, self._ends)
                 except StopIteration as end:
                     return end.value
-                finally:
-                    self._pass_on_later()
         finally:
             self._open -= 1
             work.close()
@@ -74,10 +76,7 @@ class Slices:
             while more:
                 await self._turn(n_slices)
                 n_slices += 1
-                try:
-                    more = _fill(block, pieces)
-                finally:
-                    self._pass_on_later()
+                more = _fill(block, pieces, self._ends)
                 if len(block) >= _BLOCK:
                     yield bytes(block)
                     block.clear()
@@ -96,9 +95,11 @@ class Slices:
         self._open += 1
 
     async def _turn(self, n_slices: int) -> None:
-        """Wait for a slice of the loop's time, which `_pass_on_later` ends."""
+        """Wait for a slice of the loop's time, or for the rest of one; it is used at once."""
         if not self._taken:
-            self._taken = True
+            self._begin()
+            return
+        if not self._waiting and time.perf_counter() < self._ends:
             return
         ticket = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (n_slices, next(self._order), ticket))
@@ -108,9 +109,12 @@ class Slices:
             if ticket.done() and not ticket.cancelled():
                 self._pass_on()  # it was ours already
             raise
+        self._begin()
 
-    def _pass_on_later(self) -> None:
-        """Whatever waits on the loop now goes first."""
+    def _begin(self) -> None:
+        """A slice begins; whatever waits on the loop now goes before the next one."""
+        self._taken = True
+        self._ends = time.perf_counter() + _SLICE_S
         asyncio.get_running_loop().call_soon(self._pass_on)
 
     def _pass_on(self) -> None:
@@ -131,16 +135,19 @@ def at_once[T](work: Work[T]) -> T:
             return end.value
 
 
-def _advance(work: Iterator[object]) -> None:
-    """One slice. Raises StopIteration at the end."""
-    end = time.perf_counter() + _SLICE_S
+def _advance(work: Iterator[object], end: float) -> None:
+    """Until time.perf_counter() is at `end`, at least once. Raises StopIteration at the work's
+    own end.
+    """
+    next(work)
     while time.perf_counter() < end:
         next(work)
 
 
-def _fill(block: bytearray, pieces: Iterator[bytes]) -> bool:
-    """One slice, or as much as makes the block full. False: there is no more."""
-    end = time.perf_counter() + _SLICE_S
+def _fill(block: bytearray, pieces: Iterator[bytes], end: float) -> bool:
+    """Until time.perf_counter() is at `end`, or as much as makes the block full. False: there is no
+    more.
+    """
     for piece in pieces:
         block += piece
         if len(block) >= _BLOCK or time.perf_counter() >= end:

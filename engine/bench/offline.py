@@ -153,7 +153,13 @@ class OfflineBench:
         self.clock = core.clock
         self.limits = core.scheduler.limits
         pool = core.scheduler.pool
-        self.shape = EngineShape(self.limits, core.scheduler.buckets, pool.n_pages, pool.page_size)
+        self.shape = EngineShape(
+            self.limits,
+            core.scheduler.buckets,
+            pool.n_pages,
+            pool.page_size,
+            plans_late=core.plans_late,
+        )
 
     def requests(self, arrivals: Sequence[Arrival], seed: int = 0) -> list[PromptedArrival]:
         """The arrivals with prompts of exactly their lengths. ConfigError if one does not fit the
@@ -213,7 +219,8 @@ class OfflineBench:
         open_door = {"max_waiting_requests": requests + 1, **_NO_REFUSALS}
         changed = replace(own.limits, **open_door, **limits)
         scheduler = Scheduler(changed, own.buckets, _empty_like(own.pool), self.clock)
-        return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock)
+        late = self._core.plans_late
+        return EngineCore(scheduler, runner, Ledger(capacity=1), self.clock, plans_late=late)
 
 
 def _run_of(

@@ -58,24 +58,28 @@ class Peer(NamedTuple):
     settings: str
 
 
-def ours(model: str, kernels: str, dtype: str) -> Peer:
-    """This engine, as `jitney serve` starts it."""
+def ours(model: str, kernels: str, dtype: str, weights: str = "") -> Peer:
+    """This engine, as `jitney serve` starts it; weights: how they are kept, "" for the default."""
     program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
     words = ("serve", model, "--dtype", dtype, "--no-prefix-cache", "--kernels", kernels)
+    name = f"Jitney, {kernels} kernels"
+    if weights:
+        words = (*words, "--weights", weights)
+        name = f"Jitney, {weights}"
     return Peer(
-        name=f"Jitney, {kernels} kernels",
+        name=name,
         command=(sys.executable, "-c", program, *words),
         environment={},
         settings=f"jitney {' '.join(words)}",
     )
 
 
-def vllm(executable: str, folder: str, dtype: str) -> Peer:
-    """vLLM's CPU build on a Hugging Face folder of the same model."""
+def vllm(executable: str, folder: str, dtype: str, name: str = "vLLM, CPU") -> Peer:
+    """vLLM's CPU build on a Hugging Face folder of the same model; name: in the table."""
     flags = (*_VLLM_FLAGS, "--dtype", dtype)
     preload = _preload(executable)
     return Peer(
-        name="vLLM, CPU",
+        name=name,
         command=(executable, "serve", folder, *flags),
         environment=_VLLM_ENVIRONMENT | _preloading(preload),
         settings=f"vllm serve {' '.join(flags)}; preloaded: {_file_names(preload)}",

@@ -9,9 +9,11 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from jitney.engine.bench.peer_process import Peer, ours, vllm
 from jitney.engine.bench.peers import Encode, PeerBench, kernel_ratios, make_measurements, markdown
+from jitney.engine.bench.w8a8 import write_w8a8
 from jitney.engine.cli.bench_flags import (
     check_numbers,
     check_writable,
@@ -28,12 +30,15 @@ _ENGINES = {
     "auto": "this engine with the kernels that it chooses",
     "reference": "this engine with its plain JAX path",
     "vllm": "vLLM's CPU build",
+    "int8": "this engine with --weights int8",
+    "vllm-w8a8": "vLLM's CPU build on the same model in int8, which is made of its folder",
 }
+_DEFAULT_ENGINES = ("auto", "reference", "vllm")
 _FLAGS = (
     Flag.of(
         "--engines",
         "; ".join(f"{name}: {about}" for name, about in _ENGINES.items()),
-        ",".join(_ENGINES),
+        ",".join(_DEFAULT_ENGINES),
         metavar="A,B",
     ),
     Flag.of("--model", "this engine's model", "smollm2-135m", metavar="NAME"),
@@ -80,7 +85,11 @@ def run(arguments: Sequence[str]) -> int:
 def _measured(args: Namespace) -> JsonDict:
     """All figures; they are written down after every measurement."""
     streams = numbers_from("--streams", args.streams, int)
-    peers = _peers_from(args)
+    with TemporaryDirectory() as folder:
+        return _measured_beside(args, streams, _peers_from(args, Path(folder)))
+
+
+def _measured_beside(args: Namespace, streams: list[int], peers: list[Peer]) -> JsonDict:
     measurements = make_measurements(_encoder(args.model), streams, args.requests)
     bench = PeerBench(measurements, args.port, partial(_save, args), say)
     report = bench.compare(peers, args.repetitions)
@@ -94,19 +103,32 @@ def _save(args: Namespace, report: JsonObject) -> None:
         write_report(args, report)
 
 
-def _peers_from(args: Namespace) -> list[Peer]:
-    """The engines to measure; one line for each that is not here."""
+def _peers_from(args: Namespace, folder: Path) -> list[Peer]:
+    """The engines to measure; one line for each that is not here. folder: for what they need."""
     names = names_from("--engines", args.engines, _ENGINES)
-    peers = list(filter(None, [_peer(args, name) for name in names]))
+    peers = list(filter(None, [_peer(args, name, folder) for name in names]))
     if not peers:
         raise ConfigError("--engines: none of them is installed here")
     return peers
 
 
-def _peer(args: Namespace, name: str) -> Peer | None:
-    if name == "vllm":
-        return _vllm_from(args)
+def _peer(args: Namespace, name: str, folder: Path) -> Peer | None:
+    match name:
+        case "vllm":
+            return _vllm_from(args)
+        case "vllm-w8a8":
+            return _vllm_w8a8_from(args, folder / "w8a8")
+        case "int8":
+            return ours(args.model, "auto", args.dtype, weights="int8")
     return ours(args.model, name, args.dtype)
+
+
+def _vllm_w8a8_from(args: Namespace, target: Path) -> Peer | None:
+    plain = _vllm_from(args)
+    if plain is None:
+        return None
+    write_w8a8(Path(args.vllm_model), target)
+    return vllm(plain.command[0], str(target), args.dtype, name="vLLM, CPU, w8a8")
 
 
 def _vllm_from(args: Namespace) -> Peer | None:

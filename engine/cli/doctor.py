@@ -191,7 +191,8 @@ def _kept_programs() -> str:
     reason = make_private(folder)
     if reason:
         return f"not kept: {reason}"
-    return f"{len(list(folder.glob('*')))} files in {folder}"
+    files = [path for path in folder.rglob("*") if path.is_file()]  # a GPU's are in its own folder
+    return f"{len(files)} files in {folder}"
 
 
 def _port(config: Config) -> Iterator[_Finding]:

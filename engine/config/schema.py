@@ -18,6 +18,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 _MIN_PAGE, _MAX_PAGE = 8, 256
+#: Steps with prompts of few rows have a sequence for every so many.
+_FEWEST_ROWS = 4
 #: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is
 #: refused without jax.
 KernelsName = Literal["auto", "reference", "native", "triton", "pallas"]
@@ -182,8 +184,9 @@ class EngineSection(Section):
     token_buckets: _Sizes = Field(
         default=(),
         description=(
-            "row counts to compile for steps with prompt rows, ascending; empty: powers of two up "
-            "to token_budget"
+            "row counts to compile for steps with prompt rows, ascending; those of at most "
+            "max_seats rows serve a sequence for every four; empty: powers of two up to "
+            "token_budget, on a GPU or TPU 64 and 256 too"
         ),
     )
     pages: int = Field(
@@ -271,7 +274,7 @@ class EngineSection(Section):
             "most of token_budget that prompt rows may take in a step while others decode, so that "
             "a long prompt does not "
             "stall them; auto: the prompts that want rows over the sequences that decode, between "
-            "a quarter and all"
+            "a quarter (for a short prompt a half) and all"
         ),
     )
     target_itl_ms: float = Field(
@@ -332,6 +335,14 @@ class EngineSection(Section):
             "prompt_logprobs); so many are computed wherever any are asked for"
         ),
     )
+    embedding_pooling: Literal["off", "last", "mean"] = Field(
+        default="off",
+        description=(
+            "what the vectors of /v1/embeddings are made of: the last token's hidden state behind "
+            "the final norm (last), or the mean of all tokens' (mean), which then share no prefix; "
+            "off: the route is refused. Their programs are compiled at the start"
+        ),
+    )
     canary_every: int = Field(
         default=0,
         ge=0,
@@ -361,6 +372,15 @@ class EngineSection(Section):
             "number of the GPU or TPU chip to use, or with tensor_parallel as many numbers, "
             "separated by commas; empty: "
             "the first"
+        ),
+    )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description=(
+            "processors that the core may use; 0: on a CPU one of each core that this process may "
+            "use (not the second hyperthread), as many as its container's quota holds; else all"
         ),
     )
     tensor_parallel: int = Field(
@@ -433,10 +453,10 @@ class EngineSection(Section):
         if self.seat_buckets and self.seat_buckets[-1] > self.max_seats:
             raise ValueError(f"seat_buckets must not exceed max_seats ({self.max_seats})")
         tokens = self.token_buckets
-        if tokens and not self.max_seats < tokens[0] <= tokens[-1] <= self.token_budget:
+        if tokens and not _FEWEST_ROWS <= tokens[0] <= tokens[-1] <= self.token_budget:
             raise ValueError(
-                f"token_buckets must lie above max_seats ({self.max_seats}) and not exceed "
-                f"token_budget ({self.token_budget})"
+                f"token_buckets must be at least {_FEWEST_ROWS} and not exceed token_budget "
+                f"({self.token_budget})"
             )
         return self
 
@@ -476,6 +496,8 @@ class EngineSection(Section):
     def _hosts_can_do_it(self) -> EngineSection:
         if self.n_hosts == 1:
             return self
+        if self.embedding_pooling != "off":
+            raise ValueError("embedding_pooling is not for several hosts (n_hosts): leave it off")
         if self.tensor_parallel % self.n_hosts:
             raise ValueError(
                 f"tensor_parallel {self.tensor_parallel} counts the devices of all hosts: it must "

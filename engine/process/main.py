@@ -212,6 +212,8 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
                 return
             _handle(core, message, outbox)
         if core.has_work:
+            if core.company_s:
+                continue  # there is time for somebody else
             outbox.send(messages.encode(core.step()))
             idle_ticks = 0
         elif time.monotonic() >= next_tick:

@@ -4,6 +4,7 @@ happens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -242,14 +243,23 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
             const red = (x) => data[4 * x] === 0xFD && data[4 * x + 1] === 0xEA;
             return [...Array(canvas.width).keys()].filter(red).map((x) => x / devicePixelRatio);
         }"""
-        columns = page.evaluate(reds)
-        assert columns
-        middle = columns[len(columns) // 2]
-        page.mouse.move(box["x"] + middle, box["y"] + 8)
-        tells(page, "time-read", "it was killed by SIGKILL. Restart 1 was ready after")
+
+        def point_until(column: Callable[[list[float]], float], y: float, text: str) -> None:
+            """Point at a column of the red ones until the page tells this: they move with time."""
+            for _ in range(40):
+                columns = page.evaluate(reds)
+                page.mouse.move(box["x"] + column(columns), y)
+                page.wait_for_timeout(250)
+                if text in page.text_content("#time-read"):
+                    return
+            raise AssertionError(f"never told: {text}")
+
+        top, bottom = box["y"] + 8, box["y"] + box["height"] - 23
+        ready = "it was killed by SIGKILL. Restart 1 was ready after"
+        point_until(lambda columns: columns[len(columns) // 2], top, ready)
         tells(page, "time-read", "Requests that went on: 4; that were lost: 0.")
-        page.mouse.move(box["x"] + columns[0] - 1, box["y"] + box["height"] - 23)
-        tells(page, "time-read", "it was killed by SIGKILL; requests that go on in the next one: 4")
+        died = "it was killed by SIGKILL; requests that go on in the next one: 4"
+        point_until(lambda columns: columns[0] - 1, bottom, died)
     assert open_page.problems == []
 
 

@@ -19,6 +19,8 @@ from jitney.engine.process.counters import EngineCounters
 from jitney.engine.scheduler.plan import StepResult
 from jitney.engine.types import EngineRequest
 
+pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
+
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
 
 

@@ -84,6 +84,50 @@ def test_10000_random_events_lose_nothing(retain: bool, policy: str, order: str,
     assert core.ledger.closes() and records["bucket_tokens"].sum() == device_of(core).rows_run
 
 
+def test_random_events_with_steps_of_few_sequences_lose_nothing():
+    """Mixed buckets of 4 and 8 rows hold one and two of eight seats."""
+    rng, clock = random.Random(9), FakeClock(tick=0.001)
+    core = make_core(
+        seats=8,
+        pages=PAGES,
+        page_size=PAGE_SIZE,
+        budget=24,
+        context=CONTEXT,
+        token_sizes=(4, 8, 24),
+        clock=clock,
+    )
+    requests, outputs = random_events(core, clock, rng, 4_000)
+    assert core.scheduler.pool.used == 0
+    assert_solo_tokens(requests, outputs)
+    records = core.ledger.since(0)
+    prompts = records["bucket_tokens"][records["mixed"] == 1]
+    assert min(np.bincount(prompts, minlength=25)[[4, 8, 24]]) > 20
+    assert core.ledger.closes() and records["bucket_tokens"].sum() == device_of(core).rows_run
+
+
+def test_a_step_that_waits_for_the_compiler_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    core = make_core()
+    runner = device_of(core)
+    launch = runner.launch
+
+    def compile_and_launch(batch: Any) -> Any:
+        runner.compiles += 1
+        return launch(batch)
+
+    core.add(make_request("a", [1, 2, 3], max_tokens=3))
+    core.step()
+    assert not caplog.records
+    monkeypatch.setattr(runner, "launch", compile_and_launch)
+    while core.has_work:
+        core.step()
+    (record,) = caplog.records
+    assert runner.compiles > 1
+    assert "STEP 2 WAITED FOR THE COMPILER" in record.getMessage()
+    assert "jitney_compiles_total" in record.getMessage()
+
+
 class CoreMachine(RuleBasedStateMachine):
     """Any order of submit, abort and step; hypothesis shrinks what breaks."""
 

@@ -29,6 +29,8 @@ from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineRequest, SequenceOutput
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 INFO = structs.replace(history_fakes.INFO, context_length=CONTEXT, pages=PAGES, page_size=PAGE_SIZE)
 
 

@@ -146,6 +146,8 @@ class FakeClient:
             version="0",
             max_waiting_requests=256,
             max_predicted_wait_s=60.0,
+            embedding_pooling="mean",
+            embedding_size=2,
         )
         self.info: EngineInfo | None = EngineInfo(**(defaults | info))
         self.history.core_ready(self.info)
@@ -170,10 +172,21 @@ class FakeClient:
                 for index in range(request.sampling.n):
                     yield self._end(request, index, script.error)
                 return
+            if request.pooling is not None:
+                yield self._vector(request)
+                return
             async for output in self._outputs_of(request, script):
                 yield output
         finally:
             self.open.discard(request.id)
+
+    @staticmethod
+    def _vector(request: EngineRequest) -> SequenceOutput:
+        """A vector of two numbers, which tells how long the prompt was."""
+        vector = np.array([1, len(request.prompt)], np.float32)
+        return SequenceOutput(
+            request.id, 0, finish="stop", embedding=vector.tobytes(), queued_s=0.0
+        )
 
     async def _outputs_of(
         self, request: EngineRequest, script: Script

@@ -11,15 +11,19 @@ from openai.types import Batch
 
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
     """One request of a batch."""
-    asked: dict[str, Any] = {"model": "m", "max_tokens": 4}
-    if url == CHATS:
-        asked["messages"] = [{"role": "user", "content": custom_id}]
-    else:
-        asked["prompt"] = custom_id
+    asked: dict[str, Any] = {"model": "m"}
+    match url:
+        case "/v1/embeddings":
+            asked["input"] = custom_id
+        case "/v1/chat/completions":
+            asked |= {"max_tokens": 4, "messages": [{"role": "user", "content": custom_id}]}
+        case _:
+            asked |= {"max_tokens": 4, "prompt": custom_id}
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": asked | body}
 
 

@@ -255,16 +255,17 @@ def make_core(
     eos: tuple[int, ...] = (EOS,),
     clock: FakeClock | None = None,
     device: type[FakeRunner] = FakeRunner,
+    token_sizes: tuple[int, ...] = (),
     **limits: Any,
 ) -> EngineCore:
-    """A core on a fake device; `pages` counts the trash page; limits: further fields of
-    SchedulerLimits.
+    """A core on a fake device; `pages` counts the trash page; token_sizes: rows of mixed buckets,
+    empty: the default ones; limits: further fields of SchedulerLimits.
     """
     clock = clock or FakeClock()
     held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
     scheduler = Scheduler(
         held_to,
-        make_buckets(max_seats=seats, token_budget=budget),
+        make_buckets(max_seats=seats, token_budget=budget, token_sizes=token_sizes),
         PagePool(pages, page_size, retain=retain, share_outputs=share_outputs),
         clock,
         eos,

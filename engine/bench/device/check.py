@@ -42,7 +42,8 @@ _REQUESTS, _PROMPT, _OUTPUT = 8, 150, 16
 #: How much less likely than the best a token may be for the reference, in spreads of its row of
 #: logits, by bytes per activation. Random models: the best stands 4 spreads above the average.
 _TOKEN_LIMIT = {2: 0.25, 4: 0.02}
-#: The same where rows are rounded to int8: the last bit of a number may move it by a whole step.
+#: The same where rows are rounded to int8 or fp8: the last bit of a number may move it by a whole
+#: step.
 _ROUNDED_LIMIT = 0.25
 #: Rows of a decode and of a mixed step in which kernels are proved.
 _DECODE_ROWS, _MIXED_ROWS = (1, 8, 64), (256,)
@@ -143,7 +144,7 @@ def _token_row(
     error = float(max(errors))
     figures = {"tokens": float(_REQUESTS * _OUTPUT), "of them the reference's own": float(same)}
     limit = _TOKEN_LIMIT[jnp.dtype(dtype).itemsize]
-    if weights == "int8" and kernels.int8 is not None:
+    if getattr(kernels, weights, None) is not None:  # int8, fp8: rows are rounded, too
         limit = _ROUNDED_LIMIT
     yield replace(_compared(row, error, limit), figures=figures)
 

@@ -21,7 +21,7 @@ from jitney.engine.bench.device.timing import chained, copies_for, distance, tim
 from jitney.engine.executor.sampling import threshold
 from jitney.engine.models.quantization import SCHEMES, Packed, product, quantise, widened
 from jitney.engine.types import JsonDict
-from jitney.kernels.int8 import round_rows
+from jitney.kernels import fp8, int8
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
@@ -52,17 +52,18 @@ def _product_row(
     rows: int,
     row: Row,
 ) -> Iterator[Row]:
-    weights = _make_weights(scheme, shape, dtype, 0)
+    plain = _make_weights(scheme, shape, dtype, 0)
+    weights = _laid_out(plain, kernels)
     x = jax.random.normal(jax.random.key(9), (rows, shape[0]), dtype)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     moved = held + x.nbytes + 4 * rows * shape[1]
     floor_s, bound = job.measured.of(moved, 2.0 * rows * shape[0] * shape[1])
-    rounds = kernels.int8 is not None and scheme == "int8"
-    error = _product_error(kernels, x, weights, rounds=rounds)
+    error = _product_error(kernels, x, plain)
 
     def time() -> JsonDict:
         seeds = range(1, copies_for(job, moved))
-        copies = [weights, *(_make_weights(scheme, shape, dtype, seed) for seed in seeds)]
+        made = (_make_weights(scheme, shape, dtype, seed) for seed in seeds)
+        copies = [weights, *(_laid_out(weights, kernels) for weights in made)]
         return timed(
             lambda x, w: chained(x, product(x, w, kernels)),
             x,
@@ -75,17 +76,33 @@ def _product_row(
     yield checked(row, WRONG[jnp.dtype(dtype).itemsize], time)
 
 
-def _product_error(kernels: KernelSet, x: jax.Array, weights: Any, *, rounds: bool) -> float:
-    """Distance from the product of the widened weights in float32. rounds: the kernel rounds rows
-    to int8, and so does what it is compared with.
+def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
+    """Distance from the product of the widened weights in float32, with rows rounded if the kernel
+    rounds them.
     """
-    rows = x.astype(jnp.float32)
-    if rounds:
-        codes, scales = round_rows(x)
-        rows = codes * scales
-    exact = jnp.matmul(rows, widened(weights), precision="highest")
-    ours = jax.jit(lambda x, w: product(x, w, kernels))(x, weights)
+    exact = jnp.matmul(
+        _as_multiplied(x, weights.scheme, kernels), widened(weights), precision="highest"
+    )
+    ours = jax.jit(lambda x, w: product(x, w, kernels))(x, _laid_out(weights, kernels))
     return float(distance(ours, exact))
+
+
+def _as_multiplied(x: jax.Array, scheme: str, kernels: KernelSet) -> jax.Array:
+    """The rows as the kernel takes them, in float32."""
+    if scheme == "int8" and kernels.int8 is not None:
+        codes, steps = int8.round_rows(x)
+        return codes * steps
+    if scheme == "fp8" and kernels.fp8 is not None:
+        codes, units = fp8.round_rows(x)
+        return codes.astype(jnp.float32) * units
+    return x.astype(jnp.float32)
+
+
+def _laid_out(weights: Packed, kernels: KernelSet) -> Packed:
+    """As the kernel takes them: fp8 that is multiplied as such knows no other way."""
+    if weights.scheme == "fp8" and kernels.fp8 is not None:
+        return weights._replace(kernel=kernels.fp8.arrange(weights.kernel))
+    return weights
 
 
 def _make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> Packed:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from api_fakes import FakeClient, Script, call, make_app, run
 
+from jitney.engine.api.embeddings import EmbeddingsBody
 from jitney.engine.api.settings import digest_key
 
 PROMPT = {"model": "m", "prompt": "ab"}
@@ -20,7 +21,10 @@ RESPONSE = {"model": "m", "input": "ab"}
 MESSAGE = CHAT | {"max_tokens": 50}
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 ROUTES = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
-ALL_ROUTES = ROUTES | {RESPONSES: RESPONSE, MESSAGES: MESSAGE, COUNT: CHAT}
+EMBEDDINGS = "/v1/embeddings"
+#: Those that write text, and those that do not.
+WRITING = ROUTES | {RESPONSES: RESPONSE, MESSAGES: MESSAGE, COUNT: CHAT}
+ALL_ROUTES = WRITING | {EMBEDDINGS: {"model": "m", "input": "ab"}}
 MIB = 1 << 20
 
 
@@ -159,7 +163,9 @@ BOTH: list[tuple[str, Any]] = [  # field, value: 400 that blames the field
 
 
 def is_fine(path: str, field: str, value: Any) -> bool:
-    """Whether a route has another meaning for a field, in which the value is good."""
+    """Whether a route has another meaning for a field, in which the value is good, or none."""
+    if path == EMBEDDINGS:
+        return field not in EmbeddingsBody.model_fields
     if path == RESPONSES:
         return (field, value) == ("tool_choice", "auto")
     if path == COUNT and (field, value) == ("priority", 1):
@@ -605,6 +611,8 @@ def test_bodies_that_are_no_json_object(path, body):
     "field", ["temperature", "max_tokens", "top_p", "priority", "min_p", "repetition_penalty"]
 )
 def test_numbers_that_are_not_finite_name_their_field(path, number, field):
+    if path == EMBEDDINGS and field != "priority":
+        return
     body = json.dumps(ALL_ROUTES[path])[:-1].encode() + b', "%s": %s}' % (field.encode(), number)
     refuse(path, body, 400, field)
 
@@ -616,12 +624,14 @@ def test_a_token_id_that_is_not_finite():
 @pytest.mark.parametrize("path", ALL_ROUTES)
 def test_of_equal_keys_the_last_counts(path):
     body = json.dumps(ALL_ROUTES[path])[:-1].encode()
-    refuse(path, body + b', "temperature": 1, "temperature": 9999}', 400, "temperature")
-    good = body + b', "temperature": 9999, "temperature": 1}'
+    field = b"dimensions" if path == EMBEDDINGS else b"temperature"
+    bad = b', "%s": 2, "%s": 9999}' % (field, field)
+    refuse(path, body + bad, 400, field.decode())
+    good = body + b', "%s": 9999, "%s": 2}' % (field, field)
     assert run(call(make_app(), path, good)).status == 200
 
 
-@pytest.mark.parametrize("path", ALL_ROUTES)
+@pytest.mark.parametrize("path", WRITING)
 def test_many_errors_make_one_short_answer(path):
     body = ALL_ROUTES[path] | {
         "n": "x",
@@ -665,6 +675,7 @@ PROMPTS = {
     RESPONSES: "input",
     MESSAGES: "messages",
     COUNT: "messages",
+    EMBEDDINGS: "input",
 }
 
 

@@ -14,8 +14,9 @@ import httpx
 import openai
 import pytest
 from api_fakes import FakeClient, Script, call, http_client, make_app, served, until
-from batch_files import CHATS, answers, begin, ended, jsonl, line
+from batch_files import CHATS, EMBEDDINGS, answers, begin, ended, jsonl, line
 from openai import OpenAI
+from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
@@ -202,6 +203,21 @@ def test_every_line_is_answered_by_the_route_that_it_names(folder: Path):
         output = client.files.retrieve(batch.output_file_id or "")
         assert output.purpose == "batch_output"
     assert all(request.background for request in engine.requests) and len(engine.requests) == 40
+
+
+def test_lines_may_ask_for_vectors(folder: Path):
+    engine = FakeClient(embedding_pooling="mean", embedding_size=2)
+    lines = [line("a" * length, EMBEDDINGS) for length in (1, 2, 3)]
+    lines.append(line("short", EMBEDDINGS, dimensions=1))
+    with serving(folder, engine) as client:
+        batch = ended(client, begin(client, lines, endpoint=EMBEDDINGS).id)
+        assert batch.status == "completed"
+        found = answers(client, batch.output_file_id)
+        bodies = [CreateEmbeddingResponse(**each["response"]["body"]) for each in found.values()]
+        assert [body.data[0].embedding for body in bodies] == [[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]
+        failed = answers(client, batch.error_file_id)["short"]["response"]
+        assert failed["status_code"] == 400 and failed["body"]["error"]["param"] == "dimensions"
+    assert all(request.background for request in engine.requests)
 
 
 def test_a_bad_line_fails_alone(folder: Path):

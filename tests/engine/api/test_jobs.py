@@ -15,6 +15,7 @@ import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
 from batch_process import free_port, serving_process
 from openai import OpenAI
+from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
@@ -77,6 +78,16 @@ def test_a_job_is_taken_at_once_and_answered_as_its_route_would(folder: Path):
         answer = ChatCompletion.model_validate(job["response"]["body"])
         assert answer.choices[0].message.content == direct["choices"][0]["message"]["content"]
         assert job["response"]["status_code"] == 200
+
+
+def test_a_job_may_ask_for_vectors(folder: Path):
+    engine = FakeClient(embedding_pooling="mean", embedding_size=2)
+    with serving(folder, engine) as http:
+        body = {"model": "m", "input": ["a", "bcd"]}
+        job = ended(http, begin(http, {"endpoint": "/v1/embeddings", "body": body})["id"])
+        assert job["status"] == "completed"
+        data = CreateEmbeddingResponse.model_validate(job["response"]["body"]).data
+        assert [each.embedding for each in data] == [[1.0, 1.0], [1.0, 3.0]]
 
 
 def test_a_request_that_its_route_refuses_is_a_failed_job(folder: Path):

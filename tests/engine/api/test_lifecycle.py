@@ -364,8 +364,10 @@ def test_models_version_and_slots():
         "weights",
         "kv_dtype",
         "sampling_defaults",
+        "embedding_pooling",
         "kernel_proofs",
     ]
+    assert shown["embedding_pooling"] == "mean"
     assert shown["tensor_parallel"] == 1
     busy, free = run(call(app, "/slots", method="GET")).json()
     assert busy == {

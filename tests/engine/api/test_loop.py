@@ -118,6 +118,30 @@ def test_short_work_does_not_wait_for_long_work():
     assert run(both())[0] == "short"
 
 
+def test_what_all_streams_write_after_a_step_is_written_in_few_turns(monkeypatch):
+    """A turn of the loop for each of them cost more than the writing."""
+    monkeypatch.setattr("jitney.engine.api.slices._SLICE_S", 30.0)
+
+    def pieces(number: int):
+        yield b"%d" % number
+
+    async def turns() -> int:
+        slices, written = Slices(), list[bytes]()
+
+        async def write(number: int) -> None:
+            written.extend([block async for block in slices.blocks(pieces(number))])
+
+        tasks = [asyncio.create_task(write(number)) for number in range(100)]
+        n_turns = 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            n_turns += 1
+        assert written == [b"%d" % number for number in range(100)]
+        return n_turns
+
+    assert run(turns()) < 10
+
+
 def test_work_beyond_the_limit_is_refused_and_what_ends_makes_room():
     def pieces():
         yield b"a"

@@ -108,7 +108,6 @@ def test_a_line_that_generates_counts_against_its_key_and_ends_with_its_client()
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/embeddings",
         "/v1/images/generations",
         "/v1/audio/speech",
         "/v1/moderations",

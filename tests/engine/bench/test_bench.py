@@ -56,6 +56,8 @@ from jitney.engine.simulation.workload import (
 from jitney.engine.telemetry.cost import bill
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 POLICIES = ("static", "dynamic", "continuous")
 
 
@@ -454,7 +456,6 @@ def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture
         "2",
         "--token-buckets",
         "32",
-        "--no-compilation-cache",
         "--platform",
         "cpu",
         "--kernels",
@@ -532,7 +533,6 @@ def test_the_command_compares_the_policies_on_a_real_engine(
             "1000",
             "--measure-loads",
             "0.5",
-            "--no-compilation-cache",
             "--platform",
             "cpu",
             "--kernels",

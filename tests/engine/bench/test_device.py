@@ -53,6 +53,8 @@ from jitney.engine.errors import ConfigError, JitneyError
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 ROOT = Path(__file__).parents[3]
 FLOORS = Floors(copy_bytes_s=1e9, product_flops_s=1e12, launch_s=1e-5)
 CPU = About(

@@ -201,12 +201,15 @@ def test_every_engine_is_started_alike(tmp_path: Path):
         own.command[own.command.index("--kernels") + 1] == "reference"
         and own.command[0] == sys.executable
     )
+    int8 = ours("smollm2-135m", "auto", "bfloat16", weights="int8")
+    assert int8.name == "Jitney, int8" and int8.settings.endswith("--weights int8")
+    assert int8.command[-2:] == ("--weights", "int8")
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--engines", "tgi"], "tgi is none of auto, reference, vllm"),
+        (["--engines", "tgi"], "tgi is none of auto, reference, vllm, int8, vllm-w8a8"),
         (["--engines", "vllm", "--vllm", "/nowhere/vllm"], "none of them is installed"),
         (["--engines", "vllm", "--vllm", sys.executable], "--vllm-model must name"),
         (["--streams", "8,0"], "--streams: must be positive whole numbers"),

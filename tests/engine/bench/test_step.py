@@ -20,6 +20,8 @@ from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.step_table import HostTimes, StepTable
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 @pytest.mark.parametrize(
     ("seats", "budget", "room", "context"),

@@ -133,7 +133,7 @@ def test_a_bad_variable_is_named(environ: dict[str, str], message: str):
         ({"seat_buckets": "8,4"}, "--seat-buckets: must be positive and ascending"),
         ({"seat_buckets": "0,4"}, "--seat-buckets: must be positive and ascending"),
         ({"seat_buckets": "4,64"}, "seat_buckets must not exceed max_seats (32)"),
-        ({"token_buckets": "32,64"}, "token_buckets must lie above max_seats (32)"),
+        ({"token_buckets": "3,64"}, "token_buckets must be at least 4"),
         ({"token_buckets": "64,1024"}, "not exceed token_budget (512)"),
         ({"host": "0.0.0.0"}, "no API key is set"),
         ({"platform": "cpu", "device": "1"}, "device chooses a GPU or TPU chip"),

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from free_ports import free_port
@@ -32,7 +33,6 @@ SETTINGS: dict[str, Any] = {
     "model": MODEL,
     "platform": "cpu",
     "dtype": "float32",
-    "kernels": "reference",
     "max_seats": 4,
     "token_budget": 64,
     "context": 256,
@@ -177,8 +177,13 @@ def story(log: list[str], quickly: None) -> Story:
 
 @pytest.fixture(scope="module")
 def alone() -> LLM:
-    """The same model in one process."""
-    return LLM(**SETTINGS, compilation_cache=False)
+    """The same model in one process, compiled in a hurry, too."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        return LLM(**SETTINGS, compilation_cache=False)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def test_tokens_are_those_of_one_process(story: Story, alone: LLM):

@@ -19,6 +19,8 @@ from jitney.engine.errors import RequestError
 from jitney.engine.structured import grammar
 from jitney.engine.types import Grammar
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 #: JSON with at most a few blanks between two tokens, as it is written here.
 MOST_BLANKS = re.compile(r"[ \t\n\r]{34}")
 

@@ -1,0 +1,163 @@
+"""Where the milliseconds of a first token go, in a closed loop of streams: the engine's own
+scheduler on a virtual clock, with measured step times.
+
+    jitney bench step MODEL --json steps.json      # the step times of a machine
+    python docs/benchmarks/first_token.py [--steps steps.json] [--streams 32] [--json FILE]
+
+The requests are those of `jitney bench peers`; a client sends its next one `--client-ms` after the
+last token of the one before, as it does over HTTP. Without `--steps`: a CPU of two Zen 5 cores and
+SmolLM2-135M in bfloat16. The first request of each stream is left out of the parts: all of those
+come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jitney.engine.bench.peers import OUTPUTS, PROMPTS
+from jitney.engine.config.schema import AUTO, Share
+from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.simulation.drive import Offer, StepLog, drive
+from jitney.engine.simulation.simulator import EngineShape, VirtualDevice
+from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
+from jitney.engine.simulation.workload import Arrival, Closed, request_of, synthesise
+from jitney.engine.telemetry.history import RequestRecords
+from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.types import EngineRequest
+
+#: Milliseconds of a step by its rows, without prompt rows and with, measured on a quiet machine,
+#: 2026-11-22; each query-key pair takes 20 ns, each key of a decode row 0.2 us.
+DECODE_MS = {1: 8.5, 4: 11, 8: 15, 16: 20, 32: 28}
+MIXED_MS = {64: 36, 128: 50, 256: 88, 512: 158}
+HOST = HostTimes(before=0.0004, after=0.0003)
+SEATS, TOKEN_BUDGET = 32, 512
+#: (what it is, the prompts' share, whether the next step is planned late).
+VARIANTS: tuple[tuple[str, Share, bool], ...] = (
+    ("a quarter, planned at once", 0.25, False),
+    ("auto, planned at once", AUTO, False),
+    ("auto, planned late", AUTO, True),
+    ("all, planned late", 1.0, True),
+)
+PARTS = ("until_planned", "behind_a_step", "own_steps")
+
+
+def zen5() -> StepTable:
+    """The step times above."""
+    decode = [Curve(rows, rows, ms / 1000, per_key=2e-7) for rows, ms in DECODE_MS.items()]
+    mixed = [Curve(rows, SEATS, ms / 1000, per_pair=2e-8) for rows, ms in MIXED_MS.items()]
+    return StepTable(decode + mixed, host=HOST, source="Zen 5, 2 cores")
+
+
+@dataclass
+class Clients(Offer):
+    """Streams that send their next request a while after their last answer."""
+
+    arrivals: list[Arrival]
+    requests: RequestRecords
+    streams: int
+    #: Seconds between an answer's end and the next request.
+    thinks_s: float
+    _sent: int = field(default=0, init=False)
+
+    @property
+    def empty(self) -> bool:
+        return self._sent == len(self.arrivals)
+
+    @property
+    def next_at(self) -> float:
+        if self.empty:
+            return math.inf
+        answers_before = self._sent - self.streams
+        if answers_before < 0:
+            return 0.0
+        ends = sorted(record.end for record in self.requests.oldest())
+        return ends[answers_before] + self.thinks_s
+
+    def due(self, now: float, n_open: int) -> bool:
+        return self.next_at <= now
+
+    def take(self, now: float) -> EngineRequest:
+        at, arrival = self.next_at, self.arrivals[self._sent]
+        self._sent += 1
+        return request_of(str(self._sent), arrival, [0] * arrival.n_prompt, at)
+
+
+def run(
+    arrivals: list[Arrival], table: StepTable, share: Share, late: bool, args: argparse.Namespace
+) -> tuple[list[RequestRecord], StepLog]:
+    """All requests, served."""
+    limits = SchedulerLimits(SEATS, 8192, prefill_share=share)
+    buckets = make_buckets(max_seats=SEATS, token_budget=TOKEN_BUDGET)
+    device = VirtualDevice(table, args.seed)
+    core = EngineShape(limits, buckets, 4097, plans_late=late).new_core(device)
+    requests = RequestRecords(keep_times=True)
+    clients = Clients(arrivals, requests, args.streams, args.client_ms / 1000)
+    log = drive(core, device.clock, clients, requests, device.reported)
+    return list(requests.oldest()), log
+
+
+def parts_of(request: RequestRecord, log: StepLog) -> list[float]:
+    """Seconds of PARTS: until a step with its first rows was planned, until the device began that
+    step, and until its first token."""
+    stay, records = request.stays[0], log.records
+    at = int(np.searchsorted(records["step"], stay.step))
+    planned = float(records["started"][at])
+    began = log.done[at] - HOST.after - float(records["device_s"][at])
+    assert request.first_token is not None
+    return [planned - request.arrival, began - planned, request.first_token - began]
+
+
+def figures(requests: list[RequestRecord], log: StepLog, streams: int) -> dict[str, float]:
+    """Milliseconds, and tokens a second."""
+    waits = 1e3 * np.array([(r.first_token or math.nan) - r.arrival for r in requests])
+    gaps = 1e3 * np.concatenate([np.diff(r.token_times or []) for r in requests])
+    later = requests[streams:]
+    parts = 1e3 * np.mean([parts_of(request, log) for request in later], axis=0)
+    steps = [r.stays[0].first_step - r.stays[0].step + 1 for r in later]
+    seconds = max(request.end for request in requests)
+    return {
+        "first_token_p50": float(np.percentile(waits, 50)),
+        "first_token_p99": float(np.percentile(waits, 99)),
+        **dict(zip(PARTS, parts.tolist(), strict=True)),
+        "steps": float(np.mean(steps)),
+        "between_tokens_p50": float(np.percentile(gaps, 50)),
+        "between_tokens_p99": float(np.percentile(gaps, 99)),
+        "output_tok_s": sum(r.n_output for r in requests) / seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
+    parser.add_argument("--steps", type=Path, help="a table that `jitney bench step` has written")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--client-ms", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    table = StepTable.load(args.steps) if args.steps else zen5()
+    arrivals = synthesise(args.requests, PROMPTS, OUTPUTS, Closed(), args.seed)
+    found: dict[str, dict[str, float]] = {}
+    for name, share, late in VARIANTS:
+        found[name] = figures(*run(arrivals, table, share, late, args), args.streams)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    shown = Table(title=f"{args.streams} streams, ms; {table.source}")
+    for head in ("", *next(iter(found.values()))):
+        shown.add_column(head.replace("_", " "), justify="right" if head else "left")
+    for name, values in found.items():
+        shown.add_row(name, *[f"{value:,.1f}" for value in values.values()])
+    Console(width=160).print(shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""POST /v1/embeddings: vectors of texts, as OpenAI has it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import orjson
+from pydantic import Field, PlainValidator
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from jitney.engine.api.answers import Described
+from jitney.engine.api.endpoints import Answer, read_body
+from jitney.engine.api.formats import Format
+from jitney.engine.api.jsonio import LongJson, in_pieces
+from jitney.engine.api.request import check_model, embedding_request
+from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.schema import Label, ModelBody, prompt_list
+from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.slices import Pieces
+from jitney.engine.errors import RequestError
+from jitney.engine.types import EngineInfo
+
+#: Inputs of one request, as OpenAI has it.
+_MOST_INPUTS = 2048
+_DAY_MS = 86_400_000
+
+_Input = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=_MOST_INPUTS)]
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[list[int]], Field(min_length=1, max_length=_MOST_INPUTS)]
+)
+
+
+def _inputs(value: Any) -> list[str | list[int]]:
+    return prompt_list(value, _MOST_INPUTS, "input")
+
+
+class EmbeddingsBody(ModelBody):
+    """POST /v1/embeddings."""
+
+    counted: ClassVar[tuple[str, ...]] = ()
+
+    #: A text, texts, the token ids of one, or of several.
+    input: Annotated[list[str | list[int]], PlainValidator(_inputs, json_schema_input_type=_Input)]
+    #: base64: of float32 numbers, the low byte first. None: float.
+    encoding_format: Literal["float", "base64"] | None = None
+    #: Numbers of a vector: as many as the model's hidden state has, no fewer.
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    #: Of longer inputs, the last so many tokens are read; None: they are refused.
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    user: Label | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
+
+
+class EmbeddingUsage(Described):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Described):
+    """The vector of one input, of length 1; a text in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(Described):
+    """One vector for each input, in order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class _Format(Format):
+    """Vectors as numbers."""
+
+    def whole(self) -> Pieces:
+        usage = self.generation.usage()
+        counts = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
+        body = {"object": "list", "data": LongJson(self._data()), "model": self.request.model}
+        return in_pieces(body | {"usage": counts})
+
+    def _data(self) -> Iterator[bytes]:
+        mark = b"["
+        for index, vector in enumerate(self.generation.embeddings):
+            entry = {"object": "embedding", "index": index, "embedding": self._written(vector)}
+            yield mark + orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY)
+            mark = b","
+        yield b"]"
+
+    def _written(self, vector: bytes) -> Any:
+        return np.frombuffer(vector, np.float32)
+
+
+class _Base64Format(_Format):
+    """Vectors in base64."""
+
+    def _written(self, vector: bytes) -> Any:
+        return base64.b64encode(np.frombuffer(vector, np.float32).astype("<f4").tobytes()).decode()
+
+
+async def _embeddings(service: Service, request: Request) -> ASGIApp:
+    body, headers = await read_body(service, request, EmbeddingsBody)
+    check_model(service, body.model)
+    _check(body, service.info)
+    fields = body.model_dump(
+        exclude={"model", "input", "encoding_format", "dimensions"}, exclude_none=True
+    )
+    wanted = await embedding_request(service, fields, context_of(request), body.input)
+    return Answer(service, wanted, _format_of(body), headers)
+
+
+def _format_of(body: EmbeddingsBody) -> type[_Format]:
+    return _Base64Format if body.encoding_format == "base64" else _Format
+
+
+def _check(body: EmbeddingsBody, info: EngineInfo) -> None:
+    """Raises RequestError for what this engine does not do."""
+    if info.pooling is None:
+        raise RequestError(
+            "this server makes no vectors: start it with --embedding-pooling last or mean",
+            code="unsupported_parameter",
+            param="model",
+        )
+    if body.dimensions not in (None, info.embedding_size):
+        raise RequestError(
+            f"dimensions must be {info.embedding_size}, as many as the model has: no model here is "
+            "trained for shorter vectors",
+            code="unsupported_parameter",
+            param="dimensions",
+        )
+
+
+EMBEDDING_ROUTES = (
+    HttpRoute(
+        "/v1/embeddings",
+        ("POST",),
+        _embeddings,
+        "vectors of texts",
+        generates=True,
+        body=EmbeddingsBody,
+        answer=EmbeddingsAnswer,
+    ),
+)
