@@ -182,13 +182,20 @@ def test_a_scripted_trip_is_shown_look_by_look(client, open_page):
 def test_rates_are_differences(client, open_page):
     page = open_page.page
     with visit(page, client):
-        client.step(waiting=0, decode=300, padding=0, bucket_tokens=323)
-        page.wait_for_function(
-            "() => Number(document.querySelector('#figures dd').textContent) >= 50"
-        )
+
+        def flowing() -> bool:
+            client.step(waiting=0, decode=60, padding=0, bucket_tokens=83)
+            page.wait_for_timeout(100)
+            return page.evaluate(
+                "() => Number(document.querySelector('#figures dd').textContent) >= 50"
+            )
+
+        # Steps until it is seen: one alone may be past before a busy browser looks.
+        until(flowing, 20)
+        page.wait_for_function("() => document.querySelector('#figures dd').textContent === '0'")
         page.click("#chart-details summary")
         page.wait_for_function("""() => [...document.querySelectorAll("#chart-table td:nth-child(2)")]
-            .some((cell) => Number(cell.textContent) >= 300)""")
+            .some((cell) => Number(cell.textContent) >= 60)""")
     assert open_page.problems == []
 
 
