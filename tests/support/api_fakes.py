@@ -439,7 +439,7 @@ def served(
         assert not thread.is_alive()
 
 
-def until(condition, seconds: float = 3.0) -> None:
+def until(condition, seconds: float = 20.0) -> None:
     """Wait for a condition that another thread brings about."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -448,4 +448,4 @@ def until(condition, seconds: float = 3.0) -> None:
 
 
 def http_client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=10, trust_env=False)
+    return httpx.Client(base_url=url, timeout=60, trust_env=False)

@@ -69,7 +69,7 @@ def served(app: Any, port: int = 0) -> Iterator[str]:
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    until(lambda: server.started, 10)
+    until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:

@@ -74,7 +74,7 @@ def refuse(
     app = make_app(client)
     started = time.monotonic()
     reply = run(call(app, path, body, **kw))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     check(reply, status, param, code)
     assert not client.requests, "a refused request must not reach the engine"
 

@@ -210,7 +210,7 @@ def test_ten_thousand_ranges_of_a_file_cost_nothing():
     for path in ("/dashboard/", "/dashboard/style.css", "/dashboard/page.js"):
         reply = ask(app, path, method="GET", headers={"range": ranges})
         assert reply.status in (200, 404, 416) and len(reply.body) < MIB
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_crowd_of_slow_sockets_leaves_room_for_others():

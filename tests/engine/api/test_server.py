@@ -96,19 +96,19 @@ def refusal(answer: bytes) -> tuple[int, dict]:
 def test_broken_and_slow_requests_are_answered_and_closed(url, engine, data, status):
     started = time.monotonic()
     got, error = refusal(talk(url, data))
-    assert got == status and time.monotonic() - started < 8
+    assert got == status and time.monotonic() - started < 30
     assert set(error) == {"message", "type", "param", "code"} and not engine.requests
 
 
 def test_a_head_that_drips_is_cut_off(url):
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=3) as sock:
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
         started = time.monotonic()
         with pytest.raises(OSError):
             for byte in HEAD * 5:
                 sock.sendall(bytes([byte]))
                 time.sleep(0.02)
-        assert 0.2 < time.monotonic() - started < 8
+        assert 0.2 < time.monotonic() - started < 30
 
 
 def test_connections_are_kept_and_reused(url):
@@ -137,7 +137,7 @@ def test_a_broken_connection_ends_the_request(script, stream):
             sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             until(lambda: engine.open)
             time.sleep(0.1)
-        until(lambda: engine.aborts and not engine.open, 1)
+        until(lambda: engine.aborts and not engine.open)
         assert engine.aborts == [(engine.requests[0].id, None, "abort")]
         assert httpx.get(url + "/readyz", trust_env=False).status_code == 200
 
@@ -150,12 +150,12 @@ def test_a_storm_of_cancellations():
         socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
         for sock in socks:
             sock.sendall(data)
-        until(lambda: len(engine.open) == 200, 5)
+        until(lambda: len(engine.open) == 200)
         started = time.monotonic()
         for sock in socks:
             sock.close()
-        until(lambda: not engine.open, 3)
-        assert time.monotonic() - started < 8
+        until(lambda: not engine.open)
+        assert time.monotonic() - started < 30
         assert sorted(abort[0] for abort in engine.aborts) == sorted(
             request.id for request in engine.requests
         )
@@ -233,7 +233,7 @@ def test_openai_client_retries_after_the_pause_we_name(client, engine):
     started = time.monotonic()
     answer = client.with_options(max_retries=2).completions.create(model="m", prompt="ab")
     assert answer.choices[0].text == "Hello, wörld!" and len(engine.requests) == 3
-    assert 0.6 <= time.monotonic() - started < 8
+    assert 0.6 <= time.monotonic() - started < 30
     engine.scripts = [full]
     with pytest.raises(openai.RateLimitError) as refused:
         client.with_options(max_retries=0).completions.create(model="m", prompt="ab", stream=True)

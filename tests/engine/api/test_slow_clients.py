@@ -133,7 +133,7 @@ def test_a_drain_does_not_wait_for_who_does_not_read(monkeypatch):
         post(sock, _BIG | {"stream": True})
         until(lambda: connections.waiting > _STUCK, 20)
         connections.hurry()
-        until(lambda: not engine.open and not connections.n_open, 5)
+        until(lambda: not engine.open and not connections.n_open, 20)
 
 
 def test_all_that_waits_together_is_bounded():

@@ -51,7 +51,7 @@ def jitney(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_comes_at_once_and_lists_every_command():
     began = time.monotonic()
     done = jitney("--help")
-    assert time.monotonic() - began < 2  # it takes 0.1 s; the margin is for a busy machine
+    assert time.monotonic() - began < 10  # it takes 0.1 s; the margin is for a busy machine
     assert done.returncode == 0
     assert all(f"  {name} " in done.stdout for name in COMMANDS.table)
 
@@ -179,7 +179,7 @@ def test_a_port_in_use_is_one_line_before_anything_loads(capsys: pytest.CaptureF
         port = taken.getsockname()[1]
         began = time.monotonic()
         assert main(["serve", "no-such-model", "--port", str(port)]) == 2
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
     assert capsys.readouterr().err == (
         f"jitney: port {port} on 127.0.0.1 is in use by another program; choose another with "
         "--port\n"

@@ -68,7 +68,7 @@ def serving(**flags: Any) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
     thread.start()
     try:
-        until(lambda: server.started, 10)
+        until(lambda: server.started)
         yield base_url(config.server, bound.getsockname()[1])
     finally:
         server.should_exit = True
@@ -79,7 +79,7 @@ def serving(**flags: Any) -> Iterator[str]:
 
 def client_of(url: str, certificate: str = "", **options: Any) -> httpx.Client:
     verify = ssl.create_default_context(cafile=certificate) if certificate else True
-    return httpx.Client(base_url=url, verify=verify, trust_env=False, timeout=10, **options)
+    return httpx.Client(base_url=url, verify=verify, trust_env=False, timeout=60, **options)
 
 
 def cookie_of(web: httpx.Client, **headers: str) -> set[str]:

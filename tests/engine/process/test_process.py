@@ -68,7 +68,7 @@ async def collect(stream: Stream) -> list[SequenceOutput]:
     return [output async for output in stream]
 
 
-async def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -622,7 +622,7 @@ def test_closing_while_loading_is_quick():
             await wait_for(lambda: client._link is not None)
             pid = pid_of(client)
             began = time.monotonic()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         assert gone(pid)
 
     run(test)

@@ -230,7 +230,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines_alone(tmp_path: Path):
     try:
         for _ in range(3):
             recorder.ended(RequestRecord(number=0, n_prompt=5, arrival=0.0, finish="stop"))
-        until(lambda: path.stat().st_size > 0, 5)
+        until(lambda: path.stat().st_size > 0)
         for _ in range(50):
             recorder.ended(RequestRecord(number=0, n_prompt=5, arrival=0.0, finish="stop"))
         recorder.close()
