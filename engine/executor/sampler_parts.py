@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -86,25 +86,16 @@ def _count(state: SeatState, seats: Array, parts: Array, tokens: Array) -> SeatS
 
 @dataclass(frozen=True)
 class RowSampler:
-    """The sampler of so many rows: programs, or while they are compiled their futures."""
+    """The sampler of so many rows."""
 
-    likeliest: Any
-    choose: Any
-    shape: Any
-    score: Any
-    mask: Any
-    count: Any
+    likeliest: jax.stages.Compiled
+    choose: jax.stages.Compiled
+    shape: jax.stages.Compiled
+    score: jax.stages.Compiled
+    mask: jax.stages.Compiled
+    count: jax.stages.Compiled
     #: `Sampled` without its tokens, of rows that ask for no log-probabilities.
     no_scores: tuple[Array, ...]
-
-    def sample(
-        self, last_token: Array, seats: SeatState, rows: LogitRows, sampling: np.ndarray
-    ) -> tuple[Array, SeatState, Sampled]:
-        """One token for each row, and what the seats keep after it; see `sampling.sample`.
-
-        sampling: int32 [S, W].
-        """
-        return self._sample(last_token, seats, rows, rows.logits, sampling)
 
     def sample_masked(
         self,
@@ -117,17 +108,21 @@ class RowSampler:
         """See `Program.choose`."""
         own = MaskedHeads.of(heads)
         rows = LogitRows(self.mask(logits, masks), own.positions, own.seats)
-        return self._sample(last_token, seats, rows, logits, heads[:, 2:])
+        return self.sample(last_token, seats, rows, heads[:, 2:], logits)
 
-    def _sample(
+    def sample(
         self,
         last_token: Array,
         seats: SeatState,
         rows: LogitRows,
-        own_logits: Array,
         sampling: np.ndarray,
+        unmasked: Array | None = None,
     ) -> tuple[Array, SeatState, Sampled]:
-        """own_logits: the model's, which log-probabilities are of."""
+        """One token for each row, and what the seats keep after it; see `sampling.sample`.
+
+        sampling: int32 [S, W]. unmasked: logits that log-probabilities are of, if not the rows'.
+        """
+        own_logits = rows.logits if unmasked is None else unmasked
         params = SAMPLING.columns(sampling)
         parts = params["parts"].copy()  # `count` may read it when the upload is another step's
         wanted = np.bitwise_or.reduce(parts)
@@ -146,52 +141,54 @@ class RowSampler:
 
 
 class SamplerParts:
-    """Makes the sampler of each number of rows once; for one device. state: arrays or shapes."""
+    """Makes the programs of each number of rows once; for one device. state: arrays or shapes."""
 
     def __init__(self, program: Program, state: DeviceState):
         self._program = program
         self._state = state
-        self._made: dict[int, RowSampler] = {}
+        self._made: dict[int, dict[str, Future[jax.stages.Compiled]]] = {}
 
     def start(self, pool: Executor, rows: int) -> Callable[[], RowSampler]:
         """Begin to compile the sampler of so many rows. -> what waits for it, and returns it."""
         if rows not in self._made:
-            self._made[rows] = self._start(pool, rows)
-        return partial(_finished, self._made[rows])
+            self._made[rows] = {
+                name: pool.submit(self._program.compile, lowered)
+                for name, lowered in self._lower(rows).items()
+            }
+        return partial(self._finish, rows)
 
-    def _start(self, pool: Executor, rows: int) -> RowSampler:
+    def _finish(self, rows: int) -> RowSampler:
+        programs = {name: made.result() for name, made in self._made[rows].items()}
+        nothing = no_scores(jnp.zeros(rows, jnp.int32), self._program.logprobs)
+        return RowSampler(no_scores=nothing, **programs)
+
+    def _lower(self, rows: int) -> dict[str, jax.stages.Lowered]:
+        """By the names that `RowSampler` has for them."""
         state, width = self._state, self._program.logprobs
         vocab = state.seats.counts.shape[1]
-        logits, tokens = _floats(rows, vocab), _words(rows)
+        logits, tokens = _floats(rows, vocab), words(rows)
         given = LogitRows(logits, tokens, tokens)
-        sampling = _words(rows, SAMPLING.words)
+        sampling = words(rows, SAMPLING.words)
+        masks = words(rows, mask_words(vocab))
         choose = partial(_choose, self._program.kernels.threshold or threshold)
         score = partial(score_tokens, width=width)
 
-        def compiled(part: Callable[..., Any], *args: Any, replaces: int | None = None) -> Any:
-            donated = () if replaces is None else (replaces,)
-            lowered = jax.jit(part, donate_argnums=donated).lower(*args)
-            return pool.submit(self._program.compile, lowered)
+        def replacing(part: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+            """Of a part whose first argument becomes its first result."""
+            return jax.jit(part, donate_argnums=0).lower(*args)
 
-        return RowSampler(
-            likeliest=compiled(_choose_likeliest, state.last_token, given, replaces=0),
-            choose=compiled(choose, state.last_token, given, sampling, replaces=0),
-            shape=compiled(_shape, given, state.seats, sampling),
-            score=compiled(score, logits, tokens),
-            mask=compiled(_mask, logits, _words(rows, mask_words(vocab))),
-            count=compiled(_count, state.seats, tokens, tokens, tokens, replaces=0),
-            no_scores=no_scores(jnp.zeros(rows, jnp.int32), width),
-        )
+        return {
+            "likeliest": replacing(_choose_likeliest, state.last_token, given),
+            "choose": replacing(choose, state.last_token, given, sampling),
+            "shape": jax.jit(_shape).lower(given, state.seats, sampling),
+            "score": jax.jit(score).lower(logits, tokens),
+            "mask": jax.jit(_mask).lower(logits, masks),
+            "count": replacing(_count, state.seats, tokens, tokens, tokens),
+        }
 
 
-def _finished(sampler: RowSampler) -> RowSampler:
-    """With its programs in place of their futures."""
-    values = {field.name: getattr(sampler, field.name) for field in fields(sampler)}
-    done = {name: each.result() for name, each in values.items() if isinstance(each, Future)}
-    return replace(sampler, **done)
-
-
-def _words(*shape: int) -> jax.ShapeDtypeStruct:
+def words(*shape: int) -> jax.ShapeDtypeStruct:
+    """An int32 array to be."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 

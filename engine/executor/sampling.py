@@ -450,7 +450,7 @@ def score_tokens(
     return own, jnp.pad(ids, room), jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
 
 
-class _Scores(NamedTuple):
+class RowScores(NamedTuple):
     """Log-probabilities of a step's scored prompt rows under the model's own distribution, in the
     order of `StepInputs.score_rows`; zeros behind the last of them. NaN: the row's logits are not
     finite."""
@@ -480,7 +480,7 @@ def score_prompt(
     block: int,
     width: int = MAX_LOGPROBS,
     vocabulary: Vocabulary = _WHOLE,
-) -> _Scores:
+) -> RowScores:
     """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
 
     logits_of: row numbers int32 [block] -> their logits, float32 [block, V]. They are computed a
@@ -491,13 +491,13 @@ def score_prompt(
     spare = -size % block
     rows, tokens = jnp.pad(rows, (0, spare)), jnp.pad(tokens, (0, spare))
 
-    def scored(first: int) -> _Scores:
+    def scored(first: int) -> RowScores:
         end = first + block
         logits = logits_of(rows[first:end])
-        return _Scores(*score_tokens(logits, tokens[first:end], width, vocabulary))
+        return RowScores(*score_tokens(logits, tokens[first:end], width, vocabulary))
 
-    def nothing() -> _Scores:
-        return _Scores(*no_scores(tokens[:block], width))
+    def nothing() -> RowScores:
+        return RowScores(*no_scores(tokens[:block], width))
 
     # Branches and no loop: a GPU's driver runs a branch inside a CUDA graph, and the host would
     # wait for a loop whose end the device decides. Out of a loop XLA also takes what does not
@@ -507,7 +507,7 @@ def score_prompt(
         jax.lax.cond(first < count, partial(scored, first), nothing)
         for first in range(0, size, block)
     ]
-    return _Scores(*(jnp.concatenate(parts)[:size] for parts in zip(*blocks, strict=True)))
+    return RowScores(*(jnp.concatenate(parts)[:size] for parts in zip(*blocks, strict=True)))
 
 
 def top(logits: Array, k: int) -> tuple[Array, Array]:

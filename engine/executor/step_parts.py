@@ -17,14 +17,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jitney.engine.executor.inputs import UploadLayout
 from jitney.engine.executor.program import DeviceState, Program, StepOutput, broken_sequences
-from jitney.engine.executor.sampler_parts import LogitRows, RowSampler, SamplerParts
-from jitney.engine.executor.sampling import SeatState, score_prompt, score_rows_at_once
+from jitney.engine.executor.sampler_parts import LogitRows, RowSampler, SamplerParts, words
+from jitney.engine.executor.sampling import (
+    RowScores,
+    SeatState,
+    score_prompt,
+    score_rows_at_once,
+)
 from jitney.engine.scheduler.buckets import Bucket
 
 #: A program as it is compiled, or will be.
@@ -75,9 +79,9 @@ class StepParts:
             return lambda: _PlainStep(model.result(), sampler())
         layout = self._layout_of(bucket, False)
         if not layout.scores:
-            return lambda: _SampledStep(layout, model.result(), sampler())
+            return lambda: _SampledStep(layout, model.result(), sampler(), None)
         score = self._scores[bucket]
-        return lambda: _ScoredStep(layout, model.result(), sampler(), score.result())
+        return lambda: _SampledStep(layout, model.result(), sampler(), score.result())
 
     def _submit(self, pool: Executor, lowered: jax.stages.Lowered) -> _Part:
         return pool.submit(self._program.compile, lowered)
@@ -85,7 +89,7 @@ class StepParts:
     def _start_model(self, pool: Executor, bucket: Bucket) -> None:
         layout, state = self._layout_of(bucket, True), self._state
         model = jax.jit(partial(_run_model, self._program, layout), donate_argnums=1)
-        lowered = model.lower(self._leaves, state.kv, state.last_token, _words(layout.size))
+        lowered = model.lower(self._leaves, state.kv, state.last_token, words(layout.size))
         self._models[bucket] = self._submit(pool, lowered)
         if not bucket.decode_only:
             _, output = lowered.out_info
@@ -95,15 +99,11 @@ class StepParts:
         layout = self._layout_of(bucket, False)
         score = jax.jit(partial(_score, self._program, layout, self._vocab))
         shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
-        return score.lower(self._leaves, shape, _words(layout.size))
+        return score.lower(self._leaves, shape, words(layout.size))
 
     @property
     def _vocab(self) -> int:
         return self._state.seats.counts.shape[1]
-
-
-def _words(count: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((count,), jnp.int32)
 
 
 def _run_model(
@@ -131,8 +131,8 @@ def _score(
     leaves: list[Array],
     hidden: Array,
     packed: Array,
-) -> Any:
-    """-> `Scores` of the scored prompt rows; layout: of the step with a sampler."""
+) -> RowScores:
+    """Of the scored prompt rows; layout: of the step with a sampler."""
     inputs, model = layout.split(packed), program.model(leaves)
     return score_prompt(
         lambda rows: model.logits(hidden[rows], program.kernels),
@@ -166,6 +166,8 @@ class _SampledStep:
     layout: UploadLayout
     model: jax.stages.Compiled
     sampler: RowSampler
+    #: Of prompt rows; None of a step that has none.
+    score: jax.stages.Compiled | None
 
     def __call__(
         self,
@@ -179,22 +181,12 @@ class _SampledStep:
         sampling = packed[own].reshape(self.layout.shapes["sampling"])
         kv, output = self.model(leaves, kv, last_token, packed[: own.start])
         last_token, seats, sampled = self.sampler.sample(last_token, seats, output.rows, sampling)
-        scores = self.scores(leaves, output.hidden, packed)
+        scores = self._scores(leaves, output.hidden, packed)
         result = StepOutput(sampled, output.broken, scores, output.hidden)
         return kv, last_token, seats, result, output.rows.logits
 
-    def scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> Any:
+    def _scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> RowScores | None:
         """Of the scored prompt rows; None where there are none."""
-        return None
-
-
-@dataclass(frozen=True)
-class _ScoredStep(_SampledStep):
-    """One in which prompt rows may bring log-probabilities."""
-
-    score: jax.stages.Compiled
-
-    def scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> Any:
-        if not packed[self.layout.slices["score_count"]][0]:
+        if self.score is None or not packed[self.layout.slices["score_count"]][0]:
             return None
         return self.score(leaves, hidden, packed)
