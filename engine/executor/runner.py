@@ -213,9 +213,19 @@ class Runner:
         return kinds
 
     def _compile_steps(self, report: _Report) -> None:
-        kinds = self._kinds()
+        self.compile_steps(self._kinds(), report)
+
+    def compile_steps(
+        self,
+        kinds: Sequence[tuple[Bucket, bool]],
+        report: _Report = _report_nothing,
+        threads: int = _COMPILERS,
+    ) -> None:
+        """Compile the steps of these (bucket, plain) that are not yet, as many at a time as there
+        are threads.
+        """
         report(0, len(kinds), "")
-        with _no_collection(), ThreadPoolExecutor(_COMPILERS) as pool:
+        with _no_collection(), ThreadPoolExecutor(threads) as pool:
             compiling = {}
             for kind in kinds:
                 if kind not in self.executables:
@@ -230,11 +240,6 @@ class Runner:
         if self._parts is not None:
             return self._parts.start(pool, bucket, plain)
         return pool.submit(self.program.compile, self.lower(bucket, plain)).result
-
-    def compile_step(self, bucket: Bucket, plain: bool) -> None:
-        """Compile the step of one kind."""
-        with ThreadPoolExecutor(_COMPILERS) as pool:
-            self.executables[bucket, plain] = self._start(pool, bucket, plain)()
 
     def largest_temp_bytes(self) -> int:
         """Temporaries of the largest executable on each device, for sizing the pool, whose size

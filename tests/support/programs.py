@@ -16,7 +16,7 @@ class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):
         self.runner = runner
 
     def __missing__(self, kind: tuple[Bucket, bool]) -> Any:
-        self.runner.compile_step(*kind)
+        self.runner.compile_steps([kind])
         return self[kind]
 
 

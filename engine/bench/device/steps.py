@@ -11,7 +11,6 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -156,14 +155,8 @@ def _free_positions(row_bytes: int) -> int:
 def compile_buckets(bench: StepBench, buckets: Sequence[Bucket]) -> None:
     """Compile the greedy step of these buckets, side by side."""
     runner = bench.runner
-    compiling = {}
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for bucket in buckets:
-            key = bucket, runner.is_plain(bucket, True)
-            if key not in runner.executables:
-                compiling[key] = pool.submit(runner.program.compile, runner.lower(*key))
-    for key, compiled in compiling.items():
-        runner.executables[key] = compiled.result()
+    kinds = [(bucket, runner.is_plain(bucket, True)) for bucket in buckets]
+    runner.compile_steps(kinds, threads=_THREADS)
 
 
 def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
