@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jitney.kernels.row_units import greatest_of_rows
+
 #: What rows and weights are rounded to.
 DTYPE = jnp.float8_e4m3fn
 #: Its greatest number.
 GREATEST = 448.0
-#: Rows whose numbers are all smaller are multiplied as if they had one as great.
-LEAST = 1e-30
 
 
 class Fp8(NamedTuple):
@@ -39,8 +39,7 @@ def round_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     The units of a row with a number that is not finite are NaN, and so is its product.
     """
     wide = x.astype(jnp.float32)
-    most = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
-    most = jnp.where(jnp.isfinite(most), jnp.maximum(most, LEAST), jnp.nan)
+    most = greatest_of_rows(wide)
     codes = wide * (GREATEST / most)
     # Not divided: XLA divides one number otherwise than eight, in the last bit.
     return codes.astype(DTYPE), most * (1 / GREATEST)

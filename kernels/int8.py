@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jitney.kernels.row_units import greatest_of_rows
+
 #: The greatest code of a row.
 GREATEST = 127.0
-#: Rows whose numbers are all smaller are multiplied as if they had one as great.
-LEAST = 1e-30
 
 
 class Int8(NamedTuple):
@@ -35,7 +35,6 @@ def round_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     The steps of a row with a number that is not finite are NaN, and so is its product.
     """
     wide = x.astype(jnp.float32)
-    most = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
-    most = jnp.where(jnp.isfinite(most), jnp.maximum(most, LEAST), jnp.nan)
+    most = greatest_of_rows(wide)
     codes = jnp.rint(wide * (GREATEST / most))
     return codes.astype(x.dtype), most / GREATEST
