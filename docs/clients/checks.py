@@ -12,6 +12,8 @@ import argparse
 import asyncio
 import inspect
 import os
+import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from typing import Any
 
 #: Most characters of a reason.
 _REASON_CHARS = 300
+#: Seconds that a program between client and server gets to end.
+_STOP_S = 20
 
 
 class Skipped(Exception):
@@ -92,3 +96,20 @@ def _say(name: str, result: str, note: str) -> None:
     sys.stderr.flush()
     short = " ".join(note.split())[:_REASON_CHARS]
     print(f"{name}: {result} ({short})" if short else f"{name}: {result}", flush=True)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a program that stood between client and server."""
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import httpx
 import litellm
 import openai
-from checks import Checks, expect
+from checks import Checks, expect, free_port, stop
 from pydantic import BaseModel
 
 checks = Checks(__doc__)
@@ -152,7 +151,7 @@ def _proxy() -> Iterator[str]:
         config.write_text(
             json.dumps({"model_list": [{"model_name": "ours", "litellm_params": TO}]})
         )
-        port = _free_port()
+        port = free_port()
         program = str(Path(sys.executable).parent / "litellm")
         with Path(folder, "log").open("w+b") as log:
             process = subprocess.Popen(
@@ -167,7 +166,7 @@ def _proxy() -> Iterator[str]:
                 _wait_ready(process, url, Path(folder, "log"))
                 yield url
             finally:
-                _stop(process)
+                stop(process)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -178,21 +177,6 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
                 return
         time.sleep(0.5)
     raise RuntimeError(f"the proxy did not start: {log.read_text()[-250:]}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 checks.run()

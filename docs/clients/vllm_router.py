@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,13 @@ from typing import Any
 
 import httpx
 import openai
-from checks import Checks, expect
+from checks import Checks, expect, free_port, stop
 
 checks = Checks(__doc__)
 HELLO = [{"role": "user", "content": "Say hello."}]
 SENT: Any = {"model": checks.model, "messages": HELLO, "max_tokens": 16}
-#: Seconds that the router gets to be ready, and to end.
-_START_S, _STOP_S = 60, 20
+#: Seconds that the router gets to be ready.
+_START_S = 60
 
 
 @checks.add
@@ -66,7 +65,7 @@ def _client() -> openai.OpenAI:
 def _router() -> Iterator[str]:
     """The address of a router whose only worker is the server."""
     program = str(Path(sys.executable).parent / "vllm-router")
-    port, metrics_port = _free_port(), _free_port()
+    port, metrics_port = free_port(), free_port()
     command = [program, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
     command += ["--policy", "round_robin", "--worker-urls", checks.url]
@@ -79,7 +78,7 @@ def _router() -> Iterator[str]:
                 raise RuntimeError(f"the router did not start: {log.read()[-600:]}")
             yield address
         finally:
-            _stop(process)
+            stop(process)
 
 
 def _is_ready(process: subprocess.Popen[bytes], address: str) -> bool:
@@ -90,21 +89,6 @@ def _is_ready(process: subprocess.Popen[bytes], address: str) -> bool:
                 return True
         time.sleep(0.5)
     return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 with _router() as url:
