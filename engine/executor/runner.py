@@ -217,7 +217,7 @@ class Runner:
 
     def compile_steps(
         self,
-        kinds: Sequence[tuple[Bucket, bool]],
+        kinds: list[tuple[Bucket, bool]],
         report: _Report = _report_nothing,
         threads: int = _COMPILERS,
     ) -> None:
