@@ -45,9 +45,7 @@ _TOKEN_LIMIT = {2: 0.25, 4: 0.02}
 #: The same where rows are rounded to int8 or fp8: the last bit of a number may move it by a whole
 #: step.
 _ROUNDED_LIMIT = 0.25
-#: Rows of a decode and of a mixed step in which kernels are proved.
-_DECODE_ROWS, _MIXED_ROWS = (1, 8, 64), (256,)
-#: Positions that a sequence may have there.
+#: Positions that a sequence may have where kernels are proved.
 _CONTEXT = 4096
 
 
@@ -113,9 +111,10 @@ def _count(proofs: Sequence[Proof]) -> dict[str, float]:
 def _shapes_for(job: PartJob, dtype: Any, weights: str, kv: str) -> ServedShapes:
     config = _shallow(job.config, 1)
     model = random_weights(abstract_model(config, dtype=dtype, weights=weights, kv=kv))
-    seats = _DECODE_ROWS[-1]
-    decode = tuple(Bucket(rows, rows) for rows in _DECODE_ROWS)
-    buckets = Buckets(decode, tuple(Bucket(rows, seats) for rows in _MIXED_ROWS))
+    decode_rows, mixed_rows = job.sizes.proved
+    seats = decode_rows[-1]
+    decode = tuple(Bucket(rows, rows) for rows in decode_rows)
+    buckets = Buckets(decode, tuple(Bucket(rows, seats) for rows in mixed_rows))
     context = min(_CONTEXT, config.context_length)
     sizes = StateSizes(seats, 1, job.page_size, context, KV_TYPES.get(kv, dtype))
     return served_by(model, config, sizes, buckets, dtype)

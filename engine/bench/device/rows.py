@@ -194,6 +194,9 @@ class Sizes:
     rows: tuple[int, ...]  # that are rotated and written
     product_rows: tuple[int, ...]
     sampled: tuple[int, ...]  # rows of logits
+    proved: tuple[
+        tuple[int, ...], tuple[int, ...]
+    ]  # rows of decode and mixed steps, of all kernels
     steps: tuple[tuple[int, ...], tuple[int, ...]]  # seats, the first group before all other work
     contexts: tuple[tuple[int, ...], tuple[int, ...]]  # of decode steps, short and long
     quantised: tuple[int, ...]  # seats of steps with quantised weights
@@ -235,6 +238,7 @@ LARGE = Sizes(
     rows=(64, 1, 512),
     product_rows=(1, 16, 64),
     sampled=(64, 1),
+    proved=((1, 8, 64), (256,)),
     steps=((1, 8, 32), (64, 256, 2, 4, 16, 128)),
     contexts=((256, 1024), (4096, 16384, 32768)),
     quantised=(1, 8, 32, 128),
@@ -259,6 +263,7 @@ SMALL = Sizes(
     rows=(4,),
     product_rows=(4,),
     sampled=(4,),
+    proved=((4,), (16,)),
     steps=((2,), (4,)),
     contexts=((16,), (64,)),
     quantised=(4,),
