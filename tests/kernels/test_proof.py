@@ -23,6 +23,8 @@ from jitney.kernels.proof_shapes import Matrix, ServedShapes
 from jitney.kernels.select import reference as reference_set
 from jitney.kernels.select import select, triton_for
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 #: The default model's heads and page, fewer numbers elsewhere.
 SERVED = ServedShapes(
     n_heads=9,

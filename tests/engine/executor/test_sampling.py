@@ -29,6 +29,8 @@ from jitney.engine.executor.sampling import (
 )
 from jitney.engine.types import MAX_LOGPROBS, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 VOCAB = 600
 SEATS = 4
 run = jax.jit(sample)

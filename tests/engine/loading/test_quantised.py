@@ -40,7 +40,7 @@ from jitney.kernels.int4 import unpack_int4
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference_of, select
 
-pytestmark = pytest.mark.usefixtures("programs_when_used")
+pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
 REFERENCE = select("cpu", "reference")
 RANDOM = np.random.default_rng(1)

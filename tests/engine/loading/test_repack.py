@@ -28,6 +28,8 @@ from jitney.engine.loading.quantising import load_kv_scales
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.quantization import KV_TYPES, Packed, quantise, widened
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

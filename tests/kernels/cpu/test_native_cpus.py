@@ -16,6 +16,8 @@ import pytest
 
 from jitney.kernels.cpu import build, library
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 WHOLE = os.environ.get("JITNEY_TEST_COMPILE") == "1"
 #: As GCC and Clang name them; the first three have no AVX-512.
 CPUS = [

@@ -21,6 +21,8 @@ from jitney.kernels.pallas_tpu.blocks import Blocks, blocks_for, chip_of
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.select import pallas_set, select
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 #: Blocks of 32 keys, so that short contexts have several.
 KERNELS = PallasKernels(interpret=True, blocks=Blocks(32, 3, 2048))
 Step = Callable[..., tuple[jax.Array, jax.Array]]
