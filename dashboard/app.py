@@ -25,10 +25,11 @@ from jitney.dashboard.queries import seconds, whole, word
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import core_seat_lists, page_cells, page_map
 from jitney.dashboard.view import View
-from jitney.engine.api.access import Keys, Role, identity_of
+from jitney.engine.api.access import Keys, identity_of
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jsonio import in_pieces, long_list
+from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.config.schema import EngineSection

@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.dashboard.sessions import Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.api.access import EVERYBODY, AccessControl, Identity, Role, identity_of
+from jitney.engine.api.access import EVERYBODY, AccessControl, Identity, identity_of
 from jitney.engine.api.cross_site import is_navigation, refuse_other_sites
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError, error_response
-from jitney.engine.api.routing import route_path
+from jitney.engine.api.routing import Role, route_path
 
 #: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from
 #: data: URLs.

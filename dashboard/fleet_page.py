@@ -18,9 +18,10 @@ from jitney.dashboard.fleet import Fleet
 from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.passing import PASSED_METHODS, nothing_here, pass_on
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
-from jitney.engine.api.access import Keys, Role
+from jitney.engine.api.access import Keys
 from jitney.engine.api.cross_site import cors
 from jitney.engine.api.middleware import HeaderLimits
+from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.types import JsonDict
 

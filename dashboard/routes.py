@@ -13,8 +13,9 @@ from starlette.routing import Mount, Route
 from jitney.dashboard.assets import PageFiles
 from jitney.dashboard.auth import PageLine
 from jitney.dashboard.sessions import COOKIE, LIFETIME_S, Sessions
-from jitney.engine.api.access import Keys, Role, address_of
+from jitney.engine.api.access import Keys, address_of
 from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.routing import Role
 from jitney.engine.errors import JitneyError, RequestError
 from jitney.engine.types import JsonDict
 

@@ -1,4 +1,4 @@
-"""Who may use a route: the roles, the keys that give them, and the one place that lets requests in.
+"""Who may use a route: the keys, the roles that they give, and the one place that lets requests in.
 
 A route's line in its table says which role it needs. Where the server has no key, everybody is an
 administrator; where it has one, nobody is without a key of `admin_keys`.
@@ -10,24 +10,13 @@ import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.guesses import Guesses
+from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
-
-
-class Role(IntEnum):
-    """What somebody may do; each role may do what those before it may."""
-
-    #: Probes, the sign-in form.
-    ANYBODY = 0
-    #: Generate; see one's own requests, and how many seats are taken.
-    USER = 1
-    #: See everything: texts, everybody's requests, metrics, traces, reports; use the policy lab.
-    ADMIN = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
-from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, Role, bearer
+from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, bearer
 from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
@@ -25,7 +25,7 @@ from jitney.engine.api.jobs.table import JOB_ENDS
 from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, Told
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES
-from jitney.engine.api.routing import HttpRoute, RouteTable, route_path
+from jitney.engine.api.routing import HttpRoute, Role, RouteTable, route_path
 from jitney.engine.api.service import Service, context_of
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.process.client import EngineClient

@@ -14,10 +14,9 @@ import orjson
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
-from jitney.engine.api.access import Role
 from jitney.engine.api.answers import AnthropicErrorAnswer, ErrorAnswer
 from jitney.engine.api.errors import ErrorForm, error_form
-from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.routing import HttpRoute, Role
 from jitney.engine.types import JsonDict
 
 _SCHEMAS = "#/components/schemas/{model}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 
 from jitney.engine.api import answers, endpoints, ops
-from jitney.engine.api.access import Role
 from jitney.engine.api.anthropic_messages.routes import MESSAGE_ROUTES
 from jitney.engine.api.batches.routes import BATCH_ROUTES
 from jitney.engine.api.embeddings import EMBEDDING_ROUTES
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
-from jitney.engine.api.routing import Handler, HttpRoute
+from jitney.engine.api.routing import Handler, HttpRoute, Role
 from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.api.text_tools.routes import TEXT_ROUTES
 

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,12 +14,21 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Scope
 
-from jitney.engine.api.access import Role
-
 #: Reads a request and returns what answers it; its exceptions become error answers. Its first
 #: argument is what the routes of its table share: `engine.api.service.Service` for those of an
 #: engine.
 type Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
+
+
+class Role(IntEnum):
+    """What somebody may do; each role may do what those before it may."""
+
+    #: Probes, the sign-in form.
+    ANYBODY = 0
+    #: Generate; see one's own requests, and how many seats are taken.
+    USER = 1
+    #: See everything: texts, everybody's requests, metrics, traces, reports; use the policy lab.
+    ADMIN = 2
 
 
 @dataclass(frozen=True, slots=True)

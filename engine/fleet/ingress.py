@@ -20,7 +20,6 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api import answers
-from jitney.engine.api.access import Role
 from jitney.engine.api.app import answer_unrouted, edge
 from jitney.engine.api.blocks import send_body
 from jitney.engine.api.disconnect import until_disconnect
@@ -30,7 +29,7 @@ from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES, probe
-from jitney.engine.api.routing import HttpRoute, RouteTable
+from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.service import Context, context_of
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices

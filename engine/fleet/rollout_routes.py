@@ -9,10 +9,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jitney.engine.api.access import Role
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.jsonio import json_answer, read_object
-from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.routing import HttpRoute, Role
 from jitney.engine.api.schema import readable
 from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.rollout import Action

@@ -18,9 +18,10 @@ from jitney.dashboard.auth import POLICY
 from jitney.dashboard.sessions import COOKIE, LIFETIME_S, MAX_SESSIONS, Sessions
 from jitney.dashboard.sse import FEED_VERSION
 from jitney.dashboard.viewers import MAX_VIEWERS
-from jitney.engine.api.access import NOBODY, Identity, Role
+from jitney.engine.api.access import NOBODY, Identity
 from jitney.engine.api.app import create_app
 from jitney.engine.api.guesses import MOST_ALIKE
+from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 
 KEY = "a secret key"

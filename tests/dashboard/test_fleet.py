@@ -28,7 +28,8 @@ from jitney.dashboard.pulse import LEVELS, PULSE_VERSION, SEAT_LETTERS, Pulse, p
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
 from jitney.dashboard.viewers import Viewer
-from jitney.engine.api.access import EVERYBODY, Identity, Role
+from jitney.engine.api.access import EVERYBODY, Identity
+from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.errors import ConfigError
 from jitney.engine.messages import Progress

@@ -17,9 +17,9 @@ from jitney.dashboard import dashboard_routes, sse
 from jitney.dashboard.app import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.standalone import create_standalone
-from jitney.engine.api.access import Role
 from jitney.engine.api.app import create_app
 from jitney.engine.api.routes import ROUTES
+from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput

@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope
 
-from jitney.engine.api.access import Identity, Role
+from jitney.engine.api.access import Identity
 from jitney.engine.api.batches.lines import LineRequest, request_in
 from jitney.engine.api.batches.records import Outcome
 from jitney.engine.api.errors import HttpError, echo, error_form, error_response
-from jitney.engine.api.routing import HttpRoute, RouteTable
+from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.service import Context, Service
 from jitney.engine.errors import RequestError
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from api_fakes import FakeClient, call, make_app, run
 
-from jitney.engine.api.access import Identity, Keys, Role
+from jitney.engine.api.access import Identity, Keys
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.guesses import MAX_REMEMBERED, MOST_ALIKE, MOST_OF_ADDRESS, Guesses
+from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 
 HERE, ELSEWHERE = "192.0.2.1", "192.0.2.2"

@@ -15,9 +15,8 @@ from api_fakes import FakeClient, Script, call, make_app, run, served
 from pydantic import TypeAdapter
 
 from jitney.engine.api import answers
-from jitney.engine.api.access import Role
 from jitney.engine.api.routes import ROUTES
-from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.routing import HttpRoute, Role
 from jitney.engine.api.schema import ChatBody, CompletionBody, parse_body
 from jitney.engine.api.settings import digest_key
 from jitney.engine.api.text_tools.bodies import DetokenizeAnswer, TemplateAnswer, TokenizeAnswer

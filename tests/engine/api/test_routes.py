@@ -10,10 +10,9 @@ from api_fakes import ByteTokenizer, FakeClient, call, run
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jitney.engine.api.access import Role
 from jitney.engine.api.app import create_app
 from jitney.engine.api.routes import ROUTES
-from jitney.engine.api.routing import HttpRoute, RouteTable
+from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.service import Service
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.errors import RequestError
