@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, bearer
 from jitney.engine.api.batches.service import Batches
+from jitney.engine.api.context import context_of
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
 from jitney.engine.api.errors import HttpError, echo, error_response
@@ -26,7 +27,7 @@ from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimit
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable, route_path
-from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.service import Service
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.process.client import EngineClient
 

@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from jitney.engine.api.answers import Described
+from jitney.engine.api.context import context_of
 from jitney.engine.api.endpoints import Answer, read_body
 from jitney.engine.api.formats import Format
 from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.request import check_model, embedding_request
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import Label, ModelBody, prompt_list
-from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo

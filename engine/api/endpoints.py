@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.blocks import EVENT_STREAM, BlockAnswer, send_body, start_of
 from jitney.engine.api.choices import Deltas
+from jitney.engine.api.context import context_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.formats import ChatFormat, CompletionFormat, Format
@@ -23,7 +24,7 @@ from jitney.engine.api.jsonio import read_object
 from jitney.engine.api.request import chat_request, completion_request
 from jitney.engine.api.routing import Handler
 from jitney.engine.api.schema import ChatBody, CompletionBody, ModelBody, parse_body
-from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
 from jitney.engine.text.detokenizer import TokenBytes

@@ -19,9 +19,10 @@ from jitney.engine.api.choices import (
     fill_echo,
     make_choices,
 )
+from jitney.engine.api.context import Context
 from jitney.engine.api.errors import from_output
 from jitney.engine.api.generation_request import GenerationRequest
-from jitney.engine.api.service import Context, Service
+from jitney.engine.api.service import Service
 from jitney.engine.types import (
     SequenceOutput,
 )

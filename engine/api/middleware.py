@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jitney.engine.api.context import Context, context_of
 from jitney.engine.api.errors import ErrorForm, HttpError, echo, error_form, error_response
 from jitney.engine.api.routing import Role, RouteTable, route_path
 from jitney.engine.api.schema import SAFE_ID
-from jitney.engine.api.service import Context, context_of
 from jitney.engine.api.settings import ServerSettings
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
 
+from jitney.engine.api.context import Context
 from jitney.engine.api.errors import no_model
 from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.schema import (
@@ -23,7 +24,7 @@ from jitney.engine.api.schema import (
     Message,
     ReasoningEffort,
 )
-from jitney.engine.api.service import Context, Service
+from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Work
 from jitney.engine.conversation.grammars import Turn, turn_grammar
 from jitney.engine.conversation.messages import shaped_messages

@@ -7,16 +7,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from jitney.engine.api.errors import ErrorForm
 from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.open_requests import OpenRequests
-from jitney.engine.api.quotas import Quotas, Spending
+from jitney.engine.api.quotas import Quotas
 from jitney.engine.api.responses.store import ResponseStore
-from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.api.text_threads import TextThreads
@@ -27,8 +24,6 @@ from jitney.engine.structured.setup import CheckerSetup
 from jitney.engine.types import EngineInfo, Grammar, JsonDict
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
     from jitney.engine.api.batches.service import Batches
     from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.grammars import Grammars
@@ -36,45 +31,6 @@ if TYPE_CHECKING:
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.config.layers import Layered
     from jitney.engine.text.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)
-class Context:
-    """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney"."""
-
-    request_id: str
-    #: Its line in the table of routes; None if it has none.
-    route: HttpRoute | None = None
-    #: How its errors are written.
-    error_form: ErrorForm = ErrorForm.OPENAI
-    #: time.monotonic() of its arrival.
-    started: float = field(default_factory=time.monotonic)
-    #: Digest of the key it came with.
-    tenant: str = ""
-    #: Of the answer; 0 before it begins.
-    status: int = 0
-    #: Written by the generation routes, for the log.
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    #: The client went away before the answer was complete.
-    left: bool = False
-    #: Nobody waits for it: it is a line of a batch.
-    background: bool = False
-    #: What it uses of its key's tokens, while it runs.
-    spending: Spending | None = None
-    #: What a router calls the conversation that it belongs to; empty: nothing.
-    session_id: str = ""
-    #: Of OpenTelemetry; None where it is off.
-    span: Span | None = None
-
-    @property
-    def elapsed_ms(self) -> float:
-        return (time.monotonic() - self.started) * 1000
-
-
-def context_of(scope: Mapping[str, Any]) -> Context:
-    """Of a request, or of its scope."""
-    return scope["jitney"]
 
 
 class Service:

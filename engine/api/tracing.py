@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from jitney.engine.api.service import Context, context_of
+from jitney.engine.api.context import Context, context_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import EngineRequest

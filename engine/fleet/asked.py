@@ -14,7 +14,7 @@ import orjson
 from starlette.requests import Request
 
 from jitney.engine.api.access import address_of
-from jitney.engine.api.service import context_of
+from jitney.engine.api.context import context_of
 from jitney.engine.types import JsonDict, JsonObject
 
 #: Headers of a client that an engine is told.

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jitney.engine.api import answers
 from jitney.engine.api.app import answer_unrouted, edge
 from jitney.engine.api.blocks import send_body
+from jitney.engine.api.context import Context, context_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import Endpoint
 from jitney.engine.api.errors import HttpError, echo, no_model
@@ -30,7 +31,6 @@ from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES, probe
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
-from jitney.engine.api.service import Context, context_of
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.api.tracing import Tracing

@@ -13,6 +13,7 @@ from jitney.engine.api.anthropic_messages.answers import CountAnswer, MessageAns
 from jitney.engine.api.anthropic_messages.conversation import conversation_of
 from jitney.engine.api.anthropic_messages.format import MessageFormat
 from jitney.engine.api.anthropic_messages.schema import CountTokensBody, MessagesBody
+from jitney.engine.api.context import context_of
 from jitney.engine.api.endpoints import Answer, read_body
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.request import (
@@ -23,7 +24,7 @@ from jitney.engine.api.request import (
     sampling_params,
 )
 from jitney.engine.api.routing import HttpRoute
-from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.service import Service
 
 _KIND = Kind(
     "msg_",

@@ -17,9 +17,10 @@ from starlette.types import Message, Scope
 from jitney.engine.api.access import Identity
 from jitney.engine.api.batches.lines import LineRequest, request_in
 from jitney.engine.api.batches.records import Outcome
+from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError, echo, error_form, error_response
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
-from jitney.engine.api.service import Context, Service
+from jitney.engine.api.service import Service
 from jitney.engine.errors import RequestError
 
 #: Refusals of the moment: too much waits, or the engine is not there. The line tries again.

@@ -8,8 +8,8 @@ from starlette.requests import Request
 
 from jitney.engine.api.batches.keeper import Keeper
 from jitney.engine.api.batches.store import Store
+from jitney.engine.api.context import context_of
 from jitney.engine.api.errors import HttpError, echo
-from jitney.engine.api.service import context_of
 
 
 async def found[T](

@@ -28,12 +28,13 @@ from jitney.engine.api.batches.store import Store
 from jitney.engine.api.batches.upload import Upload, receive_upload
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import BlockAnswer
+from jitney.engine.api.context import context_of
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.schema import checked
-from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.service import Service
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
 

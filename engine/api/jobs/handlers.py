@@ -20,6 +20,7 @@ from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.service import now
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import EVENT_STREAM, send_body, start_of
+from jitney.engine.api.context import context_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError
@@ -31,7 +32,7 @@ from jitney.engine.api.jobs.service import Jobs
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.schema import checked
-from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.service import Service
 from jitney.engine.errors import RequestError
 
 #: Jobs that are over and are remembered, of one key.

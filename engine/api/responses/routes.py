@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from jitney.engine.api.context import context_of
 from jitney.engine.api.endpoints import Answer, read_body
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.queries import listed, read_query
@@ -28,7 +29,7 @@ from jitney.engine.api.responses.schema import ResponsesBody
 from jitney.engine.api.responses.store import KeptResponse, ResponseStore, Turn
 from jitney.engine.api.responses.tools import tool_use
 from jitney.engine.api.routing import HttpRoute
-from jitney.engine.api.service import Service, context_of
+from jitney.engine.api.service import Service
 from jitney.engine.types import JsonDict, SamplingParams
 
 _KIND = Kind(

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from jitney.engine.api.choices import Choice, ChoiceDelta
+from jitney.engine.api.context import Context, context_of
 from jitney.engine.api.endpoints import Answer, read_body
 from jitney.engine.api.errors import error_event
 from jitney.engine.api.formats import Format, event_of
@@ -25,7 +26,7 @@ from jitney.engine.api.request import (
     with_ends,
 )
 from jitney.engine.api.schema import GenerationBody, Label, Part
-from jitney.engine.api.service import Context, Service, context_of
+from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.text.fill_in import OtherFile
 from jitney.engine.types import JsonDict

@@ -1,0 +1,54 @@
+"""What is known of one HTTP request while it is answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jitney.engine.api.errors import ErrorForm
+from jitney.engine.api.quotas import Spending
+from jitney.engine.api.routing import HttpRoute
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+@dataclass(slots=True)
+class Context:
+    """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney"."""
+
+    request_id: str
+    #: Its line in the table of routes; None if it has none.
+    route: HttpRoute | None = None
+    #: How its errors are written.
+    error_form: ErrorForm = ErrorForm.OPENAI
+    #: time.monotonic() of its arrival.
+    started: float = field(default_factory=time.monotonic)
+    #: Digest of the key it came with.
+    tenant: str = ""
+    #: Of the answer; 0 before it begins.
+    status: int = 0
+    #: Written by the generation routes, for the log.
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    #: The client went away before the answer was complete.
+    left: bool = False
+    #: Nobody waits for it: it is a line of a batch.
+    background: bool = False
+    #: What it uses of its key's tokens, while it runs.
+    spending: Spending | None = None
+    #: What a router calls the conversation that it belongs to; empty: nothing.
+    session_id: str = ""
+    #: Of OpenTelemetry; None where it is off.
+    span: Span | None = None
+
+    @property
+    def elapsed_ms(self) -> float:
+        return (time.monotonic() - self.started) * 1000
+
+
+def context_of(scope: Mapping[str, Any]) -> Context:
+    """Of a request, or of its scope."""
+    return scope["jitney"]
