@@ -1,81 +1,321 @@
-"""The lines of the table of routes that are about files and batches."""
+"""The routes of files and batches, and their lines of the table. What belongs to another key is
+not there.
+"""
 
 from __future__ import annotations
 
-from jitney.engine.api.batches import forms, handlers
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jitney.engine.api.batches.forms import (
+    WEBHOOK_KEY,
+    BatchAnswer,
+    BatchBody,
+    BatchList,
+    BatchQuery,
+    FileAnswer,
+    FileDeleted,
+    FileForm,
+    FileList,
+    FileQuery,
+    shown_batch,
+    shown_file,
+    shown_list,
+    window_s,
+)
+from jitney.engine.api.batches.found import found
+from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.records import Batch, StoredFile, new_id
+from jitney.engine.api.batches.service import Batches, now
+from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.upload import Upload, receive_upload
+from jitney.engine.api.batches.webhooks import check_webhook_url
+from jitney.engine.api.blocks import BlockAnswer
+from jitney.engine.api.context import context_of
+from jitney.engine.api.endpoints import ignored_header
+from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.jsonio import json_answer, read_object
+from jitney.engine.api.queries import read_query
 from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.schema import checked
+from jitney.engine.api.service import Service
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.errors import RequestError
 
 _GET = ("GET",)
 _POST = ("POST",)
 _DELETE = ("DELETE",)
+_BLOCK = 1 << 16
+#: Batches that are over and are remembered, of one key.
+_KEPT_BATCHES = 1000
+
+
+async def _upload_file(service: Service, request: Request) -> Response:
+    batches = _batches(service)
+    keeper = await batches.keeper()
+    owner = context_of(request.scope).tenant
+    await _check_room(keeper, service.settings, owner)
+    id = new_id("file-")
+    async with batches.uploading():
+        upload = await _received(request, keeper.part(id), service.settings.file_limit)
+        try:
+            _check_purpose(upload)
+            await _check_room(keeper, service.settings, owner, upload.size)
+            file = StoredFile(id, owner, "batch", upload.name, upload.size, now())
+            await asyncio.to_thread(keeper.part(id).rename, keeper.path(id))
+            await keeper.do(Store.add_file, file)
+        except BaseException:
+            keeper.part(id).unlink(missing_ok=True)
+            raise
+    ignored = [name for name in upload.fields if name != "purpose"]
+    return json_answer(shown_file(file), ignored_header(ignored))
+
+
+async def _received(request: Request, path: Path, limit: int) -> Upload:
+    try:
+        return await receive_upload(request, path, limit)
+    except ClientDisconnect:
+        context_of(request.scope).left = True
+        raise HttpError(400, "the client left before its file was there", close=True) from None
+
+
+def _check_purpose(upload: Upload) -> None:
+    for name in upload.fields:
+        if name.startswith("expires_after"):
+            raise RequestError(
+                "files stay until they are deleted; expires_after is not supported here",
+                code="unsupported_parameter",
+                param="expires_after",
+            )
+    if upload.fields.get("purpose") != "batch":
+        raise RequestError('purpose must be "batch"', param="purpose")
+
+
+async def _check_room(keeper: Keeper, settings: ServerSettings, owner: str, size: int = 0) -> None:
+    """Raise HttpError if a key has as many files, or bytes of them, as it may have."""
+    count, taken = await keeper.do(Store.usage, owner)
+    if count >= settings.key_files:
+        raise _full(f"one key may have {settings.key_files} files (key_files)")
+    if taken + size > settings.key_file_bytes:
+        raise _full(f"one key's files may have {settings.key_file_bytes} bytes (key_file_bytes)")
+
+
+def _full(reason: str) -> HttpError:
+    return HttpError(400, f"{reason}; delete some", code="storage_full", param="file")
+
+
+async def _list_files(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    query = read_query(request, FileQuery)
+    files, more = await keeper.do(
+        Store.files,
+        context_of(request.scope).tenant,
+        after=query.after,
+        limit=query.limit,
+        purpose=query.purpose or "",
+        newest_first=query.order == "desc",
+    )
+    return json_answer(shown_list([shown_file(file) for file in files], more=more))
+
+
+async def _show_file(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    return json_answer(shown_file(await _file(keeper, request)))
+
+
+async def _file_content(service: Service, request: Request) -> ASGIApp:
+    keeper = await _batches(service).keeper()
+    file = await _file(keeper, request)
+    headers = {"content-type": "application/octet-stream", "x-content-type-options": "nosniff"}
+    return BlockAnswer(_blocks_of(keeper.path(file.id)), headers)
+
+
+async def _blocks_of(path: Path) -> AsyncGenerator[bytes]:
+    """The bytes of a file, as fast as they are taken."""
+    file = await asyncio.to_thread(path.open, "rb")
+    try:
+        while block := await asyncio.to_thread(file.read, _BLOCK):
+            yield block
+    finally:
+        file.close()
+
+
+async def _delete_file(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    file = await _file(keeper, request)
+    needed_by = await keeper.do(Store.delete_file, file.id, file.owner)
+    if needed_by:
+        raise HttpError(400, f"batch {needed_by} still reads this file", code="file_in_use")
+    await asyncio.to_thread(keeper.path(file.id).unlink, missing_ok=True)
+    return json_answer({"id": file.id, "object": "file", "deleted": True})
+
+
+async def _file(keeper: Keeper, request: Request) -> StoredFile:
+    return await found(keeper, request, "file", Store.file)
+
+
+async def _create_batch(service: Service, request: Request) -> Response:
+    batches = _batches(service)
+    raw = await service.slices.result(read_object(await request.body()))
+    body = checked(BatchBody, raw)
+    batches.executor.route(body.endpoint, param="endpoint")
+    keeper, runner = await batches.keeper(), await batches.runner()
+    batch = _new_batch(service, body, context_of(request.scope).tenant)
+    await _check_batch(keeper, service.settings, batch)
+    await keeper.do(Store.forget_ended, batch.owner, _KEPT_BATCHES)
+    await keeper.do(Store.add_batch, batch)
+    runner.begin(batch.id)
+    ignored = [name for name in raw if name not in BatchBody.model_fields]
+    return json_answer(shown_batch(batch), ignored_header(ignored))
+
+
+def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
+    info = service.client.info
+    if info is not None and info.policy != "continuous":
+        raise RequestError("batches need a server with the policy continuous")
+    created_at = now()
+    metadata = body.metadata or {}
+    webhook_url = metadata.get(WEBHOOK_KEY, "")
+    check_webhook_url(service.settings.webhook_prefixes, webhook_url, f"metadata.{WEBHOOK_KEY}")
+    return Batch(
+        id=new_id("batch_"),
+        owner=owner,
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        metadata=metadata,
+        webhook_url=webhook_url,
+        created_at=created_at,
+        expires_at=created_at + window_s(body.completion_window),
+    )
+
+
+async def _check_batch(keeper: Keeper, settings: ServerSettings, batch: Batch) -> None:
+    """Raise HttpError or RequestError if its file is not there, or its key has too many."""
+    file = await keeper.do(Store.file, batch.input_file_id, batch.owner)
+    if file is None:
+        id = echo(batch.input_file_id)
+        raise HttpError(404, f"no file {id}", code="not_found", param="input_file_id")
+    if file.purpose != "batch":
+        raise RequestError('the file\'s purpose must be "batch"', param="input_file_id")
+    await _check_room(keeper, settings, batch.owner)
+    if await keeper.do(Store.open_batches, batch.owner) >= settings.key_batches:
+        raise RequestError(
+            f"one key may have {settings.key_batches} batches under way (key_batches)",
+            code="rate_limit",
+            retry_after=60.0,
+        )
+
+
+async def _list_batches(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    query = read_query(request, BatchQuery)
+    owner = context_of(request.scope).tenant
+    batches, more = await keeper.do(Store.batches, owner, after=query.after, limit=query.limit)
+    return json_answer(shown_list([shown_batch(batch) for batch in batches], more=more))
+
+
+async def _show_batch(service: Service, request: Request) -> Response:
+    keeper = await _batches(service).keeper()
+    return json_answer(shown_batch(await _batch(keeper, request)))
+
+
+async def _cancel_batch(service: Service, request: Request) -> Response:
+    batches = _batches(service)
+    keeper, runner = await batches.keeper(), await batches.runner()
+    batch = await _batch(keeper, request)
+    sources = ("validating", "in_progress")
+    if await keeper.do(Store.move, batch.id, sources, "cancelling", now()):
+        runner.cancel(batch.id)
+    batch = await _batch(keeper, request)
+    if not batch.status.startswith("cancel"):
+        raise HttpError(
+            400, f"batch {batch.id} is {batch.status} and cannot be cancelled", code="batch_ended"
+        )
+    return json_answer(shown_batch(batch))
+
+
+async def _batch(keeper: Keeper, request: Request) -> Batch:
+    return await found(keeper, request, "batch", Store.batch)
+
+
+def _batches(service: Service) -> Batches:
+    assert service.batches is not None  # `create_app` has made them
+    return service.batches
+
 
 BATCH_ROUTES = (
     HttpRoute(
         "/v1/files",
         _POST,
-        handlers.upload_file,
+        _upload_file,
         "upload a file of requests",
         uploads=True,
-        body=forms.FileForm,
-        answer=forms.FileAnswer,
+        body=FileForm,
+        answer=FileAnswer,
     ),
     HttpRoute(
         "/v1/files",
         _GET,
-        handlers.list_files,
+        _list_files,
         "your files",
-        query=forms.FileQuery,
-        answer=forms.FileList,
+        query=FileQuery,
+        answer=FileList,
     ),
     HttpRoute(
         "/v1/files/{file_id}",
         _GET,
-        handlers.show_file,
+        _show_file,
         "what is known of a file",
-        answer=forms.FileAnswer,
+        answer=FileAnswer,
     ),
     HttpRoute(
         "/v1/files/{file_id}",
         _DELETE,
-        handlers.delete_file,
+        _delete_file,
         "delete a file",
-        answer=forms.FileDeleted,
+        answer=FileDeleted,
     ),
     HttpRoute(
         "/v1/files/{file_id}/content",
         _GET,
-        handlers.file_content,
+        _file_content,
         "the bytes of a file",
         media_type="application/octet-stream",
     ),
     HttpRoute(
         "/v1/batches",
         _POST,
-        handlers.create_batch,
+        _create_batch,
         "answer a file of requests in the background",
-        body=forms.BatchBody,
-        answer=forms.BatchAnswer,
+        body=BatchBody,
+        answer=BatchAnswer,
     ),
     HttpRoute(
         "/v1/batches",
         _GET,
-        handlers.list_batches,
+        _list_batches,
         "your batches",
-        query=forms.BatchQuery,
-        answer=forms.BatchList,
+        query=BatchQuery,
+        answer=BatchList,
     ),
     HttpRoute(
         "/v1/batches/{batch_id}",
         _GET,
-        handlers.show_batch,
+        _show_batch,
         "how far a batch is",
-        answer=forms.BatchAnswer,
+        answer=BatchAnswer,
     ),
     HttpRoute(
         "/v1/batches/{batch_id}/cancel",
         _POST,
-        handlers.cancel_batch,
+        _cancel_batch,
         "cancel a batch",
-        answer=forms.BatchAnswer,
+        answer=BatchAnswer,
     ),
 )

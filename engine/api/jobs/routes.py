@@ -1,50 +1,232 @@
-"""The lines of the table of routes that are about jobs."""
+"""The routes of jobs, and their lines of the table. What belongs to another key is not there."""
 
 from __future__ import annotations
 
-from jitney.engine.api.jobs import forms, handlers
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jitney.engine.api.batches.forms import shown_list, window_s
+from jitney.engine.api.batches.found import found
+from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.records import new_id
+from jitney.engine.api.batches.service import now
+from jitney.engine.api.batches.webhooks import check_webhook_url
+from jitney.engine.api.blocks import EVENT_STREAM, send_body, start_of
+from jitney.engine.api.context import context_of
+from jitney.engine.api.disconnect import until_disconnect
+from jitney.engine.api.endpoints import ignored_header
+from jitney.engine.api.errors import HttpError
+from jitney.engine.api.jobs import table
+from jitney.engine.api.jobs.forms import JobAnswer, JobBody, JobList, JobQuery, shown_job
+from jitney.engine.api.jobs.records import Asked, Job, Repeated
+from jitney.engine.api.jobs.runner import JobRunner
+from jitney.engine.api.jobs.service import Jobs
+from jitney.engine.api.jsonio import json_answer, read_object
+from jitney.engine.api.queries import read_query
 from jitney.engine.api.routing import HttpRoute
+from jitney.engine.api.schema import checked
+from jitney.engine.api.service import Service
+from jitney.engine.errors import RequestError
 
 _GET = ("GET",)
 _POST = ("POST",)
+#: Jobs that are over and are remembered, of one key.
+_KEPT_JOBS = 1000
+_REPEAT_HEADER = "idempotency-key"
+_MOST_KEY_CHARS = 255
+
+
+async def _create_job(service: Service, request: Request) -> Response:
+    jobs = _jobs(service)
+    raw = await service.slices.result(read_object(await request.body()))
+    body = checked(JobBody, raw)
+    jobs.executor.route(body.endpoint, param="endpoint")
+    if body.body.get("stream"):
+        raise RequestError("a job has no stream; see /v1/jobs/{job_id}/events", param="body.stream")
+    keeper, runner = await jobs.keeper(), await jobs.runner()
+    job = _new_job(service, body, context_of(request.scope).tenant)
+    asked = Asked(orjson.dumps(body.body), _repeat_key(request), _digest(body))
+    ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
+    most = service.settings.key_jobs
+    known = await keeper.do(table.add, job, asked, most_open=most, keep=_KEPT_JOBS)
+    if known is None:
+        runner.begin(job)
+        return _accepted(job, ignored)
+    _check_same(known, asked)
+    return _accepted(known.job, ignored)
+
+
+def _new_job(service: Service, body: JobBody, owner: str) -> Job:
+    created_at = now()
+    url = body.webhook_url or ""
+    check_webhook_url(service.settings.webhook_prefixes, url, "webhook_url")
+    return Job(
+        id=new_id("job_"),
+        owner=owner,
+        endpoint=body.endpoint,
+        metadata=body.metadata or {},
+        webhook_url=url,
+        created_at=created_at,
+        expires_at=created_at + window_s(body.window),
+    )
+
+
+def _repeat_key(request: Request) -> str | None:
+    """What the client calls this request, so that it may send it again without doing it again."""
+    key = request.headers.get(_REPEAT_HEADER)
+    if key is not None and not 0 < len(key) <= _MOST_KEY_CHARS:
+        raise RequestError(
+            f"Idempotency-Key must have 1 to {_MOST_KEY_CHARS} characters", param=_REPEAT_HEADER
+        )
+    return key
+
+
+def _digest(body: JobBody) -> str:
+    text = orjson.dumps(body.model_dump(), option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(text).hexdigest()
+
+
+def _check_same(known: Repeated, asked: Asked) -> None:
+    """Raise HttpError 409 if a job of that name was asked for with other words."""
+    if known.digest != asked.digest:
+        raise HttpError(
+            409,
+            f"job {known.job.id} has this Idempotency-Key, and asks for something else",
+            code="idempotency_key_used",
+            param=_REPEAT_HEADER,
+        )
+
+
+def _accepted(job: Job, headers: dict[str, str]) -> Response:
+    where = {"location": f"/v1/jobs/{job.id}"}
+    return json_answer(shown_job(job), headers | where, status=202)
+
+
+async def _list_jobs(service: Service, request: Request) -> Response:
+    keeper = await _jobs(service).keeper()
+    query = read_query(request, JobQuery)
+    owner = context_of(request.scope).tenant
+    jobs, more = await keeper.do(table.page, owner, after=query.after, limit=query.limit)
+    return json_answer(shown_list([shown_job(job) for job in jobs], more=more))
+
+
+async def _show_job(service: Service, request: Request) -> Response:
+    keeper = await _jobs(service).keeper()
+    return json_answer(shown_job(await _job(keeper, request)))
+
+
+async def _cancel_job(service: Service, request: Request) -> Response:
+    jobs = _jobs(service)
+    keeper, runner = await jobs.keeper(), await jobs.runner()
+    job = await _job(keeper, request)
+    await runner.cancel(job.id)
+    job = await _job(keeper, request)
+    if job.status != "cancelled":
+        raise HttpError(
+            400, f"job {job.id} is {job.status} and cannot be cancelled", code="job_ended"
+        )
+    return json_answer(shown_job(job))
+
+
+async def _job_events(service: Service, request: Request) -> ASGIApp:
+    jobs = _jobs(service)
+    keeper, runner = await jobs.keeper(), await jobs.runner()
+    await _job(keeper, request)
+    return _EventAnswer(_events(keeper, runner, request, service.settings.keep_alive_s))
+
+
+async def _events(
+    keeper: Keeper, runner: JobRunner, request: Request, keep_alive_s: float
+) -> AsyncGenerator[bytes]:
+    """The job now and at each change to its end, and comments where nothing changes for long."""
+    status = ""
+    while not runner.is_stopped:
+        news = runner.news(request.path_params["job_id"])
+        job = await _job(keeper, request)
+        if job.status != status:
+            status = job.status
+            yield b"event: job.%s\ndata: %s\n\n" % (status.encode(), orjson.dumps(shown_job(job)))
+        if job.is_over:
+            return
+        try:
+            async with asyncio.timeout(keep_alive_s):
+                await news.wait()
+        except TimeoutError:
+            yield b": still here\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _EventAnswer:
+    """Events, each sent when it is there, as an ASGI application."""
+
+    events: AsyncGenerator[bytes]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until the last one is out, or the client has left."""
+        await until_disconnect(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send(start_of(EVENT_STREAM))
+        async with aclosing(self.events) as events:
+            async for event in events:
+                await send_body(send, event)
+        await send_body(send, b"", more=False)
+
+
+async def _job(keeper: Keeper, request: Request) -> Job:
+    return await found(keeper, request, "job", table.find)
+
+
+def _jobs(service: Service) -> Jobs:
+    assert service.jobs is not None  # `create_app` has made them
+    return service.jobs
+
 
 JOB_ROUTES = (
     HttpRoute(
         "/v1/jobs",
         _POST,
-        handlers.create_job,
+        _create_job,
         "answer one request later",
-        body=forms.JobBody,
-        answer=forms.JobAnswer,
+        body=JobBody,
+        answer=JobAnswer,
         status=202,
     ),
     HttpRoute(
         "/v1/jobs",
         _GET,
-        handlers.list_jobs,
+        _list_jobs,
         "your jobs",
-        query=forms.JobQuery,
-        answer=forms.JobList,
+        query=JobQuery,
+        answer=JobList,
     ),
     HttpRoute(
         "/v1/jobs/{job_id}",
         _GET,
-        handlers.show_job,
+        _show_job,
         "how far a job is, and its answer",
-        answer=forms.JobAnswer,
+        answer=JobAnswer,
     ),
     HttpRoute(
         "/v1/jobs/{job_id}/events",
         _GET,
-        handlers.job_events,
+        _job_events,
         "a job at each change, as server-sent events",
         media_type="text/event-stream",
     ),
     HttpRoute(
         "/v1/jobs/{job_id}/cancel",
         _POST,
-        handlers.cancel_job,
+        _cancel_job,
         "cancel a job",
-        answer=forms.JobAnswer,
+        answer=JobAnswer,
     ),
 )
