@@ -12,6 +12,7 @@ from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
 from jitney.engine.api.routing import Handler, HttpRoute, Role
 from jitney.engine.api.schema import ChatBody, CompletionBody
+from jitney.engine.api.text_tools.infill import INFILL_ROUTES
 from jitney.engine.api.text_tools.routes import TEXT_ROUTES
 
 _GET = ("GET",)
@@ -55,6 +56,7 @@ ROUTES = (
     *RESPONSE_ROUTES,
     *MESSAGE_ROUTES,
     *EMBEDDING_ROUTES,
+    *INFILL_ROUTES,
     *TEXT_ROUTES,
     *BATCH_ROUTES,
     *JOB_ROUTES,

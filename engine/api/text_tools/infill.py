@@ -25,6 +25,7 @@ from jitney.engine.api.request import (
     sampling_params,
     with_ends,
 )
+from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import GenerationBody, Label, Part
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
@@ -82,7 +83,7 @@ class InfillAnswer(BaseModel):
     stop_type: str
 
 
-async def infill(service: Service, request: Request) -> ASGIApp:
+async def _infill(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, InfillBody)
     wanted = await _infill_request(service, body, context_of(request))
     return Answer(service, wanted, _InfillFormat, headers)
@@ -146,3 +147,16 @@ def _stop_type(choice: Choice, delta: ChoiceDelta) -> str:
     if delta.finish != "stop":
         return "limit"
     return "word" if choice.stop_string else "eos"
+
+
+INFILL_ROUTES = (
+    HttpRoute(
+        "/infill",
+        ("POST",),
+        _infill,
+        "what stands between two texts, as llama.cpp has it",
+        generates=True,
+        body=InfillBody,
+        answer=InfillAnswer,
+    ),
+)

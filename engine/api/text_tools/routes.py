@@ -26,7 +26,6 @@ from jitney.engine.api.text_tools.bodies import (
     TokenizeBody,
     TokenizerAnswer,
 )
-from jitney.engine.api.text_tools.infill import InfillAnswer, InfillBody, infill
 from jitney.engine.errors import RequestError
 from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict
@@ -137,15 +136,6 @@ def _written(pieces: Iterator[bytes]) -> Pieces:
 
 
 TEXT_ROUTES = (
-    HttpRoute(
-        "/infill",
-        _POST,
-        infill,
-        "what stands between two texts, as llama.cpp has it",
-        generates=True,
-        body=InfillBody,
-        answer=InfillAnswer,
-    ),
     HttpRoute(
         "/tokenize",
         _POST,
