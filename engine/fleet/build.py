@@ -13,7 +13,7 @@ from jitney.engine.config.schema import Section, ServerSection
 from jitney.engine.fleet.candidate import ModelWithCandidate, Prices, RolloutKeeper
 from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, composed_of
 from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
-from jitney.engine.fleet.config import FleetConfig, ReplicasSection
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.forwarding import Patience
 from jitney.engine.fleet.ingress import Fleet
 from jitney.engine.fleet.metrics import FleetMetrics
@@ -22,6 +22,7 @@ from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import CONNECT_S, Replica, Watch, name_of
 from jitney.engine.fleet.rollout import Rollout
+from jitney.engine.fleet.sections import ReplicasSection
 
 #: Seconds that an idle connection to an engine is kept: shorter than engines keep theirs.
 _KEEP_S = 30.0

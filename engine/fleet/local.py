@@ -25,9 +25,10 @@ from jitney.engine.config.layers import settings
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet.build import FleetParts
-from jitney.engine.fleet.config import CandidateSection, FleetConfig, ReplicasSection
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
 from jitney.engine.process.children import child_environ, end_child, start_child
 
 _log = logging.getLogger("jitney.fleet")

@@ -11,12 +11,12 @@ from typing import Protocol
 import httpx
 
 from jitney.engine.fleet.asked import Asked, beginnings
-from jitney.engine.fleet.config import ReplicasSection
 from jitney.engine.fleet.forwarding import Answer, Exchange, Patience
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.routing import KnownBeginnings, by_prefix, by_turn
+from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.types import JsonDict
 
 #: Share of a replica's seats that no brake keeps empty.

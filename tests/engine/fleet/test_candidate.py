@@ -26,10 +26,11 @@ from jitney.engine.fleet import candidate
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper, key_of
 from jitney.engine.fleet.comparison import ARMS, FIGURES, Outcome
-from jitney.engine.fleet.config import CandidateSection, ReplicasSection, read_fleet
+from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.rollout import Place, Rollout, Rule
+from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
 from jitney.engine.types import EngineRequest, SequenceOutput
 
 TOKENS = 10

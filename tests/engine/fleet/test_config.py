@@ -8,15 +8,8 @@ import pytest
 
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.config import (
-    AS_OF_A_SERVER,
-    KINDS,
-    FleetSection,
-    RaySection,
-    ReplicasSection,
-    engine_config,
-    read_fleet,
-)
+from jitney.engine.fleet.config import AS_OF_A_SERVER, KINDS, engine_config, read_fleet
+from jitney.engine.fleet.sections import FleetSection, RaySection, ReplicasSection
 
 GOOD = """
 [fleet]

@@ -19,9 +19,10 @@ from jitney.engine.cli import main
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet import local
 from jitney.engine.fleet.build import open_fleet
-from jitney.engine.fleet.config import ReplicasSection, read_fleet
+from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.local import LocalEngines, engine_arguments
+from jitney.engine.fleet.sections import ReplicasSection
 
 SUPPORT = Path(__file__).parents[2] / "support"
 ANSWER = "Hello, wörld! " * 4
