@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from jitney.engine.fleet.build import FleetParts
     from jitney.engine.fleet.config import FleetConfig
-    from jitney.engine.fleet.ingress import Fleet
+    from jitney.engine.fleet.fleet import Fleet
     from jitney.engine.fleet.local import LocalEngines
 
 _log = logging.getLogger("jitney")

@@ -14,8 +14,8 @@ from jitney.engine.fleet.candidate import ModelWithCandidate, Prices, RolloutKee
 from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, composed_of
 from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
 from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import Patience
-from jitney.engine.fleet.ingress import Fleet
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.quotas import FleetQuotas

@@ -16,7 +16,7 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.comparison import ARMS
-from jitney.engine.fleet.ingress import Fleet
+from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.rollout import Action
 from jitney.engine.fleet.rollout_routes import rolled_out
 from jitney.engine.types import JsonDict

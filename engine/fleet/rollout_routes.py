@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
@@ -14,11 +14,9 @@ from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.routing import HttpRoute, Role
 from jitney.engine.api.schema import readable
 from jitney.engine.fleet.candidate import ModelWithCandidate
+from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.rollout import Action
 from jitney.engine.types import JsonDict
-
-if TYPE_CHECKING:
-    from jitney.engine.fleet.ingress import Fleet
 
 
 class _Described(BaseModel):

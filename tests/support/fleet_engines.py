@@ -16,7 +16,8 @@ from starlette.applications import Starlette
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import read_fleet
-from jitney.engine.fleet.ingress import Fleet, create_ingress
+from jitney.engine.fleet.fleet import Fleet
+from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.replicas import Replica
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 40}
