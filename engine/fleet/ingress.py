@@ -18,10 +18,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api import answers
-from jitney.engine.api.app import answer_unrouted, edge
 from jitney.engine.api.blocks import send_body
 from jitney.engine.api.context import Context, context_of
 from jitney.engine.api.disconnect import until_disconnect
+from jitney.engine.api.edge import answer_unrouted, edge
 from jitney.engine.api.endpoints import Endpoint
 from jitney.engine.api.errors import HttpError, echo, no_model
 from jitney.engine.api.jsonio import json_answer, read_object

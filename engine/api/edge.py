@@ -1,0 +1,94 @@
+"""What every request passes before a handler sees it, and what one without a route is told."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, bearer
+from jitney.engine.api.context import context_of
+from jitney.engine.api.cross_site import SiteGuard, cors
+from jitney.engine.api.errors import HttpError, echo, error_response
+from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, Told
+from jitney.engine.api.routing import Role, RouteTable, route_path
+from jitney.engine.api.settings import ServerSettings
+
+
+def edge(told: Told, settings: ServerSettings, table: RouteTable) -> list[Middleware]:
+    """What every request passes before a handler sees it, outermost first."""
+    return [
+        *cors(settings),
+        Middleware(ErrorMiddleware, service=told, table=table),
+        Middleware(HeaderLimits, settings=settings),
+        Middleware(SiteGuard, settings=settings),
+        Middleware(
+            AccessControl,
+            role_of=partial(_role_of, settings),
+            identify=_identify(Keys(settings)),
+            missing=_no_key,
+        ),
+        Middleware(BodyLimit, settings=settings),
+    ]
+
+
+def _role_of(settings: ServerSettings, scope: Scope) -> Role:
+    """By the request's line in the table. Decides on the path alone: one rebuilt from the Host
+    header can be made to look public.
+    """
+    route = context_of(scope).route
+    if route is not None:
+        return route.role
+    return Role.ANYBODY if _is_public(settings, route_path(scope)) else Role.USER
+
+
+def _is_public(settings: ServerSettings, path: str) -> bool:
+    return path in settings.public_paths or path.startswith(settings.public_prefixes)
+
+
+def _identify(keys: Keys) -> Identify:
+    by_header = bearer(keys)
+
+    def identify(scope: Scope) -> Identity:
+        identity = by_header(scope)
+        context_of(scope).tenant = identity.tenant
+        return identity
+
+    return identify
+
+
+def _no_key() -> HttpError:
+    return HttpError(
+        401,
+        "give a valid API key as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+        close=True,
+    )
+
+
+def _no_route(path: str) -> HttpError:
+    return HttpError(
+        404, f"no route {echo(path)} here; /openapi.json lists what there is", code="not_found"
+    )
+
+
+async def answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
+    """Answers to a path or method that no route takes."""
+    context = context_of(request)
+    error = _router_error(table, route_path(request.scope), error)
+    return error_response(error, context.request_id, context.error_form)
+
+
+def _router_error(table: RouteTable, path: str, error: Exception) -> Exception:
+    """The router's error in our words."""
+    allowed = table.allowed(path)
+    if allowed:  # else the path is one of the extra routes', or nobody's
+        return HTTPException(405, headers={"allow": ", ".join(allowed)})
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        return _no_route(path)
+    return error
