@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 from jitney.dashboard import report, request_detail, timeline
 from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
 from jitney.dashboard.drawing import Drawings, blocks_of
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, check_minutes
+from jitney.dashboard.mounting import mounted
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.queries import seconds, whole, word
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
@@ -262,33 +261,3 @@ def dashboard_routes(
 ) -> list[BaseRoute]:
     """The page mounted at `path`, see `mounted`."""
     return mounted(create_dashboard(client, settings, engine=engine, decode=decode), path)
-
-
-def with_page(settings: ServerSettings, path: str) -> ServerSettings:
-    """What an endpoint that has a page at `path` leaves to the page's own sign-in: a browser cannot
-    send a bearer key with a page.
-    """
-    prefixes, paths = (path + "/",), frozenset({"/", path})
-    return replace(settings, public_prefixes=prefixes, public_paths=paths)
-
-
-def mounted(page: Starlette, path: str) -> list[BaseRoute]:
-    """A page at `path`, and redirects for those who leave out the slash at its end, and for
-    browsers that come to "/".
-
-    The redirects are relative, because an absolute one would repeat the client's Host header.
-    """
-
-    async def add_slash(request: Request) -> Response:
-        return RedirectResponse(path.rpartition("/")[2] + "/")
-
-    async def front_door(request: Request) -> Response:
-        if "text/html" not in request.headers.get("accept", ""):
-            raise HTTPException(404)  # a program wants to know that there is nothing
-        return RedirectResponse(path.removeprefix("/") + "/")
-
-    return [
-        Route("/", front_door),
-        Route(path, add_slash),
-        Mount(path, app=page),
-    ]

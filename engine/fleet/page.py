@@ -8,9 +8,9 @@ from typing import get_args
 from starlette.routing import BaseRoute
 
 from jitney.dashboard import fleet as watched
-from jitney.dashboard.app import mounted
 from jitney.dashboard.fleet_member import Place, name_of
 from jitney.dashboard.fleet_page import mounted_fleet_page
+from jitney.dashboard.mounting import mounted
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
