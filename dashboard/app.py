@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -16,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from jitney.dashboard import report, request_detail, timeline
 from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
 from jitney.dashboard.drawing import Drawings, blocks_of
+from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, check_minutes
 from jitney.dashboard.mounting import mounted
@@ -28,7 +28,6 @@ from jitney.engine.api.access import Keys, identity_of
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jsonio import in_pieces, long_list
-from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.config.schema import EngineSection
@@ -41,6 +40,8 @@ _MOST_ANSWERS = 16
 _JSON = {"content-type": "application/json"}
 #: Token ids to text.
 _Decode = Callable[[list[int]], str]
+#: Answers a request for one path.
+type _Handler = Callable[[Request], Awaitable[Response | BlockAnswer]]
 
 
 class _Dashboard(PageRoutes):
@@ -69,10 +70,24 @@ class _Dashboard(PageRoutes):
         lines.append(PageLine(Route("/feed", FeedEndpoint(self.feed), methods=["GET"])))
         lines.append(PageLine(Route("/pulse", FeedEndpoint(Pulses(self.client)), methods=["GET"])))
         lines.append(PageLine(Route("/engines", self.engines)))
+        handlers = self._handlers()
         for route in ENGINE_ROUTES:
-            handler = partial(route.handler, self)
+            handler = handlers[route.path]
             lines.append(PageLine(Route(route.path, handler, methods=route.methods), route.role))
         return lines
+
+    def _handlers(self) -> dict[str, _Handler]:
+        """By the paths of `ENGINE_ROUTES`."""
+        return {
+            "/slots": self.seats,
+            "/frames": self.step_records,
+            "/timeline": self.timeline,
+            "/trace": self.trace,
+            "/requests": self.requests,
+            "/request/{id}": self.request,
+            "/report": self.report,
+            "/lab": self.experiment,
+        }
 
     async def engines(self, request: Request) -> Response:
         """The engines that this page can show: one, at its own path."""
@@ -199,31 +214,6 @@ def _with_long_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _with_long_lists(item) for name, item in value.items()}
     return long_list(value) if isinstance(value, list) else value
-
-
-class _EngineRoute(NamedTuple):
-    """What an engine's page answers besides the page itself and the feed."""
-
-    path: str
-    #: GET includes HEAD.
-    methods: tuple[str, ...]
-    handler: Callable[[_Dashboard, Request], Awaitable[Response | BlockAnswer]]
-    #: Who may ask.
-    role: Role
-
-
-_GET = ("GET",)
-#: A new answer is a handler and its line here; a dashboard elsewhere passes all of them on.
-ENGINE_ROUTES = (
-    _EngineRoute("/slots", _GET, _Dashboard.seats, Role.USER),
-    _EngineRoute("/frames", _GET, _Dashboard.step_records, Role.USER),
-    _EngineRoute("/timeline", _GET, _Dashboard.timeline, Role.USER),
-    _EngineRoute("/trace", _GET, _Dashboard.trace, Role.ADMIN),
-    _EngineRoute("/requests", _GET, _Dashboard.requests, Role.USER),
-    _EngineRoute("/request/{id}", _GET, _Dashboard.request, Role.USER),
-    _EngineRoute("/report", _GET, _Dashboard.report, Role.ADMIN),
-    _EngineRoute("/lab", ("GET", "POST", "DELETE"), _Dashboard.experiment, Role.ADMIN),
-)
 
 
 def create_dashboard(

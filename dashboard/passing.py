@@ -10,7 +10,7 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from jitney.dashboard.app import ENGINE_ROUTES
+from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import read_body
 from jitney.engine.api.errors import HttpError

@@ -14,7 +14,7 @@ from api_fakes import ByteTokenizer, call, run
 from page_fakes import browser, viewers_of
 
 from jitney.dashboard import dashboard_routes, sse
-from jitney.dashboard.app import ENGINE_ROUTES
+from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.standalone import create_standalone
 from jitney.engine.api.app import create_app

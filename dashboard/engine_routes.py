@@ -1,0 +1,32 @@
+"""What an engine's page answers besides the page itself and the feed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jitney.engine.api.routing import Role
+
+
+class EngineRoute(NamedTuple):
+    """One line of the table."""
+
+    path: str
+    #: GET includes HEAD.
+    methods: tuple[str, ...]
+    #: Who may ask.
+    role: Role
+
+
+_GET = ("GET",)
+#: A new answer is its line here and its handler in `dashboard.app`; a dashboard elsewhere passes
+#: all of them on.
+ENGINE_ROUTES = (
+    EngineRoute("/slots", _GET, Role.USER),
+    EngineRoute("/frames", _GET, Role.USER),
+    EngineRoute("/timeline", _GET, Role.USER),
+    EngineRoute("/trace", _GET, Role.ADMIN),
+    EngineRoute("/requests", _GET, Role.USER),
+    EngineRoute("/request/{id}", _GET, Role.USER),
+    EngineRoute("/report", _GET, Role.ADMIN),
+    EngineRoute("/lab", ("GET", "POST", "DELETE"), Role.ADMIN),
+)
