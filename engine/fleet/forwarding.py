@@ -99,7 +99,7 @@ class Choosing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often and how long is tried; see `engine.fleet.config.FleetSection`."""
+    """How often and how long is tried; see `engine.fleet.sections.FleetSection`."""
 
     attempts: int = 3
     resume_wait_s: float = 60.0
