@@ -75,7 +75,10 @@ def load_model(
     dtypes = _declared_dtypes(own, dtype)
     arrays: _Arrays = {}
     for done, target in enumerate(weights.targets, 1):
-        arrays |= loader.arrays(target, dtypes[target.path])
+        placed = loader.arrays(target, dtypes[target.path])
+        # Copies and rounding go on by themselves, and would keep one weight while the next is read.
+        jax.block_until_ready(placed)
+        arrays |= placed
         progress("weights", done, len(weights.targets), "")
     model = _assemble(own, dtype, arrays)
     log.info("weights: %s", describe_weights(model))

@@ -58,12 +58,13 @@ class Count:
 
     def note(self, part: np.ndarray) -> None:
         """Of the file."""
+        # First, since jax lets go of what it has copied when it is asked for something.
+        for device, size in on_devices().items():
+            self.beside[device] = max(self.beside[device], size - self.kept[device])
         self.read += part.nbytes
         self.live += part.nbytes
         self.most_live = max(self.most_live, self.live)
         weakref.finalize(part, self._forget, part.nbytes)
-        for device, size in on_devices().items():
-            self.beside[device] = max(self.beside[device], size - self.kept[device])
 
     def _forget(self, size: int) -> None:
         self.live -= size
