@@ -21,6 +21,8 @@ from jitney.kernels.reference import (
 )
 from jitney.kernels.select import select
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASES = {
     "decode, three query heads a key head": Case((9, 3, 64), (5, 100, 200, 33)),
     "decode, absent sequences": Case((4, 4, 32), (1, 250), rows=8, seqs=8, page=8, pages=64),

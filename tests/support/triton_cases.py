@@ -360,8 +360,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "threshold: short lists": lambda: check_threshold(odd_rows, 28, 300, 8),
     "sampling: tokens": sampled_tokens,
     "model: logits": lambda: whole_model(False, unfused=True),
-    "model: logits, normed heads": lambda: whole_model(True),
-    "model: logits, int8 pool": lambda: whole_model(False, "int8"),
+    "model: logits, normed heads, int8 pool": lambda: whole_model(True, "int8"),
 }
 
 

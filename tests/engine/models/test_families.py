@@ -29,7 +29,7 @@ from jitney.engine.models import registry
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.registry import MODELS, abstract_model, model_class
 
-pytestmark = pytest.mark.usefixtures("programs_when_used")
+pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
 CASES = DATA["cases"]
 SMALL = {

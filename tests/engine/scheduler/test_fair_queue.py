@@ -457,7 +457,7 @@ def beside(rate_a: float, seed: int) -> tuple[float, float]:
     ].sum()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_from_a_calm_start_a_heavy_tenant_makes_way(monkeypatch: pytest.MonkeyPatch, seed: int):
     """Without that b's p99 goes from 0.3 to 0.7 s: it waits for one of a's answers to end."""
     calm, _ = beside(1.2, seed)
