@@ -211,8 +211,10 @@ def test_a_client_that_leaves_ends_the_work_of_all_stages(tmp_path: Path):
             served.http() as http,
             http.stream("POST", "/v1/chat/completions", json=asked) as answer,
         ):
-            next(answer.iter_bytes())
+            received = answer.iter_bytes()  # whoever lets go of it has left
+            next(received)
             until(lambda: big.client.open, 30)
+            received.close()
         until(lambda: not big.client.open, 30)
         tiny.client.script = Script(hang=True)
         with served.http(), pytest.raises(httpx.ReadTimeout):
