@@ -11,6 +11,7 @@ anything is installed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import importlib.util
 import os
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -68,13 +70,23 @@ class Level:
 
 V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
+_AMX = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
+#: Linux's system call on x86-64, what is asked of it, and for which part of the registers.
+_ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 #: Greatest first.
 LEVELS = (
+    Level(
+        "amx",
+        "x86-64-v4",
+        ("avx512bf16", "avx512vnni", "amx-tile", "amx-bf16", "amx-int8"),
+        _BF16 | _AMX,
+    ),
     Level(
         "avx512_bf16",
         "x86-64-v4",
         ("avx512bf16", "avx512vnni"),
-        _V4 | {"avx512_bf16", "avx512_vnni"},
+        _BF16,
     ),
     Level("avx512_vnni", "x86-64-v4", ("avx512vnni",), _V4 | {"avx512_vnni"}),
     Level("avx512", "x86-64-v4", (), _V4),
@@ -93,8 +105,18 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     for line in lines:
         if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
+            flags = frozenset(line.partition(":")[2].split())
+            return flags if not flags & _AMX or _may_use_amx() else flags - _AMX
     return frozenset()
+
+
+@cache
+def _may_use_amx() -> bool:
+    """Whether the system lets this process use AMX's registers, of which it saves 8 KB a thread:
+    it is asked here, and who does not ask gets SIGILL.
+    """
+    ask = ctypes.CDLL(None).syscall
+    return ask(_ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA) == 0
 
 
 def levels_here() -> list[Level]:

@@ -29,10 +29,10 @@ class Library:
     """A loaded library, its handlers registered with XLA."""
 
     level: str
-    multiplies_pairs: bool  # of bfloat16, in one instruction
-    has_amx: (
-        bool  # the CPU multiplies whole tiles of bfloat16, which XLA uses and these kernels do not
-    )
+    #: Pairs of bfloat16, in one instruction.
+    multiplies_pairs: bool
+    #: XLA multiplies with AMX, and these kernels do not: their compiler is too old for it.
+    leaves_amx: bool
 
     def target(self, handler: str) -> str:
         """The custom call of one of HANDLERS. Its name says the level, so that no program is
@@ -44,10 +44,10 @@ class Library:
     def arranges(self) -> bool:
         """Whether weights are laid out for these kernels: then every number of rows is theirs.
 
-        With AMX, XLA multiplies 16 rows and more 1.5 to 5 times as fast, so there row counts
-        choose.
+        Not where only XLA uses AMX, which multiplies 16 rows and more 1.5 to 5 times as fast: there
+        row counts choose.
         """
-        return self.multiplies_pairs and not self.has_amx
+        return self.multiplies_pairs and not self.leaves_amx
 
 
 @cache
@@ -103,7 +103,8 @@ def opened(level: Level) -> Library:
     """The library of a level, with its handlers registered; NoLibrary if this system or this jaxlib
     refuses it.
     """
-    library = Library(level.name, "avx512_bf16" in level.needs, "amx_bf16" in build.cpu_flags())
+    leaves_amx = "amx_bf16" in build.cpu_flags() - level.needs
+    library = Library(level.name, "avx512_bf16" in level.needs, leaves_amx)
     try:
         register(library, build.library(level))
     except (OSError, AttributeError, RuntimeError) as error:

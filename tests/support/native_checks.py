@@ -183,7 +183,7 @@ def use(path: Path, name: str, multiplies_pairs: bool) -> library.Library:
     """Register a compiled library under a name of its own; put what is returned in the place of
     `library.load()`.
     """
-    made = library.Library(name, multiplies_pairs, has_amx=False)
+    made = library.Library(name, multiplies_pairs, leaves_amx=False)
     library.register(made, path)
     return made
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "amx.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -326,6 +327,20 @@ struct Prompting {
   // C [rows, columns] (+)= A [rows, n] times B [n, columns], rows rounded up to whole tiles.
   static void multiply(const float* a, Index lda, const float* b, Index ldb, float* c, Index ldc,
                        Index rows, Index tall, Index columns, Index n, bool add) {
+#if JITNEY_AMX
+    if constexpr (kAmx<Kind>) {
+      const amx::Product<Kind> product{reinterpret_cast<const Element*>(a),
+                                       lda,
+                                       reinterpret_cast<const Element*>(b),
+                                       ldb,
+                                       c,
+                                       ldc,
+                                       n,
+                                       add};
+      amx::Soon nothing;
+      return amx::multiply<Kind, 0>(product, rows, columns, nothing);
+    }
+#endif
     const Index vectors = vectors_for(tall, columns / kLanes);
     const auto tile = tile_for<Kind, 0>(tall, vectors);
     for (Index row = 0; row < rows; row += tall) {

@@ -161,6 +161,55 @@ void project_stripes(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::
   });
 }
 
+#if JITNEY_AMX
+// Rows of x, [rows, size] pairs, as columns: [size, columns], zeros where there is no row.
+const Pair* as_columns(const Pair* x, Index rows, Index size, Index columns) {
+  Pair* turned = reinterpret_cast<Pair*>(Scratch::of_call().of(size * columns));
+  for (Index i = 0; i < size; ++i) {
+    for (Index row = 0; row < columns; ++row) {
+      turned[i * columns + row] = row < rows ? x[row * size + i] : Pair{0};
+    }
+  }
+  return turned;
+}
+
+// y[row, word] = sums[word, row], of so many words and of the rows that there are.
+void store_turned(const float* sums, Index columns, Index count, Index rows, float* to,
+                  Index words) {
+  for (Index word = 0; word < count; word += kLanes) {
+    for (Index row = 0; row < rows; row += kLanes) {
+      Floats square[kLanes];
+      repeat<kLanes>([&](auto i) { square[i] = load(sums + (word + i) * columns + row); });
+      transpose(square);
+      const Index present = std::min<Index>(kLanes, rows - row);
+      for (Index r = 0; r < present; ++r) {
+        store(square[r], to + (row + r) * words + word);
+      }
+    }
+  }
+}
+
+// The same by AMX, whose A is the table as it lies.
+void project_amx(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& table,
+                 ffi::AnyBuffer& y, Index size) {
+  const Index rows = x.dimensions()[0], words = table.dimensions()[0];
+  const Index columns = (rows + kLanes - 1) / kLanes * kLanes;
+  const auto* lying = static_cast<const Pair*>(x.untyped_data());
+  const Pair* right = as_columns(lying, rows, size, columns);
+  const auto* left = static_cast<const Pair*>(table.untyped_data());
+  auto* to = static_cast<float*>(y.untyped_data());
+  share(pool, (words + kStripe - 1) / kStripe, rows, [=](Index ticket) {
+    const Index first = ticket * kStripe, count = std::min(kStripe, words - first);
+    float* sums = Scratch::mine().of(count * columns);
+    const amx::Product<Pairs> product{left + first * size, size, right, columns, sums, columns,
+                                      size,                false};
+    amx::Soon nothing;
+    amx::multiply<Pairs, 0>(product, count, columns, nothing);
+    store_turned(sums, columns, count, rows, to + first, words);
+  });
+}
+#endif
+
 // x [T, E] float32, or bfloat16 where the CPU multiplies pairs, table [V, E] float32 or bfloat16 ->
 // y float32 [T, V].
 ffi::Error project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer table,
@@ -180,7 +229,9 @@ ffi::Error project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer table,
     return refused("a projection is float32");
   }
   if (pairs) {
-#if defined(__AVX512BF16__)
+#if JITNEY_AMX
+    project_amx(pool, x, table, *y, ts[1] / 2);
+#elif defined(__AVX512BF16__)
     project_stripes<Pairs>(pool, x, table, *y, ts[1] / 2);
 #endif
   } else if (of_x == ffi::DataType::F32 && of_table == ffi::DataType::F32) {

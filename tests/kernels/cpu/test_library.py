@@ -19,6 +19,8 @@ from jitney.kernels.cpu import build, library, products
 from jitney.kernels.interface import KernelError
 from jitney.kernels.select import select
 
+CPU_FLAGS = build.cpu_flags
+
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch, tmp_path):
@@ -38,6 +40,15 @@ def afresh(monkeypatch, tmp_path):
 def lay(level: build.Level, digest: str) -> None:
     """A file that says which sources it was made of."""
     build.library(level).write_bytes(b"code " + f"{build.MARK}{digest}".encode() + b" code")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_amx_is_what_the_system_allows(monkeypatch, allowed):
+    flags = " ".join(sorted(build.LEVELS[0].needs))
+    monkeypatch.setattr(build, "cpu_flags", CPU_FLAGS)
+    monkeypatch.setattr(build.Path, "read_text", lambda *_: f"flags\t\t: {flags}\n")
+    monkeypatch.setattr(build, "_may_use_amx", lambda: allowed)
+    assert build.levels_here()[0].name == ("amx" if allowed else "avx512_bf16")
 
 
 def test_without_a_compiler_the_reference_serves_and_one_line_says_what_to_install(caplog):
@@ -80,14 +91,14 @@ def test_a_library_of_other_sources_is_compiled_again(monkeypatch):
     monkeypatch.setattr(build, "compile_level", compile_level)
     assert library.available(build.LEVELS) == build.LEVELS[0]
     assert library.available(build.LEVELS) == build.LEVELS[0]
-    assert compiled == [("avx512_bf16", ["a-compiler"])]
+    assert compiled == [(build.LEVELS[0].name, ["a-compiler"])]
 
 
 def test_a_lesser_level_serves_where_the_best_one_does_not_compile(caplog):
     lay(build.LEVELS[1], build.digest())
     assert library.available(build.LEVELS) == build.LEVELS[1]
     lesser = build.LEVELS[1].name
-    assert f"kernels for {lesser} instead of avx512_bf16: there is no C++ compiler" in caplog.text
+    assert f"kernels for {lesser} instead of amx: there is no C++ compiler" in caplog.text
 
 
 def test_a_level_that_the_compiler_does_not_know_leaves_the_next_one(monkeypatch, caplog):
@@ -103,7 +114,7 @@ def test_a_level_that_the_compiler_does_not_know_leaves_the_next_one(monkeypatch
     monkeypatch.setattr(build, "compile_level", compile_level)
     assert library.available(build.LEVELS) == build.LEVELS[2]
     assert compiled == [level.name for level in build.LEVELS[:3]]
-    told = "kernels for avx512 instead of avx512_bf16: unknown option of avx512_bf16"
+    told = "kernels for avx512_vnni instead of amx: unknown option of amx"
     assert told in caplog.text
 
 
@@ -113,9 +124,9 @@ def test_a_file_that_is_no_library_is_refused(caplog):
     assert "cannot be loaded" in caplog.text
 
 
-def test_with_amx_weights_stay_and_row_counts_choose(monkeypatch):
-    """XLA multiplies 16 rows and more with AMX, 1.5 to 5 times as fast as these kernels."""
-    amx = library.Library("avx512_bf16", multiplies_pairs=True, has_amx=True)
+def test_where_only_xla_has_amx_weights_stay_and_row_counts_choose(monkeypatch):
+    """It multiplies 16 rows and more 1.5 to 5 times as fast as kernels without."""
+    amx = library.Library("avx512_bf16", multiplies_pairs=True, leaves_amx=True)
     monkeypatch.setattr(library, "load", lambda: amx)
     w = jnp.ones((64, 96), jnp.bfloat16)
     assert products.arrange(w) is w
@@ -123,7 +134,7 @@ def test_with_amx_weights_stay_and_row_counts_choose(monkeypatch):
         x = jnp.ones((rows, 64), jnp.bfloat16)
         assert ("jitney_product" in jax.jit(products.matmul).lower(x, w).as_text()) == ours
         assert ("jitney_project" in jax.jit(products.project).lower(x, w.T).as_text()) == ours
-    arranged = replace(amx, has_amx=False)
+    arranged = replace(amx, leaves_amx=False)
     monkeypatch.setattr(library, "load", lambda: arranged)
     assert products.arrange(w).shape == (1, 32, 96, 2)
 

@@ -199,7 +199,8 @@ def test_products_with_panels_match_numpy_and_do_not_depend_on_the_number_of_row
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     whole = np.asarray(jax.jit(products.matmul)(x, panels))
     np.testing.assert_allclose(whole, exact, rtol=0, atol=4e-6 * np.abs(exact).max())
-    for rows in (1, 2, 3, 4, 7, 8, 33):
+    # AMX takes 32 rows, or 17 to 31, or up to 16, each in its own way.
+    for rows in (1, 2, 3, 4, 7, 8, 16, 17, 33, 50, 64):
         some = jax.jit(products.matmul)(x[:rows], panels)
         np.testing.assert_array_equal(some, whole[:rows])
         narrow = jax.jit(lambda x, w: products.matmul(x, w, jnp.bfloat16))(x[:rows], panels)
