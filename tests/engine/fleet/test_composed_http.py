@@ -214,7 +214,7 @@ def test_a_client_that_leaves_ends_the_work_of_all_stages(tmp_path: Path):
             received = answer.iter_bytes()  # whoever lets go of it has left
             next(received)
             until(lambda: big.client.open, 30)
-            received.close()
+            del received
         until(lambda: not big.client.open, 30)
         tiny.client.script = Script(hang=True)
         with served.http(), pytest.raises(httpx.ReadTimeout):
