@@ -60,8 +60,8 @@ Index tiles_of_chunk(const Panels<Kind>& of, Index first) {
   return (std::min(of.chunk(), of.rows - first) + tall - 1) / tall;
 }
 
-// The sums of a chunk's rows, from `first` on, with one panel, [chunk + tall, columns]; rows of tile
-// i begin at i * tall. The panel that is expected next is asked for meanwhile.
+// The sums of a chunk's rows, from `first` on, with one panel, [chunk + tall, columns]; rows of
+// tile i begin at i * tall. The panel that is expected next is asked for meanwhile.
 template <class Kind>
 void multiply_panel(const Panels<Kind>& of, Index panel, Index first, float* sums) {
   const Index tall = of.tall(), wide = of.wide(), tiles = tiles_of_chunk(of, first);

@@ -331,6 +331,28 @@ def test_calls_from_many_threads_share_the_blocks():
     assert all((result == (expected, projected)[i % 2]).all() for i, result in enumerate(results))
 
 
+@PAIRS
+def test_products_of_xlas_and_ours_take_turns_on_the_same_threads():
+    """AMX's registers have shapes, which each thread sets for itself, and XLA has its own."""
+    w, x = random_bf16(1, 576, 576), random_bf16(2, 64, 576)
+    panels = products.arrange(w)
+
+    @jax.jit
+    def alternate(x: jax.Array) -> list[jax.Array]:
+        return [
+            product(x[:rows], weights)
+            for rows in (5, 16, 31, 48, 64)
+            for product, weights in ((products.matmul, panels), (reference.matmul, w))
+        ]
+
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda _: alternate(x), range(6)):
+            for some in found:
+                close = 4e-6 * np.abs(exact).max()
+                np.testing.assert_allclose(some, exact[: len(some)], rtol=0, atol=close)
+
+
 def test_selection(monkeypatch):
     kernels = select("cpu")
     assert kernels.name == "native"

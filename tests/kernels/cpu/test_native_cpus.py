@@ -37,7 +37,9 @@ CPUS = [
 ]
 #: Macros of instruction sets that a compiler may choose by itself, and their flag in /proc/cpuinfo
 #: if named otherwise.
-CHOSEN = re.compile(r"__(AVX\w*|FMA|FMA4|BMI2?|F16C|LZCNT|MOVBE|ADX|GFNI|VAES|VPCLMULQDQ|XOP)__")
+CHOSEN = re.compile(
+    r"__(AVX\w*|AMX\w*|FMA|FMA4|BMI2?|F16C|LZCNT|MOVBE|ADX|GFNI|VAES|VPCLMULQDQ|XOP)__"
+)
 FLAG = {
     "bmi": "bmi1",
     "lzcnt": "abm",
