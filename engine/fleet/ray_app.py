@@ -352,6 +352,8 @@ def build_application(
     """
     if config.server.ssl_certfile:
         raise ConfigError("[fleet] ssl_certfile: on Ray, end TLS before the fleet")
+    if config.server.port == 0:
+        raise ConfigError("[fleet] port: Ray does not tell which free port it took; give a number")
     has_keys = bool(users or admins)
     key, environ = engine_keys(users, admins)
     if not has_keys:  # engines are reached over the network, so they have a key all the same

@@ -17,6 +17,7 @@ from fleet_engines import CHAT, said
 from free_ports import free_port
 
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import read_fleet
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'jitney[ray]'")
@@ -131,3 +132,12 @@ def test_an_engine_killed_under_load_loses_no_request_and_is_replaced(endpoint: 
         assert [answer.status_code for answer in answers] == [200] * 24
         assert {_text(answer) for answer in answers} == {ANSWER}
         assert first["name"] not in {each["name"] for each in _ready(http, but=first["name"])}
+
+
+def test_any_free_port_is_refused(tmp_path: Path):
+    from jitney.engine.fleet.ray_app import build_application
+
+    file = tmp_path / "fleet.toml"
+    file.write_text(_FLEET.replace("[fleet]", "[fleet]\nport = 0"))
+    with pytest.raises(ConfigError, match=r"\[fleet\] port: .* give a number"):
+        build_application(read_fleet(file), ServerSettings())
