@@ -106,7 +106,9 @@ def cpu_flags() -> frozenset[str]:
     for line in lines:
         if line.startswith("flags"):
             flags = frozenset(line.partition(":")[2].split())
-            return flags if not flags & _AMX or _may_use_amx() else flags - _AMX
+            if flags & _AMX and not _may_use_amx():
+                flags -= _AMX
+            return flags
     return frozenset()
 
 

@@ -127,60 +127,92 @@ struct Product {
   float* sums(Index row, Index column) const { return c + row * ldc + column; }
 };
 
+// Sums in register kSum: taken from memory or, where there are none yet, zero.
+template <int kSum>
+__attribute__((always_inline)) inline void begin_sum(const float* from, Index bytes, bool add) {
+#define JITNEY_BEGIN(sum)              \
+  if constexpr (kSum == sum) {         \
+    if (add) {                         \
+      _tile_loadd(sum, from, bytes);   \
+    } else {                           \
+      _tile_zero(sum);                 \
+    }                                  \
+  }
+  JITNEY_BEGIN(0)
+  JITNEY_BEGIN(1)
+  JITNEY_BEGIN(2)
+  JITNEY_BEGIN(3)
+#undef JITNEY_BEGIN
+}
+
+template <int kSum>
+__attribute__((always_inline)) inline void end_sum(float* to, Index bytes) {
+  if constexpr (kSum == 0) _tile_stored(0, to, bytes);
+  if constexpr (kSum == 1) _tile_stored(1, to, bytes);
+  if constexpr (kSum == 2) _tile_stored(2, to, bytes);
+  if constexpr (kSum == 3) _tile_stored(3, to, bytes);
+}
+
+// kTall by kWide registers of sums, from a row and a column on; step(k) adds what elements from k
+// on give. Two rows of registers are 0 and 1, and 2 and 3.
+template <int kTall, int kWide, class Kind, class Step>
+__attribute__((always_inline)) inline void sum_up(const Product<Kind>& of, Index row, Index column,
+                                                  Index depth, const Step& step) {
+  constexpr int pitch = kTall == 2 ? 2 : kWide;
+  const Index bytes = 4 * of.ldc;
+  repeat<kTall>([&](auto r) {
+    repeat<kWide>([&](auto c) {
+      begin_sum<r * pitch + c>(of.sums(row + r * kSide, column + c * kSide), bytes, of.add);
+    });
+  });
+  for (Index k = 0; k < of.n; k += depth) {
+    step(k);
+  }
+  repeat<kTall>([&](auto r) {
+    repeat<kWide>([&](auto c) {
+      end_sum<r * pitch + c>(of.sums(row + r * kSide, column + c * kSide), bytes);
+    });
+  });
+}
+
 // Two by two registers of sums, from a row and a column on; two by one at the right edge. Rows of A
 // are loaded as what is not needed again soon, so that the columns of B stay in the first-level
 // cache: a fifth to a quarter faster.
 template <class Kind, bool kWide>
 void squares(const Product<Kind>& of, Index row, Index column, Index depth, Soon& soon) {
-  const Index above = row + kSide, beside = column + kSide;
-  const Index lda = 4 * of.lda, ldb = 4 * of.ldb, ldc = 4 * of.ldc;
-  if (of.add) {
-    _tile_loadd(0, of.sums(row, column), ldc);
-    if constexpr (kWide) _tile_loadd(1, of.sums(row, beside), ldc);
-    _tile_loadd(2, of.sums(above, column), ldc);
-    if constexpr (kWide) _tile_loadd(3, of.sums(above, beside), ldc);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (Index k = 0; k < of.n; k += depth) {
+  const Index lda = 4 * of.lda, ldb = 4 * of.ldb;
+  sum_up<2, kWide ? 2 : 1>(of, row, column, depth, [&](Index k) {
     soon.ask();
     _tile_loadd(6, of.right(k, column), ldb);
     _tile_stream_loadd(4, of.left(row, k), lda);
     dot<Kind, 0, 4, 6>();
     if constexpr (kWide) {
-      _tile_loadd(7, of.right(k, beside), ldb);
+      _tile_loadd(7, of.right(k, column + kSide), ldb);
       dot<Kind, 1, 4, 7>();
     }
-    _tile_stream_loadd(5, of.left(above, k), lda);
+    _tile_stream_loadd(5, of.left(row + kSide, k), lda);
     dot<Kind, 2, 5, 6>();
     if constexpr (kWide) dot<Kind, 3, 5, 7>();
+  });
+}
+
+// The same where there may be but one column of registers left.
+template <class Kind>
+void squares_at(const Product<Kind>& of, Index row, Index column, Index columns, Index depth,
+                Soon& soon) {
+  if (columns - column > kSide) {
+    squares<Kind, true>(of, row, column, depth, soon);
+  } else {
+    squares<Kind, false>(of, row, column, depth, soon);
   }
-  _tile_stored(0, of.sums(row, column), ldc);
-  if constexpr (kWide) _tile_stored(1, of.sums(row, beside), ldc);
-  _tile_stored(2, of.sums(above, column), ldc);
-  if constexpr (kWide) _tile_stored(3, of.sums(above, beside), ldc);
 }
 
 // Up to four registers of sums side by side, from a column on. Rows of B are asked for kAhead
 // early.
 template <class Kind, int kWide, int kAhead>
 void lines(const Product<Kind>& of, Index row, Index column, Index depth) {
-  const Index lda = 4 * of.lda, ldb = 4 * of.ldb, ldc = 4 * of.ldc;
-  if (of.add) {
-    _tile_loadd(0, of.sums(row, column), ldc);
-    if constexpr (kWide > 1) _tile_loadd(1, of.sums(row, column + kSide), ldc);
-    if constexpr (kWide > 2) _tile_loadd(2, of.sums(row, column + 2 * kSide), ldc);
-    if constexpr (kWide > 3) _tile_loadd(3, of.sums(row, column + 3 * kSide), ldc);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (Index k = 0; k < of.n; k += depth) {
+  const Index lda = 4 * of.lda, ldb = 4 * of.ldb;
+  sum_up<1, kWide>(of, row, column, depth, [&](Index k) {
     if constexpr (kAhead > 0) {
       for (Index ahead = kAhead; ahead < kAhead + depth; ++ahead) {
         prefetch_near(of.right(k + ahead, column), kWide * kLine);
@@ -201,30 +233,15 @@ void lines(const Product<Kind>& of, Index row, Index column, Index depth) {
       _tile_loadd(5, of.right(k, column + 3 * kSide), ldb);
       dot<Kind, 3, 4, 5>();
     }
-  }
-  _tile_stored(0, of.sums(row, column), ldc);
-  if constexpr (kWide > 1) _tile_stored(1, of.sums(row, column + kSide), ldc);
-  if constexpr (kWide > 2) _tile_stored(2, of.sums(row, column + 2 * kSide), ldc);
-  if constexpr (kWide > 3) _tile_stored(3, of.sums(row, column + 3 * kSide), ldc);
+  });
 }
 
 // Four registers of sums one below the other: sums that wait for each other's instruction are what
 // a single one would be.
 template <class Kind>
 void stacks(const Product<Kind>& of, Index row, Index column, Index depth) {
-  const Index lda = 4 * of.lda, ldb = 4 * of.ldb, ldc = 4 * of.ldc;
-  if (of.add) {
-    _tile_loadd(0, of.sums(row, column), ldc);
-    _tile_loadd(1, of.sums(row + kSide, column), ldc);
-    _tile_loadd(2, of.sums(row + 2 * kSide, column), ldc);
-    _tile_loadd(3, of.sums(row + 3 * kSide, column), ldc);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (Index k = 0; k < of.n; k += depth) {
+  const Index lda = 4 * of.lda, ldb = 4 * of.ldb;
+  sum_up<4, 1>(of, row, column, depth, [&](Index k) {
     _tile_loadd(6, of.right(k, column), ldb);
     _tile_loadd(4, of.left(row, k), lda);
     dot<Kind, 0, 4, 6>();
@@ -234,11 +251,7 @@ void stacks(const Product<Kind>& of, Index row, Index column, Index depth) {
     dot<Kind, 2, 7, 6>();
     _tile_loadd(4, of.left(row + 3 * kSide, k), lda);
     dot<Kind, 3, 4, 6>();
-  }
-  _tile_stored(0, of.sums(row, column), ldc);
-  _tile_stored(1, of.sums(row + kSide, column), ldc);
-  _tile_stored(2, of.sums(row + 2 * kSide, column), ldc);
-  _tile_stored(3, of.sums(row + 3 * kSide, column), ldc);
+  });
 }
 
 // As many rows as are whole stacks, times the only column of registers; how many they are.
@@ -265,11 +278,7 @@ Index whole_squares(const Product<Kind>& of, Index row, Index rows, Index column
   }
   for (Index column = 0; column < columns; column += 2 * kSide) {
     for (Index here = row; here < end; here += 2 * kSide) {
-      if (columns - column > kSide) {
-        squares<Kind, true>(of, here, column, depth, soon);
-      } else {
-        squares<Kind, false>(of, here, column, depth, soon);
-      }
+      squares_at(of, here, column, columns, depth, soon);
     }
   }
   return whole;
@@ -282,11 +291,7 @@ void last_rows(const Product<Kind>& of, Index row, Index count, Index columns, I
   if (count > kSide) {
     square(kSide, count - kSide, depth);
     for (Index column = 0; column < columns; column += 2 * kSide) {
-      if (columns - column > kSide) {
-        squares<Kind, true>(of, row, column, depth, soon);
-      } else {
-        squares<Kind, false>(of, row, column, depth, soon);
-      }
+      squares_at(of, row, column, columns, depth, soon);
     }
     return;
   }
@@ -327,7 +332,7 @@ inline Index steps(Index rows, Index columns, Index n) {
 // C [rows, columns] (+)= A [rows, n] times B [n, columns], columns whole vectors. Rows of B are
 // asked for kAhead early where few rows are multiplied.
 template <class Kind, int kAhead>
-void multiply(Product<Kind> of, Index rows, Index columns, Soon& soon) {
+void multiply(Product<Kind> of, Index rows, Index columns, Soon soon = {}) {
   const Index n = of.n, whole = n / kSide * kSide;
   if (whole > 0) {
     of.n = whole;

@@ -337,8 +337,7 @@ struct Prompting {
                                        ldc,
                                        n,
                                        add};
-      amx::Soon nothing;
-      return amx::multiply<Kind, 0>(product, rows, columns, nothing);
+      return amx::multiply<Kind, 0>(product, rows, columns);
     }
 #endif
     const Index vectors = vectors_for(tall, columns / kLanes);

@@ -97,7 +97,7 @@ void multiply_panel_amx(const Panels<Kind>& of, Index panel, Index first, float*
   for (Index start = 0; start < of.depth; start += kDepth) {
     const Index deep = std::min(kDepth, of.depth - start);
     const Index bytes = deep * of.columns * Index{sizeof *next};
-    amx::Soon soon{reinterpret_cast<const char*>(next + start * of.columns),
+    const amx::Soon soon{reinterpret_cast<const char*>(next + start * of.columns),
                    rows > amx::kSide ? bytes / amx::steps(rows, of.columns, deep) : 0};
     const amx::Product<Kind> product{of.x + first * of.depth + start,
                                      of.depth,

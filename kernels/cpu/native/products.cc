@@ -203,8 +203,7 @@ void project_amx(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyB
     float* sums = Scratch::mine().of(count * columns);
     const amx::Product<Pairs> product{left + first * size, size, right, columns, sums, columns,
                                       size,                false};
-    amx::Soon nothing;
-    amx::multiply<Pairs, 0>(product, count, columns, nothing);
+    amx::multiply<Pairs, 0>(product, count, columns);
     store_turned(sums, columns, count, rows, to + first, words);
   });
 }
