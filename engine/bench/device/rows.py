@@ -194,9 +194,8 @@ class Sizes:
     rows: tuple[int, ...]  # that are rotated and written
     product_rows: tuple[int, ...]
     sampled: tuple[int, ...]  # rows of logits
-    proved: tuple[
-        tuple[int, ...], tuple[int, ...]
-    ]  # rows of decode and mixed steps, of all kernels
+    #: Rows of decode steps, and of mixed ones, in which all kernels are proved.
+    proved: tuple[tuple[int, ...], tuple[int, ...]]
     steps: tuple[tuple[int, ...], tuple[int, ...]]  # seats, the first group before all other work
     contexts: tuple[tuple[int, ...], tuple[int, ...]]  # of decode steps, short and long
     quantised: tuple[int, ...]  # seats of steps with quantised weights
