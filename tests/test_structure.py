@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import pytest
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+from jitney.kernels.cpu import build
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "kernels", "dashboard")
@@ -251,16 +254,30 @@ def test_transformers_works_from_the_repository_root(tmp_path: Path, installed: 
     assert done.stdout == f"{origin} {installed} True\n", done.stderr
 
 
+#: Makes the file that it is told to make, whatever of.
+NO_COMPILER = """#!/bin/sh
+while [ $# -gt 1 ]; do
+  if [ "$1" = -o ]; then echo nothing > "$2"; fi
+  shift
+done
+"""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """A wheel built from a copy: building in place would leave folders behind, and would pick up
-    old ones.
+    old ones. Its kernels are empty, since compiling them takes minutes and is tested elsewhere.
     """
     copy = tmp_path_factory.mktemp("source")
     for name in (*PACKAGES, "__main__.py", "pyproject.toml", "README.md", "LICENSE"):
         path = ROOT / name
-        shutil.copytree(path, copy / name) if path.is_dir() else shutil.copy(path, copy)
-    # Kernels that are not compiled yet take their minutes.
+        if path.is_dir():
+            shutil.copytree(path, copy / name, ignore=shutil.ignore_patterns("build"))
+        else:
+            shutil.copy(path, copy)
+    compiler = copy / "no-compiler"
+    compiler.write_text(NO_COMPILER)
+    compiler.chmod(0o700)
     subprocess.run(
         [
             sys.executable,
@@ -276,6 +293,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
             ".",
         ],
         cwd=copy,
+        env=os.environ | {"CXX": str(compiler)},
         check=True,
         capture_output=True,
         timeout=600,
@@ -302,6 +320,16 @@ def test_the_wheel_carries_the_page(wheel: zipfile.ZipFile):
         if file.is_file() and file.suffix not in (".py", ".pyc")
     }
     assert not assets - set(wheel.namelist())
+
+
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="no kernels for it"
+)
+def test_the_wheel_carries_a_library_for_every_level(wheel: zipfile.ZipFile):
+    libraries = {name for name in wheel.namelist() if name.endswith(".so")}
+    assert libraries == {
+        f"jitney/kernels/cpu/native/build/{level.name}.so" for level in build.LEVELS
+    }
 
 
 def test_the_wheel_says_that_its_packages_are_typed(wheel: zipfile.ZipFile):

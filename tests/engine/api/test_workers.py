@@ -304,20 +304,26 @@ async def hostile(pool: WorkerPool[Obeyed]) -> None:
     [(ordinary, ("jitney", "asyncio")), (hostile, ("jitney",))],
 )
 def test_a_task_that_is_over_leaves_no_cycle(work: Any, rooms: tuple[str, ...]):
+    """Three times, since a thread of an earlier test may let go of its own things beside it, once."""
+
     async def session() -> set[str]:
         async with working() as pool:
             await pool.start()
             await work(pool)
-            gc.collect()
-            gc.disable()
-            try:
-                await work(pool)
-                gc.set_debug(gc.DEBUG_SAVEALL)
-                gc.collect()
-                return left_over(gc.garbage, *rooms)
-            finally:
-                gc.set_debug(0)
-                gc.garbage.clear()
-                gc.enable()
+            return set.intersection(*[await left_by(work, pool, rooms) for _ in range(3)])
 
     assert not within(session())
+
+
+async def left_by(work: Any, pool: WorkerPool[Obeyed], rooms: tuple[str, ...]) -> set[str]:
+    gc.collect()
+    gc.disable()
+    try:
+        await work(pool)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return left_over(gc.garbage, *rooms)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -94,6 +94,16 @@ def shipped(request) -> library.Library:
     return native_checks.use(path, f"checked_{level.name}", "avx512_bf16" in level.needs)
 
 
+@pytest.mark.parametrize("level", build.LEVELS, ids=lambda level: level.name)
+def test_the_sources_of_a_level_that_this_cpu_does_not_run_are_valid(level, tmp_path):
+    if level.needs <= build.cpu_flags():
+        pytest.skip("it is compiled and run")
+    command = compiler()
+    flags = [*build._FLAGS, *build.machine_flags(level, command), '-DJITNEY_SOURCES=""']
+    for half in build._halves(tmp_path):
+        build.run([*command, *flags, "-isystem", str(build.headers()), "-fsyntax-only", str(half)])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "heads", native_checks.LAYOUTS, ids=lambda heads: "-".join(map(str, heads))
