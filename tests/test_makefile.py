@@ -74,7 +74,9 @@ def test_serving_installs_what_serving_needs(
     program(tmp_path / "bin", "python3.12", GOOD)
     said = make(tmp_path, "-n", *words)
     lines = [line for line in said.stdout.splitlines() if "pip install" in line]
-    assert lines == [f".venv/bin/python -m pip install --quiet --editable {installed}"], said
+    assert lines == [
+        f".venv/bin/python -m pip install --quiet --no-compile --editable {installed}"
+    ], said
 
 
 def test_what_only_tests_need_is_in_no_other_extra():

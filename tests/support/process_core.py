@@ -178,8 +178,8 @@ def build_that_hangs(config, source, progress):
 
 
 def build_step_by_step(config, source, progress):
-    """For longer than a limit of two seconds, but never that long without a word."""
+    """For longer than a limit of five seconds, but never that long without a word."""
     for done in range(1, 6):
-        time.sleep(0.6)
+        time.sleep(1.2)
         progress(Progress("compile", done, 5, source.name))
     return Core(), INFO

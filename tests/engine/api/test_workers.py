@@ -304,7 +304,7 @@ async def hostile(pool: WorkerPool[Obeyed]) -> None:
     [(ordinary, ("jitney", "asyncio")), (hostile, ("jitney",))],
 )
 def test_a_task_that_is_over_leaves_no_cycle(work: Any, rooms: tuple[str, ...]):
-    """Three times, since a thread of an earlier test may let go of its own things beside it, once."""
+    """Thrice, since a thread of an earlier test may let go of its own things beside it, once."""
 
     async def session() -> set[str]:
         async with working() as pool:

@@ -559,7 +559,7 @@ def test_a_first_start_that_stands_still_ends_with_a_reason():
 
 def test_a_first_start_that_makes_progress_may_take_its_time():
     async def test() -> None:
-        async with running("build_step_by_step", start_timeout_s=2) as client:
+        async with running("build_step_by_step", start_timeout_s=5) as client:
             await client.wait_ready()
 
     run(test)
