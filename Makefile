@@ -2,9 +2,6 @@
 #   make serve ARGS="--port 9000"   set up and serve     make test ARGS="-k ledger"   set up and test
 #   make lint   ruff and pyright    make wheel           a wheel in dist/             make clean   remove what make made
 #   make serve EXTRA=cuda12         on an NVIDIA GPU; cuda13 for CUDA 13, tpu on a TPU
-# Python keeps the bytecode of what it imports: pip compiles nothing, which would take it half of its time, and the
-# processes of the tests import the same files hundreds of times.
-unexport PYTHONDONTWRITEBYTECODE
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -14,6 +11,10 @@ ARGS ?=
 EXTRA ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# pip compiles nothing, which would take it half of its time. Python keeps the bytecode of what it imports: the processes
+# of the tests import the same files hundreds of times.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --editable
+unexport PYTHONDONTWRITEBYTECODE
 # What is installed: Jitney as it serves, and beside it what tests and lint need.
 SERVE := $(VENV)/.jitney-serve$(EXTRA:%=-%)
 DEV := $(VENV)/.jitney-dev
@@ -36,11 +37,11 @@ $(BIN)/python:
 	exit 1
 
 $(SERVE): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".$(EXTRA:%=[%])"
+	$(INSTALL) ".$(EXTRA:%=[%])"
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
+	$(INSTALL) ".[dev]"
 	@touch $(SERVE) $@
 
 serve: $(SERVE)

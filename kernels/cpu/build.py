@@ -233,20 +233,26 @@ def _halves(folder: Path) -> list[Path]:
     return halves
 
 
+def _compiling(level: Level, command: Sequence[str]) -> list[str]:
+    """The command that compiles for a level, before the names of files."""
+    stated = f'-DJITNEY_SOURCES="{MARK}{digest()}"'
+    machine = machine_flags(level, command)
+    return [*command, *_FLAGS, *machine, "-isystem", str(headers()), stated]
+
+
 def compile_level(
     level: Level, target: Path, command: Sequence[str], extra: Sequence[str] = ()
 ) -> None:
     """Make `target`, a library of one level, with a compiler; BuildError if it cannot. extra: more
     flags.
     """
-    stated = f'-DJITNEY_SOURCES="{MARK}{digest()}"'
-    flags = [*_FLAGS, *machine_flags(level, command), "-isystem", str(headers()), stated, *extra]
+    compiling = [*_compiling(level, command), *extra]
     with tempfile.TemporaryDirectory() as folder:
         halves = _halves(Path(folder))
         objects = [str(half.with_suffix(".o")) for half in halves]
 
         def compile_one(source: Path, made: str) -> None:
-            run([*command, *flags, "-c", str(source), "-o", made])
+            run([*compiling, "-c", str(source), "-o", made])
 
         with ThreadPoolExecutor(len(halves)) as pool:
             list(pool.map(compile_one, halves, objects))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from api_fakes import FakeClient, Script, make_app, served, until
+from leftovers import garbage
 
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.settings import ServerSettings
@@ -26,24 +27,14 @@ _TEXT = "some words " * 4
 
 
 @contextmanager
-def garbage() -> Iterator[Counter[str]]:
-    """Fills in the types of this house's objects that are left over in cycles."""
+def garbage_of_requests() -> Iterator[Counter[str]]:
     gc.collect()
-    gc.disable()
     gc.freeze()  # what other tests made, and a thread of theirs may let go of meanwhile
-    found: Counter[str] = Counter()
     try:
-        yield found
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        for thing in gc.garbage:
-            if type(thing).__module__.split(".")[0] in _ROOMS:
-                found[type(thing).__qualname__] += 1
+        with garbage(*_ROOMS) as found:
+            yield found
     finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
         gc.unfreeze()
-        gc.enable()
 
 
 def ask(port: int, body: object, path: str, leave: bool) -> None:
@@ -106,7 +97,7 @@ def test_a_request_that_is_over_leaves_no_cycle(name):
     with served(make_app(engine), settings, connections) as (_, port):
         ask(port, body, path, leave)  # what is made once is made now
         until(lambda: not connections.n_open and not engine.open, 30)
-        with garbage() as found:
+        with garbage_of_requests() as found:
             for _ in range(3):
                 ask(port, body, path, leave)
             until(lambda: not connections.n_open and not engine.open, 30)
@@ -121,7 +112,7 @@ def test_a_client_that_leaves_before_its_answer_leaves_no_cycle(body):
     with served(make_app(engine), settings, connections) as (_, port):
         leave_at_once(port, body, _COMPLETIONS, engine)
         until(lambda: not connections.n_open and not engine.open, 30)
-        with garbage() as found:
+        with garbage_of_requests() as found:
             for _ in range(3):
                 leave_at_once(port, body, _COMPLETIONS, engine)
             until(lambda: not connections.n_open and not engine.open, 30)

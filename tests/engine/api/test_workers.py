@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import obedient_worker
 import pytest
 from api_fakes import run
+from leftovers import garbage
 from obedient_worker import Obeyed, Order
 
 from jitney.engine.api import workers
@@ -271,14 +271,6 @@ def test_a_slow_grammar_does_not_keep_a_fast_one_waiting():
     within(session())
 
 
-def left_over(garbage: list[object], *rooms: str) -> set[str]:
-    return {
-        type(thing).__qualname__
-        for thing in garbage
-        if type(thing).__module__.split(".")[0] in rooms
-    }
-
-
 async def ordinary(pool: WorkerPool[Obeyed]) -> None:
     """Tasks that are answered, and one whose client leaves."""
     await asyncio.gather(*(said(pool, str(n)) for n in range(5)))
@@ -316,14 +308,6 @@ def test_a_task_that_is_over_leaves_no_cycle(work: Any, rooms: tuple[str, ...]):
 
 
 async def left_by(work: Any, pool: WorkerPool[Obeyed], rooms: tuple[str, ...]) -> set[str]:
-    gc.collect()
-    gc.disable()
-    try:
+    with garbage(*rooms) as found:
         await work(pool)
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        return left_over(gc.garbage, *rooms)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
+    return set(found)

@@ -98,10 +98,9 @@ def shipped(request) -> library.Library:
 def test_the_sources_of_a_level_that_this_cpu_does_not_run_are_valid(level, tmp_path):
     if level.needs <= build.cpu_flags():
         pytest.skip("it is compiled and run")
-    command = compiler()
-    flags = [*build._FLAGS, *build.machine_flags(level, command), '-DJITNEY_SOURCES=""']
+    compiling = build._compiling(level, compiler())
     for half in build._halves(tmp_path):
-        build.run([*command, *flags, "-isystem", str(build.headers()), "-fsyntax-only", str(half)])
+        build.run([*compiling, "-fsyntax-only", str(half)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,29 @@
+"""What only a full garbage collection would find."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def garbage(*rooms: str) -> Iterator[Counter[str]]:
+    """Fills in, at its end, the types of what is left over in cycles since its beginning. rooms:
+    packages whose types count.
+    """
+    gc.collect()
+    gc.disable()
+    found: Counter[str] = Counter()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        for thing in gc.garbage:
+            if type(thing).__module__.split(".")[0] in rooms:
+                found[type(thing).__qualname__] += 1
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
