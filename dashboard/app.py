@@ -17,7 +17,7 @@ from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
 from jitney.dashboard.drawing import Drawings, blocks_of
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
-from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, check_minutes
+from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, SettingsNow, check_minutes
 from jitney.dashboard.mounting import mounted
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.queries import seconds, whole, word
@@ -30,7 +30,6 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jsonio import in_pieces, long_list
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
-from jitney.engine.config.schema import EngineSection
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import MAX_N
@@ -52,7 +51,7 @@ class _Dashboard(PageRoutes):
         client: EngineClient,
         settings: ServerSettings,
         hz: float,
-        engine: EngineSection | None,
+        engine: SettingsNow | None,
         decode: _Decode | None,
     ):
         super().__init__(Keys(settings))
@@ -221,14 +220,14 @@ def create_dashboard(
     settings: ServerSettings,
     *,
     hz: float = 10.0,
-    engine: EngineSection | None = None,
+    engine: SettingsNow | None = None,
     decode: _Decode | None = None,
 ) -> Starlette:
     """The page of one engine, to be mounted under a path of its own.
 
     It checks for itself who may look (see `sign_in`), so what is in front must not ask for a bearer
-    key. hz: frames a second. engine: what the engine was started with, for the policy lab, which is
-    closed without it. decode: token ids to text, if prompts and answers may be shown.
+    key. hz: frames a second. engine: tells what the engine is started with, for the policy lab,
+    which is closed without it. decode: token ids to text, if prompts and answers may be shown.
     """
     dashboard = _Dashboard(client, settings, hz, engine, decode)
     lines = dashboard.lines()
@@ -246,7 +245,7 @@ def dashboard_routes(
     client: EngineClient,
     settings: ServerSettings,
     path: str = "/dashboard",
-    engine: EngineSection | None = None,
+    engine: SettingsNow | None = None,
     decode: _Decode | None = None,
 ) -> list[BaseRoute]:
     """The page mounted at `path`, see `mounted`."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import io
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ from jitney.engine.types import EngineInfo, JsonDict
 
 #: Seconds that all policies of one experiment may take together.
 _LIMIT_S = 120.0
+#: [engine] of a server's configuration, whose sizes are known only once the engine starts.
+SettingsNow = Callable[[], EngineSection]
 #: Step records the times are learned from, and stays that are shown: the newest.
 _MOST_RECORDS = 20_000
 #: Most bytes of one line of the worker's answer.
@@ -95,12 +97,12 @@ class _Traffic:
 
 
 class Lab:
-    """One engine's experiments. settings: [engine] of its configuration; None: not known, nothing
-    can be simulated.
+    """One engine's experiments. settings: tells [engine] of its configuration; None: not known,
+    nothing can be simulated.
     """
 
     def __init__(
-        self, client: EngineClient, settings: EngineSection | None, limit_s: float = _LIMIT_S
+        self, client: EngineClient, settings: SettingsNow | None, limit_s: float = _LIMIT_S
     ):
         self.client = client
         self.settings = settings
@@ -142,7 +144,8 @@ class Lab:
     def _current_settings(self) -> JsonDict:
         if self.settings is None:
             return {}
-        current = {name: getattr(self.settings, name) for name in SETTINGS}
+        settings = self.settings()
+        current = {name: getattr(settings, name) for name in SETTINGS}
         # Off, unless asked for: it is there for the tail of a server's traffic.
         current["static_timeout_ms"] = None
         if self.client.info is not None:
@@ -177,9 +180,10 @@ class Lab:
             raise RequestError(
                 "the engine is not ready, so there is nothing to simulate", code="loading"
             )
-        check(experiment, self.settings)
+        settings = self.settings()
+        check(experiment, settings)
         traffic = yield from _recorded(self.client.history, experiment.minutes)
-        job = yield from _job(experiment, traffic, info, self.settings)
+        job = yield from _job(experiment, traffic, info, settings)
         basis = yield from _basis(experiment, traffic, info)
         return job, basis
 

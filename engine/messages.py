@@ -67,7 +67,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 class Progress(msgspec.Struct, tag="progress", frozen=True):
     """How far the start is."""
 
-    #: download | weights | proof | compile
+    #: download | sizes | hosts | weights | proof | compile | warmup
     stage: str
     #: Of `total`, in the stage's own unit.
     done: int

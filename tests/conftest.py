@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,22 @@ from jitney.engine.scheduler.scheduler import Scheduler
 # A machine that does other things too takes its time; pytest's own limit ends what hangs.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+# Servers that tests start take the usual sizes, not half a minute to choose their own.
+os.environ["JITNEY_MEASURED_SIZES"] = "false"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the collector of cycles need not look through these
+    500,000 objects whenever a test makes many of its own.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At its end Python clears away all that there is."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -64,7 +64,7 @@ from jitney.engine.cli.bench_flags import (
     write_report,
 )
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from, say
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from, say
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import cross_errors
@@ -147,7 +147,7 @@ COMMAND = Command(
         FlagGroup(_FILES, "files"),
     ),
     sections=("model", "engine"),
-    leave_out=("policy",),
+    leave_out=("policy", *ONLY_SERVED),
 )
 
 

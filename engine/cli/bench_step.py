@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
 from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -23,6 +23,7 @@ _COMMAND = Command(
     "Time single steps of the engine: the table that jitney simulate --table reads.",
     [FlagGroup(_FLAGS)],
     sections=("model", "engine"),
+    leave_out=ONLY_SERVED,
 )
 
 

@@ -37,7 +37,7 @@ from jitney.engine.cli.bench_serve import (
     endpoint_from,
     engine_and_client,
 )
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
@@ -95,6 +95,7 @@ _COMMAND = Command(
         REPORT,
     ),
     sections=("model", "engine"),
+    leave_out=ONLY_SERVED,
 )
 _STEEPENS = "the knee is where the p99 end-to-end time steepens (Kneedle, Satopää et al. 2011)"
 _METHODS = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
 from jitney.engine.cli.generate import SAMPLING, sampling_from
 from jitney.engine.errors import ModelError
 from jitney.engine.types import SamplingParams
@@ -23,6 +23,7 @@ _COMMAND = Command(
     "Talk to a model in the terminal. " + _HELP,
     (FlagGroup([_SYSTEM]), SAMPLING),
     sections=("model", "engine", "sampling"),
+    leave_out=ONLY_SERVED,
 )
 
 

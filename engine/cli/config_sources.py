@@ -10,6 +10,7 @@ import msgspec
 
 from jitney.engine.checkpoints.identity import model_identity
 from jitney.engine.checkpoints.sources import local_source
+from jitney.engine.cli.sizes import as_served
 from jitney.engine.config.differences import ConfigReport, report_of
 from jitney.engine.config.digest import configuration_digest
 from jitney.engine.config.layers import Layered, load_layers
@@ -30,8 +31,10 @@ class Untold(JitneyError):
 
 
 def settings_here(file: str | None) -> ConfigReport:
-    """What a server that is started here with this file is set to: file and environment."""
-    return _report(load_layers(file, os.environ))
+    """What a server that is started here with this file is set to: file, environment, and the sizes
+    that an earlier start measured.
+    """
+    return _report(as_served(load_layers(file, os.environ)))
 
 
 def settings_of(place: str, key: str) -> ConfigReport:

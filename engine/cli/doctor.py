@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.config_sources import digest_here
-from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, layers_from
 from jitney.engine.cli.listen import listen
+from jitney.engine.cli.sizes import as_served
 from jitney.engine.config.cache_folder import make_folders, make_private
 from jitney.engine.config.digest import short
 from jitney.engine.config.platforms import check_platform
@@ -65,7 +66,7 @@ _COMMAND = Command(
 def run(arguments: Sequence[str]) -> int:
     """Print the findings; exit status 1 if one of them keeps Jitney from running here."""
     args = _COMMAND.parse(arguments)
-    config = config_from(args)
+    config = as_served(layers_from(args)).config
     os.environ.update(platform_environment(config.engine))  # before the first import of jax
     claim_memory(os.environ, config.engine.memory_share)
     findings = list(examine(config))

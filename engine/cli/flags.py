@@ -132,6 +132,9 @@ class Command:
         return parser
 
 
+#: Settings of [engine] that only a server goes by.
+ONLY_SERVED = ("measured_sizes",)
+
 #: Of commands that have all the settings it fills in.
 FOR = Flag.of(
     "--for",

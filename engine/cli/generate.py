@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
 from jitney.engine.config.layers import NOTHING
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.types import JsonDict, SamplingParams
@@ -48,6 +48,7 @@ _COMMAND = Command(
     "Complete prompts offline and print the texts.",
     (FlagGroup(_FLAGS), SAMPLING),
     sections=("model", "engine", "sampling"),
+    leave_out=ONLY_SERVED,
 )
 
 

@@ -11,8 +11,9 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.descriptors import (
@@ -31,7 +32,9 @@ from jitney.engine.cli.listen import (
     read_keys,
     webhook_secret,
 )
+from jitney.engine.cli.sizes import described, kept_for, measured_for, sized
 from jitney.engine.cli.vllm_flags import add_vllm_flags
+from jitney.engine.config.kept_sizes import are_measured
 from jitney.engine.config.layers import FROM_PRESET, Layered, settings, to_toml
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection, data_dir
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     from jitney.engine.api.connections import Connections
     from jitney.engine.api.settings import ServerSettings
     from jitney.engine.api.tracing import Tracing
-    from jitney.engine.process.client import EngineClient
+    from jitney.engine.process.supervisor import ProcessClient
     from jitney.engine.process.trace_recorder import Recorder
     from jitney.engine.text.tokenizer import Tokenizer
     from jitney.engine.types import EngineInfo
@@ -61,6 +64,8 @@ _YOUNG_OBJECTS, _COLLECT_S = 2000, 60.0
 _FAREWELL_S = 2
 _DASHBOARD = "/dashboard"
 
+#: Times this machine's steps. -> the settings, with sizes by what they take.
+_Measure = Callable[[Display], Awaitable[Layered]]
 
 _PRINT_CONFIG = Flag.switch("--print-config", "print the settings as TOML and exit")
 _COMMAND = Command(
@@ -83,12 +88,27 @@ def run(arguments: Sequence[str]) -> int:
     if args.goal is not None:
         say(_filled_in(args.goal, layered))
     layered = replace(layered, config=placed(layered.config, os.environ))
+    measures = are_measured(layered)
+    kept = kept_for(layered)
+    if kept is not None:
+        say(described(kept))
+        layered = sized(layered, kept)
     if args.print_config:
         print(to_toml(layered.config), end="")
         return 0
     if layered.config.engine.host_id:
         return _start_following(layered.config)
-    return _start(layered)
+    measure = partial(_measured, layered) if measures and kept is None else None
+    return _start(layered, measure)
+
+
+async def _measured(layered: Layered, display: Display) -> Layered:
+    """With the sizes that this machine's steps ask for, if they can be timed."""
+    sizes = await measured_for(layered, display)
+    if sizes is None:
+        return layered
+    _log.info("%s", described(sizes))
+    return sized(layered, sizes)
 
 
 def _filled_in(goal: str, layered: Layered) -> str:
@@ -111,7 +131,7 @@ def _start_following(config: Config) -> int:
     return follow(config)
 
 
-def _start(layered: Layered) -> int:
+def _start(layered: Layered, measure: _Measure | None) -> int:
     """Check what can be checked at once (platform, keys, port), then load and serve."""
     section = layered.config.server
     check_platform(layered.config.engine.platform)
@@ -120,7 +140,8 @@ def _start(layered: Layered) -> int:
     _warn_of_closed_pages(keys)
     raise_descriptor_limit()
     with contextlib.closing(listen(section.host, section.port)) as bound:
-        server = _Server(layered, keys, bound, make_display(section.log_level))
+        display = make_display(section.log_level)
+        server = _Server(layered, keys, bound, display, measure)
         return asyncio.run(server.serve())
 
 
@@ -136,7 +157,12 @@ class _Server:
     """One run of `jitney serve`: the parts, and the order in which they come and go."""
 
     def __init__(
-        self, layered: Layered, keys: AcceptedKeys, bound: socket.socket, display: Display
+        self,
+        layered: Layered,
+        keys: AcceptedKeys,
+        bound: socket.socket,
+        display: Display,
+        measure: _Measure | None = None,
     ):
         from jitney.engine.api.connections import Connections
         from jitney.engine.process.supervisor import ProcessClient
@@ -146,6 +172,7 @@ class _Server:
         self.bound = bound
         self.url = base_url(config.server, bound.getsockname()[1])
         self.display = display
+        self.measure = measure
         #: The engine's process.
         self.client = ProcessClient(config, on_progress=display.progress)
         #: Writes down what traffic comes, if that is asked for.
@@ -216,6 +243,8 @@ class _Server:
         """Load everything, say so, and return only when the engine is lost for good."""
         service = self.app.state.service
         source = await self.equipment.find_model()
+        if self.measure is not None:
+            self._take(await self.measure(self.display))
         service.model_names = self.config.server.served_model_name or (source.name,)
         tokenizer, info = await self.equipment.equip(service, source)
         _put_aside()
@@ -224,6 +253,11 @@ class _Server:
             print(line, flush=True)
         await self.client.until("dead")
         await self.client.wait_ready()  # raises the reason
+
+    def _take(self, layered: Layered) -> None:
+        """Sizes for the engine, which has not started yet."""
+        self.config = self.client.config = layered.config
+        self.app.state.service.layered = layered
 
     async def _drain(self) -> int:
         """Let running requests finish, at most drain_s seconds; a second signal ends everything at
@@ -313,7 +347,7 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
     )
 
 
-def _build_app(config: Config, settings: ServerSettings, client: EngineClient) -> Starlette:
+def _build_app(config: Config, settings: ServerSettings, client: ProcessClient) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
     from jitney.dashboard import dashboard_routes, with_page
     from jitney.engine.api.app import create_app
@@ -323,7 +357,7 @@ def _build_app(config: Config, settings: ServerSettings, client: EngineClient) -
         return tokenizer.decode(ids) if tokenizer is not None else ""
 
     shown = decode if config.server.dashboard_show_text else None
-    routes = dashboard_routes(client, settings, _DASHBOARD, config.engine, shown)
+    routes = dashboard_routes(client, settings, _DASHBOARD, lambda: client.config.engine, shown)
     own = with_page(settings, _DASHBOARD)
     app = create_app(client, None, own, config.model.id, extra_routes=routes)
     return app

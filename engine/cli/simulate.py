@@ -25,7 +25,7 @@ from jitney.engine.cli.bench_flags import (
     words_of,
     write_report,
 )
-from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import FOR, ONLY_SERVED, Command, Flag, FlagGroup, config_from
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import (
@@ -56,6 +56,7 @@ _CAPS = {
 }
 #: Settings that say how to run on a real machine.
 NOT_SIMULATED = (
+    *ONLY_SERVED,
     "revision",
     "dtype",
     "weights",

@@ -29,6 +29,8 @@ LEFT_OUT = frozenset(
         "coordinator",
         "host_id",
         "compilation_cache",
+        # the sizes that were chosen count, not by whom
+        "measured_sizes",
         # where it listens, and who may reach it
         "host",
         "port",

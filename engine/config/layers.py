@@ -146,6 +146,14 @@ class Layered:
     #: "--max-seats"); what is absent has its default.
     origins: Mapping[str, str]
 
+    def with_values(self, values: Mapping[str, Any], where: str) -> Layered:
+        """And these, by flat name. where: they come from. Raises ConfigError."""
+        tables = self.config.model_dump()
+        for name, value in values.items():
+            setting = settings()[name]
+            tables[setting.section][setting.key] = value
+        return _validated(tables, {**self.origins, **dict.fromkeys(values, where)})
+
 
 def load_config(
     file: str | Path | None = None,
@@ -181,6 +189,11 @@ def load_layers(
     for setting, value, where in layers:
         values[setting.section][setting.key] = value
         origins[setting.name] = where
+    return _validated(values, origins)
+
+
+def _validated(values: Mapping[str, Mapping[str, Any]], origins: Mapping[str, str]) -> Layered:
+    """values: by section and key. Raises ConfigError."""
     try:
         return Layered(Config.model_validate(values), origins)
     except ValidationError as error:

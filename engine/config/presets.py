@@ -54,7 +54,7 @@ _DEVICE_SIZES: dict[Goal, dict[str, Any]] = {
     "throughput": {"max_seats": 256, "token_budget": 2048},
 }
 #: Settings that must fit each other: whoever gives one of them decides on all.
-_SIZES = {
+SIZES = {
     "max_seats",
     "token_budget",
     "seat_buckets",
@@ -75,7 +75,7 @@ def preset(goal: Goal, given: Collection[str], *, on_device: bool) -> dict[str, 
     values = dict(_EVERYWHERE[goal])
     if not _MEMORY & set(given):
         values |= (_ON_DEVICE if on_device else _ON_CPU)[goal]
-    if not _SIZES & set(given):
+    if not SIZES & set(given):
         values |= (_DEVICE_SIZES if on_device else _CPU_SIZES)[goal]
     return {name: value for name, value in values.items() if name not in given}
 

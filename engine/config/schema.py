@@ -383,6 +383,14 @@ class EngineSection(Section):
             "use (not the second hyperthread), as many as its container's quota holds; else all"
         ),
     )
+    measured_sizes: bool = Field(
+        default=True,
+        description=(
+            "on a CPU, where none of the sizes is given: have jitney serve time this machine's "
+            "steps at its first start, and choose threads, max_seats, token_budget and buckets by "
+            "them"
+        ),
+    )
     tensor_parallel: int = Field(
         default=1,
         ge=1,

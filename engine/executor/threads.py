@@ -60,11 +60,24 @@ def use_processors(wanted: int) -> None:
         if wanted:
             raise ConfigError("threads: this system does not let a process choose its processors")
         return
-    allowed = sorted(os.sched_getaffinity(0))
-    processors = choose_processors(allowed, wanted)
-    if len(processors.chosen) < len(allowed):
+    processors = processors_here(wanted)
+    if len(processors.chosen) < processors.allowed:
         os.sched_setaffinity(0, processors.chosen)
     log.info("steps are computed with %s", processors)
+
+
+def processors_here(wanted: int) -> Processors:
+    """What `use_processors` would choose of those that this process may run on now; where the
+    system tells nothing, all that there are. Raises ConfigError.
+    """
+    return choose_processors(own_processors(), wanted)
+
+
+def own_processors() -> Sequence[int]:
+    """Numbers of those that this process may run on now."""
+    if not hasattr(os, "sched_getaffinity"):
+        return range(os.cpu_count() or 1)
+    return sorted(os.sched_getaffinity(0))
 
 
 def choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> Processors:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from typing import IO
 
 import msgspec
 
@@ -27,14 +28,15 @@ async def start_child(
     module: str,
     *arguments: str,
     stdout: int | None = asyncio.subprocess.PIPE,
+    stderr: IO[bytes] | None = None,
     env: Mapping[str, str] | None = None,
     limit: int = _LINE_BYTES,
 ) -> asyncio.subprocess.Process:
     """Run a module, with a pipe to its standard input. Raises OSError.
 
-    stdout: None for our own. env: its whole environment; None: `child_environ`. limit: most bytes
-    of a line of its output. -P: the folder we happen to stand in must not be importable (ours has
-    one called `kernels`).
+    stdout, stderr: None for our own. env: its whole environment; None: `child_environ`. limit: most
+    bytes of a line of its output. -P: the folder we happen to stand in must not be importable (ours
+    has one called `kernels`).
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -44,6 +46,7 @@ async def start_child(
         *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=stdout,
+        stderr=stderr,
         env=child_environ() if env is None else env,
         limit=limit,
     )

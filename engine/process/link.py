@@ -137,12 +137,17 @@ async def open_link(config: Config, builder: str, context: zmq.Context) -> Async
             await link.process.wait()
 
 
+def core_environ(config: Config) -> dict[str, str]:
+    """The environment of a process that computes with these settings."""
+    return _HUGE_PAGES | child_environ() | platform_environment(config.engine)
+
+
 async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
     """Start a core."""
     process = await start_child(
         "jitney.engine.process.main",
         stdout=None,
-        env=_HUGE_PAGES | child_environ() | platform_environment(config.engine),
+        env=core_environ(config),
     )
     assert (
         process.stdin is not None

@@ -80,7 +80,7 @@ def interrupted_client() -> FakeClient:
 
 
 def lab_app(client: FakeClient) -> Starlette:
-    return create_dashboard(client, ServerSettings(), engine=ENGINE)  # type: ignore[arg-type]
+    return create_dashboard(client, ServerSettings(), engine=lambda: ENGINE)  # type: ignore[arg-type]
 
 
 def test_an_experiment_over_http():
@@ -91,7 +91,7 @@ def test_an_experiment_over_http():
         assert begun.status == 202 and begun.json()["state"] == "running"
         busy = await call(app, "/lab", {})
         assert busy.status == 409 and busy.error["code"] == "lab_busy"
-        for _ in range(600):
+        for _ in range(2400):  # as long as an experiment may take
             status = (await call(app, "/lab", method="GET")).json()
             if status["state"] != "running":
                 return status
@@ -133,7 +133,7 @@ def test_an_experiment_over_http():
 
 def work_of(client: FakeClient, experiment: Experiment) -> tuple[dict, dict]:
     """(what is put around the worker's answer, the answer), worked out in this process."""
-    job, frame = at_once(Lab(client, ENGINE)._prepare(experiment))
+    job, frame = at_once(Lab(client, lambda: ENGINE)._prepare(experiment))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=ReplayJob) == job
     return frame, work(job)
 
@@ -176,7 +176,7 @@ def test_the_length_of_an_answer_that_nobody_saw_is_that_of_another():
 def test_recorded_hits_are_not_computed_again():
     frame, found = work_of(interrupted_client(), Experiment(policies=["continuous"]))
     assert frame["cached_tokens"] == 23 * 8
-    job, _ = at_once(Lab(interrupted_client(), ENGINE)._prepare(Experiment()))
+    job, _ = at_once(Lab(interrupted_client(), lambda: ENGINE)._prepare(Experiment()))
     assert sum(arrival.n_cached for arrival in job.arrivals) == 23 * 8
     prompts = sum(arrival.n_prompt for arrival in job.arrivals)
     assert found["policies"]["continuous"]["figures"]["rows"]["prefill"] <= prompts - 23 * 8
@@ -229,7 +229,7 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     client.info = msgspec.structs.replace(
         client.info, seat_buckets=(4,), token_buckets=(16,), platform="gpu"
     )
-    job, _ = at_once(Lab(client, ENGINE)._prepare(Experiment()))
+    job, _ = at_once(Lab(client, lambda: ENGINE)._prepare(Experiment()))
     assert (job.engine.seat_buckets, job.engine.token_buckets, job.engine.on_device) == (
         (4,),
         (16,),
@@ -297,7 +297,9 @@ def test_an_experiment_is_json_and_short():
 
 
 def test_nothing_to_replay(client):
-    reply = run(call(create_dashboard(FakeClient(), ServerSettings(), engine=ENGINE), "/lab", {}))  # type: ignore[arg-type]
+    reply = run(
+        call(create_dashboard(FakeClient(), ServerSettings(), engine=lambda: ENGINE), "/lab", {})
+    )  # type: ignore[arg-type]
     assert reply.status == 400 and "no traffic" in reply.error["message"]
     assert run(call(page(client), "/lab", {})).status == 503, (
         "without the engine's settings the lab is closed"
@@ -306,14 +308,14 @@ def test_nothing_to_replay(client):
 
 def test_a_running_experiment_can_be_stopped_and_has_its_time():
     async def session() -> None:
-        lab = Lab(served_client(), ENGINE)
+        lab = Lab(served_client(), lambda: ENGINE)
         await lab.start(Experiment())
         await asyncio.sleep(0)
         with pytest.raises(HttpError):
             await lab.start(Experiment())
         await lab.stop()
         assert lab.status()["state"] == "idle"
-        hasty = Lab(served_client(), ENGINE, limit_s=0.05)
+        hasty = Lab(served_client(), lambda: ENGINE, limit_s=0.05)
         await hasty.start(Experiment())
         assert hasty._task is not None
         await hasty._task

@@ -75,7 +75,7 @@ def test_an_experiment_is_prepared_without_holding_the_loop(monkeypatch: pytest.
     client = FakeClient(seats=_SEATS)
     client.history = long_history(_REQUESTS, _STEPS, _SEATS)
     monkeypatch.setattr(History, "kept_from", property(lambda history: 0.0))
-    lab = Lab(client, EngineSection())
+    lab = Lab(client, EngineSection)
     sent: list[ReplayJob] = []
 
     async def keep(job: ReplayJob, basis: dict[str, object]) -> None:

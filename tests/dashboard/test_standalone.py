@@ -34,7 +34,7 @@ def engine_app(client: FakeClient, *keys: str):
     settings = ServerSettings(
         admin_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
     )
-    routes = dashboard_routes(client, settings, engine=EngineSection())  # type: ignore[arg-type]
+    routes = dashboard_routes(client, settings, engine=EngineSection)  # type: ignore[arg-type]
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
 
 

@@ -116,7 +116,7 @@ def test_better_efficiency_is_faster(capsys):
         (["nothing", "--device", "h100"], "llama-3.1-8b"),
         (["llama-3.1-8b", "--device", "h100", "--prompt", "0"], "prompt"),
         (["buckets"], "exactly one of"),
-        (["buckets", "--device", "h100", "--budget", "2"], "too small"),
+        (["buckets", "--device", "h100", "--requests", "20", "--budget", "2"], "too small"),
         (["buckets", "--records", "/nonexistent", "--trace", "x"], "--trace"),
         (["buckets", "--records", "/nonexistent"], "cannot be read"),
     ],

@@ -16,6 +16,11 @@ from jitney.engine.config.schema import EngineSection
 SEATS = {"latency": 8, "balanced": 16, "throughput": 32}
 
 
+@pytest.fixture(autouse=True)
+def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JITNEY_MEASURED_SIZES", raising=False)
+
+
 def layers(*words: str) -> Layered:
     parser = Parser("serve", "")
     add_flags(parser, [FOR])

@@ -1,0 +1,56 @@
+"""What other programs do on the processors meanwhile, so that no time taken beside them is
+believed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+#: Columns of a line of it that are no work: idle, and waiting for a disk. Those behind the ninth
+#: count work that is in the columns before them, too.
+_IDLE, _COLUMNS = (3, 4), 8
+
+
+class OtherWork:
+    """Watches processors from now on. Linux only: elsewhere nothing else seems to run.
+
+    processors: their numbers. stat: where the system counts what each of them did.
+    """
+
+    def __init__(self, processors: Iterable[int], stat: Path = _STAT):
+        self._names = {f"cpu{number}" for number in processors}
+        self._stat = stat
+        self._since = self._now()
+
+    def share(self) -> float:
+        """Of these processors' time until now, what was neither idle nor this process's: 0 to 1."""
+        whole, busy, own = (
+            now - before for now, before in zip(self._now(), self._since, strict=True)
+        )
+        if not whole:
+            return 0.0
+        return min(1.0, max(0.0, busy - own) / whole)
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds: of all these processors, of those the busy ones, and of this process."""
+        ticks = [0, 0]
+        for counts in self._counts():
+            idle = sum(counts[column] for column in _IDLE)
+            ticks[0] += sum(counts)
+            ticks[1] += sum(counts) - idle
+        a_second = os.sysconf("SC_CLK_TCK")
+        return ticks[0] / a_second, ticks[1] / a_second, time.process_time()
+
+    def _counts(self) -> Iterable[list[int]]:
+        """A processor's counts, for each that is watched."""
+        try:
+            lines = self._stat.read_text().splitlines()
+        except OSError:
+            return
+        for name, *counts in map(str.split, lines):
+            if name in self._names:
+                yield [int(count) for count in counts[:_COLUMNS]]

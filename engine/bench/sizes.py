@@ -1,0 +1,289 @@
+"""Threads, seats, token budget and buckets by what steps take on this machine.
+
+A size is worth its longer step as long as each step brings more tokens a second for it, and nobody
+who reads along has to wait. What it comes to against the fixed sizes stands in docs/decisions
+(0094).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
+from typing import IO
+
+import msgspec
+
+from jitney.engine.bench.other_work import OtherWork
+from jitney.engine.config.layers import settings
+from jitney.engine.config.schema import Config
+from jitney.engine.errors import JitneyError
+from jitney.engine.executor.threads import processors_here
+from jitney.engine.process.children import end_child, start_child
+from jitney.engine.process.link import core_environ
+from jitney.engine.scheduler.buckets import powers_of_two
+
+#: Seconds that a step may take in which every seat brings a token, and one of prompts, which
+#: others wait for. What takes longer is chosen only where the smallest takes almost as long.
+_DECODE_S, _PROMPTS_S = 0.2, 0.5
+_ALMOST = 1.5
+#: A size up to the usual one must bring this share of the rows a second of the best: where all
+#: bring about as many, small steps only keep prompts waiting. A larger one must bring so much more
+#: than half of it: every token of a stream comes later.
+_AS_GOOD, _WORTH = 0.9, 1.1
+#: A bucket is left out where the next one is hardly slower.
+_HARDLY = 1.03
+#: Half the threads are enough where they need no more than so many times as long.
+_AS_FAST = 1.05
+#: Seats that there are always, so that few who come together share a step.
+_LEAST_SEATS = 4
+#: Rows of the smallest step with a prompt.
+_LEAST_ROWS = 16
+#: What is tried at most.
+_MOST_SEATS, _MOST_ROWS = 128, 2048
+#: Share of the processors' time that other programs may use meanwhile, and seconds of a look at
+#: that before anything is timed.
+_OTHER_WORK, _LOOK_S = 0.1, 0.5
+#: Seconds of a step beyond which no larger one is timed.
+LONGEST_S = 1.0
+#: Seconds that one process of measuring gets.
+_LIMIT_S = 900.0
+
+
+class Timed(msgspec.Struct, frozen=True, array_like=True):
+    """How long a step of one size took."""
+
+    #: Rows, padding included.
+    size: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Rows a second."""
+        return self.size / self.seconds
+
+
+class SizeTimes(msgspec.Struct, frozen=True):
+    """What was timed with one number of threads, both ascending."""
+
+    threads: int
+    #: Steps in which so many seats decode.
+    decode: tuple[Timed, ...]
+    #: Steps that compute so many rows of one prompt.
+    prompts: tuple[Timed, ...]
+    #: Of the processors' time meanwhile, what other programs used, 0 to 1.
+    other_work: float = 0.0
+
+
+#: Times the steps of an engine with these settings.
+_Time = Callable[[Config], Awaitable[SizeTimes]]
+_Values = dict[str, int | tuple[int, ...]]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What was measured and chosen."""
+
+    #: With all threads first, then with the fewer ones that were tried.
+    times: tuple[SizeTimes, ...]
+    #: Settings by flat name, but for those that came out as they are by default.
+    values: _Values
+
+
+async def sizes_here(config: Config) -> Measured:
+    """Those of this machine; as `measure_sizes`."""
+    others = OtherWork(processors_here(config.engine.threads).chosen)
+    await asyncio.sleep(_LOOK_S)
+    _check_other_work(others.share())
+    return await measure_sizes(config, time_apart)
+
+
+async def measure_sizes(config: Config, time_steps: _Time) -> Measured:
+    """Measure, and choose. config: with the fixed sizes. Raises JitneyError if steps cannot be
+    timed, or only beside other work.
+
+    The sizes grow as long as the largest is the best, then the threads are halved as long as half
+    of them are as fast.
+    """
+    seats, rows = config.engine.max_seats, config.engine.token_budget
+    times = await _alone(time_steps, _of_sizes(config, seats, rows))
+    while (larger := _larger(times, seats, rows)) != (seats, rows):
+        seats, rows = larger
+        times = await _alone(time_steps, _of_sizes(config, seats, rows))
+    seats = max(_best_seats(times), _LEAST_SEATS)
+    rows = max(_best_rows(times), 2 * seats)
+    values: _Values = {
+        "max_seats": seats,
+        "token_budget": rows,
+        "seat_buckets": _seat_buckets(times.decode, seats),
+        "token_buckets": _worth_a_program(times.prompts, rows),
+    }
+    fewer = []
+    if not config.engine.threads:
+        fewer = await _try_fewer_threads(_with(config, **values), times, time_steps)
+        values["threads"] = _fewest_as_fast(times, fewer, seats, rows)
+    return Measured((times, *fewer), _but_defaults(values))
+
+
+async def _alone(time_steps: _Time, config: Config) -> SizeTimes:
+    """Raises JitneyError if other programs made the steps slower."""
+    times = await time_steps(config)
+    _check_other_work(times.other_work)
+    return times
+
+
+def _check_other_work(share: float) -> None:
+    """share: of the processors' time that other programs used. Raises JitneyError where steps
+    beside them tell nothing.
+    """
+    if share > _OTHER_WORK:
+        raise JitneyError(
+            f"steps cannot be timed while other programs use {share:.0%} of the processors (at "
+            f"most {_OTHER_WORK:.0%}): try again when it is quiet"
+        )
+
+
+def best_size(timed: Sequence[Timed], limit_s: float, usual: int) -> int:
+    """The largest size that is worth its step. limit_s: of a step, unless the smallest one takes
+    almost as long. usual: the size that is taken where nothing speaks against it.
+    """
+    best = timed[0]
+    most = best.rate
+    limit_s = max(limit_s, _ALMOST * best.seconds)
+    for step in timed[1:]:
+        doublings = math.log2(step.size / best.size)
+        wanted = _AS_GOOD * most if step.size <= usual else _WORTH**doublings * best.rate
+        if step.seconds <= limit_s and step.rate >= wanted:
+            best = step
+        most = max(most, step.rate)
+    return best.size
+
+
+def _larger(times: SizeTimes, seats: int, rows: int) -> tuple[int, int]:
+    """Seats and rows to measure next: twice those that are the best and quick."""
+    more_seats = _best_seats(times) == seats < _MOST_SEATS and _quick(times.decode, _DECODE_S)
+    more_rows = _best_rows(times) == rows < _MOST_ROWS and _quick(times.prompts, _PROMPTS_S)
+    return seats * (1 + more_seats), rows * (1 + more_rows)
+
+
+def _quick(timed: Sequence[Timed], limit_s: float) -> bool:
+    """Whether a step of twice the largest size may keep the limit."""
+    return timed[-1].seconds <= limit_s / 2
+
+
+def _best_seats(times: SizeTimes) -> int:
+    return best_size(times.decode, _DECODE_S, _usual("max_seats"))
+
+
+def _best_rows(times: SizeTimes) -> int:
+    return best_size(times.prompts, _PROMPTS_S, _usual("token_budget"))
+
+
+def _usual(name: str) -> int:
+    """The default of a setting."""
+    return settings()[name].field.default
+
+
+def _worth_a_program(timed: Sequence[Timed], most: int) -> tuple[int, ...]:
+    """The sizes up to `most` whose steps are quicker than those of the next one, and `most`."""
+    kept = [
+        step.size
+        for step, following in pairwise(timed)
+        if step.size < most and following.seconds >= _HARDLY * step.seconds
+    ]
+    return (*kept, most)
+
+
+def _seat_buckets(timed: Sequence[Timed], seats: int) -> tuple[int, ...]:
+    """Those worth a program; (), which stands for the usual ones, if all that were timed are."""
+    kept = _worth_a_program(timed, seats)
+    usual = tuple(step.size for step in timed if step.size <= seats)
+    return () if kept == usual else kept
+
+
+async def _try_fewer_threads(
+    config: Config, times: SizeTimes, time_steps: _Time
+) -> list[SizeTimes]:
+    """Of the sizes chosen, with half the threads each time, until that is slower."""
+    seats, rows = config.engine.max_seats, config.engine.token_budget
+    config = _with(config, seat_buckets=(seats,), token_buckets=(rows,))
+    found: list[SizeTimes] = []
+    threads = times.threads
+    while threads > 1:
+        threads //= 2
+        found.append(await _alone(time_steps, _with(config, threads=threads)))
+        if not _as_fast(found[-1], times, seats, rows):
+            break
+    return found
+
+
+def _fewest_as_fast(times: SizeTimes, fewer: Sequence[SizeTimes], seats: int, rows: int) -> int:
+    """The number of threads to compute with; 0: all that are useful."""
+    fast = [each.threads for each in fewer if _as_fast(each, times, seats, rows)]
+    return min(fast, default=0)
+
+
+def _as_fast(fewer: SizeTimes, all_of_them: SizeTimes, seats: int, rows: int) -> bool:
+    pairs = (
+        (_seconds_of(fewer.decode, seats), _seconds_of(all_of_them.decode, seats)),
+        (_seconds_of(fewer.prompts, rows), _seconds_of(all_of_them.prompts, rows)),
+    )
+    return all(with_fewer <= _AS_FAST * with_all for with_fewer, with_all in pairs)
+
+
+def _seconds_of(timed: Sequence[Timed], size: int) -> float:
+    """Of the step that computes so many rows; of the largest, where none was timed that does."""
+    return next((step.seconds for step in timed if step.size >= size), timed[-1].seconds)
+
+
+def _of_sizes(config: Config, seats: int, rows: int) -> Config:
+    """To be measured: with steps for prompts of all sizes, also those that are few rows for so
+    many seats.
+    """
+    return _with(
+        config,
+        max_seats=seats,
+        token_budget=rows,
+        token_buckets=powers_of_two(_LEAST_ROWS, rows),
+    )
+
+
+def _with(config: Config, **sizes: int | tuple[int, ...]) -> Config:
+    engine = config.engine.model_copy(update=sizes)
+    return config.model_copy(update={"engine": engine})
+
+
+def _but_defaults(values: _Values) -> _Values:
+    """Without what a start would choose anyway."""
+    known = settings()
+    return {name: value for name, value in values.items() if value != known[name].field.default}
+
+
+async def time_apart(config: Config) -> SizeTimes:
+    """The times of an engine with these settings in a process of its own. Raises JitneyError with
+    the last line that it said if it fails.
+    """
+    with tempfile.TemporaryFile() as errors:
+        process = await start_child(
+            "jitney.engine.bench.sizes_worker", env=core_environ(config), stderr=errors
+        )
+        try:
+            assert process.stdin is not None and process.stdout is not None  # start_child
+            # Nothing of the server is its business, keys least of all.
+            process.stdin.write(config.model_dump_json(exclude={"server"}).encode() + b"\n")
+            answer = await asyncio.wait_for(process.stdout.read(), _LIMIT_S)
+        except TimeoutError:
+            raise JitneyError(f"steps are not timed after {_LIMIT_S:.0f} s") from None
+        finally:
+            await end_child(process)
+        try:
+            return msgspec.json.decode(answer, type=SizeTimes)
+        except msgspec.MsgspecError:
+            raise JitneyError(f"steps cannot be timed: {_last_line(errors)}") from None
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    said = errors.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(said) if line.strip()), "nothing said")[:300]

@@ -1,0 +1,107 @@
+"""How long steps of growing sizes take, in a process of its own: settings on standard input, one
+line of JSON (`SizeTimes`) on standard output.
+
+Its own process, since the threads that compute are chosen once, and so that nothing of it is left
+when the engine starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from jitney.engine.bench.other_work import OtherWork
+from jitney.engine.bench.sizes import LONGEST_S, SizeTimes, Timed
+from jitney.engine.bench.step import StepCase, plan_of
+from jitney.engine.config.schema import Config
+from jitney.engine.errors import ConfigError, JitneyError
+from jitney.engine.executor.threads import own_processors
+from jitney.engine.llm import LLM
+
+#: KV positions of each decoding sequence, where the pool has room for them.
+_CONTEXT = 384
+#: Each step is run so often, and for so many seconds, after one that does not count. The quickest
+#: counts: what else a machine does makes steps slower, never quicker.
+_REPEATS, _ENOUGH_S = 3, 0.5
+
+
+def main() -> int:
+    """Load the model, time its steps, print; exit status 1 and one line if that cannot be."""
+    # Libraries may print what they like.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    config = Config.model_validate_json(sys.stdin.readline())
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        times = measure(LLM(config))
+    except JitneyError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(msgspec.to_builtins(times)), file=answers, flush=True)
+    return 0
+
+
+def _die_with_parent() -> None:
+    """Whoever started this one holds its standard input open."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def measure(llm: LLM) -> SizeTimes:
+    """Steps of an engine that does nothing else, from small ones up to the first that is too long
+    to be chosen. Raises ConfigError.
+    """
+    scheduler = llm.core.scheduler
+    pool, buckets = scheduler.pool, scheduler.buckets
+    longest = min(llm.info.context_length, pool.capacity * pool.page_size) - 1
+    decode = []
+    for bucket in buckets.decode:
+        if bucket.seats > pool.capacity:  # no page for each
+            break
+        room = pool.capacity // bucket.seats * pool.page_size
+        context = min(_CONTEXT, longest, room) - 1
+        decode.append(StepCase(bucket, (context,) * bucket.seats))
+    if not decode:
+        raise ConfigError("the KV pool is too small to time a step: give it more --pages")
+    prompts = [
+        StepCase(bucket, (), ((0, min(bucket.tokens, longest)),)) for bucket in buckets.mixed
+    ]
+    processors = own_processors()
+    others = OtherWork(processors)
+    decoded, prompted = tuple(_timed(llm, decode)), tuple(_timed(llm, prompts))
+    return SizeTimes(len(processors), decoded, prompted, others.share())
+
+
+def _timed(llm: LLM, cases: Sequence[StepCase]) -> Iterator[Timed]:
+    for case in cases:
+        step = Timed(case.bucket.tokens, _least_seconds(llm, case))
+        yield step
+        if step.seconds > LONGEST_S:
+            return
+
+
+def _least_seconds(llm: LLM, case: StepCase) -> float:
+    """Of a step alone, from its plan to its tokens."""
+    runner: Any = llm.core.runner
+    plan = plan_of(case, 0, llm.core.scheduler.pool.page_size)
+
+    def run() -> float:
+        started = time.perf_counter()
+        runner.fetch(runner.launch(runner.batch(plan)))
+        return time.perf_counter() - started
+
+    run()
+    seconds = [run()]
+    while sum(seconds) < (_ENOUGH_S if len(seconds) >= _REPEATS else LONGEST_S):
+        seconds.append(run())
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""`jitney bench sizes`: how long steps of growing sizes take here, and which sizes `jitney serve`
+chooses by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from datetime import date
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jitney.engine.cli.bench_flags import check_writable, write_report
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, layers_from
+from jitney.engine.cli.sizes import USUAL, as_flags, machine
+from jitney.engine.config.kept_sizes import KeptSizes, keep_sizes
+from jitney.engine.config.layers import Layered
+from jitney.engine.config.platforms import check_platform
+from jitney.engine.config.presets import SIZES, runs_on_device
+from jitney.engine.config.schema import Config
+from jitney.engine.errors import ConfigError
+from jitney.engine.types import JsonObject
+
+if TYPE_CHECKING:
+    from jitney.engine.bench.sizes import Measured, SizeTimes
+
+_FLAGS = (
+    Flag.switch("--keep", "have jitney serve take these sizes from now on, with these settings"),
+    Flag.of("--json", "write the report; - is standard output", metavar="FILE"),
+)
+_COMMAND = Command(
+    "bench sizes",
+    "Time steps of growing sizes on this CPU, and say which sizes jitney serve chooses by them.",
+    [FlagGroup(_FLAGS)],
+    sections=("model", "engine"),
+    leave_out=(*sorted(SIZES), *ONLY_SERVED),
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measure, print, and keep what was chosen if that is asked for; exit status 0."""
+    from jitney.engine.bench.sizes import sizes_here
+
+    args = _COMMAND.parse(arguments)
+    check_writable(args, "json")
+    layered = layers_from(args)
+    _check(layered)
+    config = layered.config
+    found = asyncio.run(sizes_here(config))
+    if args.keep:
+        _keep(config, found)
+    report = {"machine": machine(config), "model": config.model.id, **msgspec.to_builtins(found)}
+    if write_report(args, report):
+        _show(report, found)
+    return 0
+
+
+def _check(layered: Layered) -> None:
+    """Raises ConfigError where nothing can be chosen."""
+    engine = layered.config.engine
+    check_platform(engine.platform)
+    if runs_on_device(engine.platform):
+        raise ConfigError("sizes are measured on a CPU: give --platform cpu")
+    if engine.tensor_parallel > 1 or engine.n_hosts > 1:
+        raise ConfigError("sizes are measured of an engine that is one process")
+    for name in sorted(SIZES & set(layered.origins)):
+        where = layered.origins[name]
+        raise ConfigError(f"{where}: who gives one of the sizes decides on all; leave it out")
+
+
+def _keep(config: Config, found: Measured) -> None:
+    sizes = KeptSizes(found.values, date.today().isoformat())
+    reason = keep_sizes(config, machine(config), sizes)
+    if reason:
+        raise ConfigError(f"the sizes cannot be kept: {reason}")
+
+
+def _show(report: JsonObject, found: Measured) -> None:
+    """One row a step, then what was chosen."""
+    from jitney.engine.report.page import Table
+    from jitney.engine.report.tables import print_lines, print_table
+
+    rows = [row for times in found.times for row in _rows(times)]
+    table = Table(["threads", "step", "rows", "ms", "rows/s"], rows)
+    print_table(table, "{model} on {machine}".format_map(report))
+    print_lines([f"jitney serve: {as_flags(found.values) or USUAL}"])
+
+
+def _rows(times: SizeTimes) -> Iterator[list[str]]:
+    for name, timed in (("decode", times.decode), ("prompt", times.prompts)):
+        for step in timed:
+            figures = f"{1e3 * step.seconds:.2f}", f"{step.rate:,.0f}"
+            yield [str(times.threads), name, str(step.size), *figures]

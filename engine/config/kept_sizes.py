@@ -1,0 +1,107 @@
+"""Sizes that a machine's own steps asked for, kept in the cache folder between starts. Jax-free.
+
+They are a layer between the defaults and what a file, the environment or a flag says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from jitney.engine.config.cache_folder import make_private
+from jitney.engine.config.layers import Layered
+from jitney.engine.config.presets import SIZES, runs_on_device
+from jitney.engine.config.schema import Config, cache_dir
+
+#: Where a value comes from that was chosen by measuring.
+FROM_MEASURED = "measured here"
+#: Settings that are chosen so.
+MEASURED = {"max_seats", "token_budget", "seat_buckets", "token_buckets", "threads"}
+#: Settings that the time of a step depends on, beside the sizes.
+_MATTER = (
+    "dtype",
+    "weights",
+    "context",
+    "page_size",
+    "pages",
+    "memory_gib",
+    "memory_share",
+    "kernels",
+    "kv_dtype",
+    "threads",
+)
+
+
+class KeptSizes(msgspec.Struct, frozen=True):
+    """What was chosen, and when."""
+
+    #: Settings by flat name.
+    values: dict[str, int | tuple[int, ...]]
+    #: The day, such as "2026-11-23".
+    measured: str
+
+
+def are_measured(layered: Layered) -> bool:
+    """Whether an engine with these settings takes its sizes from what this machine measures: one
+    on a CPU alone, to which nobody has given any of them, and whose measurements can be kept.
+    """
+    engine = layered.config.engine
+    return (
+        engine.measured_sizes
+        and engine.compilation_cache
+        and engine.n_hosts == engine.tensor_parallel == 1
+        and not SIZES & set(layered.origins)
+        and not runs_on_device(engine.platform)
+    )
+
+
+def read_sizes(config: Config, machine: str) -> KeptSizes | None:
+    """What was kept for this model on this machine; None if nothing was, or nothing that can be
+    read. machine: its processor, and what of it may be used.
+    """
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        kept = msgspec.json.decode(_path(config, machine).read_bytes(), type=KeptSizes)
+        if set(kept.values) <= MEASURED:
+            return kept
+    return None
+
+
+def keep_sizes(config: Config, machine: str, sizes: KeptSizes) -> str:
+    """Keep them for the next start. Returns why they cannot be kept, or an empty text."""
+    path = _path(config, machine)
+    reason = make_private(path.parent)
+    if reason:
+        return reason
+    # Another process that starts beside us reads the old file or the new one.
+    new = path.with_suffix(".new")
+    try:
+        new.write_bytes(msgspec.json.encode(sizes) + b"\n")
+        new.replace(path)
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}"
+    return ""
+
+
+def _path(config: Config, machine: str) -> Path:
+    text = json.dumps(_facts(config, machine), sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return cache_dir() / "sizes" / f"{name}.json"
+
+
+def _facts(config: Config, machine: str) -> Mapping[str, object]:
+    """All that the times of steps depend on: the machine, the program, the model and its
+    settings.
+    """
+    given = config.model.model_dump() | config.engine.model_dump()
+    return {
+        "machine": machine,
+        "versions": [version("jitney"), version("jax")],
+        "model": [config.model.id, config.model.revision],
+        **{name: given[name] for name in _MATTER},
+    }

@@ -1,0 +1,225 @@
+"""Sizes by what steps take: what is chosen for machines that are made up, and one real measurement
+of a small model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jitney.engine.bench.other_work import OtherWork
+from jitney.engine.bench.sizes import SizeTimes, Timed, best_size, measure_sizes, time_apart
+from jitney.engine.config.kept_sizes import FROM_MEASURED, MEASURED
+from jitney.engine.config.layers import load_layers
+from jitney.engine.config.schema import Config, EngineSection, ModelSection
+from jitney.engine.errors import JitneyError
+from jitney.engine.scheduler.buckets import make_buckets
+
+Seconds = Callable[[int], float]
+
+
+def linear(first_s: float, row_s: float) -> Seconds:
+    return lambda rows: first_s + row_s * rows
+
+
+LINEAR = linear(0.02, 0.001)
+
+
+@dataclass
+class Machine:
+    """Its steps take what two functions of their rows say, in seconds with both threads."""
+
+    decode: Seconds = LINEAR
+    prompts: Seconds = LINEAR
+    #: Times as long that a step takes with one thread.
+    alone: float = 1.9
+    #: Share of the processors that other programs use in the second measurement.
+    other_work: float = 0.0
+    #: Settings whose steps were timed, in turn.
+    asked: list[EngineSection] = field(default_factory=list)
+
+    async def time_steps(self, config: Config) -> SizeTimes:
+        engine = config.engine
+        self.asked.append(engine)
+        threads = engine.threads or 2
+        slower = self.alone if threads == 1 else 1.0
+        buckets = make_buckets(
+            max_seats=engine.max_seats,
+            token_budget=engine.token_budget,
+            seat_sizes=engine.seat_buckets,
+            token_sizes=engine.token_buckets,
+        )
+        decode = [bucket.tokens for bucket in buckets.decode]
+        prompts = [bucket.tokens for bucket in buckets.mixed]
+        return SizeTimes(
+            threads,
+            tuple(Timed(rows, slower * self.decode(rows)) for rows in decode),
+            tuple(Timed(rows, slower * self.prompts(rows)) for rows in prompts),
+            self.other_work if len(self.asked) == 2 else 0.0,
+        )
+
+    def chosen(self, engine: EngineSection | None = None) -> Mapping[str, object]:
+        config = Config(engine=engine or EngineSection())
+        return asyncio.run(measure_sizes(config, self.time_steps)).values
+
+
+def test_a_size_must_be_quick():
+    steps = [Timed(1, 0.1), Timed(2, 0.12), Timed(4, 0.19), Timed(8, 0.3)]
+    assert best_size(steps, 0.2, usual=8) == 4
+    assert best_size(steps, 1.0, usual=8) == 8
+    # All are too slow: the one that takes hardly longer than the smallest.
+    assert best_size([Timed(1, 3.0), Timed(2, 4.0), Timed(4, 6.0)], 0.2, usual=4) == 2
+
+
+def test_up_to_the_usual_size_a_step_must_bring_about_as_much():
+    even = [Timed(1, 0.1), Timed(2, 0.2), Timed(4, 0.41)]
+    assert best_size(even, 1.0, usual=4) == 4
+    assert best_size(even, 1.0, usual=2) == 2
+    # 2 bring too little; 4 bring nine tenths of what 1 brings again.
+    assert best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.44)], 1.0, usual=4) == 4
+    assert best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.46)], 1.0, usual=4) == 1
+
+
+def test_beyond_it_each_doubling_must_bring_a_tenth_more():
+    steps = [Timed(2, 0.1), Timed(4, 0.18), Timed(8, 0.36)]
+    assert best_size(steps, 1.0, usual=2) == 4
+    assert best_size([*steps[:2], Timed(8, 0.32)], 1.0, usual=2) == 8
+    assert best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.34)], 1.0, usual=2) == 2
+    assert best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.33)], 1.0, usual=2) == 8
+
+
+def test_a_machine_on_which_the_usual_sizes_are_best_changes_nothing():
+    """32 seats take 0.15 s, of which double would be too many; 512 rows 0.3 s."""
+    machine = Machine(linear(0.05, 0.003), linear(0.05, 0.0005))
+    assert machine.chosen() == {"token_buckets": (16, 32, 64, 128, 256, 512)}
+
+
+def test_a_slow_machine_has_fewer_seats_and_rows():
+    machine = Machine(linear(0.1, 0.01), linear(0.1, 0.004))
+    values = machine.chosen()
+    assert values["max_seats"] == 8  # 0.18 s; 16 take 0.26
+    assert values["token_budget"] == 64  # 0.36 s; 128 take 0.61
+    assert values["token_buckets"] == (16, 32, 64)
+
+
+def test_a_fast_machine_has_more_as_long_as_they_bring_more():
+    machine = Machine(linear(0.01, 0.0001), linear(0.01, 0.00001))
+    values = machine.chosen()
+    assert values["max_seats"] == 128 and values["token_budget"] == 2048  # no more is tried
+    assert [engine.max_seats for engine in machine.asked][:3] == [32, 64, 128]
+
+
+def test_where_rows_cost_what_they_bring_the_usual_sizes_are_best():
+    """One seat does all that 32 do, 64 rows all that 512 do: as they are, prompts wait less."""
+    machine = Machine(linear(0.0, 0.001), linear(0.0, 0.0001))
+    values = machine.chosen()
+    assert "max_seats" not in values and "token_budget" not in values
+
+
+def test_where_more_rows_bring_less_few_are_enough():
+    machine = Machine(lambda rows: 0.001 * rows**1.3, lambda rows: 0.0001 * rows**1.3)
+    values = machine.chosen()
+    assert values["max_seats"] == 4  # so that four who come together share a step
+    assert values["token_budget"] == 16
+
+
+def test_a_bucket_that_saves_nothing_is_no_program():
+    """Up to 64 rows take the same; so do 4 and 8 seats."""
+    machine = Machine(
+        lambda rows: 0.02 + 0.003 * max(8, rows), lambda rows: 0.02 + 0.0005 * max(64, rows)
+    )
+    values = machine.chosen()
+    assert values["token_buckets"] == (64, 128, 256, 512)
+    assert values["seat_buckets"] == (8, 16, 32)
+
+
+def test_a_second_thread_that_does_not_help_is_left_to_others():
+    assert Machine(alone=1.02).chosen()["threads"] == 1
+    assert "threads" not in Machine(alone=1.2).chosen()
+
+
+def test_threads_that_are_given_stay():
+    machine = Machine(alone=1.0)
+    assert "threads" not in machine.chosen(EngineSection(threads=2))
+    assert {engine.threads for engine in machine.asked} == {2}
+
+
+def test_steps_timed_beside_other_work_are_not_believed():
+    assert Machine(other_work=0.05).chosen() == Machine().chosen()
+    with pytest.raises(JitneyError, match="other programs use 30% of the processors"):
+        Machine(other_work=0.3).chosen()
+
+
+def test_work_of_others_is_what_processors_did_beyond_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In hundredths of a second: user, nice, system, idle, iowait, irq, softirq, steal, guest,
+    guest_nice, of which the last two are in the first two already.
+    """
+    assert os.sysconf("SC_CLK_TCK") == 100
+    own = iter([5.0, 5.5, 6.0, 6.0, 6.0])
+    monkeypatch.setattr(time, "process_time", lambda: next(own))
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 9 9 9 9\ncpu0 100 0 0 900 0 0 0 0 50 0\ncpu1 0 0 0 0 0 0 0 0 0 0\n")
+    others = OtherWork([0], stat)
+    # Two seconds later: one was idle, half a second is ours, half somebody else's.
+    stat.write_text("cpu 9 9 9 9\ncpu0 150 10 10 950 50 5 5 20 99 0\ncpu1 900 0 0 0 0 0 0 0 0 0\n")
+    assert others.share() == pytest.approx(0.25)
+    stat.write_text("cpu0 100 0 0 1100 0 0 0 0 50 0\n")
+    assert others.share() == 0.0  # ours alone
+    assert OtherWork([0], tmp_path / "none").share() == 0.0
+
+
+steps = st.builds(linear, st.floats(1e-5, 2.0), st.floats(0.0, 0.05))
+
+
+@given(decode=steps, prompts=steps, alone=st.floats(0.5, 3.0))
+def test_what_is_chosen_is_a_configuration(decode: Seconds, prompts: Seconds, alone: float):
+    values = Machine(decode, prompts, alone).chosen()
+    assert set(values) <= MEASURED
+    engine = load_layers().with_values(values, FROM_MEASURED).config.engine
+    assert 4 <= engine.max_seats <= 128
+    assert 2 * engine.max_seats <= engine.token_budget <= 2048
+    if engine.max_seats > 4:
+        assert decode(engine.max_seats) <= max(0.2, 1.5 * decode(1))
+    if engine.token_budget > 2 * engine.max_seats:
+        assert prompts(engine.token_budget) <= max(0.5, 1.5 * prompts(16))
+
+
+def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A pool of 8 pages has room for 4 and for 8 sequences."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiled in a hurry
+    engine = EngineSection(
+        platform="cpu",
+        kernels="reference",
+        max_seats=16,
+        token_budget=64,
+        seat_buckets=(4, 8, 16),
+        token_buckets=(16, 64),
+        pages=9,  # one is nobody's
+        threads=1,
+    )
+    model = ModelSection(id="tiny-random", dtype="float32", context=64)
+    times = asyncio.run(time_apart(Config(model=model, engine=engine)))
+    assert times.threads == 1
+    assert [step.size for step in times.decode] == [4, 8]
+    assert [step.size for step in times.prompts] == [16, 64]
+    assert 0 <= times.other_work <= 1
+    assert all(0 < step.seconds < 10 for step in (*times.decode, *times.prompts))
+
+
+def test_what_cannot_be_timed_is_one_line():
+    config = Config(model=ModelSection(id="/no/such/model"), engine=EngineSection(platform="cpu"))
+    with pytest.raises(JitneyError, match=r"^steps cannot be timed: .*/no/such/model") as caught:
+        asyncio.run(time_apart(config))
+    assert "\n" not in str(caught.value)
