@@ -141,6 +141,8 @@ class _FleetPage(PageRoutes):
 
 def _member(fleet: Fleet, scope: Scope) -> Member:
     """The replica of a request's path. Raises HttpError 404."""
+    # Nobody may have looked at the page before, who would have found this one.
+    fleet.look_for_replicas()
     member = fleet.members.get(scope["path_params"]["name"])
     if member is None:
         raise nothing_here()

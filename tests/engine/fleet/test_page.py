@@ -93,6 +93,13 @@ def test_the_page_shows_the_fleets_engines(served: Served):
         assert http.get(f"{PATH}/r/{names[0]}/slots").status_code == 403
 
 
+def test_an_engine_is_found_before_anybody_looked_at_all_of_them(served: Served):
+    name = min(served.replicas())
+    with signed_in(served, ADMIN) as http:
+        assert http.get(f"{PATH}/r/{name}/slots").status_code == 200
+        assert http.get(f"{PATH}/r/nobody/slots").status_code == 404
+
+
 def test_the_page_decides_about_a_candidate(served: Served):
     with signed_in(served, USER) as http:
         assert http.get(f"{PATH}/rollouts").status_code == 403
