@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.context import Context, context_of
 from jitney.engine.api.errors import ErrorForm, HttpError, echo, error_form, error_response
-from jitney.engine.api.routing import Role, RouteTable, route_path
+from jitney.engine.api.routing import HttpRoute, Role, RouteTable, route_path
 from jitney.engine.api.schema import SAFE_ID
 from jitney.engine.api.settings import ServerSettings
 
@@ -241,7 +241,7 @@ class BodyLimit:
                 _check_type(scope, _FORM, "multipart/form-data")
                 receive = self._metered(scope, receive)
             elif scope["method"] in _WITH_BODY:
-                if route is None or route.body is not None or _has_type(scope):
+                if _wants_json(scope, route):
                     _check_type(scope, _JSON, "application/json, in UTF-8")
                 receive = await self._read(scope, receive)
         await self.app(scope, receive, send)
@@ -328,8 +328,13 @@ def _check_framing(scope: Scope) -> None:
         raise HttpError(400, "Content-Length and Transfer-Encoding exclude each other", close=True)
 
 
-def _has_type(scope: Scope) -> bool:
-    return bool(_headers_named(scope, b"content-type"))
+def _wants_json(scope: Scope, route: HttpRoute | None) -> bool:
+    """Routes of the page are not in the table, and want it; what is not there below /v1 is there
+    nowhere, and wants nothing.
+    """
+    if route is None:
+        return not route_path(scope).startswith("/v1/")
+    return route.body is not None or bool(_headers_named(scope, b"content-type"))
 
 
 def _check_type(scope: Scope, wanted: re.Pattern[str], name: str) -> None:

@@ -102,6 +102,9 @@ def test_models_are_listed_and_unknown_ones_refused(tmp_path: Path):
         gone = http.post("/v1/chat/completions", json=CHAT)
         assert gone.status_code == 503 and gone.headers["retry-after"]
         assert http.get("/v1/jobs").status_code == 404
+        # A form, too, is told that there is no such route, not that it should be JSON.
+        form = http.post("/v1/files", files={"file": b"..."}, data={"purpose": "batch"})
+        assert form.status_code == 404 and "/v1/files" in form.json()["error"]["message"]
 
 
 def test_bad_bodies_are_refused_as_an_engine_does(tmp_path: Path):
@@ -254,12 +257,11 @@ def test_all_full_tells_the_shortest_wait(tmp_path: Path):
 
 
 def test_one_that_dies_before_its_answer_is_replaced(tmp_path: Path):
-    with (
-        engines(FakeEngine(dies_after=0), FakeEngine()) as fakes,
-        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as served,
-    ):
-        ready(served, fakes)
-        with served.http() as http:
+    """In turn, so that both are asked: by prefix all might be one's."""
+    with engines(FakeEngine(dies_after=0), FakeEngine()) as fakes:
+        text = toml([fake.url for fake in fakes], model='router = "round-robin"')
+        with fleet_of(tmp_path, text) as served, served.http() as http:
+            ready(served, fakes)
             for number in range(8):
                 body = CHAT | {"messages": [{"role": "user", "content": str(number)}]}
                 for stream in (False, True):
