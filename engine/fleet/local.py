@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from jitney.engine.config.layers import settings
+from jitney.engine.config.layers import load_layers, settings
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet.build import FleetParts
@@ -36,6 +37,7 @@ _log = logging.getLogger("jitney.fleet")
 #: Runs `jitney serve` with its arguments, until the fleet is gone.
 ENGINE_MODULE = "jitney.engine.cli.fleet_engine"
 LOCALHOST = "127.0.0.1"
+_MEASURED = "measured_sizes"
 #: Seconds before an engine is started again, the first time and at most; restarts are counted
 #: within a window, and after so many it is given up.
 _BACKOFF_S, _WINDOW_S, _MOST_RESTARTS = (0.5, 30.0), 600.0, 5
@@ -58,13 +60,23 @@ def engine_arguments(
     words = ["serve"]
     if section.config:
         words += ["--config", str(config.path(section.config))]
-    for name, value in section.settings.items():
-        words += _flag(name, value)
+    for setting, value in section.settings.items():
+        words += _flag(setting, value)
+    if not _says_who_sizes(config, section):
+        # Engines that start beside each other would time each other's steps.
+        words += _flag(_MEASURED, value=False)
     if section.devices:
         words += ["--device", section.devices[number]]
     words += ["--data-dir", str(_data_dir(name))]
     words += ["--host", host, "--port", str(port), "--served-model-name", model]
     return [*words, "--drain-s", str(config.server.drain_s), "--insecure"]
+
+
+def _says_who_sizes(config: FleetConfig, section: ReplicasSection) -> bool:
+    """Whether it is given that engines of this model measure, or that they do not."""
+    file = config.path(section.config) if section.config else None
+    given = load_layers(file, flags=section.settings).origins
+    return _MEASURED in given or settings()[_MEASURED].env in os.environ
 
 
 def _data_dir(name: str) -> Path:

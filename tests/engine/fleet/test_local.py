@@ -150,6 +150,41 @@ def test_engines_get_their_settings_devices_and_ports(tmp_path: Path):
     words = " ".join(engine_arguments(config, "m", section, "m-1", 1, 9123))
     assert f"serve --config {tmp_path}/engine.toml --max-seats 4 --no-prefix-cache" in words
     assert "--token-buckets 8,16" in words and "--device 1" in words and "--port 9123" in words
+    assert "/fleet/m-1 --host" in words  # the engine's own folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "file", "environ", "wanted"),
+    [
+        ("measured_sizes = true", "", {}, True),
+        ("measured_sizes = false", "", {}, False),
+        ("", "measured_sizes = true", {}, None),
+        ("", "", {"JITNEY_MEASURED_SIZES": "true"}, None),
+        ("", "", {}, False),
+    ],
+)
+def test_engines_of_a_fleet_measure_only_if_that_is_asked_for(
+    settings: str,
+    file: str,
+    environ: dict[str, str],
+    wanted: bool | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """None: the file or the environment says it, no flag does."""
+    monkeypatch.delenv("JITNEY_MEASURED_SIZES", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "engine.toml").write_text(f"[engine]\n{file}\n")
+    text = f'[models.m]\nreplicas = 1\nconfig = "engine.toml"\nsettings = {{ {settings} }}\n'
+    (tmp_path / "fleet.toml").write_text(text)
+    config = read_fleet(tmp_path / "fleet.toml")
+    section = config.models["m"]
+    assert isinstance(section, ReplicasSection)
+    words = engine_arguments(config, "m", section, "m-1", 0, 9123)
+    flags = [word for word in words if word.endswith("measured-sizes")]
+    said = {None: [], True: ["--measured-sizes"], False: ["--no-measured-sizes"]}
+    assert flags == said[wanted]
 
 
 def test_the_command_refuses_what_is_wrong_in_one_line(
