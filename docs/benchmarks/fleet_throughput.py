@@ -1,0 +1,206 @@
+"""How far two engines behind one endpoint are from twice one engine, in the schedulers' own counts:
+tokens a step, and steps that one engine was short of the other.
+
+    python docs/benchmarks/fleet_throughput.py [--on ray] [--model smollm2-135m] [--streams 8 12]
+
+The engines of one machine share its processors, so tokens a second would show nothing. If each had
+a machine of its own, steps would take the same time everywhere, and a fleet's throughput would be
+all tokens over the steps of the engine that made most of them. So many streams for each engine send
+their next request when they have an answer: prompts around 60 tokens, answers of 16 to 112, greedy.
+Counts of the first seconds are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from jitney.engine.machine import cpu_name
+
+KEY = "the operator's key"
+_START_S = 600.0
+#: Seconds before anything is counted.
+_SETTLE_S = 6.0
+SEATS = 8
+_COMMAND = "from jitney.engine.cli import main; raise SystemExit(main())"
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Of one engine."""
+
+    tokens: float
+    steps: float
+    #: Seats taken, summed over the steps.
+    seats: float
+
+    def __sub__(self, other: _Counts) -> _Counts:
+        return _Counts(
+            self.tokens - other.tokens, self.steps - other.steps, self.seats - other.seats
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running_fleet(
+    model: str, engines: int, on: str, router: str, seats: int = SEATS, ray: str = "cpus = 0.1"
+) -> Iterator[str]:
+    """URL of a fleet with one model of so many engines. ray: fields of its table of that name."""
+    port = _free_port()
+    settings = f"{{ model = '{model}', max_seats = {seats}, log_level = 'warning' }}"
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "key"
+        key.write_text(KEY)
+        key.chmod(0o600)
+        file = Path(folder) / "fleet.toml"
+        file.write_text(
+            f"[fleet]\nport = {port}\nadmin_key_file = '{key}'\npoll_s = 0.2\n"
+            "log_level = 'error'\n"
+            f"[models.m]\nreplicas = {engines}\nrouter = '{router}'\nsettings = {settings}\n"
+            f"ray = {{ {ray} }}\n"
+        )
+        words = [sys.executable, "-P", "-c", _COMMAND, "fleet", "serve", str(file)]
+        if on == "ray":
+            words += ["--on", "ray"]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(url, engines, process)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+
+
+def _wait_ready(url: str, engines: int, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until and process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError, KeyError):
+            if len(_engines(url)) == engines:
+                return
+        time.sleep(0.5)
+    raise SystemExit("the fleet did not become ready")
+
+
+def get(url: str) -> httpx.Response:
+    headers = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.get(url, headers=headers, timeout=60, trust_env=False)
+    return answer.raise_for_status()
+
+
+def _engines(url: str) -> list[str]:
+    """URLs of those that are ready."""
+    known = get(url + "/fleet/replicas").json()["models"]["m"]
+    return [each["url"] for each in known if each["state"] == "ready"]
+
+
+def _counts(engine: str) -> _Counts:
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(get(engine + "/metrics").text):
+        for sample in family.samples:
+            name = sample.name
+            if name == "jitney_rows_total":
+                name = sample.labels["kind"]
+            samples[name] = samples.get(name, 0.0) + sample.value
+    return _Counts(
+        samples["decode"],
+        samples["jitney_steps_total"],
+        samples["jitney_seat_fill_ratio_sum"] * SEATS,
+    )
+
+
+async def stream(http: httpx.AsyncClient, number: int) -> None:
+    """One request after another, until it is cancelled."""
+    chance = random.Random(number)
+    while True:
+        words = " ".join(f"{chance.randrange(1000)}" for _ in range(chance.randint(10, 30)))
+        body = {
+            "model": "m",
+            "prompt": words,
+            "max_tokens": chance.randint(16, 112),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        (await http.post("/v1/completions", json=body)).raise_for_status()
+
+
+async def _load(url: str, streams: int, seconds: float) -> Mapping[str, _Counts]:
+    """What each engine counted under so many streams, by its URL."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=600, trust_env=False
+    ) as http:
+        running = [asyncio.create_task(stream(http, number)) for number in range(streams)]
+        engines = _engines(url)
+        await asyncio.sleep(_SETTLE_S)
+        before = {engine: await asyncio.to_thread(_counts, engine) for engine in engines}
+        await asyncio.sleep(seconds)
+        after = {engine: await asyncio.to_thread(_counts, engine) for engine in engines}
+        for task in running:
+            if task.done():
+                task.result()  # the reason
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return {engine: after[engine] - before[engine] for engine in engines}
+
+
+def _tokens_a_step(counts: Sequence[_Counts]) -> float:
+    """Of a fleet: see the top."""
+    return sum(each.tokens for each in counts) / max(each.steps for each in counts)
+
+
+def _measured(args: argparse.Namespace, engines: int, on: str) -> list[list[_Counts]]:
+    """For each number of streams, what each engine counted."""
+    found = []
+    with running_fleet(args.model, engines, on, args.router) as url:
+        for streams in args.streams:
+            counts = asyncio.run(_load(url, streams * engines, args.seconds))
+            found.append(list(counts.values()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--on", choices=("processes", "ray"), default="processes")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--router", default="prefix")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--streams", type=int, nargs="+", default=[8, 12], help="for each engine")
+    parser.add_argument("--seconds", type=float, default=40.0)
+    args = parser.parse_args()
+    print(f"{cpu_name()}; {args.model}, {SEATS} seats; engines on {args.on}, router {args.router}")
+    alone = _measured(args, 1, "processes")
+    fleet = _measured(args, args.engines, args.on)
+    for streams, one, several in zip(args.streams, alone, fleet, strict=True):
+        wanted = args.engines * _tokens_a_step(one)
+        got = _tokens_a_step(several)
+        steps = ", ".join(f"{each.steps:.0f}" for each in several)
+        seats = ", ".join(f"{each.seats / each.steps:.2f}" for each in several)
+        print(
+            f"{streams} streams an engine: {got:.2f} tokens a step of {wanted:.2f}: "
+            f"{got / wanted:.3f}; seats taken {seats} ({one[0].seats / one[0].steps:.2f} alone); "
+            f"steps {steps}"
+        )
+
+
+if __name__ == "__main__":
+    main()
