@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from jitney.kernels.cpu import build
 
@@ -236,6 +235,8 @@ def test_no_bare_name_is_importable(tmp_path: Path, name: str):
 def test_transformers_works_from_the_repository_root(tmp_path: Path, installed: bool):
     """From here `kernels/` is visible as a namespace package: transformers must take that for
     absent, and the real package of that name must still win over it."""
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
     if installed:
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels" / "__init__.py").write_text("")

@@ -4,9 +4,11 @@ there is one: `promtool test rules configs/deploy/prometheus/rules_test.yml`.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
+from typing import Any
 
 import pytest
 import yaml
@@ -19,18 +21,27 @@ from jitney.engine.process.counters import EngineCounters
 from jitney.engine.types import KernelProof
 
 FOLDER = DEPLOY / "prometheus"
-RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]
-CASES = yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"]
+
+
+@functools.cache
+def rules() -> list[dict[str, Any]]:
+    """Read in a second or two: not while tests are collected."""
+    return yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]
+
+
+@functools.cache
+def cases() -> list[dict[str, Any]]:
+    return yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"]
 
 
 def test_every_metric_of_a_rule_exists():
-    named = named_in(" ".join(rule["expr"] for rule in RULES))
+    named = named_in(" ".join(rule["expr"] for rule in rules()))
     assert len(named) >= 15 and not named - metric_names()
 
 
 def test_every_rule_says_what_is_wrong_where_and_what_to_do():
-    assert len({rule["alert"] for rule in RULES}) == len(RULES) >= 10
-    for rule in RULES:
+    assert len({rule["alert"] for rule in rules()}) == len(rules()) >= 10
+    for rule in rules():
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
         assert rule["annotations"]["description"].endswith(".")
@@ -39,12 +50,12 @@ def test_every_rule_says_what_is_wrong_where_and_what_to_do():
 def test_every_rule_has_a_case_in_which_it_fires():
     fires = {
         check["alertname"]
-        for case in CASES
+        for case in cases()
         for check in case["alert_rule_test"]
         if check["exp_alerts"]
     }
-    assert fires == {rule["alert"] for rule in RULES}
-    series = " ".join(entry["series"] for case in CASES for entry in case["input_series"])
+    assert fires == {rule["alert"] for rule in rules()}
+    series = " ".join(entry["series"] for case in cases() for entry in case["input_series"])
     assert not named_in(series) - metric_names()
 
 
@@ -69,7 +80,7 @@ def test_labels_that_the_rules_choose_by_exist():
     text = fleet_metrics().render().decode()
     assert 'jitney_fleet_replicas{model="m",state="gone"} 1.0' in text
     assert 'jitney_fleet_rollout_state{candidate="c",model="m",state="rolled_back"} 0.0' in text
-    for rule in RULES:
+    for rule in rules():
         for label, values in re.findall(r'(\w+)=~?"([^"]+)"', rule["expr"]):
             assert set(values.split("|")) <= known[label], rule["alert"]
 

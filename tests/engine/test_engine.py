@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from cpu_library import arranges_here
 from oracle import VOCAB, oracle_logprobs, prompt
+from programs import await_use
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import RequestError
+from jitney.engine.executor.runner import Runner
 from jitney.engine.loading.load import load_model
 from jitney.engine.models.protocol import Model
 from jitney.kernels.cpu import build, library
@@ -55,6 +57,15 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM("tiny-random", **SETTINGS)
+
+
+def when_used(name: str, **settings: Any) -> LLM:
+    """An engine that compiles a program when a step first wants it: a greedy run wants half of
+    them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "_compile_steps", await_use)
+        return LLM(name, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +270,7 @@ def test_bfloat16_gives_the_same_answer_in_every_bucket(weights: str):
 
     def answers(**settings: Any) -> tuple[list[list[int]], np.ndarray]:
         options: dict[str, Any] = SETTINGS | {"dtype": "bfloat16", "weights": weights} | settings
-        engine = LLM("tiny-random", **options)
+        engine = when_used("tiny-random", **options)
         done = engine.generate(prompts, params) + [
             engine.generate([one], params)[0] for one in prompts[::3]
         ]
@@ -318,7 +329,7 @@ def test_chunks_pages_and_preemption_change_nothing(llm, settings):
     prompts = [prompt(i, 40 + 7 * i) for i in range(8)]
     kinds = [GREEDY, SEEDED, SPECIAL, GREEDY] * 2
     expected = alone(llm, prompts, kinds)
-    other = LLM("tiny-random", **(SETTINGS | settings))
+    other = when_used("tiny-random", **(SETTINGS | settings))
     assert tokens_of(other, prompts, kinds) == expected
     other.core.check()
     totals = other.core.ledger.totals
@@ -329,8 +340,8 @@ def test_chunks_pages_and_preemption_change_nothing(llm, settings):
 def test_prefix_hits_save_rows_and_change_nothing():
     base = prompt(7, 100)
     prompts = [base + prompt(50 + i, 9) for i in range(4)]
-    cold = LLM("tiny-random", **SETTINGS, prefix_cache=False)
-    warm = LLM("tiny-random", **SETTINGS)
+    cold = when_used("tiny-random", **SETTINGS, prefix_cache=False)
+    warm = when_used("tiny-random", **SETTINGS)
     expected = alone(cold, prompts, GREEDY)
     assert alone(warm, prompts, GREEDY) == expected
     assert warm.generate([prompts[0]], GREEDY)[0].cached_tokens == 96
@@ -346,7 +357,7 @@ def test_in_bfloat16_the_next_turn_has_the_same_answer_whoever_came_before():
 
     def next_turn(**settings: Any) -> tuple[int, list[int], list[float]]:
         options: dict[str, Any] = SETTINGS | {"dtype": "bfloat16", "context": 512} | settings
-        engine = LLM("tiny-random", **options)
+        engine = when_used("tiny-random", **options)
         first = engine.generate([prompt(7, 100)], params)[0]
         talk = first.prompt_ids + first.outputs[0].token_ids + prompt(8, 9)
         answer = engine.generate([talk], params)[0]
@@ -488,7 +499,7 @@ def test_the_default_model_equals_the_reference(smollm2, reference, kernels, mon
         loaded = library.opened(level)
         monkeypatch.setattr(library, "load", lambda: loaded)
         name = "native"
-    engine = LLM(
+    engine = when_used(
         "smollm2-135m",
         dtype="float32",
         max_seats=8,
@@ -538,7 +549,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(llm):
 
 
 def test_more_prompts_than_may_wait_are_all_answered():
-    engine = LLM("tiny-random", **SETTINGS, max_waiting_requests=2, max_waiting_tokens=64)
+    engine = when_used("tiny-random", **SETTINGS, max_waiting_requests=2, max_waiting_tokens=64)
     prompts = [prompt(720 + i, 30 + i) for i in range(12)]
     answers = engine.generate(prompts, GREEDY)
     assert [len(answer.outputs[0].token_ids) for answer in answers] == [24] * 12

@@ -19,7 +19,6 @@ import pytest
 from api_fakes import ByteTokenizer, FakeClient, call, make_app, run, until
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from jitney.engine.api import workers
 from jitney.engine.api.chat_templates import ChatTemplates
@@ -308,6 +307,8 @@ def test_threads_come_with_the_work_and_go_without_it():
 
 def panicking() -> Tokenizer:
     """Its regular expression takes too many steps on 'aaaa...c', where Rust panics."""
+    from transformers import PreTrainedTokenizerFast  # seconds: not while tests are collected
+
     rust = RustTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     rust.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))

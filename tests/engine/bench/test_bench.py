@@ -210,21 +210,21 @@ def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():
     for policy in POLICIES:
         waits = {}
         for share in (0.7, 1.4):
-            for count in (400, 1600):
+            for count in (200, 800):
                 coming = at_load(
                     synthesise(count, Fixed(4), Uniform(4, 40), Poisson(1.0), 1),
                     share * able[policy],
                 )
                 run = simulate(coming, flat_shape(policy), TABLE)
                 waits[share, count] = run.figures()["queue_s"]["mean"]
-        assert waits[0.7, 1600] < 2 * waits[0.7, 400] and waits[1.4, 1600] > 3 * waits[1.4, 400], (
+        assert waits[0.7, 800] < 2 * waits[0.7, 200] and waits[1.4, 800] > 3 * waits[1.4, 200], (
             policy,
             waits,
         )
 
 
 def test_the_curve_shows_each_policy_where_it_is_best():
-    arrivals = synthesise(600, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
+    arrivals = synthesise(300, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
     points = load_curve(arrivals, flat_shape(), TABLE, POLICIES, (0.02, 0.3, 1.15))
     low, middle, heavy = (point["policies"] for point in points)
     assert (
@@ -491,8 +491,10 @@ def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture
 
 
 def test_the_command_compares_the_policies_on_a_real_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    # Thirty simulated runs for the curve, whose shape is a test of its own.
+    monkeypatch.setattr("jitney.engine.cli.bench_policies.CURVE_REQUESTS", 50)
     out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz")}
     status = main(
         [

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jitney.engine.bench.device import kernels, worker
+from jitney.engine.bench.device import kernels, timing, worker
 from jitney.engine.bench.device.check import checks
 from jitney.engine.bench.device.kernels import Contexts, attend_row, make_inputs
 from jitney.engine.bench.device.power import PowerMeter
@@ -200,7 +200,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path
     """The rehearsal: everything at the tiny shape, with the CPU's own kernels."""
     folder = tmp_path_factory.mktemp("out")
     plan = DevicePlan(shape="tiny", platform="cpu", dtype="float32", seconds=300.0)
-    return measure(plan, ResultFiles(folder), quiet, in_process), folder
+    with pytest.MonkeyPatch.context() as patch:
+        # Nobody reads these times: programs of few repeats are compiled and run sooner.
+        patch.setattr(timing, "_MOST_UNROLLED", 2)
+        patch.setattr(timing, "REPEATS", 3)
+        return measure(plan, ResultFiles(folder), quiet, in_process), folder
 
 
 def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, Path]):

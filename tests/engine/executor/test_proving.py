@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from api_fakes import FakeClient, call, make_app, run
+from programs import await_use
 from wrong_kernels import SMALL, choose, wrong_set
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.cli.doctor import proof_finding
 from jitney.engine.errors import ConfigError
+from jitney.engine.executor.runner import Runner
 from jitney.engine.types import KernelProof
 from jitney.kernels import reference
 from jitney.kernels.select import reference as reference_set
@@ -116,6 +118,7 @@ def test_one_row_is_no_size_while_any_product_is_xlas(monkeypatch: pytest.Monkey
         return reference.matmul(*args, **options)
 
     choose(monkeypatch, replace(reference_set(), name="own", matmul=own))
+    monkeypatch.setattr(Runner, "_compile_steps", await_use)  # no step is run
     llm = LLM("tiny-random", **(SMALL | {"max_seats": 8, "seat_buckets": ()}))
     assert min(llm.info.seat_buckets) == 4
     llm.close()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -20,7 +21,6 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import read_fleet
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'jitney[ray]'")
 pytestmark = pytest.mark.skipif(
     os.environ.get("JITNEY_TEST_RAY") != "1", reason="a cluster of its own: make test-ray"
 )
@@ -37,8 +37,14 @@ ray = { cpus = 0.1, max_replicas = 3 }
 """
 
 
+@pytest.fixture(autouse=True)
+def ray() -> Any:
+    """Imported where these tests run, and nowhere else: it takes a second."""
+    return pytest.importorskip("ray", reason="Ray is not installed: pip install 'jitney[ray]'")
+
+
 @pytest.fixture
-def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def endpoint(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """URL of the ingress; a cluster of this machine for as long."""
     from ray import serve
 

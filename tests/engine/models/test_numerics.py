@@ -23,6 +23,8 @@ from jitney.engine.models.registry import abstract_model, random_model
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASES = DATA["cases"]
 
 
