@@ -20,12 +20,10 @@ from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replica_set import ReplicaSet
-from jitney.engine.fleet.replicas import CONNECT_S, Replica, Watch, name_of
+from jitney.engine.fleet.replicas import Replica, Watch, name_of
 from jitney.engine.fleet.rollout import Rollout
 from jitney.engine.fleet.sections import ReplicasSection
-
-#: Seconds that an idle connection to an engine is kept: shorter than engines keep theirs.
-_KEEP_S = 30.0
+from jitney.engine.fleet.upstream import upstream_client
 
 
 @dataclass(slots=True)
@@ -117,7 +115,10 @@ async def open_fleet(
         lambda: {name: list(models[name].replicas) for name in models},
         lambda: [keeper.model.rollout for keeper in keepers],
     )
-    async with _client(transport) as client, _compositions(config, models) as composed:
+    async with (
+        upstream_client(transport) as client,
+        _compositions(config, models) as composed,
+    ):
         section = config.fleet
         watch = Watch(client, poll_s=section.poll_s, lost_after_s=section.lost_after_s)
         parts = FleetParts(config, client, metrics, watch, key, composed, models, rollouts=keepers)
@@ -149,17 +150,3 @@ async def _compositions(
 
 def _quotas(server: ServerSection) -> FleetQuotas:
     return FleetQuotas(server.key_max_concurrent, server.key_tokens_per_minute)
-
-
-def _client(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
-    """One connection for each open request, and no limit of time for an answer: a replica that is
-    silent is given up by the watch.
-    """
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=CONNECT_S),
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_S),
-        headers={"accept-encoding": "identity"},
-        transport=transport,
-        trust_env=False,
-        follow_redirects=False,
-    )

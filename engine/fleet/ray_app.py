@@ -21,7 +21,6 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import ray
 from ray import serve
 from ray.exceptions import RayError
@@ -44,6 +43,7 @@ from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.fleet.upstream import upstream_client
 from jitney.engine.process.children import child_environ, end_child, start_child
 
 _log = logging.getLogger("jitney.fleet")
@@ -148,7 +148,7 @@ class EngineActor:
         port = free_port(host)
         url_host = f"[{host}]" if ":" in host else host
         self._replica = Replica(self._name, f"http://{url_host}:{port}", fleet.key)
-        self._client = httpx.AsyncClient(trust_env=False)
+        self._client = upstream_client()
         timing = fleet.config.fleet
         self._watch = Watch(self._client, poll_s=timing.poll_s, lost_after_s=timing.lost_after_s)
         self._process = await self._start(host, port)

@@ -135,7 +135,7 @@ def test_an_engine_killed_under_load_loses_no_request_and_is_replaced(endpoint: 
             _until_open(http, first["name"])
             _kill(first["url"])
             answers = [answer.result() for answer in asked]
-        assert [answer.status_code for answer in answers] == [200] * 24
+        assert [answer.text for answer in answers if answer.status_code != 200] == []
         assert {_text(answer) for answer in answers} == {ANSWER}
         assert first["name"] not in {each["name"] for each in _ready(http, but=first["name"])}
 

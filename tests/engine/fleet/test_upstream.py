@@ -1,0 +1,37 @@
+"""The client that engines are asked with."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from anyio._backends._asyncio import SocketStream
+from api_fakes import make_app, run, served
+
+from jitney.engine.fleet.replicas import Replica, Watch
+from jitney.engine.fleet.upstream import upstream_client
+
+
+@pytest.fixture
+def lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every connection loses its socket once it is made, as under uvloop."""
+    monkeypatch.setattr(SocketStream, "_raw_socket", None)
+
+
+def test_an_engine_that_ends_before_it_has_the_request_cannot_be_reached(lost_at_once: None):
+    async def ask(url: str) -> None:
+        async with upstream_client() as client:
+            await client.get(url)
+
+    with served(make_app()) as (url, _), pytest.raises(httpx.ConnectError, match="lost at once"):
+        run(ask(url))
+
+
+def test_a_look_at_such_an_engine_finds_it_gone(lost_at_once: None):
+    async def look(url: str) -> Replica:
+        replica = Replica("r", url)
+        async with upstream_client() as client:
+            await Watch(client, poll_s=1.0, lost_after_s=10.0).look(replica)
+        return replica
+
+    with served(make_app()) as (url, _):
+        assert run(look(url)).state == "gone"
