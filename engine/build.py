@@ -48,6 +48,7 @@ from jitney.engine.executor.proving import proven, served_by
 from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.threads import use_processors
 from jitney.engine.hosts.link import FirstHost, Hosts, OtherHost
+from jitney.engine.loading.adapters import load_adapters
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import load_model
 from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
@@ -125,6 +126,7 @@ class _Setup:
             context_length=self.context,
             kv_dtype=self.kv_dtype,
             logprobs=self.settings.max_logprobs,
+            has_adapters=bool(self.config.model.adapters),
         )
 
 
@@ -220,6 +222,10 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
         if setup.hosts is not None:
             setup.hosts.same("weights", "loaded")  # what follows runs on all of them
         load_kv_scales(model, setup.source, setup.kv_dtype, setup.mesh)
+    folders = setup.config.model.adapter_folders
+    if folders:
+        with in_one_line("loading adapters"):
+            load_adapters(model, setup.source.config, folders, setup.dtype, setup.mesh)
     return model
 
 
@@ -330,7 +336,11 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
         share_outputs=_shares_outputs(settings),
     )
     return Scheduler(
-        SchedulerLimits.of(settings, context_length=setup.context),
+        SchedulerLimits.of(
+            settings,
+            context_length=setup.context,
+            adapters=len(setup.config.model.adapters),
+        ),
         runner.buckets,
         pool,
         eos_ids=model.eos_ids,
@@ -368,7 +378,11 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     )
     runner.compile()
     scheduler = Scheduler(
-        SchedulerLimits(max_seats=1, context_length=longest),
+        SchedulerLimits(
+            max_seats=1,
+            context_length=longest,
+            adapters=len(setup.config.model.adapters),
+        ),
         buckets,
         PagePool(n_pages, page_size, retain=False),
         eos_ids=end_ids,
@@ -630,11 +644,14 @@ def _describe(
         proofs=proofs,
         canary_every=settings.canary_every,
         config_digest=configuration_digest(
-            setup.config, model=model_identity(setup.source), version=version("jitney")
+            setup.config,
+            model=model_identity(setup.source, setup.config.model.adapter_folders),
+            version=version("jitney"),
         ),
         max_logprobs=settings.max_logprobs,
         embedding_pooling=settings.embedding_pooling,
         embedding_size=setup.source.config.hidden_size,
+        adapters=tuple(setup.config.model.adapter_folders),
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
     )

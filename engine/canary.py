@@ -151,6 +151,7 @@ class CanaryCore(EngineCore):
             prompt=watched.request.prompt + watched.tokens,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
             arrival=self.clock(),
+            adapter=watched.request.adapter,
         )
         self._waiting[request.id] = watched
         self.alone.add(request)

@@ -113,15 +113,18 @@ class LLM:
         self,
         prompts: _Prompt | Sequence[_Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str] = "",
     ) -> list[_RequestOutput]:
         """Complete prompts (text, or token ids) together; one output per prompt, in order.
 
-        params: one for all, or one each; None: the model's own defaults (`default_params`). Raises
-        RequestError, before anything runs, for the first prompt or field that cannot be served. A
-        request that fails while it runs has finish_reason "error", and the reason in its output's
-        `error`; the others are answered. Interrupted, it leaves nothing running.
+        params: one for all, or one each; None: the model's own defaults (`default_params`).
+        adapter: the name of the one that changes the model for all, or one each; empty: none does.
+        Raises RequestError, before anything runs, for the first prompt or field that cannot be
+        served. A request that fails while it runs has finish_reason "error", and the reason in its
+        output's `error`; the others are answered. Interrupted, it leaves nothing running.
         """
-        requests = self._requests(_as_prompts(prompts), params)
+        requests = self._requests(_as_prompts(prompts), params, adapter)
         answers: list[_RequestOutput] = []
         waiting = deque(requests)
         try:
@@ -138,17 +141,17 @@ class LLM:
         self,
         prompts: list[_Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str],
     ) -> list[EngineRequest]:
-        if isinstance(params, Sequence):
-            each = params
-        else:
-            each = [params or self.default_params()] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts but {len(each)} sampling params", param="params"
-            )
-        pairs = zip(prompts, each, strict=True)
-        return [self._request(prompt, params) for prompt, params in pairs]
+        count = len(prompts)
+        each = params or self.default_params()
+        each = [each] * count if isinstance(each, SamplingParams) else each
+        adapters = [adapter] * count if isinstance(adapter, str) else adapter
+        if len(each) != count:
+            raise RequestError(f"{count} prompts but {len(each)} sampling params", param="params")
+        if len(adapters) != count:
+            raise RequestError(f"{count} prompts but {len(adapters)} adapters", param="adapter")
+        return list(map(self._request, prompts, each, adapters))
 
     def _may_submit(self, request: EngineRequest) -> bool:
         """Alone it always finds room to wait."""
@@ -164,12 +167,17 @@ class LLM:
         self,
         messages: list[JsonDict] | list[list[JsonDict]],
         params: SamplingParams | None = None,
+        *,
+        adapter: str = "",
     ) -> list[_RequestOutput]:
-        """Answer one conversation, or several; messages as in the chat completions API."""
+        """Answer one conversation, or several; messages as in the chat completions API. adapter:
+        see `generate`.
+        """
         talks: Any = messages
         if messages and isinstance(messages[0], dict):
             talks = [messages]
-        return self.generate([self.chat_ids(talk) for talk in talks], params)
+        prompts = [self.chat_ids(talk) for talk in talks]
+        return self.generate(prompts, params, adapter=adapter)
 
     def chat_ids(self, messages: list[JsonDict]) -> list[int]:
         """The prompt ids of a conversation, by the model's own template."""
@@ -177,14 +185,16 @@ class LLM:
             self.tokenizer.apply_chat_template(messages), add_special_tokens=False
         )
 
-    def stream(self, prompt: _Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: _Prompt, params: SamplingParams | None = None, *, adapter: str = ""
+    ) -> Iterator[str]:
         """Yield the text of one completion (n = 1) as it becomes certain; closing the iterator ends
-        the request.
+        the request. adapter: see `generate`.
         """
         params = params or self.default_params()
         if params.n != 1:
             raise RequestError("stream yields one sequence: n must be 1", param="n")
-        request = self._request(prompt, params)
+        request = self._request(prompt, params, adapter)
         answer = self._submit(request)
         sent = 0
         try:
@@ -203,7 +213,7 @@ class LLM:
         """Let go of weights, pages and executables."""
         del self.core
 
-    def _request(self, prompt: _Prompt, params: SamplingParams) -> EngineRequest:
+    def _request(self, prompt: _Prompt, params: SamplingParams, adapter: str) -> EngineRequest:
         """A request that can run; RequestError if it cannot."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
@@ -212,6 +222,7 @@ class LLM:
             prompt=list(prompt),
             sampling=params,
             arrival=time.monotonic(),
+            adapter=self.info.number_of(adapter) if adapter else 0,
         )
         self.core.scheduler.check_request(request)
         if params.grammar is not None or params.ruled:

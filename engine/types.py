@@ -287,6 +287,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: time another's prompts.
     tenant: str = ""
     cache_salt: str = ""
+    #: Which of the engine's adapters changes the model for it, from 1; 0: none.
+    adapter: int = 0
     #: Whom the client says it asks for; in the fair order it tells apart those without a key.
     user: str = ""
     #: Nobody waits for it: it boards only where no other request wants the seat, and gives way to
@@ -320,6 +322,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
     max_logprobs: int = MAX_LOGPROBS
     #: How vectors of prompts are made; None: none are.
     pooling: Pooling | None = None
+    #: How many there are.
+    adapters: int = 0
 
     @property
     def longest(self) -> int:
@@ -336,6 +340,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
                 "(--embedding-pooling)",
                 code="unsupported_parameter",
             )
+        if not 0 <= request.adapter <= self.adapters:
+            raise RequestError(f"this engine has {self.adapters} adapters", param="model")
         self._check_prompt(request.prompt)
         return self._max_tokens(request)
 
@@ -546,6 +552,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     embedding_pooling: str = "off"  # what vectors of texts are made of: off, last or mean
     embedding_size: int = 0  # numbers of such a vector
     config_digest: str = ""  # of what decides answers and speed (`config.digest`), 64 hex digits
+    adapters: tuple[
+        str, ...
+    ] = ()  # names that requests call them by, in the order of their numbers
+
+    def number_of(self, adapter: str) -> int:
+        """An adapter's number, from its name. Raises RequestError."""
+        if adapter not in self.adapters:
+            there = ", ".join(self.adapters) or "none"
+            raise RequestError(
+                f"there is no adapter {adapter!r} here; there are: {there}", param="adapter"
+            )
+        return 1 + self.adapters.index(adapter)
 
     @property
     def request_limits(self) -> RequestLimits:
@@ -557,6 +575,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             pool_tokens,
             self.max_logprobs,
             self.pooling,
+            len(self.adapters),
         )
 
     @property

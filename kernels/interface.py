@@ -29,6 +29,9 @@ class AttentionMeta(NamedTuple):
     write_rows: jax.Array  # [T] flat KV row (page * page_size + offset); N * page_size = drop
     positions: jax.Array  # [T] absolute positions
     counts: jax.Array  # [3] sequences that decode, sequences in all, token rows in all
+    #: [T] the adapter that changes the model for each row, from 1; 0: none. None where there are
+    #: none at all. Layers read it, no kernel does.
+    adapted: jax.Array | None = None
 
 
 class _PagedAttention(Protocol):

@@ -194,8 +194,9 @@ class ChatAnswer(Described):
 
 
 class ModelCard(Described):
-    """The served model under one of its names. root: what answers call it. max_model_len: tokens of
-    a sequence, prompt included.
+    """The served model under one of its names, or with an adapter. root: what answers call it.
+    parent: of an adapter, the model that it changes. max_model_len: tokens of a sequence, prompt
+    included.
     """
 
     id: str
@@ -203,6 +204,7 @@ class ModelCard(Described):
     created: int
     owned_by: str
     root: str
+    parent: str | None = None
     max_model_len: int | None
 
 

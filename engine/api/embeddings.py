@@ -115,9 +115,7 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, EmbeddingsBody)
     check_model(service, body.model)
     _check(body, service.info)
-    fields = body.model_dump(
-        exclude={"model", "input", "encoding_format", "dimensions"}, exclude_none=True
-    )
+    fields = body.model_dump(exclude={"input", "encoding_format", "dimensions"}, exclude_none=True)
     wanted = await embedding_request(service, fields, context_of(request), body.input)
     return Answer(service, wanted, _format_of(body), headers)
 

@@ -49,20 +49,21 @@ class SleepQuery(BaseModel):
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    models = [_model(service, name) for name in service.model_names]
+    models = [_model(service, name) for name in (*service.model_names, *service.adapters)]
     return _json({"object": "list", "data": models})
 
 
 async def show_model(service: Service, request: Request) -> Response:
     name = request.path_params["model"]
-    if name not in service.model_names:
+    if name not in (*service.model_names, *service.adapters):
         raise no_model(name)
     return _json(_model(service, name))
 
 
 def _model(service: Service, name: str) -> JsonDict:
+    """A model's card; that of an adapter names the model that it changes, as vLLM's does."""
     info = service.client.info
-    return {
+    card = {
         "id": name,
         "object": "model",
         "created": service.created,
@@ -70,6 +71,9 @@ def _model(service: Service, name: str) -> JsonDict:
         "root": service.model_name,
         "max_model_len": info.context_length if info else None,
     }
+    if service.adapter_number(name):
+        return card | {"root": name, "parent": service.model_name}
+    return card
 
 
 async def livez(service: Service, request: Request) -> Response:

@@ -353,7 +353,7 @@ def _generation_request(
     return GenerationRequest(
         id=kind.id_prefix + (body.request_id or wanted.id),
         created=int(time.time()),
-        model=service.model_name,
+        model=service.name_in_answers(body.model),
         prompts=prompts,
         engine_requests=engine_requests,
         sampling=sampling,
@@ -404,6 +404,7 @@ def _engine_request(
         cache_salt=body.cache_salt or "",
         user=body.user or "",
         background=context.background,
+        adapter=service.adapter_number(body.model),
     )
 
 
@@ -445,7 +446,7 @@ def _with_max_tokens(
 
 
 def check_model(service: Service, name: str | None) -> None:
-    if name is not None and name not in service.model_names:
+    if name is not None and name not in (*service.model_names, *service.adapters):
         raise no_model(name, "; /v1/models lists what there is")
 
 

@@ -118,6 +118,22 @@ class Service:
         """What answers call the model."""
         return self.model_names[0]
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names that ask for the model with an adapter; none until the engine is ready."""
+        info = self.client.info
+        return () if info is None else info.adapters
+
+    def adapter_number(self, model: str | None) -> int:
+        """Of the adapter that a request's model names; 0: the model itself."""
+        if model is None or model not in self.adapters:
+            return 0
+        return 1 + self.adapters.index(model)
+
+    def name_in_answers(self, model: str | None) -> str:
+        """What the answer to a request that calls the model so calls it."""
+        return model if model and self.adapter_number(model) else self.model_name
+
     def begin_drain(self) -> None:
         """Refuse new generation requests from now on; those that run go on, but for jobs and
         the lines of batches, which go on at the next start.

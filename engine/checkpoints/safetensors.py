@@ -27,7 +27,7 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 @dataclass(eq=False)
 class SafetensorsFolder:
     """The tensors of a model folder: `shapes`, `kinds` (safetensors' names of dtypes) and
-    `read(name)`.
+    `read(name)`. shards: the files that hold them; empty: the model's.
 
     Raises ModelError when the folder holds no safetensors, the index names a file outside it or one
     that is not there, or a file is damaged.
@@ -41,9 +41,10 @@ class SafetensorsFolder:
     kinds: dict[str, str] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
+    shards: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _shard_names(Path(self.folder)):
+        for name in self.shards or _shard_names(Path(self.folder)):
             self.add(name)
 
     def add(self, shard: str) -> None:

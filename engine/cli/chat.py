@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
-from jitney.engine.cli.generate import SAMPLING, sampling_from
+from jitney.engine.cli.generate import ADAPTER, SAMPLING, check_adapter, sampling_from
 from jitney.engine.errors import ModelError
 from jitney.engine.types import SamplingParams
 
@@ -21,7 +21,7 @@ _SYSTEM = Flag.of("--system", "instructions that precede the conversation", "", 
 _COMMAND = Command(
     "chat",
     "Talk to a model in the terminal. " + _HELP,
-    (FlagGroup([_SYSTEM]), SAMPLING),
+    (FlagGroup([_SYSTEM, ADAPTER]), SAMPLING),
     sections=("model", "engine", "sampling"),
     leave_out=ONLY_SERVED,
 )
@@ -32,18 +32,19 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     config = config_from(args)
     sampling_from(args)  # raises for a bad flag before anything is loaded
+    check_adapter(args, config)
     llm = load_llm(config)
     if not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
     print(_HELP, file=sys.stderr)
     params = sampling_from(args, defaults=llm.info.sampling_defaults)
-    converse(llm, params, args.system)
+    converse(llm, params, args.system, args.adapter)
     llm.close()
     return 0
 
 
-def converse(llm: LLM, params: SamplingParams, system: str) -> None:
-    """Read, answer, remember."""
+def converse(llm: LLM, params: SamplingParams, system: str, adapter: str = "") -> None:
+    """Read, answer, remember. adapter: the name of the one that answers."""
     opening = [_said("system", system)] if system else []
     messages = list(opening)
     for line in _lines():
@@ -51,18 +52,18 @@ def converse(llm: LLM, params: SamplingParams, system: str) -> None:
             messages = list(opening)
             continue
         messages.append(_said("user", line))
-        messages.append(_said("assistant", _answer(llm, params, messages)))
+        messages.append(_said("assistant", _answer(llm, params, messages, adapter)))
 
 
 def _said(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str:
+def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]], adapter: str) -> str:
     """Print the answer as it comes; Ctrl-C cuts it short. Returns what was printed."""
     parts: list[str] = []
     with contextlib.suppress(KeyboardInterrupt):
-        for text in llm.stream(llm.chat_ids(messages), params):
+        for text in llm.stream(llm.chat_ids(messages), params, adapter=adapter):
             print(text, end="", flush=True)
             parts.append(text)
     print()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -47,16 +48,19 @@ def settings_of(place: str, key: str) -> ConfigReport:
 
 
 def digest_here(config: Config) -> str:
-    """The digest of an engine with this configuration; empty where the model is not here, so that
-    nobody knows what it is.
+    """The digest of an engine with this configuration; empty where the model or an adapter is not
+    here, so that nobody knows what it is.
     """
     try:
         source = local_source(config.model.id)
     except ModelError:
         return ""
-    if source is None:
+    adapters = config.model.adapter_folders
+    if source is None or not all(
+        Path(folder).expanduser().is_dir() for folder in adapters.values()
+    ):
         return ""
-    identity = model_identity(source)
+    identity = model_identity(source, adapters)
     return configuration_digest(config, model=identity, version=version("jitney"))
 
 

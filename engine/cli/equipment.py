@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import Display
 from jitney.engine.config.schema import Config
+from jitney.engine.errors import ConfigError
 from jitney.engine.messages import Progress
 
 if TYPE_CHECKING:
@@ -37,8 +38,15 @@ class Equipment:
         self.grammars: Grammars | None = None
 
     async def find_model(self) -> ModelSource:
-        """The model's files, fetched if need be. Raises ModelError."""
-        return await _in_thread(self._find_model)
+        """The model's files, fetched if need be. Raises ModelError, or ConfigError for an adapter
+        that is called as the model is.
+        """
+        source = await _in_thread(self._find_model)
+        names = self.config.server.served_model_name or (source.name,)
+        for name in names:
+            if name in self.config.model.adapter_folders:
+                raise ConfigError(f"adapters: {name!r} is what the model itself is called")
+        return source
 
     def _find_model(self) -> ModelSource:
         from jitney.engine.checkpoints.sources import resolve

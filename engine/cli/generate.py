@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
 from jitney.engine.config.layers import NOTHING
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.types import JsonDict, SamplingParams
 
@@ -33,6 +34,9 @@ SAMPLING = FlagGroup(
     ),
     "sampling",
 )
+ADAPTER = Flag.of(
+    "--adapter", "the one of --adapters that answers [the model alone]", "", metavar="NAME"
+)
 _FLAGS = (
     Flag.of(
         "--prompt",
@@ -42,6 +46,7 @@ _FLAGS = (
     ),
     Flag.switch("--json", "print one JSON object per sequence and line"),
     Flag.whole("--n", "sequences per prompt", 1),
+    ADAPTER,
 )
 _COMMAND = Command(
     "generate",
@@ -58,13 +63,20 @@ def run(arguments: Sequence[str]) -> int:
     config = config_from(args)
     sampling_from(args, n=args.n)  # raises for a bad flag before anything is loaded
     prompts = args.prompt or [sys.stdin.read()]
+    check_adapter(args, config)
     llm = load_llm(config)
     params = sampling_from(args, n=args.n, defaults=llm.info.sampling_defaults)
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, adapter=args.adapter)
     llm.close()
     _show_all(prompts, [output.outputs for output in outputs], args.json)
     _raise_first(output.error for output in outputs)
     return 0
+
+
+def check_adapter(args: Namespace, config: Config) -> None:
+    """Raise ConfigError for one that the settings do not name."""
+    if args.adapter and args.adapter not in config.model.adapter_folders:
+        raise ConfigError(f"--adapter: give --adapters {args.adapter}=FOLDER too")
 
 
 def _show_all(

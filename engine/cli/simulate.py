@@ -60,6 +60,7 @@ NOT_SIMULATED = (
     "revision",
     "dtype",
     "weights",
+    "adapters",
     "memory_gib",
     "kv_dtype",
     "prefix_cache",

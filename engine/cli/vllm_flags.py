@@ -91,8 +91,18 @@ def _origins(text: str) -> str:
         raise ValueError('must be a JSON list, such as ["https://example.org"]') from None
 
 
+def _adapter(text: str) -> str:
+    """NAME=FOLDER, or an object of JSON with name and path."""
+    if not text.startswith("{"):
+        return text
+    try:
+        told = msgspec.json.decode(text, type=dict[str, str])
+        return f"{told['name']}={told['path']}"
+    except (msgspec.MsgspecError, KeyError):
+        raise ValueError("must be NAME=FOLDER, or an object with name and path") from None
+
+
 _TEXT_ONLY = Refused("models here read text only")
-_NO_ADAPTERS = Refused("adapters are not served; merge one into its model's weights")
 _NO_DRAFTS = Refused("there is no speculative decoding")
 _BY_JAX = Refused(
     "hosts are joined by jax: give --coordinator, --n-hosts and --host-id (docs/devices.md)"
@@ -222,12 +232,13 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "-O": _COMPILED,
     "--cudagraph-capture-sizes": Refused("use --seat-buckets and --token-buckets"),
     "--cuda-graph-sizes": Refused("use --seat-buckets and --token-buckets"),
+    # adapters
+    "--enable-lora": AlwaysSo("adapters are served where --adapters names some"),
+    "--lora-modules": Mapped("adapters", convert=_adapter),
+    "--max-loras": Refused("every step serves all adapters: leave it out"),
+    "--max-lora-rank": Refused("adapters have the ranks that they have: leave it out"),
     # what is not there
-    "--enable-lora": _NO_ADAPTERS,
-    "--lora-modules": _NO_ADAPTERS,
-    "--max-loras": _NO_ADAPTERS,
-    "--max-lora-rank": _NO_ADAPTERS,
-    "--enable-prompt-adapter": _NO_ADAPTERS,
+    "--enable-prompt-adapter": Refused("there are no prompt adapters"),
     "--speculative-config": _NO_DRAFTS,
     "--speculative-model": _NO_DRAFTS,
     "--num-speculative-tokens": _NO_DRAFTS,
@@ -300,6 +311,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
             options["nargs"] = 0
         elif isinstance(what, Refused):
             options["nargs"] = "?"
+        elif isinstance(what, Mapped) and settings()[what.setting].several:
+            options["nargs"] = "+"
         # One of ours may have the name too, and fewer values; help goes on listing it.
         parser._option_string_actions.pop(flag, None)
         parser.add_argument(
@@ -335,7 +348,8 @@ class _Told(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        text = values if isinstance(values, str) else ""
+        words = [values] if isinstance(values, str) else list(values or ())
+        text = " ".join(words)
         match self._what:
             case Refused(reason=reason):
                 parser.error(f"{option_string} is vLLM's: {reason}")
@@ -343,14 +357,16 @@ class _Told(argparse.Action):
                 if allowed and text not in allowed:
                     parser.error(f"{option_string} {text}: {reason}")
             case Mapped() as mapped:
-                setattr(namespace, self.dest, self._ours(parser, mapped, option_string, text))
+                value = mapped.switch
+                if value is None:
+                    ours = [self._ours(parser, mapped, option_string, word) for word in words]
+                    value = ",".join(ours)
+                setattr(namespace, self.dest, value)
 
     def _ours(
         self, parser: argparse.ArgumentParser, mapped: Mapped, flag: str | None, text: str
-    ) -> str | bool:
-        """The value of our setting."""
-        if mapped.switch is not None:
-            return mapped.switch
+    ) -> str:
+        """The value of our setting that a value of theirs is."""
         if text in mapped.refused:
             parser.error(f"{flag} {text}: {mapped.refused[text]}")
         if mapped.convert is not None:

@@ -24,6 +24,7 @@ LEFT_OUT = frozenset(
         # the model's identity stands for them
         "model",
         "revision",
+        "adapters",
         # which of a machine's devices, which of several hosts, and what only the start has from
         "device",
         "coordinator",

@@ -151,12 +151,39 @@ class ModelSection(Section):
         description=("tokens a sequence may have, prompt included; 0: the model's own"),
     )
 
+    adapters: _Names = Field(
+        default=(),
+        json_schema_extra={"several": True},
+        description=(
+            "low-rank adapters (LoRA) of the model as NAME=FOLDER, each a folder as PEFT saves it; "
+            "a request whose model is NAME is answered with that one"
+        ),
+    )
     chat_template: str = Field(
         default="",
         description=(
             "file with the Jinja template that makes a prompt of a chat; empty: the model's own"
         ),
     )
+
+    @field_validator("adapters")
+    @classmethod
+    def _adapters_are_named(cls, adapters: _Names) -> _Names:
+        names = set[str]()
+        for adapter in adapters:
+            name, _, folder = adapter.partition("=")
+            if not name or not folder or not name.isprintable() or len(name) > _MOST_NAME:
+                raise ValueError(f"{adapter!r} is not NAME=FOLDER")
+            if name in names:
+                raise ValueError(f"two adapters are called {name!r}")
+            names.add(name)
+        return adapters
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Adapters by name, in the order of their numbers."""
+        parts = (adapter.partition("=") for adapter in self.adapters)
+        return {name: folder for name, _, folder in parts}
 
 
 class EngineSection(Section):

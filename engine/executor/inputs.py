@@ -5,7 +5,8 @@ jit.
 parameters; packing, slicing and the sampler read both by name.
 
 Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
-a seat's sampling parameters, M seats of the engine.
+a seat's sampling parameters, M seats of the engine, A seats again, or none where there are no
+adapters.
 """
 
 from __future__ import annotations
@@ -147,6 +148,8 @@ _FIELDS = (
     _Field("logit_rows", ("S",), "rows"),
     # The seat whose last_token a logit row sets; M: none.
     _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
+    # Each seat's adapter, from 1; 0: none. Nothing where the engine has no adapters.
+    _Field("seat_adapters", ("A",), "rows"),
     _Field("page_table", ("S", "P"), "pages"),
     # See SamplingUpload.
     _Field("sampling", ("S", "W"), "sampling"),
@@ -170,10 +173,11 @@ class UploadLayout:
     """Where each field lies in the packed array of one executable. What the one without a sampler
     takes is how the other's begins.
 
-    pages: P. plain: of the executable without a sampler.
+    pages: P. plain: of the executable without a sampler. adapted: seats whose adapters are told;
+    0: there are none.
     """
 
-    def __init__(self, bucket: Bucket, pages: int, plain: bool):
+    def __init__(self, bucket: Bucket, pages: int, plain: bool, adapted: int = 0):
         self.bucket = bucket
         self.plain = plain
         self.sampling = SAMPLING
@@ -185,6 +189,7 @@ class UploadLayout:
             "S + 1": bucket.seats + 1,
             "P": pages,
             "W": self.sampling.words,
+            "A": adapted,
         }
 
     @property
@@ -249,6 +254,7 @@ class _StepRows(msgspec.Struct):
     counts: list[int] = []
     logit_rows: list[int] = []
     seats: list[int] = []
+    seat_adapters: list[int] = []
     score_rows: list[int] = []
     score_tokens: list[int] = []
 
@@ -314,7 +320,15 @@ class BatchBuilder:
     the sequence's list of numbers that lie anywhere.
     """
 
-    def __init__(self, *, seats: int, pages_per_seat: int, page_size: int, pool_rows: int):
+    def __init__(
+        self,
+        *,
+        seats: int,
+        pages_per_seat: int,
+        page_size: int,
+        pool_rows: int,
+        has_adapters: bool = False,
+    ):
         self.seats = seats
         self.pages = pages_per_seat
         self.page_size = page_size
@@ -329,13 +343,16 @@ class BatchBuilder:
         #: Each seat's sampling parameters, and what the steps' programs get of them.
         self._own_sampling = [b""] * seats
         self._sampling = [b""] * seats
+        #: Each seat's adapter; empty where there are none.
+        self._adapters = [0] * (seats if has_adapters else 0)
         self._layouts: dict[tuple[Bucket, bool], UploadLayout] = {}
         self._uploads: dict[tuple[Bucket, bool], list[_Upload]] = {}
 
     def layout(self, bucket: Bucket, plain: bool) -> UploadLayout:
         key = bucket, plain
         if key not in self._layouts:
-            self._layouts[key] = UploadLayout(bucket, self.pages, plain)
+            adapted = len(self._adapters)
+            self._layouts[key] = UploadLayout(bucket, self.pages, plain, adapted)
         return self._layouts[key]
 
     def empty(self, bucket: Bucket, plain: bool) -> np.ndarray:
@@ -396,6 +413,8 @@ class BatchBuilder:
         own = SAMPLING.pack(seq.request.sampling, seq.seed)
         self._own_sampling[seq.seat] = own
         self._sampling[seq.seat] = own if seq.matcher is None else SAMPLING.bare_argmax
+        if self._adapters:
+            self._adapters[seq.seat] = seq.request.adapter
 
     def _feed(self, seq: Sequence) -> None:
         """A seated sequence got one more page."""
@@ -424,6 +443,7 @@ class BatchBuilder:
         n_seqs, n_rows = len(rows.owners), len(rows.tokens)
         rows.cu_q += [n_rows] * (plan.bucket.seats - n_seqs)
         rows.counts = [n_decode, n_seqs, n_rows]
+        rows.seat_adapters = self._adapters
         return rows
 
     def _decode_rows(self, chunks: list[Chunk]) -> _StepRows:

@@ -96,6 +96,7 @@ class StateSizes:
     context_length: int  #: tokens a sequence may have
     kv_dtype: Any
     logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
+    has_adapters: bool = False  #: steps are told each seat's adapter
 
     @property
     def pages_per_seat(self) -> int:
@@ -109,6 +110,7 @@ class StateSizes:
             pages_per_seat=-(-self.pages_per_seat // _PAGE_CHUNK) * _PAGE_CHUNK,
             page_size=self.page_size,
             pool_rows=self.n_pages * self.page_size,
+            has_adapters=self.has_adapters,
         )
 
     def pool(self, config: ModelConfig, kernels: Kernels) -> tuple[int, ...]:
@@ -199,7 +201,15 @@ def _meta_of(inputs: Any) -> AttentionMeta:
         write_rows=jnp.maximum(inputs.write_rows, 0),
         positions=jnp.maximum(inputs.positions, 0),
         counts=jnp.maximum(inputs.counts, 0),
+        adapted=_adapted(inputs),
     )
+
+
+def _adapted(inputs: Any) -> Array | None:
+    """Each row's adapter, int32 [T]; None where there are none."""
+    if not inputs.seat_adapters.size:
+        return None
+    return inputs.seat_adapters[inputs.token_seats]
 
 
 def _sampling_rows(layout: UploadLayout, inputs: Any) -> SamplingRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -95,7 +96,26 @@ def served_by(
 
 def _matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:
     """The different matrices of all layers, in the sizes of one of `shards` devices."""
-    return tuple(dict.fromkeys(_matrix_of(linear, shards) for linear in model.linears()))
+    found: dict[Matrix, None] = {}
+    for linear in model.linears():
+        found[_matrix_of(linear, shards)] = None
+        found |= dict.fromkeys(_adapter_matrices(linear, shards))
+    return tuple(found)
+
+
+def _adapter_matrices(linear: Linear, shards: int) -> Iterator[Matrix]:
+    """Those of its adapters, of which each device has the inputs or the outputs that it has of the
+    matrix itself.
+    """
+    if linear.adapters is None:
+        return
+    (inputs, columns), (_, outputs) = linear.adapters.sizes
+    if linear.summed:
+        inputs //= shards
+    else:
+        outputs //= shards
+    yield Matrix(inputs, columns, "plain", False, 0)
+    yield Matrix(columns, outputs, "plain", False, 0)
 
 
 def _matrix_of(linear: Linear, shards: int) -> Matrix:

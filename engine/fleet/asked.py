@@ -60,6 +60,8 @@ class Asked:
     request_id: str = ""
     #: The only replica that can answer it; empty: any can.
     keeper: str = ""
+    #: The adapter that it asks for, by name: only replicas that hold it can answer.
+    adapter: str = ""
 
     @property
     def route(self) -> str:
@@ -93,6 +95,10 @@ class Asked:
     def kept_by(self, replica: str) -> Asked:
         """For this replica alone."""
         return replace(self, keeper=replica)
+
+    def with_adapter(self, name: str) -> Asked:
+        """For replicas that hold this adapter."""
+        return replace(self, adapter=name)
 
     def with_key(self, key: str) -> Asked:
         """With another key than the client's."""
@@ -132,7 +138,7 @@ def prefix_key(asked: Asked, chars: int) -> bytes:
     if named:
         return str(named).encode()
     salt = str(fields.get("cache_salt") or "")
-    return "\0".join([salt, *_beginning(fields, chars)]).encode(errors="replace")
+    return "\0".join([asked.adapter, salt, *_beginning(fields, chars)]).encode(errors="replace")
 
 
 def beginnings(asked: Asked, chars: int) -> list[bytes]:

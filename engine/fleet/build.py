@@ -128,7 +128,7 @@ async def open_fleet(
             async with AsyncExitStack() as looking:
                 for keeper in parts.rollouts:
                     await looking.enter_async_context(keeper.running())
-                yield Fleet(models, metrics, _quotas(config.server)), parts
+                yield Fleet(models, metrics, _quotas(config.server), config.adapters), parts
         finally:
             await watch.close()
 

@@ -15,9 +15,10 @@ the file, the field and what is accepted there.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -88,6 +89,8 @@ class FleetConfig:
     fleet: FleetSection
     #: By the names that requests call them; each is one of `KINDS`.
     models: Mapping[str, Section]
+    #: Names of adapters -> the model whose engines hold them.
+    adapters: Mapping[str, str] = MappingProxyType({})
 
     def path(self, name: str) -> Path:
         """A file that it names."""
@@ -110,12 +113,30 @@ def read_fleet(
     own = {name: value for name, value in fields.items() if name not in AS_OF_A_SERVER}
     served = {name: value for name, value in fields.items() if name in AS_OF_A_SERVER}
     names = [*FleetSection.model_fields, *AS_OF_A_SERVER]
+    models = _models(file, tables.get("models", {}))
     return FleetConfig(
         Path(file).absolute(),
         _checked(file, "fleet", ServerSection, served, names),
         _checked(file, "fleet", FleetSection, own, names),
-        _models(file, tables.get("models", {})),
+        models,
+        _adapters(file, models),
     )
+
+
+def _adapters(file: str | Path, models: Mapping[str, Section]) -> dict[str, str]:
+    """See `FleetConfig.adapters`."""
+    found: dict[str, str] = {}
+    for name, section in models.items():
+        if not isinstance(section, ReplicasSection):
+            continue
+        own: Iterable[str] = section.adapters
+        if section.replicas:
+            own = engine_config(file, name, section).model.adapter_folders
+        for adapter in own:
+            if adapter in models or adapter in found:
+                raise ConfigError(f"{file}: [models.{name}] adapters: two are called {adapter!r}")
+            found[adapter] = name
+    return found
 
 
 def _keys_of(environ: JsonObject) -> JsonDict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from jitney.engine.api.errors import HttpError, no_model
 from jitney.engine.api.open_requests import OpenRequests
@@ -30,10 +31,13 @@ class Fleet:
         models: Mapping[str, FleetModel],
         metrics: FleetMetrics,
         quotas: FleetQuotas | None = None,
+        adapters: Mapping[str, str] = MappingProxyType({}),
     ):
         self.quotas = quotas or FleetQuotas()
         #: By the names that requests call them.
         self.models = models
+        #: Names of adapters -> the model whose engines hold them.
+        self.adapters = adapters
         self.metrics = metrics
         self.slices = Slices()
         #: Who keeps which answer of /v1/responses.
@@ -49,14 +53,14 @@ class Fleet:
         return {name: list(model.replicas) for name, model in self.models.items()}
 
     def model_name(self, name: object) -> str:
-        """The model that a body names; where there is only one, it may name none. Raises
-        HttpError.
+        """The model that a body names, or an adapter of one; where there is only one model, it may
+        name none. Raises HttpError.
         """
         if name is None and len(self.models) == 1:
             return next(iter(self.models))
         if not isinstance(name, str) or not name:
             raise HttpError(400, "must name one of the models that /v1/models lists", param="model")
-        if name not in self.models:
+        if name not in self.models and name not in self.adapters:
             raise no_model(name)
         return name
 

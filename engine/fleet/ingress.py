@@ -133,6 +133,8 @@ async def _to_model(fleet: Fleet, request: Request) -> ASGIApp:
     fields = await fleet.slices.result(read_object(await request.body()))
     name = fleet.model_name(fields.get("model"))
     asked = await asked_of(request, fields)
+    if name in fleet.adapters:
+        asked, name = asked.with_adapter(name), fleet.adapters[name]
     if asked.route == RESPONSES and fields.get("previous_response_id") is not None:
         keeper = await fleet.keeper(asked, fields["previous_response_id"])
         if keeper is not None and keeper.model == name:
@@ -172,19 +174,24 @@ class _Passing(Endpoint[Fleet]):
 
 
 async def _list_models(fleet: Fleet, request: Request) -> Response:
-    return json_answer({"object": "list", "data": [_card(fleet, name) for name in fleet.models]})
+    names = [*fleet.models, *fleet.adapters]
+    return json_answer({"object": "list", "data": [_card(fleet, name) for name in names]})
 
 
 async def _show_model(fleet: Fleet, request: Request) -> Response:
     name = request.path_params["model"]
-    if name not in fleet.models:
+    if name not in fleet.models and name not in fleet.adapters:
         raise no_model(name)
     return json_answer(_card(fleet, name))
 
 
 def _card(fleet: Fleet, name: str) -> JsonDict:
     own = {"id": name, "object": "model", "created": fleet.created, "owned_by": "jitney"}
-    return own | {"root": name, "max_model_len": None} | fleet.models[name].card()
+    own |= {"root": name, "max_model_len": None}
+    if name in fleet.adapters:
+        parent = fleet.adapters[name]
+        return own | fleet.models[parent].card() | {"parent": parent}
+    return own | fleet.models[name].card()
 
 
 async def _livez(fleet: Fleet, request: Request) -> Response:

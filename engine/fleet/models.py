@@ -110,7 +110,7 @@ class ReplicatedModel:
         names = iter((asked.keeper,)) if asked.keeper else self._routed(prompt)
         full: list[Replica] = []
         for replica in map(self.engines.ready, names):
-            if replica is None:
+            if replica is None or not replica.holds(asked.adapter):
                 continue
             if replica.full_until > time.monotonic():
                 full.append(replica)
@@ -169,7 +169,7 @@ class ReplicatedModel:
         """The request as its engines get it."""
         if self.repeat_streams:
             asked = asked.seeded()
-        if self.section.upstream_model and asked.fields:
+        if self.section.upstream_model and asked.fields and not asked.adapter:
             asked = asked.with_fields(model=self.section.upstream_model)
         return asked.with_key(self.key) if self.key else asked
 

@@ -90,6 +90,10 @@ class Replica:
         """Requests there, of everybody, as far as is known."""
         return max(self.open, self.running + self.waiting + self.open - self.open_then)
 
+    def holds(self, adapter: str) -> bool:
+        """Whether it answers requests for an adapter; empty: for none, which all do."""
+        return not adapter or adapter in self.models
+
     def predicted_wait(self, now: float) -> float:
         """Seconds that one more request would wait for a seat."""
         if now < self.full_until:

@@ -150,6 +150,14 @@ class ReplicasSection(Section):
             "what the engines of `urls` call the model; empty: as here. Answers call it as they do"
         ),
     )
+    adapters: _Texts = Field(
+        default=(),
+        description=(
+            "low-rank adapters that engines of `urls` hold, by the names that requests call them; "
+            "each request goes to an engine that holds its own. Engines that are started here have "
+            "theirs in `settings`"
+        ),
+    )
     router: RouterName = Field(
         default="prefix",
         description=(
@@ -203,8 +211,9 @@ class ReplicasSection(Section):
         for name in ("config", "settings", "devices"):
             if self.urls and getattr(self, name):
                 raise ValueError(f"{name} is for engines that are started here, not for urls")
-        if self.upstream_model and not self.urls:
-            raise ValueError("upstream_model is for engines of urls")
+        for name in ("upstream_model", "adapters"):
+            if getattr(self, name) and not self.urls:
+                raise ValueError(f"{name} is for engines of urls")
         if self.devices and len(self.devices) != self.replicas:
             raise ValueError(f"devices must name {self.replicas}, one for each of replicas")
         if 0 < self.ray.max_replicas < self.replicas:

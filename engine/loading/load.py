@@ -304,14 +304,15 @@ def _assemble(config: ModelConfig, dtype: DType, arrays: _Arrays) -> Model:
     for path in arrays:
         if path[-1] == "kernel":
             packed = [arrays.get((*path[:-1], name)) for name in Packed._fields]
-            _linear_at(model, path).set_matrix(Packed(*packed))
+            linear_at(model, path).set_matrix(Packed(*packed))
     graph, state = nnx.split(model)
     leaves = [(path, leaf.replace(arrays.pop(path))) for path, leaf in _flat_leaves(state)]
     assert not arrays, sorted(arrays)
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def _linear_at(model: Model, path: Path) -> Linear:
+def linear_at(model: Model, path: Path) -> Linear:
+    """The linear layer whose matrix has this path."""
     module: Any = model
     for name in path[:-1]:
         module = module[name] if isinstance(name, int) else getattr(module, name)

@@ -56,7 +56,7 @@ class Attention(nnx.Module):
         self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
         """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
-        heads = self.qkv(x, kernels).reshape(x.shape[0], -1, self.head_dim)
+        heads = self.qkv(x, kernels, adapted=meta.adapted).reshape(x.shape[0], -1, self.head_dim)
         factors = self._pool_factors()
         options: dict[str, Any] = {
             "scale": self.scale,
@@ -70,7 +70,7 @@ class Attention(nnx.Module):
         else:
             q, kv = self.write(heads, rope, kv, meta, partial(kernels.rotate_and_write, **factors))
             o = kernels.attend(q, kv, meta, **options)
-        return self.o(o.reshape(x.shape[0], -1), kernels), kv
+        return self.o(o.reshape(x.shape[0], -1), kernels, adapted=meta.adapted), kv
 
     def _pool_factors(self) -> dict[str, Any]:
         if self.kv_scales is None:

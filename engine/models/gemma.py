@@ -45,7 +45,7 @@ class _GemmaBlock(Block):
         """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
         o, kv = self.attention(self.attention_norm(x, kernels), rope, kv, meta, kernels)
         x = x + self.attention_post_norm(o, kernels)
-        o = self.mlp(self.mlp_norm(x, kernels), kernels)
+        o = self.mlp(self.mlp_norm(x, kernels), kernels, meta.adapted)
         return x + self.mlp_post_norm(o, kernels), kv
 
 

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import Array
 
 from jitney.engine.checkpoints.model_config import Activation, ModelConfig
+from jitney.engine.models.adapters import Adapters
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
 from jitney.kernels.int8 import Int8
@@ -46,7 +47,8 @@ class Linear(nnx.Module):
 
     kernel, scale, zeros, lows: the arrays of `Packed`; `set_matrix` replaces them. summed: the
     inputs are split over devices, so the products are summed over them (in x's dtype) before the
-    bias. activation: of a matrix that opens an MLP, see `gated`.
+    bias. activation: of a matrix that opens an MLP, see `gated`. adapters: what is added to the
+    products, before the bias, of rows that ask for it; None: nothing is.
     """
 
     def __init__(
@@ -72,22 +74,36 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(normal(rngs, (size_out,), 0.25, dtype))
         else:
             self.bias = None
+        self.adapters: Adapters | None = None
 
-    def __call__(self, x: Array, kernels: Kernels, dtype: DType = None) -> Array:
-        """x [T, I] -> [T, O] in `dtype` (x's own if None)."""
+    def __call__(
+        self, x: Array, kernels: Kernels, dtype: DType = None, *, adapted: Array | None = None
+    ) -> Array:
+        """x [T, I] -> [T, O] in `dtype` (x's own if None). adapted: see
+        `jitney.kernels.interface.AttentionMeta`.
+        """
         dtype = dtype or x.dtype
         if self.summed:
-            y = self._sum(x, kernels)
+            y = self._sum(x, kernels, adapted)
         elif self.bias is None:
-            return product(x, self.packed, kernels, dtype)
+            return self._product(x, kernels, dtype, adapted)
         else:
-            y = product(x, self.packed, kernels)
+            y = self._product(x, kernels, jnp.float32, adapted)
         if self.bias is not None:
             y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(dtype)
 
-    def _sum(self, x: Array, kernels: Kernels) -> Array:
+    def _product(self, x: Array, kernels: Kernels, dtype: DType, adapted: Array | None) -> Array:
+        """[T, O] in `dtype`, with what adapters add."""
+        if self.adapters is None or adapted is None:
+            return product(x, self.packed, kernels, dtype)
+        y = product(x, self.packed, kernels)
+        return (y + self.adapters(x, adapted, kernels)).astype(dtype)
+
+    def _sum(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
         """The products of all devices, summed: [T, O] in x's dtype."""
+        if self.adapters is not None:
+            return total(self._product(x, kernels, x.dtype, adapted))
         packed = self.packed
         halves = kernels.sums_in_halves and packed.halves_along_outputs
         if not halves or x.shape[0] < _ROWS_IN_HALVES:
@@ -95,7 +111,7 @@ class Linear(nnx.Module):
         sums = [total(product(x, half, kernels, x.dtype)) for half in packed.output_halves()]
         return jnp.concatenate(sums, axis=1)
 
-    def gated(self, x: Array, kernels: Kernels) -> Array:
+    def gated(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
         """x [T, I] -> activation(first half of the outputs) * the other half, [T, O // 2] in x's
         dtype.
         """
@@ -105,16 +121,17 @@ class Linear(nnx.Module):
             return kernels.gated(x, packed.kernel)
         if self.gated_by_kernel and kernels.int8 is not None:
             return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
-        both = self(x, kernels, x.dtype if kernels.narrow_gates else jnp.float32)
+        between = x.dtype if kernels.narrow_gates else jnp.float32
+        both = self(x, kernels, between, adapted=adapted)
         gates, ups = jnp.split(both.astype(jnp.float32), 2, axis=-1)
         return (_ACTIVATIONS[self.activation](gates) * ups).astype(x.dtype)
 
     @property
     def gated_by_kernel(self) -> bool:
-        """Whether `gated` is the kernel set's, if it multiplies this scheme: for silu, without
-        bias.
+        """Whether `gated` is the kernel set's, if it multiplies this scheme: for silu, where
+        nothing is added to the products.
         """
-        opens = self.activation == "silu" and self.bias is None
+        opens = self.activation == "silu" and self.bias is None and self.adapters is None
         return opens and self.packed.scheme in ("plain", "int8")
 
     @property
@@ -131,6 +148,8 @@ class Linear(nnx.Module):
         if arrange is not None:
             parts = 1 + self.gated_by_kernel
             self.kernel = nnx.Param(arrange(self.kernel[...], parts))
+        if self.adapters is not None:
+            self.adapters.arrange(kernels)
 
     def _arranged_by(self, kernels: Kernels) -> Arrange | None:
         match self.packed.scheme:
@@ -147,6 +166,10 @@ class Linear(nnx.Module):
         """The matrix as it is stored."""
         params = self.scale, self.zeros, self.lows
         return Packed(self.kernel[...], *map(_array_of, params))
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Have the rows that ask for one of these adapters changed by it."""
+        self.adapters = nnx.data(adapters)
 
     def set_matrix(self, packed: Packed) -> None:
         """Replace the matrix, and with it the scheme."""
@@ -191,6 +214,7 @@ class MLP(nnx.Module):
         )
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
-    def __call__(self, x: Array, kernels: Kernels) -> Array:
-        """x [T, E] -> [T, E]."""
-        return self.down(self.gate_up.gated(x, kernels), kernels)
+    def __call__(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
+        """x [T, E] -> [T, E]. adapted: see `jitney.kernels.interface.AttentionMeta`."""
+        inner = self.gate_up.gated(x, kernels, adapted)
+        return self.down(inner, kernels, adapted=adapted)

@@ -41,7 +41,7 @@ class Block(nnx.Module):
         """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
         o, kv = self.attention(self.attention_norm(x, kernels), rope, kv, meta, kernels)
         x = x + o
-        return x + self.mlp(self.mlp_norm(x, kernels), kernels), kv
+        return x + self.mlp(self.mlp_norm(x, kernels), kernels, meta.adapted), kv
 
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""

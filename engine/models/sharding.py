@@ -95,9 +95,9 @@ def _axis_of(path: Path, ndim: int) -> int | None:
         return 0
     names = set(path)
     if names & set(_BY_OUTPUTS) and ndim:
-        return ndim - 1
+        return None if path[-2:] == ("adapters", "a") else ndim - 1
     if names & set(BY_INPUTS) and ndim == 2:
-        return 0
+        return None if path[-2:] == ("adapters", "b") else 0
     # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
     return None
 

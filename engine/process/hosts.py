@@ -72,7 +72,7 @@ def _versions() -> str:
 
 def _digest(config: Config, source: ModelSource) -> str:
     """Of all settings but those of [server], which this process is not told, and of the model."""
-    identity = model_identity(source)
+    identity = model_identity(source, config.model.adapter_folders)
     return short(configuration_digest(config, model=identity, version=version("jitney")))
 
 

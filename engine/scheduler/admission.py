@@ -42,7 +42,8 @@ class Admission:
         kind = kind_of(request.account, len(request.prompt), sampling.max_tokens)
         expected = self.lengths.expect(kind, max_tokens)
         group = self.class_of(request, expected)
-        root = root_key(request.tenant, request.cache_salt, "" if self.pool.retain else request.id)
+        alone = "" if self.pool.retain else request.id
+        root = root_key(request.tenant, request.cache_salt, alone, request.adapter)
         return Sequence(
             request,
             0,

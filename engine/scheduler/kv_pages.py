@@ -240,12 +240,13 @@ class PagePool:
 _KEY_BYTES = 16
 
 
-def root_key(tenant: str, cache_salt: str, request_id: str = "") -> bytes:
-    """The key before the first page: only sequences with equal parts can share pages.
+def root_key(tenant: str, cache_salt: str, request_id: str = "", adapter: int = 0) -> bytes:
+    """The key before the first page: only sequences with equal parts can share pages. Keys and
+    values of one adapter are not those of another.
 
     request_id is given when the prefix cache is off: then only the siblings of one request share.
     """
-    framed = b"".join(map(_framed, (tenant, cache_salt, request_id)))
+    framed = b"".join(map(_framed, (tenant, cache_salt, request_id, str(adapter))))
     return blake2b(framed, digest_size=_KEY_BYTES).digest()
 
 

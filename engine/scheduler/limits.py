@@ -33,7 +33,8 @@ class SchedulerLimits:
     token budget, for prompt rows while others decode, or AUTO. target_itl_ms, max_predicted_wait_s:
     0 for none. background_seats: of requests that nobody waits for, while others come; 0: a quarter
     of all. max_logprobs: alternatives that are computed for each token.
-    embedding_pooling: what vectors of prompts are made of (off, last, mean).
+    embedding_pooling: what vectors of prompts are made of (off, last, mean). adapters: how many a
+    request may choose from.
     """
 
     max_seats: int
@@ -51,12 +52,15 @@ class SchedulerLimits:
     background_seats: int = 0
     max_logprobs: int = MAX_LOGPROBS
     embedding_pooling: str = "off"
+    adapters: int = 0
 
     @classmethod
-    def of(cls, settings: EngineSection, *, context_length: int) -> SchedulerLimits:
+    def of(
+        cls, settings: EngineSection, *, context_length: int, adapters: int = 0
+    ) -> SchedulerLimits:
         """The limits that the configuration sets."""
         values = {name: getattr(settings, name) for name in _SETTINGS}
-        return cls(context_length=context_length, **values)
+        return cls(context_length=context_length, adapters=adapters, **values)
 
     @property
     def batch(self) -> int:
@@ -91,4 +95,4 @@ class SchedulerLimits:
 
 
 #: What the configuration sets, under the same names.
-_SETTINGS = {field.name for field in fields(SchedulerLimits)} - {"context_length"}
+_SETTINGS = {field.name for field in fields(SchedulerLimits)} - {"context_length", "adapters"}

@@ -241,6 +241,7 @@ def name_of(request: EngineRequest) -> bytes:
     parts = (
         request.account,
         request.cache_salt,
+        request.adapter,
         sampling.n,
         sampling.max_tokens,
         together,

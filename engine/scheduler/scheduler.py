@@ -105,6 +105,7 @@ class Scheduler:
             pool.capacity * pool.page_size,
             limits.max_logprobs,
             pooling_of(limits.embedding_pooling),
+            limits.adapters,
         )
         self._admission = Admission(pool, request_limits, frozenset(eos_ids), order.key, lengths)
         self._prefill_budget = PrefillBudget(

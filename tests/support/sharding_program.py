@@ -12,6 +12,7 @@ import io
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from adapter_files import write_adapter
 from flax import nnx
 from lowered_steps import lower_step
 
@@ -151,6 +153,30 @@ def tokens(llm: LLM) -> np.ndarray:
     return np.array([output.outputs[0].token_ids for output in outputs])
 
 
+def adapted(devices: int) -> np.ndarray:
+    """Greedy tokens of prompts, each with one of two adapters or none; int32 [6, 12]."""
+    with many_heads(), tempfile.TemporaryDirectory() as folder:
+        config = resolve("tiny-random").config
+        fr = write_adapter(Path(folder) / "fr", config, 1)
+        de = write_adapter(Path(folder) / "de", config, 2, rank=8, modules=("o_proj", "up_proj"))
+        llm = LLM(
+            "tiny-random",
+            adapters=(f"fr={fr}", f"de={de}"),
+            tensor_parallel=devices,
+            dtype="float32",
+            max_seats=4,
+            token_budget=32,
+            context=128,
+            seat_buckets=[4],
+            token_buckets=[32],
+            compilation_cache="off",
+        )
+    prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(prompts, params, adapter=["", "fr", "de"] * 2)
+    return np.array([output.outputs[0].token_ids for output in outputs])
+
+
 def generated(family: str, devices: int) -> np.ndarray:
     """The characters that `jitney generate` prints for three prompts, drawn by chance: int32; of a
     family's tiny random model with 8 query heads.
@@ -209,6 +235,7 @@ FUNCTIONS = {
     "program": program,
     "generated": generated,
     "served": served,
+    "adapted": adapted,
 }
 
 

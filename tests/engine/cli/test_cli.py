@@ -286,7 +286,7 @@ def test_a_chat_remembers_and_starts_over(
         def chat_ids(self, messages):
             return messages  # a parrot reads no tokens
 
-        def stream(self, messages, params):
+        def stream(self, messages, params, adapter):
             self.heard.append([dict(message) for message in messages])
             yield from ("you said ", messages[-1]["content"])
 

@@ -75,6 +75,35 @@ def test_a_command_line_of_vllms():
     assert config.sampling.generation_config == "none"
 
 
+def test_adapters_as_vllm_has_them():
+    words = ["--enable-lora", "--lora-modules", "fr=/a/fr", '{"name":"de","path":"/a/de"}']
+    parser = Parser("serve", "")
+    add_settings(parser)
+    add_vllm_flags(parser)
+    config = config_from(parser.parse(words))
+    assert config.model.adapter_folders == {"fr": "/a/fr", "de": "/a/de"}
+    assert parsed("--adapters fr=/a/fr de=/a/de").model == config.model
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--lora-modules fr", "--adapters: 'fr' is not NAME=FOLDER"),
+        ("--adapters fr=/a fr=/b", "--adapters: two adapters are called 'fr'"),
+        ('--lora-modules {"name":"de"}', "--lora-modules: must be NAME=FOLDER, or an object with"),
+        ("--max-loras 4", "every step serves all adapters: leave it out"),
+    ],
+)
+def test_an_adapter_that_is_not_named_is_refused(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+):
+    try:
+        assert main(["serve", *line.split()]) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"), [("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), ("-1", 0), ("auto", 0)]
 )

@@ -182,6 +182,18 @@ def test_a_folder_is_its_files_and_not_its_name(tmp_path: Path):
     assert model_identity(base) == model_identity(same) != model_identity(other)
 
 
+def test_an_adapter_is_part_of_the_model_by_its_name_and_its_files(tmp_path: Path):
+    source = local_source("tiny-random")
+    assert source is not None
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}" if name == "c" else '{"r": 1}')
+    a, b, c = (str(tmp_path / name) for name in ("a", "b", "c"))
+    assert model_identity(source, {"fr": a}) == model_identity(source, {"fr": b})
+    names = ({}, {"fr": a}, {"de": a}, {"fr": c}, {"fr": a, "de": c}, {"de": c, "fr": a})
+    assert len({model_identity(source, each) for each in names}) == len(names)
+
+
 def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(identity, "_WHOLE_BYTES", 1000)
     monkeypatch.setattr(identity, "_BLOCKS", 4)

@@ -9,6 +9,7 @@ import pytest
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import AS_OF_A_SERVER, KINDS, engine_config, read_fleet
+from jitney.engine.fleet.local import engine_arguments
 from jitney.engine.fleet.sections import FleetSection, RaySection, ReplicasSection
 
 GOOD = """
@@ -47,6 +48,25 @@ def test_a_file_is_read(tmp_path: Path):
     assert large.urls == ("http://10.0.0.1:8000", "https://gpu.example/jitney")
 
 
+def test_adapters_are_those_that_started_engines_are_given_or_urls_are_said_to_hold(
+    tmp_path: Path,
+):
+    text = """
+    [models.small]
+    replicas = 1
+    settings = { model = "tiny-random", adapters = ["fr=/a/fr", "de=/a/de"] }
+    [models.large]
+    urls = ["http://10.0.0.1:8000"]
+    adapters = ["legal"]
+    """
+    config = read_fleet(written(tmp_path, text))
+    assert config.adapters == {"fr": "small", "de": "small", "legal": "large"}
+    small = config.models["small"]
+    assert isinstance(small, ReplicasSection)
+    words = engine_arguments(config, "small", small, "small-1", 0, 9123)
+    assert words[words.index("--adapters") + 1] == "fr=/a/fr,de=/a/de"
+
+
 MODEL = "[models.m]\nreplicas = 1\n"
 
 
@@ -73,6 +93,11 @@ MODEL = "[models.m]\nreplicas = 1\n"
         ("[models.m]\nurls = ['http://u:p@a']\n", "a key stands in a file"),
         ("[models.'a b']\nreplicas = 1\n", "a model's name has 1 to 128 characters"),
         ("[models]\nm = 1\n", "[models.m] must be a table"),
+        (MODEL + "adapters = ['fr']\n", "adapters is for engines of urls"),
+        (
+            "[models.m]\nurls = ['http://a']\nadapters = ['fr', 'm']\n",
+            "[models.m] adapters: two are called 'm'",
+        ),
         ("[models.m\n", "not TOML"),
     ],
 )

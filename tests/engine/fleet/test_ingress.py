@@ -459,3 +459,43 @@ def test_the_document_names_every_route(tmp_path: Path):
         document = http.get("/openapi.json").json()
         assert {"/v1/chat/completions", "/fleet/replicas", "/readyz"} <= set(document["paths"])
         assert time.time() - served.fleet.created < 60
+
+
+def test_a_request_for_an_adapter_goes_to_an_engine_that_holds_it(tmp_path: Path):
+    """The others would answer 404."""
+    held: list[tuple[str, ...]] = [("fr",), ("de",), ("fr", "de"), ()]
+    fakes = [FakeEngine(FakeClient(adapters=names)) for names in held]
+    with engines(*fakes):
+        text = toml([fake.url for fake in fakes], 'adapters = ["fr", "de", "es"]')
+        with fleet_of(tmp_path, text) as served, served.http() as http:
+            ready(served, fakes)
+
+            def ask(model: str, content: str = "Where to?") -> int:
+                said = {"role": "user", "content": content}
+                body = CHAT | {"model": model, "messages": [said]}
+                answer = http.post("/v1/chat/completions", json=body)
+                assert answer.status_code != 200 or answer.json()["model"] == model
+                return answer.status_code
+
+            cards = http.get("/v1/models").json()["data"]
+            assert [(card["id"], card.get("parent")) for card in cards] == [
+                ("m", None),
+                ("fr", "m"),
+                ("de", "m"),
+                ("es", "m"),
+            ]
+            assert http.get("/v1/models/fr").json()["parent"] == "m"
+            for number in range(8):
+                assert [ask(name, f"{number}") for name in ("m", "fr", "de")] == [200] * 3
+            assert ask("es") == 503  # nobody holds it now
+            assert ask("it") == 404
+    for fake, names in zip(fakes, held, strict=True):
+        numbers = {request.adapter for request in fake.client.requests}
+        assert numbers <= set(range(len(names) + 1))
+    assert sum(len(fake.client.requests) for fake in fakes) == 24
+
+
+def test_a_turn_of_another_adapter_is_another_beginning():
+    asked = Asked("POST", "/v1/completions", [], fields={"prompt": "x" * 9})
+    keys = [beginnings(asked.with_adapter(name), 4) for name in ("", "fr", "de")]
+    assert len({key for each in keys for key in each}) == sum(map(len, keys))

@@ -54,6 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
         (name, "program", [2, True, [4, 4], name]) for name in NAMES
     ]
     jobs += [(str(n), "served", ["gemma2", n]) for n in (1, 4)]
+    jobs += [(f"adapted {n}", "adapted", [n]) for n in (1, 4)]
     return run(tmp_path_factory.mktemp("families"), jobs)
 
 
@@ -75,3 +76,9 @@ def test_an_engine_on_four_devices_answers_like_one(results: dict[str, np.ndarra
     np.testing.assert_array_equal(answers, results["1 tokens"])
     assert answers.shape == (18, 12) and len(np.unique(answers, axis=0)) > 12
     assert not results["4 compiles"]
+
+
+def test_adapters_on_four_devices_answer_like_those_on_one(results: dict[str, np.ndarray]):
+    answers = results["adapted 4"]
+    np.testing.assert_array_equal(answers, results["adapted 1"])
+    assert answers.shape == (6, 12) and len(np.unique(answers, axis=0)) == 6

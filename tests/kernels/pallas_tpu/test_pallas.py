@@ -16,7 +16,7 @@ from ragged import Batch, Case, attention, make, written
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.registry import random_model
-from jitney.kernels.interface import AttentionMeta, KernelError
+from jitney.kernels.interface import KernelError
 from jitney.kernels.pallas_tpu import pool_layout
 from jitney.kernels.pallas_tpu.blocks import Blocks, blocks_for, chip_of
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
@@ -189,7 +189,7 @@ def test_attend_reads_pages_that_are_written():
 
 def test_an_empty_step_changes_nothing():
     batch, step, *_ = attended(MIXED)
-    meta = AttentionMeta(*(jnp.zeros_like(x) for x in batch.meta))
+    meta = jax.tree.map(jnp.zeros_like, batch.meta)
     nowhere = jnp.full_like(batch.meta.write_rows, 1 << 20)
     _, kv = run(step, replace(batch, meta=meta._replace(write_rows=nowhere)))
     assert (kv == batch.kv).all()

@@ -1,0 +1,131 @@
+"""Low-rank adapters (LoRA) as PEFT saves them: a folder of adapter_config.json and
+adapter_model.safetensors; jax-free.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from jitney.engine.checkpoints.files import read_json
+from jitney.engine.checkpoints.safetensors import SafetensorsFolder
+from jitney.engine.errors import ModelError
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+#: What a tensor is called: of which module of the model, and which half of its product.
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+_HALVES = frozenset("AB")
+
+
+class _AdapterConfig(msgspec.Struct):
+    """What is read of adapter_config.json."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str = ""
+    #: The scale is alpha / sqrt(r), not alpha / r.
+    use_rslora: bool = False
+    # What would make it another method; none is served.
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    def check(self) -> None:
+        """Raises ModelError naming what is not served."""
+        if self.peft_type != "LORA":
+            raise ModelError(f"peft_type is {self.peft_type or 'not given'}; only LORA is served")
+        if self.r < 1:
+            raise ModelError("r must be at least 1")
+        for name in ("use_dora", "fan_in_fan_out"):
+            if getattr(self, name):
+                raise ModelError(f"{name} is not served")
+        if self.bias != "none":
+            raise ModelError(f"bias {self.bias} is not served, only none")
+        for name in ("modules_to_save", "rank_pattern", "alpha_pattern"):
+            if getattr(self, name):
+                raise ModelError(f"{name} is not served; it must be empty")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter's change of a model's matrices."""
+
+    #: By what requests ask for it.
+    name: str
+    #: Of every product.
+    scale: float
+    tensors: SafetensorsFolder
+    #: The name in the model of each matrix that it changes, such as model.layers.0.mlp.down_proj ->
+    #: those of its A and its B in the file.
+    modules: dict[str, dict[str, str]]
+
+    def halves(self, module: str, outputs: int, inputs: int) -> tuple[np.ndarray, np.ndarray]:
+        """Float32 [inputs, R] and [R, outputs], whose product is added to the matrix; the scale is
+        in the second. Raises ModelError for other shapes.
+        """
+        a, b = (self._read(self.modules[module][half]) for half in "AB")
+        rank = a.shape[0]
+        if a.shape != (rank, inputs) or b.shape != (outputs, rank):
+            raise ModelError(
+                f"adapter {self.name}: {module} has A {list(a.shape)} and B {list(b.shape)}; the "
+                f"model's matrix asks for [R, {inputs}] and [{outputs}, R]"
+            )
+        return a.T, self.scale * b.T
+
+    def _read(self, name: str) -> np.ndarray:
+        return self.tensors.read(name).astype(np.float32)
+
+
+def read_adapter(name: str, folder: str) -> Adapter:
+    """The adapter in a folder. Raises ModelError, which begins with its name, for one that is not
+    there, is not sound or is of another method.
+    """
+    try:
+        return _read_adapter(name, Path(folder).expanduser())
+    except ModelError as error:
+        raise ModelError(f"adapter {name}: {error}") from error
+
+
+def _read_adapter(name: str, folder: Path) -> Adapter:
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder")
+    config = _config_of(folder)
+    config.check()
+    tensors = SafetensorsFolder(folder, shards=(_TENSORS,))
+    return Adapter(name, config.scale, tensors, _modules_of(tensors))
+
+
+def _config_of(folder: Path) -> _AdapterConfig:
+    try:
+        return msgspec.convert(read_json(folder, _CONFIG), _AdapterConfig)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{_CONFIG}: {error}") from error
+
+
+def _modules_of(tensors: SafetensorsFolder) -> dict[str, dict[str, str]]:
+    """See `Adapter.modules`."""
+    modules: dict[str, dict[str, str]] = {}
+    for name in tensors.shapes:
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise ModelError(f"{_TENSORS} holds {name[:100]}, which is no half of a linear layer's")
+        module, half = found.groups()
+        modules.setdefault(module, {})[half] = name
+    for module, halves in modules.items():
+        if halves.keys() != _HALVES:
+            raise ModelError(f"{_TENSORS} has only one half for {module}")
+    if not modules:
+        raise ModelError(f"{_TENSORS} is empty")
+    return modules

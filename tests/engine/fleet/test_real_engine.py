@@ -1,0 +1,143 @@
+"""A fleet whose engine is a real one: a pipeline over it, and its adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from adapter_files import write_adapter
+
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.fleet.build import open_fleet
+from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.ingress import create_ingress
+from jitney.engine.fleet.local import LocalEngines
+
+DOCUMENTS = ["cats sleep", "trams run all night", "the bread is baked at four"]
+QUESTION = "when do trams run?"
+FLEET = """
+[models.m]
+replicas = 1
+settings = {{ model = "tiny-random", dtype = "float32", max_seats = 4, token_budget = 64,
+  seat_buckets = [4], token_buckets = [64], embedding_pooling = "mean", adapters = ["fr={folder}"] }}
+
+[models.p]
+kind = "pipeline"
+
+[[models.p.stages]]
+kind = "embed"
+name = "near"
+model = "m"
+query = "{{{{ question }}}}"
+keep = 2
+
+[[models.p.stages]]
+kind = "rank"
+name = "best"
+model = "m"
+candidates_of = "near"
+prompt = "{{{{ candidate }}}} "
+scored = "{{{{ question }}}}"
+keep = 1
+
+[[models.p.stages]]
+kind = "generate"
+name = "answer"
+model = "m"
+prompt = "{{{{ best.text }}}}: {{{{ question }}}}"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    adapter = write_adapter(tmp_path / "fr", resolve("tiny-random").config, 1)
+    path = tmp_path / "fleet.toml"
+    path.write_text(FLEET.format(folder=adapter))
+    return path
+
+
+async def _told(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    answer = await http.post(path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def _vectors(http: httpx.AsyncClient, texts: list[str]) -> np.ndarray:
+    told = await _told(http, "/v1/embeddings", model="m", input=texts, encoding_format="float")
+    return np.array([each["embedding"] for each in told["data"]])
+
+
+async def _likelihood(http: httpx.AsyncClient, before: str) -> float:
+    """Mean log-probability of the question's tokens behind a text."""
+    text = before + QUESTION
+    told = await _told(
+        http, "/v1/completions", model="m", prompt=text, max_tokens=1, logprobs=0, echo=True
+    )
+    found = told["choices"][0]["logprobs"]
+    own = [
+        logprob
+        for at, logprob in zip(found["text_offset"], found["token_logprobs"], strict=True)
+        if len(before) <= at < len(text)
+    ]
+    return float(np.mean(own))
+
+
+async def _complete(http: httpx.AsyncClient, model: str, prompt: str) -> str:
+    told = await _told(
+        http,
+        "/v1/completions",
+        model=model,
+        prompt=prompt,
+        max_tokens=12,
+        temperature=0,
+        ignore_eos=True,
+    )
+    assert told["usage"]["completion_tokens"] == 12
+    return told["choices"][0]["text"]
+
+
+def test_a_pipeline_says_what_its_stages_say_one_by_one(file: Path):
+    """And the adapter's name is answered by the adapter."""
+
+    async def scene() -> None:
+        config = read_fleet(file)
+        async with open_fleet(config) as (fleet, parts):
+            engines = LocalEngines(config, parts, (), ())
+            transport = httpx.ASGITransport(create_ingress(fleet, ServerSettings()))
+            url = "http://localhost"
+            async with httpx.AsyncClient(transport=transport, base_url=url) as http:
+                try:
+                    await engines.start()
+                    await _compare(http)
+                finally:
+                    await engines.close()
+
+    asyncio.run(scene())
+
+
+async def _compare(http: httpx.AsyncClient) -> None:
+    documents = await _vectors(http, DOCUMENTS)
+    [query] = await _vectors(http, [QUESTION])
+    lengths = np.linalg.norm(documents, axis=1) * np.linalg.norm(query)
+    near = np.argsort(-(documents @ query) / lengths)[:2]
+    likely = {number: await _likelihood(http, DOCUMENTS[number] + " ") for number in near}
+    best = DOCUMENTS[max(likely, key=lambda number: likely[number])]
+    expected = await _complete(http, "m", f"{best}: {QUESTION}")
+    told = await _told(
+        http,
+        "/v1/completions",
+        model="p",
+        documents=DOCUMENTS,
+        prompt=QUESTION,
+        max_tokens=12,
+        temperature=0,
+        ignore_eos=True,
+    )
+    assert told["choices"][0]["text"] == expected
+    assert [stage["stage"] for stage in told["usage"]["stages"]][-1] == "answer"
+    assert await _complete(http, "fr", QUESTION) != await _complete(http, "m", QUESTION)
