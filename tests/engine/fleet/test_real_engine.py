@@ -23,8 +23,16 @@ QUESTION = "when do trams run?"
 FLEET = """
 [models.m]
 replicas = 1
-settings = {{ model = "tiny-random", dtype = "float32", max_seats = 4, token_budget = 64,
-  seat_buckets = [4], token_buckets = [64], embedding_pooling = "mean", adapters = ["fr={folder}"] }}
+
+[models.m.settings]
+model = "tiny-random"
+dtype = "float32"
+max_seats = 4
+token_budget = 64
+seat_buckets = [4]
+token_buckets = [64]
+embedding_pooling = "mean"
+adapters = ["fr={folder}"]
 
 [models.p]
 kind = "pipeline"
