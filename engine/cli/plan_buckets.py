@@ -25,7 +25,13 @@ from jitney.engine.cli.simulate import (
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import FEWEST_ROWS, Bucket, Buckets, mixed_bucket
-from jitney.engine.simulation.bucket_tuner import DECODE_EXECUTABLES, Proposal, propose, seen_in
+from jitney.engine.simulation.bucket_tuner import (
+    DECODE_EXECUTABLES,
+    Proposal,
+    check_budget,
+    propose,
+    seen_in,
+)
 from jitney.engine.simulation.simulator import buckets_of
 from jitney.engine.types import JsonDict
 
@@ -76,8 +82,9 @@ def run(arguments: Sequence[str]) -> int:
     check_numbers(args, budget=0, rate=1e-9, concurrency=0)
     config = config_from(args)
     present = buckets_of(config.engine, bool(args.chip))
-    records = _seen_steps(args, config, present)
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
+    check_budget(budget)  # before seconds of simulation
+    records = _seen_steps(args, config, present)
     proposal = propose(seen_in(records), present, budget)
     if write_report(args, _report_of(proposal, len(records))):
         _show(proposal, len(records), budget)

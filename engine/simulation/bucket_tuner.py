@@ -83,7 +83,7 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
     Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not allow
     one bucket of each kind.
     """
-    _check_budget(executables)
+    check_budget(executables)
     seat_sizes, token_sizes = _least_waste(seen, present, executables)
     proposed = make_buckets(
         max_seats=present.seats,
@@ -102,7 +102,8 @@ def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
     )
 
 
-def _check_budget(executables: int) -> None:
+def check_budget(executables: int) -> None:
+    """Raises ConfigError for fewer than any engine needs."""
     least = DECODE_EXECUTABLES + _MIXED_EXECUTABLES
     if executables < least:
         raise ConfigError(
