@@ -1,5 +1,5 @@
-"""What low-rank adapters cost: the same greedy requests on engines with none, one, four and eight of
-rank 16 on every matrix of the layers, in one process, in turn.
+"""What low-rank adapters cost: the same greedy requests on engines with none, one, four and eight
+of rank 16 on every matrix of the layers, in one process, in turn.
 
     python docs/benchmarks/adapters.py [MODEL] [--rounds N]
 
@@ -81,7 +81,9 @@ def main() -> None:
         for count, llm in engines.items():
             found[count].append((rate(llm, PROMPT, OUTPUT, SEATS), rate(llm, LONG, 1, 8)))
     print(f"{args.model}, {engines[0].info.dtype}, {cpu_name()}\n")
-    print("| adapters | decoding at 32, tok/s | beside none | prompts of 512, tok/s | beside none |")
+    print(
+        "| adapters | decoding at 32, tok/s | beside none | prompts of 512, tok/s | beside none |"
+    )
     print("|---|---|---|---|---|")
     base = [median(column) for column in zip(*found[0], strict=True)]
     for count in COUNTS:
