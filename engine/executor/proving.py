@@ -109,7 +109,7 @@ def _adapter_matrices(linear: Linear, shards: int) -> Iterator[Matrix]:
     """
     if linear.adapters is None:
         return
-    (inputs, columns), (_, outputs) = linear.adapters.sizes
+    inputs, columns, outputs = linear.adapters.sizes
     if linear.summed:
         inputs //= shards
     else:

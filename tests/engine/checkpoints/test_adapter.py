@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def config() -> ModelConfig:
     ("settings", "scale"), [({}, 2.0), ({"use_rslora": True}, 4.0), ({"lora_alpha": 1}, 0.25)]
 )
 def test_halves_have_the_scale_in_the_second(
-    tmp_path: Path, config: ModelConfig, settings: dict[str, object], scale: float
+    tmp_path: Path, config: ModelConfig, settings: dict[str, Any], scale: float
 ):
     folder = write_adapter(tmp_path / "fr", config, 1, **settings)
     stored = load_file(folder / TENSORS)

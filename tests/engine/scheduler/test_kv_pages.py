@@ -141,10 +141,8 @@ def test_keys_name_the_whole_prefix_and_the_owner():
     assert keys_of([1] * 4, 1, root=root_key("a", "")) != keys_of(
         [1] * 4, 1, root=root_key("b", "")
     )
-    roots = [
-        root_key(*parts)
-        for parts in (("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("ab", "c", "r"))
-    ]
+    owners = (("ab", "c", ""), ("a", "bc", ""), ("abc", "", ""), ("", "abc", ""), ("ab", "c", "r"))
+    roots = [root_key(*owner, adapter) for owner in owners for adapter in (0, 1, 2)]
     assert len(set(roots)) == len(roots)
     assert keys_of(list(range(8)), 1) == keys_of(list(range(8)), 2)[:1]
 
