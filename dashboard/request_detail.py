@@ -131,6 +131,7 @@ def detail(history: History, request: RequestRecord, now: float) -> Work:
         chunks.append(steps.chunk(chunk))
         yield
     return _row(request) | {
+        "adapter": history.adapter_of(request),
         "phases": phases(request, now),
         "chunks": chunks,
         "cadence": steps.cadence(),

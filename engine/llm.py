@@ -213,7 +213,7 @@ class LLM:
         """Let go of weights, pages and executables."""
         del self.core
 
-    def _request(self, prompt: _Prompt, params: SamplingParams, adapter: str) -> EngineRequest:
+    def _request(self, prompt: _Prompt, params: SamplingParams, adapter: str = "") -> EngineRequest:
         """A request that can run; RequestError if it cannot."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)

@@ -132,6 +132,9 @@ function facts(detail) {
     ["Preempted", detail.preemptions],
     ["Compiles it met", shared.compiles],
   ];
+  if (detail.adapter) {
+    pairs.push(["Adapter", detail.adapter]);
+  }
   const entries = pairs.map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value)),
   );

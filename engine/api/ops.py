@@ -31,6 +31,7 @@ _SHOWN = (
     "kv_dtype",
     "sampling_defaults",
     "embedding_pooling",
+    "adapters",
 )
 
 

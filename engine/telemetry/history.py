@@ -80,6 +80,7 @@ class RequestRecords:
             tenant=request.tenant,
             priority=request.priority,
             background=request.background,
+            adapter=request.adapter,
             n_prompt=len(request.prompt),
             max_tokens=request.sampling.max_tokens or 0,
             arrival=request.arrival,
@@ -244,6 +245,8 @@ class History(RequestRecords):
     seats: list[RequestRecord | None] = field(default_factory=list)
     #: Seats that a batch keeps after their passenger's end.
     held: set[int] = field(default_factory=set)
+    #: Names of the engine's adapters.
+    adapters: tuple[str, ...] = ()
     #: (time, seconds since arrival) of those who boarded, and of first tokens, where somebody waits
     #: for them.
     waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
@@ -284,12 +287,17 @@ class History(RequestRecords):
         taken = sum(record is not None for record in self.seats)
         return self.n_open - taken + len(self.held)
 
+    def adapter_of(self, record: RequestRecord) -> str:
+        """The name of the adapter that answers it; empty: none does."""
+        return self.adapters[record.adapter - 1] if record.adapter else ""
+
     def core_ready(self, info: EngineInfo) -> None:
         """A core starts, its step numbers beginning anew: ours go on rising."""
         self.ready_at = self.clock()
         if self.outages and self.outages[-1].ready is None:
             self.outages[-1].ready = self.ready_at
         self.seats = [None] * info.seats
+        self.adapters = info.adapters
         self.held.clear()
         self._holds = info.policy in _HOLDING
         self._first_step = self.records.last_step + 1

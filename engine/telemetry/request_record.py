@@ -73,6 +73,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     priority: int = 0
     #: Nobody waits for it: a line of a batch.
     background: bool = False
+    #: The adapter that answers it, from 1; 0: none.
+    adapter: int = 0
     #: Most output tokens it may have, 0: no limit of its own.
     max_tokens: int = 0
     #: Output tokens so far.

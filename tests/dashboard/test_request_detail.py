@@ -19,6 +19,7 @@ from jitney.engine.api.slices import at_once
 from jitney.engine.messages import StepReport
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.telemetry.history import History
+from jitney.engine.types import EngineRequest, SamplingParams
 
 
 def serve(watched: Watched):
@@ -56,6 +57,20 @@ def test_a_detail_told_by_hand():
     assert detail["phases"][0]["to"] == detail["phases"][1]["from"] == detail["seated"]
     assert detail["phases"][2]["to"] == detail["finished"] and detail["phases"][1]["steps"] == 2
     assert {"queue", "prefill", "decode"} <= {cause["code"] for cause in detail["causes"]}
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, ""), (2, "de")])
+def test_a_detail_names_the_adapter(number: int, name: str):
+    watched = two_in_one_seat()
+    client = FakeClient(adapters=("fr", "de"))
+    asked = EngineRequest(
+        id="third", prompt=[1], sampling=SamplingParams(), arrival=0.0, adapter=number
+    )
+    client.history.submit(asked)
+    request = client.history.find("third", 0)
+    assert request is not None
+    detail = at_once(request_detail.detail(client.history, request, watched.clock()))
+    assert detail["adapter"] == name
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -51,3 +51,4 @@ def test_adapters_are_listed_with_the_model_that_they_change(client: FakeClient)
     assert [Model.model_validate(card).id for card in cards] == ["m", "fr", "de"]
     assert run(call(app, "/v1/models/fr", method="GET")).json()["root"] == "fr"
     assert run(call(app, "/v1/models/es", method="GET")).status == 404
+    assert run(call(app, "/version", method="GET")).json()["adapters"] == ["fr", "de"]
