@@ -14,7 +14,11 @@ from jitney.engine.fleet.upstream import upstream_client
 @pytest.fixture
 def lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every connection loses its socket once it is made, as under uvloop."""
-    monkeypatch.setattr(SocketStream, "_raw_socket", None)
+
+    def lost(stream: SocketStream) -> None:
+        stream._transport.abort()
+
+    monkeypatch.setattr(SocketStream, "_raw_socket", property(lost))
 
 
 def test_an_engine_that_ends_before_it_has_the_request_cannot_be_reached(lost_at_once: None):
