@@ -365,6 +365,7 @@ def test_models_version_and_slots():
         "kv_dtype",
         "sampling_defaults",
         "embedding_pooling",
+        "adapters",
         "kernel_proofs",
     ]
     assert shown["embedding_pooling"] == "mean"
