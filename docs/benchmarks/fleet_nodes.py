@@ -5,7 +5,9 @@ and how long it takes until as many engines are ready again.
 
 The nodes are Ray's own, three beside the head's, all on this machine: each has a raylet and one CPU
 to give, and so one engine at most. Two engines are started; the node of one is killed with half of
-the requests at it, and the third node gets the engine that takes its place.
+the requests at it, and the third node gets the engine that takes its place. Serve has a proxy on
+each node that has an engine, here all at one port: who was connected to the one that is lost with
+its node asks again, as OpenAI's client does. The node of the ingress is not the one that is lost.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import argparse
 import asyncio
 import os
 import time
+from collections.abc import Iterable
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +30,8 @@ from jitney.engine.machine import cpu_name
 
 _NODES = 3
 _READY_S = 300.0
+#: Times that an answer is asked for, if the connection is lost.
+_TRIES = 3
 
 
 def _cluster() -> Cluster:
@@ -43,25 +49,34 @@ def _engines(url: str) -> dict[str, str]:
     return {each["name"]: each["url"] for each in known if each["state"] == "ready"}
 
 
-def _raylets_above(port: int) -> set[int]:
-    """Processes that the engine listening to this port descends from."""
+def _above(*words: str) -> set[int]:
+    """Processes that the one with all these words in its command descends from."""
     for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if str(port) in words and "serve" in words:
+        command = process.info["cmdline"] or []
+        if all(any(word in part for part in command) for word in words):
             return {parent.pid for parent in process.parents()}
-    raise SystemExit(f"no engine listens to {port}")
+    raise SystemExit(f"no process is called {words}")
 
 
-def _node_of(cluster: Cluster, engine: str) -> object:
-    """The node that an engine is on, from its URL."""
-    port = urlsplit(engine).port
-    assert port is not None
-    above = _raylets_above(port)
+def _node_above(cluster: Cluster, *words: str) -> Any:
+    """The node that this process is on; None: the head."""
+    above = _above(*words)
     for node in cluster.worker_nodes:
         raylets = node.all_processes["raylet"]
         if above & {raylet.process.pid for raylet in raylets}:
             return node
-    raise SystemExit(f"no node has the engine of {engine}")
+    return None
+
+
+def _victim(cluster: Cluster, engines: Iterable[str]) -> tuple[str, Any]:
+    """URL and node of an engine that is not on the ingress's node."""
+    ingress = _node_above(cluster, "ServeReplica:jitney:ingress")
+    for engine in engines:
+        port = urlsplit(engine).port
+        node = _node_above(cluster, f"{port}", "serve")
+        if node is not ingress:
+            return engine, node
+    raise SystemExit("all engines are on the ingress's node")
 
 
 def _body(number: int) -> dict[str, object]:
@@ -74,25 +89,35 @@ def _body(number: int) -> dict[str, object]:
     }
 
 
-async def _answers(url: str, requests: int, during: asyncio.Task[None] | None) -> list[str]:
-    """Their texts; "" for an error."""
+async def _ask(http: httpx.AsyncClient, number: int) -> tuple[str, int]:
+    """The text of the answer, "" for an error, and how often it was asked for."""
+    for turn in range(1, _TRIES + 1):
+        try:
+            answer = await http.post("/v1/chat/completions", json=_body(number))
+        except httpx.TransportError:
+            continue
+        if answer.status_code != 200:
+            return "", turn
+        return answer.json()["choices"][0]["message"]["content"], turn
+    return "", _TRIES
+
+
+async def _answers(
+    url: str, requests: int, during: asyncio.Task[None] | None
+) -> list[tuple[str, int]]:
+    """See `_ask`."""
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(
         base_url=url, headers=headers, timeout=600, trust_env=False
     ) as http:
-        asked = [http.post("/v1/chat/completions", json=_body(n)) for n in range(requests)]
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*[_ask(http, number) for number in range(requests)])
         if during is not None:
             await during
-    return [
-        answer.json()["choices"][0]["message"]["content"] if answer.status_code == 200 else ""
-        for answer in answers
-    ]
+    return answers
 
 
-async def _lose_a_node(cluster: Cluster, url: str, engine: str) -> None:
-    """Once requests are at its engine."""
-    node = _node_of(cluster, engine)
+async def _lose(cluster: Cluster, node: Any, url: str, engine: str) -> None:
+    """The node, once requests are at its engine."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         known = (await asyncio.to_thread(get, url + "/fleet/replicas")).json()["models"]["m"]
@@ -105,13 +130,15 @@ async def _lose_a_node(cluster: Cluster, url: str, engine: str) -> None:
 
 async def _compare(cluster: Cluster, url: str, requests: int) -> None:
     before = _engines(url)
-    lost = next(iter(before.values()))
+    lost, node = _victim(cluster, before.values())
     quiet = await _answers(url, requests, None)
-    losing = asyncio.create_task(_lose_a_node(cluster, url, lost))
+    losing = asyncio.create_task(_lose(cluster, node, url, lost))
     answers = await _answers(url, requests, losing)
     began = time.monotonic()
-    same = sum(one == other for one, other in zip(quiet, answers, strict=True))
-    print(f"{sum(map(bool, answers))} of {requests} answered, {same} with the text of before")
+    same = sum(one == other for (one, _), (other, _) in zip(quiet, answers, strict=True))
+    answered = sum(bool(text) for text, _ in answers)
+    again = sum(turns > 1 for _, turns in answers)
+    print(f"{answered} of {requests} answered, {same} with the text of before, {again} asked again")
     while time.monotonic() - began < _READY_S:
         now = _engines(url)
         if lost not in now.values() and len(now) == len(before):
