@@ -9,6 +9,8 @@
 // system saves them while somebody holds them.
 #pragma once
 
+#include <cstring>
+
 #include "tiles.h"
 
 namespace jitney {
@@ -36,42 +38,62 @@ struct alignas(kLine) Shapes {
   }
 };
 
-// Registers 0 to 3 for sums of `first` rows (0 and 1) and of `second` (2 and 3), 4 and 5 for these
-// rows of A, 6 and 7 for B; `depth` elements at a time.
-inline void square(Index first, Index second, Index depth) {
-  Shapes shapes;
-  for (int number = 0; number < 2; ++number) {
-    const Index height = number == 0 ? first : second;
-    shapes.set(2 * number, height, kSide);
-    shapes.set(2 * number + 1, height, kSide);
-    shapes.set(4 + number, height, depth);
-    shapes.set(6 + number, depth, kSide);
-  }
-  _tile_loadconfig(&shapes);
-}
+// The registers of one thread, which are given back at the end. Loading shapes takes as long as some
+// products, so what is held already is not loaded again.
+class Registers {
+ public:
+  Registers() = default;
+  Registers(const Registers&) = delete;
+  Registers& operator=(const Registers&) = delete;
+  ~Registers() { _tile_release(); }
 
-// Registers 0 to 3 for sums of `height` rows, 4 for these rows of A, 5 to 7 for B.
-inline void line(Index height, Index depth) {
-  Shapes shapes;
-  for (int number = 0; number < 4; ++number) {
-    shapes.set(number, height, kSide);
+  // Registers 0 to 3 for sums of `first` rows (0 and 1) and of `second` (2 and 3), 4 and 5 for
+  // these rows of A, 6 and 7 for B; `depth` elements at a time.
+  void square(Index first, Index second, Index depth) {
+    Shapes shapes;
+    for (int number = 0; number < 2; ++number) {
+      const Index height = number == 0 ? first : second;
+      shapes.set(2 * number, height, kSide);
+      shapes.set(2 * number + 1, height, kSide);
+      shapes.set(4 + number, height, depth);
+      shapes.set(6 + number, depth, kSide);
+    }
+    hold(shapes);
   }
-  shapes.set(4, height, depth);
-  for (int number = 5; number < 8; ++number) {
-    shapes.set(number, depth, kSide);
-  }
-  _tile_loadconfig(&shapes);
-}
 
-// Registers 0 to 3 for sums of kSide rows each, 4, 5 and 7 for rows of A, 6 for B.
-inline void stack(Index depth) {
-  Shapes shapes;
-  for (int number = 0; number < 8; ++number) {
-    shapes.set(number, kSide, number < 4 ? kSide : depth);
+  // Registers 0 to 3 for sums of `height` rows, 4 for these rows of A, 5 to 7 for B.
+  void line(Index height, Index depth) {
+    Shapes shapes;
+    for (int number = 0; number < 4; ++number) {
+      shapes.set(number, height, kSide);
+    }
+    shapes.set(4, height, depth);
+    for (int number = 5; number < 8; ++number) {
+      shapes.set(number, depth, kSide);
+    }
+    hold(shapes);
   }
-  shapes.set(6, depth, kSide);
-  _tile_loadconfig(&shapes);
-}
+
+  // Registers 0 to 3 for sums of kSide rows each, 4, 5 and 7 for rows of A, 6 for B.
+  void stack(Index depth) {
+    Shapes shapes;
+    for (int number = 0; number < 8; ++number) {
+      shapes.set(number, kSide, number < 4 ? kSide : depth);
+    }
+    shapes.set(6, depth, kSide);
+    hold(shapes);
+  }
+
+ private:
+  void hold(const Shapes& shapes) {
+    if (std::memcmp(&shapes, &held_, sizeof shapes) != 0) {
+      held_ = shapes;
+      _tile_loadconfig(&held_);
+    }
+  }
+
+  Shapes held_;
+};
 
 // The instructions name their registers, so each product stands here for itself.
 template <class Kind, int kSum, int kLeft, int kRight>
@@ -175,35 +197,55 @@ __attribute__((always_inline)) inline void sum_up(const Product<Kind>& of, Index
   });
 }
 
-// Two by two registers of sums, from a row and a column on; two by one at the right edge. Rows of A
-// are loaded as what is not needed again soon, so that the columns of B stay in the first-level
-// cache: a fifth to a quarter faster.
-template <class Kind, bool kWide>
+// What of a product is multiplied again soon and stays in the first-level cache: rows of A or columns
+// of B. The other is loaded as what is not: a tenth to a quarter faster.
+enum class Near { kRows, kColumns };
+
+template <int kRegister, bool kNear>
+__attribute__((always_inline)) inline void load_tile(const void* from, Index bytes) {
+#define JITNEY_LOAD(number)                     \
+  if constexpr (kRegister == number) {          \
+    if constexpr (kNear) {                      \
+      _tile_loadd(number, from, bytes);         \
+    } else {                                    \
+      _tile_stream_loadd(number, from, bytes);  \
+    }                                           \
+  }
+  JITNEY_LOAD(4)
+  JITNEY_LOAD(5)
+  JITNEY_LOAD(6)
+  JITNEY_LOAD(7)
+#undef JITNEY_LOAD
+}
+
+// Two by two registers of sums, from a row and a column on; two by one at the right edge.
+template <class Kind, Near kKept, bool kWide>
 void squares(const Product<Kind>& of, Index row, Index column, Index depth, Soon& soon) {
+  constexpr bool rows = kKept == Near::kRows, columns = kKept == Near::kColumns;
   const Index lda = 4 * of.lda, ldb = 4 * of.ldb;
   sum_up<2, kWide ? 2 : 1>(of, row, column, depth, [&](Index k) {
     soon.ask();
-    _tile_loadd(6, of.right(k, column), ldb);
-    _tile_stream_loadd(4, of.left(row, k), lda);
+    load_tile<6, columns>(of.right(k, column), ldb);
+    load_tile<4, rows>(of.left(row, k), lda);
     dot<Kind, 0, 4, 6>();
     if constexpr (kWide) {
-      _tile_loadd(7, of.right(k, column + kSide), ldb);
+      load_tile<7, columns>(of.right(k, column + kSide), ldb);
       dot<Kind, 1, 4, 7>();
     }
-    _tile_stream_loadd(5, of.left(row + kSide, k), lda);
+    load_tile<5, rows>(of.left(row + kSide, k), lda);
     dot<Kind, 2, 5, 6>();
     if constexpr (kWide) dot<Kind, 3, 5, 7>();
   });
 }
 
 // The same where there may be but one column of registers left.
-template <class Kind>
+template <class Kind, Near kKept>
 void squares_at(const Product<Kind>& of, Index row, Index column, Index columns, Index depth,
                 Soon& soon) {
   if (columns - column > kSide) {
-    squares<Kind, true>(of, row, column, depth, soon);
+    squares<Kind, kKept, true>(of, row, column, depth, soon);
   } else {
-    squares<Kind, false>(of, row, column, depth, soon);
+    squares<Kind, kKept, false>(of, row, column, depth, soon);
   }
 }
 
@@ -256,10 +298,10 @@ void stacks(const Product<Kind>& of, Index row, Index column, Index depth) {
 
 // As many rows as are whole stacks, times the only column of registers; how many they are.
 template <class Kind>
-Index whole_stacks(const Product<Kind>& of, Index rows, Index depth) {
+Index whole_stacks(const Product<Kind>& of, Index rows, Index depth, Registers& registers) {
   const Index whole = rows / (4 * kSide) * (4 * kSide);
   if (whole > 0) {
-    stack(depth);
+    registers.stack(depth);
   }
   for (Index row = 0; row < whole; row += 4 * kSide) {
     stacks(of, row, 0, depth);
@@ -267,35 +309,43 @@ Index whole_stacks(const Product<Kind>& of, Index rows, Index depth) {
   return whole;
 }
 
-// Rows of two registers, from `row` on, times all columns; how many they are. Two columns of
-// registers stay near while the rows pass them.
-template <class Kind>
+// Rows of two registers, from `row` on, times all columns; how many they are. What is kept near
+// stays while the other passes.
+template <class Kind, Near kKept>
 Index whole_squares(const Product<Kind>& of, Index row, Index rows, Index columns, Index depth,
-                    Soon& soon) {
+                    Soon& soon, Registers& registers) {
   const Index whole = (rows - row) / (2 * kSide) * (2 * kSide), end = row + whole;
   if (whole > 0) {
-    square(kSide, kSide, depth);
+    registers.square(kSide, kSide, depth);
   }
-  for (Index column = 0; column < columns; column += 2 * kSide) {
+  if constexpr (kKept == Near::kColumns) {
+    for (Index column = 0; column < columns; column += 2 * kSide) {
+      for (Index here = row; here < end; here += 2 * kSide) {
+        squares_at<Kind, kKept>(of, here, column, columns, depth, soon);
+      }
+    }
+  } else {
     for (Index here = row; here < end; here += 2 * kSide) {
-      squares_at(of, here, column, columns, depth, soon);
+      for (Index column = 0; column < columns; column += 2 * kSide) {
+        squares_at<Kind, kKept>(of, here, column, columns, depth, soon);
+      }
     }
   }
   return whole;
 }
 
 // The last rows, fewer than two registers', times all columns.
-template <class Kind, int kAhead>
+template <class Kind, Near kKept, int kAhead>
 void last_rows(const Product<Kind>& of, Index row, Index count, Index columns, Index depth,
-               Soon& soon) {
+               Soon& soon, Registers& registers) {
   if (count > kSide) {
-    square(kSide, count - kSide, depth);
+    registers.square(kSide, count - kSide, depth);
     for (Index column = 0; column < columns; column += 2 * kSide) {
-      squares_at(of, row, column, columns, depth, soon);
+      squares_at<Kind, kKept>(of, row, column, columns, depth, soon);
     }
     return;
   }
-  line(count, depth);
+  registers.line(count, depth);
   for (Index column = 0; column < columns; column += 4 * kSide) {
     switch (std::min<Index>(4, (columns - column) / kSide)) {
       case 4:
@@ -314,12 +364,13 @@ void last_rows(const Product<Kind>& of, Index row, Index count, Index columns, I
 }
 
 // A product whose n is whole runs of `depth`.
-template <class Kind, int kAhead>
-void whole_runs(const Product<Kind>& of, Index rows, Index columns, Index depth, Soon& soon) {
-  Index row = columns == kSide ? whole_stacks(of, rows, depth) : 0;
-  row += whole_squares(of, row, rows, columns, depth, soon);
+template <class Kind, Near kKept, int kAhead>
+void whole_runs(const Product<Kind>& of, Index rows, Index columns, Index depth, Soon& soon,
+                Registers& registers) {
+  Index row = columns == kSide ? whole_stacks(of, rows, depth, registers) : 0;
+  row += whole_squares<Kind, kKept>(of, row, rows, columns, depth, soon, registers);
   if (row < rows) {
-    last_rows<Kind, kAhead>(of, row, rows - row, columns, depth, soon);
+    last_rows<Kind, kKept, kAhead>(of, row, rows - row, columns, depth, soon, registers);
   }
 }
 
@@ -331,27 +382,36 @@ inline Index steps(Index rows, Index columns, Index n) {
 
 // C [rows, columns] (+)= A [rows, n] times B [n, columns], columns whole vectors. Rows of B are
 // asked for kAhead early where few rows are multiplied.
-template <class Kind, int kAhead>
-void multiply(Product<Kind> of, Index rows, Index columns, Soon soon = {}) {
+template <class Kind, Near kKept, int kAhead>
+void multiply(Product<Kind> of, Index rows, Index columns, Soon& soon, Registers& registers) {
   const Index n = of.n, whole = n / kSide * kSide;
   if (whole > 0) {
     of.n = whole;
-    whole_runs<Kind, kAhead>(of, rows, columns, kSide, soon);
+    whole_runs<Kind, kKept, kAhead>(of, rows, columns, kSide, soon, registers);
   }
   if (n > whole) {
     of.a += whole;
     of.b += whole * of.ldb;
     of.n = n - whole;
     of.add = of.add || whole > 0;
-    whole_runs<Kind, 0>(of, rows, columns, of.n, soon);
+    whole_runs<Kind, kKept, 0>(of, rows, columns, of.n, soon, registers);
   }
-  _tile_release();
 }
 
 }  // namespace amx
 #else
 template <class Kind>
 constexpr bool kAmx = false;
+
+namespace amx {
+class Registers {};
+}  // namespace amx
 #endif
+
+class NoRegisters {};
+
+// What a product of this kind is multiplied in, beside vectors.
+template <class Kind>
+using RegistersOf = std::conditional_t<kAmx<Kind>, amx::Registers, NoRegisters>;
 
 }  // namespace jitney

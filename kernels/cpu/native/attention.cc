@@ -61,8 +61,6 @@ struct State {
   float sum;   // of its weights
 };
 
-inline Index padded(Index count, Index to) { return (count + to - 1) / to * to; }
-
 // The elements of position `position` of a sequence, all heads.
 template <class Number>
 const Number* position_of(const Call& call, const std::int32_t* pages, Index position) {
@@ -91,43 +89,47 @@ inline void cap(const Call& call, float* scores, Index count) {
   }
 }
 
-// kSoftened rows of kScores scores become weights, 2 ** ((score - greatest) * factor), written over
-// the scores, as Weight into the front of their row; what their sums [size] held is scaled down to
-// match, unless nothing was summed. A row's maximum and sum each end in a chain of exchanges within
-// one register: rows that stand side by side wait for theirs at the same time.
-template <class Weight, int kScores>
-void soften(float* scores, State* states, float* sums, Index size, float factor, bool first) {
-  constexpr int vectors = kScores / kLanes;
+// kSoftened rows of `count` scores, a multiple of kLanes, kPitch apart, become weights, 2 **
+// ((score - greatest) * factor), written over the scores, as Weight into the front of their row;
+// what their sums [size] held is scaled down to match, unless nothing was summed. A row's maximum
+// and sum each end in a chain of exchanges within one register: rows that stand side by side wait
+// for theirs at the same time.
+template <class Weight, int kPitch>
+void soften(float* scores, Index count, State* states, float* sums, Index size, float factor,
+            bool first) {
   const Floats wide = splat(factor);
-  Floats most[kSoftened], shrink[kSoftened], totals[kSoftened];
+  alignas(kLine) float shrink[kLanes] = {};  // of the rows, all powers in one vector
+  Floats totals[kSoftened];
   for (int r = 0; r < kSoftened; ++r) {
-    Floats here = load(scores + r * kScores);
-    for (int v = 1; v < vectors; ++v) {
-      here = greater(here, load(scores + r * kScores + v * kLanes));
+    Floats here = load(scores + r * kPitch);
+    for (Index i = kLanes; i < count; i += kLanes) {
+      here = greater(here, load(scores + r * kPitch + i));
     }
-    const Floats before = splat(states[r].most);
-    most[r] = greater(before, splat(greatest(here)));
-    shrink[r] = exp2_of_negative((before - most[r]) * wide);
+    const float most = greatest(here), before = states[r].most;
+    states[r].most = before > most ? before : most;
+    shrink[r] = before - states[r].most;
     totals[r] = Floats{};
   }
-  for (int v = 0; v < vectors; ++v) {
+  store(exp2_of_negative(load(shrink) * wide), shrink);
+  for (Index i = 0; i < count; i += kLanes) {
     for (int r = 0; r < kSoftened; ++r) {
-      float* row = scores + r * kScores;
-      const Floats weights = exp2_of_negative((load(row + v * kLanes) - most[r]) * wide);
+      float* row = scores + r * kPitch;
+      const Floats weights =
+          exp2_of_negative<Weight>((load(row + i) - splat(states[r].most)) * wide);
       totals[r] += weights;
-      store(weights, reinterpret_cast<Weight*>(row) + v * kLanes);
+      store(weights, reinterpret_cast<Weight*>(row) + i);
     }
   }
   for (int r = 0; r < kSoftened; ++r) {
-    states[r].sum = total(totals[r]) + states[r].sum * shrink[r][0];
-    states[r].most = most[r][0];
+    states[r].sum = total(totals[r]) + states[r].sum * shrink[r];
   }
   if (first) {
     return;
   }
   for (int r = 0; r < kSoftened; ++r) {
+    const Floats less = splat(shrink[r]);
     for (Index i = 0; i < size; i += kLanes) {
-      store(load(sums + r * size + i) * shrink[r], sums + r * size + i);
+      store(load(sums + r * size + i) * less, sums + r * size + i);
     }
   }
 }
@@ -261,7 +263,7 @@ void decode_row(const Call& call, Index row, const std::int32_t* pages, Index fi
       }
     }
     for (Index head = 0; head < memory.rows; head += kSoftened) {
-      soften<float, kSpan>(memory.scores + head * kSpan, memory.states + head,
+      soften<float, kSpan>(memory.scores + head * kSpan, kSpan, memory.states + head,
                            memory.sums + head * size, size, call.factor(), start == begin);
     }
     How::sum_values(call, memory.scores, keys, memory.sums, count, start > begin);
@@ -326,7 +328,8 @@ struct Prompting {
 
   // C [rows, columns] (+)= A [rows, n] times B [n, columns], rows rounded up to whole tiles.
   static void multiply(const float* a, Index lda, const float* b, Index ldb, float* c, Index ldc,
-                       Index rows, Index tall, Index columns, Index n, bool add) {
+                       Index rows, Index tall, Index columns, Index n, bool add,
+                       RegistersOf<Kind>& registers) {
 #if JITNEY_AMX
     if constexpr (kAmx<Kind>) {
       const amx::Product<Kind> product{reinterpret_cast<const Element*>(a),
@@ -337,7 +340,9 @@ struct Prompting {
                                        ldc,
                                        n,
                                        add};
-      return amx::multiply<Kind, 0>(product, rows, columns);
+      amx::Soon soon;
+      amx::multiply<Kind, amx::Near::kColumns, 0>(product, rows, columns, soon, registers);
+      return;
     }
 #endif
     const Index vectors = vectors_for(tall, columns / kLanes);
@@ -387,15 +392,18 @@ struct BlockMemory {
   }
 };
 
-// Give no weight to what the rows of a block do not see of the `seen` keys from `start` on.
-inline void hide_unseen(const Call& call, const Piece& piece, Index start, Index seen,
+// Give no weight to what the rows of a block do not see of the `seen` keys from `start` on, nor to
+// what stands after them up to `count`.
+inline void hide_unseen(const Call& call, const Piece& piece, Index start, Index seen, Index count,
                         float* scores) {
-  for (Index r = 0; r < piece.count * call.group(); ++r) {
-    const Index here = piece.position + r / call.group() - start;  // the row's own in the chunk
-    float* row = scores + r * kChunk;
-    hide(row, std::max<Index>(0, std::min(here + 1, seen)), kChunk);
-    if (call.window > 0) {
-      hide(row, 0, std::min(seen, here + 1 - call.window));
+  const Index group = call.group();
+  for (Index t = 0; t < piece.count; ++t) {
+    const Index here = piece.position + t - start;  // the rows' own in the chunk
+    const Index from = std::max<Index>(0, std::min(here + 1, seen));
+    const Index until = call.window > 0 ? std::min(seen, here + 1 - call.window) : 0;
+    for (Index r = t * group; r < (t + 1) * group; ++r) {
+      hide(scores + r * kChunk, from, count);
+      hide(scores + r * kChunk, 0, until);
     }
   }
 }
@@ -409,6 +417,7 @@ void prompt_block(const Call& call, const Piece& piece) {
   const Index elements = size / How::kNumbers;
   const Index rows = piece.count * group;
   const BlockMemory<Kind> memory(call);
+  RegistersOf<Kind> registers;
   const Index at = (piece.row * call.heads + piece.head * group) * size;
   const Index stride = call.heads * size;
   for (Index t = 0; t < piece.count; ++t) {
@@ -427,20 +436,21 @@ void prompt_block(const Call& call, const Piece& piece) {
   for (Index start = first; start < end; start += kChunk) {
     const Index seen = std::min(kChunk, end - start);
     How::read(call, piece.head, piece.pages, start, seen, memory.keys, memory.values);
+    const Index count = padded(seen, kLanes);
     How::multiply(memory.queries, elements, memory.keys, kChunk, memory.scores, kChunk, rows,
-                  kScoreRows, kChunk, elements, false);
+                  kScoreRows, count, elements, false, registers);
     if (call.softcap > 0) {
       cap(call, memory.scores, rows * kChunk);
     }
-    hide_unseen(call, piece, start, seen, memory.scores);
+    hide_unseen(call, piece, start, seen, count, memory.scores);
     for (Index r = 0; r < rows; r += kSoftened) {
-      soften<typename How::Weight, kChunk>(memory.scores + r * kChunk, memory.states + r,
+      soften<typename How::Weight, kChunk>(memory.scores + r * kChunk, count, memory.states + r,
                                            memory.sums + r * size, size, call.factor(),
                                            start == first);
     }
     const Index weighed = (seen + How::kNumbers - 1) / How::kNumbers;
     How::multiply(memory.scores, kChunk, memory.values, size, memory.sums, size, rows, memory.tall,
-                  size, weighed, start > first);
+                  size, weighed, start > first, registers);
   }
   Number* o = static_cast<Number*>(call.o) + at;
   for (Index r = 0; r < rows; ++r) {

@@ -17,8 +17,10 @@ constexpr int kPanelAhead = 24;
 // Elements of a panel's column, and rows of x, that one task takes at a time: what they need (400 KB
 // and less than 300) stays in the second-level cache.
 constexpr Index kDepth = 1024, kChunk = 128;
-// AMX multiplies several times as fast, so it takes more rows with what it reads of a panel.
-constexpr Index kAmxChunk = 512;
+// AMX multiplies several times as fast, so a thread takes more rows with what it reads of a panel:
+// whole ones of so many and more. Of those a block has its sums, and as many inputs of its rows,
+// in the first-level cache.
+constexpr Index kAmxChunk = 256, kAmxBlock = 32, kAmxDepth = 144;
 
 template <class Kind>
 struct Panels {
@@ -37,9 +39,10 @@ struct Panels {
     if (!kAmx<Kind>) {
       return kChunk;
     }
-    Index most = kAmxChunk;
+    const Index whole = std::max<Index>(1, rows / kAmxChunk);
+    Index most = padded((rows + whole - 1) / whole, kAmxBlock);
     while (most > kChunk / 2 && panels * ((rows + most - 1) / most) < 2 * threads()) {
-      most /= 2;
+      most = padded(most / 2, kAmxBlock);
     }
     return most;
   }
@@ -60,15 +63,16 @@ Index tiles_of_chunk(const Panels<Kind>& of, Index first) {
   return (std::min(of.chunk(), of.rows - first) + tall - 1) / tall;
 }
 
-// The sums of a chunk's rows, from `first` on, with one panel, [chunk + tall, columns]; rows of
-// tile i begin at i * tall. The panel that is expected next is asked for meanwhile.
-template <class Kind>
-void multiply_panel(const Panels<Kind>& of, Index panel, Index first, float* sums) {
+// The rows of a chunk, from `first` on, times one panel: finish(row, sums) is told the sums of each.
+// Those of tile i begin at i * tall. The panel that is expected next is asked for meanwhile.
+template <class Kind, class Finish>
+void multiply_panel(const Panels<Kind>& of, Index panel, Index first, const Finish& finish) {
   const Index tall = of.tall(), wide = of.wide(), tiles = tiles_of_chunk(of, first);
   const auto opening = tile_for<Kind, kPanelAhead>(tall, wide);
   const auto following = tile_for<Kind, 0>(tall, wide);
   const auto* here = of.w + panel * of.depth * of.columns;
-  const auto* next = of.w + (panel + threads()) % of.panels * of.depth * of.columns;
+  const auto* next = of.w + (panel + 1) % of.panels * of.depth * of.columns;
+  float* sums = Scratch::mine().of((of.chunk() + tall) * of.columns);
   for (Index start = 0; start < of.depth; start += kDepth) {
     const Index deep = std::min(kDepth, of.depth - start);
     const Index share = deep * of.columns / tiles;
@@ -84,30 +88,49 @@ void multiply_panel(const Panels<Kind>& of, Index panel, Index first, float* sum
       }
     }
   }
+  for (Index i = 0; i < tiles; ++i) {
+    const Index row = row_of(of, first, i);
+    for (Index r = 0; r < tall; ++r) {
+      finish(row + r, sums + (i * tall + r) * of.columns);
+    }
+  }
 }
 
 #if JITNEY_AMX
-// The same by AMX; the sums of row `first` + r begin at r * columns. Few rows are done before what
-// is asked for could come: they ask for the panel that they read.
-template <class Kind>
-void multiply_panel_amx(const Panels<Kind>& of, Index panel, Index first, float* sums) {
-  const Index rows = tiles_of_chunk(of, first);
-  const auto* here = of.w + panel * of.depth * of.columns;
-  const auto* next = of.w + (panel + threads()) % of.panels * of.depth * of.columns;
-  for (Index start = 0; start < of.depth; start += kDepth) {
-    const Index deep = std::min(kDepth, of.depth - start);
-    const Index bytes = deep * of.columns * Index{sizeof *next};
-    const amx::Soon soon{reinterpret_cast<const char*>(next + start * of.columns),
-                   rows > amx::kSide ? bytes / amx::steps(rows, of.columns, deep) : 0};
-    const amx::Product<Kind> product{of.x + first * of.depth + start,
-                                     of.depth,
-                                     here + start * of.columns,
-                                     of.columns,
-                                     sums,
-                                     of.columns,
-                                     deep,
-                                     start > 0};
-    amx::multiply<Kind, kPanelAhead>(product, rows, of.columns, soon);
+// The same by AMX: finish(row, sums) is told the sums of each row while they are near. Few rows are
+// done before what is asked for could come: they ask for the panel that they read.
+template <class Kind, class Finish>
+void multiply_panel_amx(const Panels<Kind>& of, Index panel, Index first, const Finish& finish) {
+  const Index end = std::min(of.rows, first + of.chunk()), columns = of.columns;
+  const bool many = end - first > kAmxBlock;
+  const Index parts = (of.depth + kAmxDepth - 1) / kAmxDepth;
+  const Index deep = many ? padded((of.depth + parts - 1) / parts, amx::kSide) : of.depth;
+  const auto* here = of.w + panel * of.depth * columns;
+  const auto* next = of.w + (panel + 1) % of.panels * of.depth * columns;
+  const Index bytes = of.depth * columns * Index{sizeof *next};
+  amx::Soon soon{reinterpret_cast<const char*>(next), 0};
+  if (end - first > amx::kSide) {
+    soon.bytes = bytes / amx::steps(end - first, columns, of.depth);
+  }
+  float* sums = Scratch::mine().of(kAmxBlock * columns);
+  amx::Registers registers;
+  for (Index row = first; row < end; row += kAmxBlock) {
+    const Index count = std::min(kAmxBlock, end - row);
+    for (Index start = 0; start < of.depth; start += deep) {
+      const amx::Product<Kind> product{of.x + row * of.depth + start,
+                                       of.depth,
+                                       here + start * columns,
+                                       columns,
+                                       sums,
+                                       columns,
+                                       std::min(deep, of.depth - start),
+                                       start > 0};
+      amx::multiply<Kind, amx::Near::kRows, kPanelAhead>(product, count, columns, soon,
+                                                         registers);
+    }
+    for (Index r = 0; r < count; ++r) {
+      finish(row + r, sums + r * columns);
+    }
   }
 }
 #endif
@@ -118,18 +141,11 @@ template <class Kind, class Finish>
 void multiply_panels(xla::ffi::ThreadPool& pool, const Panels<Kind>& of, const Finish& finish) {
   share(pool, of.panels * of.chunks(), of.rows, [&](Index ticket) {
     const Index panel = ticket % of.panels, first = ticket / of.panels * of.chunk();
-    const Index tall = of.tall(), tiles = tiles_of_chunk(of, first);
-    float* sums = Scratch::mine().of((of.chunk() + tall) * of.columns);
     if constexpr (kAmx<Kind>) {
-      multiply_panel_amx(of, panel, first, sums);
+      multiply_panel_amx(of, panel, first,
+                         [&](Index row, float* sums) { finish(panel, row, sums); });
     } else {
-      multiply_panel(of, panel, first, sums);
-    }
-    for (Index i = 0; i < tiles; ++i) {
-      const Index row = row_of(of, first, i);
-      for (Index r = 0; r < tall; ++r) {
-        finish(panel, row + r, sums + (i * tall + r) * of.columns);
-      }
+      multiply_panel(of, panel, first, [&](Index row, float* sums) { finish(panel, row, sums); });
     }
   });
 }
@@ -137,15 +153,8 @@ void multiply_panels(xla::ffi::ThreadPool& pool, const Panels<Kind>& of, const F
 // to = silu(sums[:count]) * sums[count:], rounded to what `to` holds.
 template <class To>
 void gate_row(const float* sums, To* to, Index count) {
-  const Floats one = splat(1.0f);
-  for (Index i = 0; i < count; i += kLanes) {
-    const Floats gate = load(sums + i), up = load(sums + count + i);
-    const Floats size = greater(-gate, gate);
-    const Floats power =
-        exp2_of_negative(size * splat(-1.44269504f));  // exp(-|gate|), which never overflows
-    const Floats share = (gate >= Floats{}) ? one : power;
-    store(gate * share / (one + power) * up, to + i);
-  }
+  store_each(to, count,
+             [&](Index i) { return silu<To>(load(sums + i)) * load(sums + count + i); });
 }
 
 }  // namespace jitney

@@ -203,7 +203,9 @@ void project_amx(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyB
     float* sums = Scratch::mine().of(count * columns);
     const amx::Product<Pairs> product{left + first * size, size, right, columns, sums, columns,
                                       size,                false};
-    amx::multiply<Pairs, 0>(product, count, columns);
+    amx::Registers registers;
+    amx::Soon soon;
+    amx::multiply<Pairs, amx::Near::kColumns, 0>(product, count, columns, soon, registers);
     store_turned(sums, columns, count, rows, to + first, words);
   });
 }

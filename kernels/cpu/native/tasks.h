@@ -5,8 +5,13 @@
 // memory: a helper that comes late finds none left, or draws one of the newer call that has the
 // block by then, and reads what to do only after it has drawn. So nobody touches the frame of a
 // call that has ended: a call ends when every ticket that was drawn is done.
+//
+// Tickets lie in as many runs as there are threads. A thread begins with the run that it had in the
+// last call and helps the others when that is done: neighbouring tickets write neighbouring memory,
+// and what one product writes the next one reads, so most of it stays in one core's cache.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -19,16 +24,53 @@
 
 namespace jitney {
 
+// Most runs of tickets; more threads share them.
+constexpr int kRuns = 32;
+
+// Tickets one after the other.
+struct alignas(kLine) Run {
+  std::atomic<std::int64_t> left{0};  // not drawn yet; anything below 1 is none
+  std::atomic<bool> begun{false};     // by a thread that begins with it
+};
+
+// Threads this process may run at once.
+inline std::int64_t threads() {
+  static const std::int64_t count = [] {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
+      return static_cast<std::int64_t>(CPU_COUNT(&allowed));
+    }
+    return static_cast<std::int64_t>(std::thread::hardware_concurrency());
+  }();
+  return count;
+}
+
+// Runs of every call.
+inline int run_count() { return static_cast<int>(std::min<std::int64_t>(threads(), kRuns)); }
+
 // One call's tickets. A block serves one call at a time, of whatever kernel.
-struct alignas(kLine) Block {
-  std::atomic<std::int64_t> left{0};  // tickets not drawn yet; anything below 1 is none
+struct Block {
+  Run runs[kRuns];
   alignas(kLine) std::atomic<std::int64_t> done{0};  // tasks done
   std::atomic<bool> taken{false};                    // by a call
   std::atomic<bool> lingers{false};                  // helpers stay a while after this call
-  // Written before `left` is, read only by those who drew a ticket.
+  // Written before the runs are, read only by those who drew a ticket.
   std::int64_t tickets = 0;
   const void* frame = nullptr;
   void (*run)(const void* frame, std::int64_t ticket) = nullptr;
+
+  // The first ticket of a run, and the one after the last of the run before.
+  std::int64_t begin_of(int number) const { return tickets * number / run_count(); }
+
+  // Whether somebody may draw.
+  bool has_left() const {
+    for (int number = 0; number < run_count(); ++number) {
+      if (runs[number].left.load() > 0) {
+        return true;
+      }
+    }
+    return false;
+  }
 };
 
 constexpr int kBlocks = 64;
@@ -49,27 +91,38 @@ struct Board {
 
 inline Board board;
 
-// Threads this process may run at once.
-inline std::int64_t threads() {
-  static const std::int64_t count = [] {
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
-      return static_cast<std::int64_t>(CPU_COUNT(&allowed));
+// The run of a block that this thread begins with: the one of its last call, unless another thread
+// has begun with that one now.
+inline int first_run(Block* block) {
+  static std::atomic<int> known{0};
+  thread_local int own = known.fetch_add(1);
+  for (int i = 0; i < run_count(); ++i) {
+    const int number = (own + i) % run_count();
+    if (!block->runs[number].begun.exchange(true)) {
+      own = number;
+      break;
     }
-    return static_cast<std::int64_t>(std::thread::hardware_concurrency());
-  }();
-  return count;
+  }
+  return own;
 }
 
-// Draw tickets of a block and do their tasks until none is left.
-inline void work(Block* block) {
+// Draw tickets of a run and do their tasks until none is left.
+inline void work_on(Block* block, int number) {
   for (;;) {
-    const std::int64_t left = block->left.fetch_sub(1);
+    const std::int64_t left = block->runs[number].left.fetch_sub(1);
     if (left <= 0) {
       return;
     }
-    block->run(block->frame, block->tickets - left);
+    block->run(block->frame, block->begin_of(number + 1) - left);
     block->done.fetch_add(1);
+  }
+}
+
+// The same of all runs.
+inline void work(Block* block) {
+  const int first = first_run(block);
+  for (int i = 0; i < run_count(); ++i) {
+    work_on(block, (first + i) % run_count());
   }
 }
 
@@ -80,7 +133,7 @@ inline void help() {
   Clock::time_point leave = Clock::now();
   for (;;) {
     Block* block = board.newest.load();
-    if (block->left.load() > 0) {
+    if (block->has_left()) {
       work(block);
       leave = Clock::now();
       if (block->lingers.load()) {
@@ -123,7 +176,12 @@ void share(xla::ffi::ThreadPool& pool, std::int64_t tickets, std::int64_t rows, 
   };
   block->lingers.store(rows <= kLingeringRows);
   block->done.store(0);
-  block->left.store(tickets);  // publishes all of it
+  for (int number = 0; number < run_count(); ++number) {
+    block->runs[number].begun.store(false);
+  }
+  for (int number = 0; number < run_count(); ++number) {  // publishes all of it
+    block->runs[number].left.store(block->begin_of(number + 1) - block->begin_of(number));
+  }
   board.newest.store(block);
   const std::int64_t wanted = helpers < tickets - 1 ? helpers : tickets - 1;
   const std::int64_t missing = wanted - board.present.load();

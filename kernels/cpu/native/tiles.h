@@ -144,6 +144,9 @@ constexpr Index most_vectors() {
   return std::min(kMostVectors, kSumsOf<Kind> / 4);
 }
 
+// A number rounded up to whole times another.
+inline Index padded(Index count, Index to) { return (count + to - 1) / to * to; }
+
 // The largest divisor of a number that is at most `most`.
 inline Index divisor(Index number, Index most) {
   Index found = 1;

@@ -314,24 +314,63 @@ inline float greatest(Floats numbers) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-// 2**x for x <= 0; under -126 it is 2**-126, which no sum of at least 1 notices. A NaN stays one.
-inline Floats exp2_of_negative(Floats x) {
-  x = greater(splat(-126.0f), x);
+// Terms of x, from the first one given to the last.
+template <int kCount>
+inline Floats polynomial(Floats x, const float (&terms)[kCount]) {
+  Floats sum = splat(terms[0]);
+  repeat<kCount - 1>([&](auto i) { sum = multiply_add(sum, x, splat(terms[i + 1])); });
+  return sum;
+}
+
+// 2**f on [-0.5, 0.5], near-minimax; relative error under 2e-7, or 3e-6 for what is rounded to
+// bfloat16.
+template <class To>
+inline Floats exp2_of_part(Floats f) {
+  if constexpr (std::is_same_v<To, Bfloat16>) {
+    return polynomial(
+        f, {9.57010128e-3f, 5.59178591e-2f, 2.40247443e-1f, 6.93121791e-1f, 9.99999285e-1f});
+  } else {
+    return polynomial(f, {1.5353362e-4f, 1.3398874e-3f, 9.6184370e-3f, 5.5503324e-2f,
+                          2.4022648e-1f, 6.9314720e-1f, 1.0f});
+  }
+}
+
+// 2**x for x between -126 and 126, as exact as `To` needs it. A NaN stays one.
+template <class To>
+inline Floats exp2_of(Floats x) {
   // Added to a number this great, the rest is rounded to a whole number, which stands in the lowest
   // bits.
   const Floats great = splat(12582912.0f);  // 1.5 * 2**23
   const Floats rounded = x + great;
   const Floats rest = x - (rounded - great);
-  // 2**f on [-0.5, 0.5], near-minimax; relative error under 2e-7.
-  Floats series = splat(1.5353362e-4f);
-  series = multiply_add(series, rest, splat(1.3398874e-3f));
-  series = multiply_add(series, rest, splat(9.6184370e-3f));
-  series = multiply_add(series, rest, splat(5.5503324e-2f));
-  series = multiply_add(series, rest, splat(2.4022648e-1f));
-  series = multiply_add(series, rest, splat(6.9314720e-1f));
-  series = multiply_add(series, rest, splat(1.0f));
   const Ints power = (as_ints(rounded) << 23) + (127 << 23);
-  return series * as_floats(power);
+  return exp2_of_part<To>(rest) * as_floats(power);
+}
+
+// 2**x for x <= 0; under -126 it is 2**-126, which no sum of at least 1 notices.
+template <class To = float>
+inline Floats exp2_of_negative(Floats x) {
+  return exp2_of<To>(greater(splat(-126.0f), x));
+}
+
+// x / (1 + exp(-x)), as exact as `To` needs it. The power is cut where the share is 0 or 1 to any
+// precision. A NaN stays one.
+template <class To>
+inline Floats silu(Floats x) {
+  const Floats one = splat(1.0f);
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<To, Bfloat16>) {
+    const Floats lowest = greater(splat(-126.0f), x * splat(-1.44269504f));
+    const Floats power = exp2_of<To>((Floats)_mm512_min_ps((__m512)splat(126.0f), (__m512)lowest));
+    const Floats all = one + power;
+    const Floats near = (Floats)_mm512_rcp14_ps((__m512)all);
+    return x * (near * (2.0f - near * all));  // one step of Newton's: the error 2**-14 squared
+  }
+#endif
+  const Floats size = greater(-x, x);
+  const Floats power = exp2_of_negative(size * splat(-1.44269504f));  // which never overflows
+  const Floats share = (x >= Floats{}) ? one : power;
+  return x * share / (one + power);
 }
 
 // Ask for `bytes` of memory that will be read soon: into the nearest cache, or into the second one.
@@ -347,13 +386,38 @@ inline void prefetch_second(const void* from, std::ptrdiff_t bytes) {
   }
 }
 
+// Two vectors, one after the other.
+template <class To>
+inline void store_two(Floats first, Floats second, To* to) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<To, Bfloat16>) {
+    const __m512bh narrow = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    _mm512_storeu_si512(to, (__m512i)narrow);
+    return;
+  }
+#endif
+  store(first, to);
+  store(second, to + kLanes);
+}
+
+// to[i] = number(i), a vector, for i below `count`, a multiple of kLanes. Whole cache lines are
+// written at once where they are what two vectors become.
+template <class To, class Number>
+inline void store_each(To* to, std::ptrdiff_t count, const Number& number) {
+  std::ptrdiff_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    store_two(number(i), number(i + kLanes), to + i);
+  }
+  if (i < count) {
+    store(number(i), to + i);
+  }
+}
+
 // to = from * factor over `count` elements, a multiple of kLanes.
 template <class From, class To>
 inline void copy_row(const From* from, To* to, std::ptrdiff_t count, float factor = 1.0f) {
   const Floats wide = splat(factor);
-  for (std::ptrdiff_t i = 0; i < count; i += kLanes) {
-    store(load(from + i) * wide, to + i);
-  }
+  store_each(to, count, [&](std::ptrdiff_t i) { return load(from + i) * wide; });
 }
 
 }  // namespace jitney
