@@ -170,7 +170,10 @@ class Runner:
         self.executables: dict[tuple[Bucket, bool], Any] = {}
         self._parts: StepParts | None = None
         if in_parts:
-            self._parts = StepParts(self.program, self.leaves, self.shapes, self.builder.layout)
+            row_counts = [bucket.seats for bucket in buckets.decode]
+            self._parts = StepParts(
+                self.program, self.leaves, self.shapes, self.builder.layout, row_counts
+            )
         #: Those that choose tokens behind a step.
         self.choices = Choices(sizes.seats)
         #: The weights on the host, and where on the device each belongs; while it sleeps.
@@ -355,17 +358,17 @@ class Runner:
         """Dispatch the program that chooses the tokens of these rows of the step launched last, and
         start the copies.
         """
-        seats = ticket.plan.bucket.seats
+        logits, ticket.logits = ticket.logits, None
+        computed = logits.shape[0]
         size = self.choices.size(len(rows))
         upload = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
         for number, (masked, mask) in enumerate(zip(rows, masks, strict=True)):
             # Where all rows of the step are taken, each stays where it is.
-            place = masked.row if size == seats else number
+            place = masked.row if size == computed else number
             self.builder.put_masked(upload, place, masked, mask)
             ticket.chosen_rows.append((place, masked.row))
-        logits, ticket.logits = ticket.logits, None
         numbers = None
-        if size != seats:
+        if size != computed:
             numbers = np.zeros(size, np.int32)
             numbers[: len(rows)] = [masked.row for masked in rows]
         ticket.chosen = self.run_choice(logits, numbers, upload)

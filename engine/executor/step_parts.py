@@ -1,22 +1,27 @@
-"""The step in parts, as a CPU runs it: the model, one program a bucket, and behind it the sampler's
-programs, which all buckets of as many logit rows share.
+"""The step in parts, as a CPU runs it: the model, one program a bucket, and behind it those of the
+head and the sampler, which are made for a number of logit rows and shared by all buckets.
+
+A decode step has about as many logit rows as its bucket has. One with prompts may have any number,
+most often a few: the host, who packed them, runs the programs that are large enough.
 
 XLA:CPU compiles a sampler for three times as long as thirty layers of native kernels. To start a
 second program takes little where a step takes milliseconds. A GPU or TPU runs the whole step as one
 (`Program.plain`, `Program.full`).
 
-Axes: T token rows and S logit rows of the bucket, V vocabulary, M seats, E hidden size.
+Axes: T token rows and S logit rows of the bucket, R logit rows that are computed, V vocabulary, M
+seats, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -37,10 +42,22 @@ type _Part = Future[jax.stages.Compiled]
 type _Step = Callable[..., Any]
 
 
+class _LastRows(NamedTuple):
+    """Rows that logits are wanted of, those of no sequence last; arrays or their shapes."""
+
+    hidden: Any  #: [M, E]
+    positions: Any  #: int32 [M]
+    seats: Any  #: int32 [M]; M: none
+
+    def first(self, count: int) -> _LastRows:
+        """So many of them."""
+        return _LastRows(*(field[:count] for field in self))
+
+
 class _ModelOutput(NamedTuple):
     """What the model's program brings, beside the pools that it replaces."""
 
-    rows: LogitRows
+    rows: LogitRows | _LastRows  #: of a decode step with their logits
     hidden: Any = None  #: [T, E]; None of a decode step
     broken: Any = None  #: see `StepOutput.broken`
 
@@ -49,7 +66,7 @@ class StepParts:
     """Makes steps out of parts, and each part once; for one device.
 
     leaves, state: arrays or shapes, as for `Program.lower`. layout_of: (bucket, plain) -> what the
-    step uploads.
+    step uploads. sizes: numbers of logit rows that programs are made for, the largest M.
     """
 
     def __init__(
@@ -58,15 +75,19 @@ class StepParts:
         leaves: list[Any],
         state: DeviceState,
         layout_of: Callable[[Bucket, bool], UploadLayout],
+        sizes: Sequence[int],
     ):
         self._program = program
         self._leaves = leaves
         self._state = state
         self._layout_of = layout_of
+        self._sizes = tuple(sorted(sizes))
         #: Of every number of logit rows.
         self.samplers = SamplerParts(program, state)
         self._models: dict[Bucket, _Part] = {}
         self._scores: dict[Bucket, _Part] = {}
+        #: By R.
+        self._heads: dict[int, _Part] = {}
 
     def start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], _Step]:
         """Begin to compile what this step takes and none before it took. -> what waits for that,
@@ -74,14 +95,28 @@ class StepParts:
         """
         if bucket not in self._models:
             self._start_model(pool, bucket)
-        model, sampler = self._models[bucket], self.samplers.start(pool, bucket.seats)
+        model, tails = self._models[bucket], self._start_tails(pool, bucket)
+        layout = self._layout_of(bucket, plain)
         if plain:
-            return lambda: _PlainStep(model.result(), sampler())
-        layout = self._layout_of(bucket, False)
+            return lambda: _PlainStep(layout, model.result(), tails())
         if not layout.scores:
-            return lambda: _SampledStep(layout, model.result(), sampler(), None)
+            return lambda: _SampledStep(layout, model.result(), tails(), None)
         score = self._scores[bucket]
-        return lambda: _SampledStep(layout, model.result(), sampler(), score.result())
+        return lambda: _SampledStep(layout, model.result(), tails(), score.result())
+
+    def _start_tails(self, pool: Executor, bucket: Bucket) -> Callable[[], _Tails]:
+        """What runs behind the model's program of a bucket."""
+        sizes = (bucket.seats,) if bucket.decode_only else self._sizes
+        samplers = {size: self.samplers.start(pool, size) for size in sizes}
+        heads = {} if bucket.decode_only else self._heads
+
+        def finish() -> _Tails:
+            return _Tails(
+                {size: sampler() for size, sampler in samplers.items()},
+                {size: head.result() for size, head in heads.items()},
+            )
+
+        return finish
 
     def _submit(self, pool: Executor, lowered: jax.stages.Lowered) -> _Part:
         return pool.submit(self._program.compile, lowered)
@@ -94,6 +129,15 @@ class StepParts:
         if not bucket.decode_only:
             _, output = lowered.out_info
             self._scores[bucket] = self._submit(pool, self._lower_scores(bucket, output.hidden))
+            self._start_heads(pool, output.rows)
+
+    def _start_heads(self, pool: Executor, rows: Any) -> None:
+        """rows: what a model's program leaves, all alike."""
+        for size in self._sizes:
+            if size not in self._heads:
+                head = jax.jit(partial(_run_head, self._program, size))
+                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
+                self._heads[size] = self._submit(pool, head.lower(self._leaves, shapes))
 
     def _lower_scores(self, bucket: Bucket, hidden: Any) -> jax.stages.Lowered:
         layout = self._layout_of(bucket, False)
@@ -118,10 +162,24 @@ def _run_model(
     inputs = layout.split(packed)
     logits_of, hidden, kv = program.forward(leaves, kv, last_token, inputs)
     at = inputs.logit_rows
-    rows = LogitRows(logits_of(at), inputs.positions[at], inputs.seats)
+    positions = inputs.positions[at]
     if layout.bucket.decode_only:
-        return kv, _ModelOutput(rows)
+        return kv, _ModelOutput(LogitRows(logits_of(at), positions, inputs.seats))
+    seats = len(last_token)
+    absent = (0, seats - layout.bucket.seats)
+    rows = _LastRows(
+        jnp.pad(hidden[at], (absent, (0, 0))),
+        jnp.pad(positions, absent),
+        jnp.pad(inputs.seats, absent, constant_values=seats),
+    )
     return kv, _ModelOutput(rows, hidden, broken_sequences(hidden, inputs.cu_q))
+
+
+def _run_head(program: Program, size: int, leaves: list[Array], rows: _LastRows) -> LogitRows:
+    """The first `size` rows with their logits."""
+    hidden, positions, seats = rows.first(size)
+    logits = program.model(leaves).logits(hidden, program.kernels)
+    return LogitRows(logits, positions, seats)
 
 
 def _score(
@@ -145,17 +203,44 @@ def _score(
 
 
 @dataclass(frozen=True)
+class _Tails:
+    """What runs behind the model's program of a bucket, by R, ascending."""
+
+    samplers: dict[int, RowSampler]
+    #: Of steps with prompts.
+    heads: dict[int, jax.stages.Compiled]
+
+    def rows(self, leaves: list[Array], rows: LogitRows | _LastRows, count: int) -> LogitRows:
+        """At least the first `count` rows that the model left, with their logits."""
+        if isinstance(rows, LogitRows):
+            return rows
+        size = next(size for size in self.heads if count <= size)
+        return self.heads[size](leaves, rows)
+
+    def sampler(self, rows: LogitRows) -> RowSampler:
+        return self.samplers[len(rows.seats)]
+
+
+def _row_count(layout: UploadLayout, packed: np.ndarray, seats: int) -> int:
+    """Logit rows that somebody waits for."""
+    return int(np.count_nonzero(packed[layout.slices["seats"]] < seats))
+
+
+@dataclass(frozen=True)
 class _PlainStep:
     """An all-greedy step, called as `Program.plain` would be."""
 
+    layout: UploadLayout
     model: jax.stages.Compiled
-    sampler: RowSampler
+    tails: _Tails
 
     def __call__(
         self, leaves: list[Array], kv: list[Array], last_token: Array, packed: np.ndarray
     ) -> tuple[list[Array], Array, StepOutput]:
+        count = _row_count(self.layout, packed, len(last_token))
         kv, output = self.model(leaves, kv, last_token, packed)
-        last_token, tokens = self.sampler.likeliest(last_token, output.rows)
+        rows = self.tails.rows(leaves, output.rows, count)
+        last_token, tokens = self.tails.sampler(rows).likeliest(last_token, rows)
         return kv, last_token, StepOutput(tokens, output.broken, hidden=output.hidden)
 
 
@@ -165,7 +250,7 @@ class _SampledStep:
 
     layout: UploadLayout
     model: jax.stages.Compiled
-    sampler: RowSampler
+    tails: _Tails
     #: Of prompt rows; None of a step that has none.
     score: jax.stages.Compiled | None
 
@@ -179,14 +264,24 @@ class _SampledStep:
     ) -> tuple[list[Array], Array, SeatState, StepOutput, Array]:
         own = self.layout.slices["sampling"]
         sampling = packed[own].reshape(self.layout.shapes["sampling"])
+        count = _row_count(self.layout, packed, len(last_token))
         kv, output = self.model(leaves, kv, last_token, packed[: own.start])
-        last_token, seats, sampled = self.sampler.sample(last_token, seats, output.rows, sampling)
+        rows = self.tails.rows(leaves, output.rows, count)
+        asked = _first(sampling, len(rows.seats))
+        last_token, seats, sampled = self.tails.sampler(rows).sample(last_token, seats, rows, asked)
         scores = self._scores(leaves, output.hidden, packed)
         result = StepOutput(sampled, output.broken, scores, output.hidden)
-        return kv, last_token, seats, result, output.rows.logits
+        return kv, last_token, seats, result, rows.logits
 
     def _scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> RowScores | None:
         """Of the scored prompt rows; None where there are none."""
         if self.score is None or not packed[self.layout.slices["score_count"]][0]:
             return None
         return self.score(leaves, hidden, packed)
+
+
+def _first(sampling: np.ndarray, count: int) -> np.ndarray:
+    """Parameters of so many rows, those of none being zero."""
+    if count <= len(sampling):
+        return sampling[:count]
+    return np.pad(sampling, ((0, count - len(sampling)), (0, 0)))

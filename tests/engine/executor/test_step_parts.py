@@ -32,7 +32,9 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 KERNELS = select("cpu", "reference")
 #: More than four: a row that is chosen behind a step has a sampler of its own.
 SEATS = 5
-BUCKETS = make_buckets(max_seats=SEATS, token_budget=32, seat_sizes=(SEATS,), token_sizes=(16, 32))
+#: Numbers of logit rows that programs are made for.
+ROWS = (2, SEATS)
+BUCKETS = make_buckets(max_seats=SEATS, token_budget=32, seat_sizes=ROWS, token_sizes=(16, 32))
 SIZES = StateSizes(
     seats=SEATS, n_pages=32, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
 )
@@ -146,19 +148,49 @@ def test_steps_of_as_many_logit_rows_have_one_sampler():
     compiled = []
     compile_one = own.program.compile
     own.program.compile = lambda lowered: compiled.append(lowered) or compile_one(lowered)  # pyright: ignore
-    parts = StepParts(own.program, own.leaves, own.shapes, own.builder.layout)
+    parts = StepParts(own.program, own.leaves, own.shapes, own.builder.layout, ROWS)
     with ThreadPoolExecutor(1) as pool:
         samplers = set()
         for bucket in BUCKETS.all():
             for plain in (True, False):
-                samplers.add(id(parts.start(pool, bucket, plain)().sampler.choose))
+                step: Any = parts.start(pool, bucket, plain)()
+                samplers |= {id(sampler.choose) for sampler in step.tails.samplers.values()}
     del own.program.compile
-    assert len(samplers) == 1
+    assert len(samplers) == len(ROWS)
     names = sorted(str(lowered.as_text().split()[1]) for lowered in compiled)
     models, scores, sampler = len(BUCKETS.all()), len(BUCKETS.mixed), 6
-    assert len(names) == models + scores + sampler and len(set(names)) == 2 + sampler
+    assert len(names) == models + scores + len(ROWS) * (1 + sampler)
+    assert len(set(names)) == 3 + sampler
 
 
 def test_a_greedy_step_in_parts_takes_no_parameters():
     packed = runner(True).builder.layout(Bucket(SEATS, SEATS), True)
     assert "sampling" not in packed.slices
+
+
+def test_a_step_with_prompts_computes_logits_of_few_rows_where_few_are_wanted():
+    own = runner(True)
+    own.state = allocate(own.shapes, own.config)
+    scheduler = Scheduler(
+        SchedulerLimits(SEATS, SIZES.context_length), BUCKETS, PagePool(32, 16), vocab_size=VOCAB
+    )
+    core = EngineCore(scheduler, own, Ledger())
+    widths: list[tuple[int, int]] = []
+    run = own.run
+
+    def watched(bucket: Bucket, plain: bool, packed: np.ndarray) -> Any:
+        output, logits = run(bucket, plain, packed)
+        tokens = output.sampled if plain else output.sampled.tokens
+        if not bucket.decode_only:
+            widths.append((bucket.seats, len(tokens)))
+        return output, logits
+
+    own.run = watched  # pyright: ignore[reportAttributeAccessIssue]
+    for count in (1, 4):
+        for number in range(count):
+            prompt = [3 + number, 4, 5]
+            name = f"{count}-{number}"
+            core.add(EngineRequest(id=name, prompt=prompt, sampling=PARAMS["drawn"], arrival=0.0))
+        core.run_until_idle()
+    del own.run
+    assert widths == [(SEATS, 2), (SEATS, SEATS)]
