@@ -38,8 +38,8 @@ struct alignas(kLine) Shapes {
   }
 };
 
-// The registers of one thread, which are given back at the end. Loading shapes takes as long as some
-// products, so what is held already is not loaded again.
+// The registers of one thread, which are given back at the end. Loading shapes takes as long as
+// some products, so what is held already is not loaded again.
 class Registers {
  public:
   Registers() = default;
@@ -197,8 +197,8 @@ __attribute__((always_inline)) inline void sum_up(const Product<Kind>& of, Index
   });
 }
 
-// What of a product is multiplied again soon and stays in the first-level cache: rows of A or columns
-// of B. The other is loaded as what is not: a tenth to a quarter faster.
+// What of a product is multiplied again soon and stays in the first-level cache: rows of A or
+// columns of B. The other is loaded as what is not: a tenth to a quarter faster.
 enum class Near { kRows, kColumns };
 
 template <int kRegister, bool kNear>

@@ -14,8 +14,8 @@ namespace jitney {
 
 // Rows of a panel that are asked for ahead of the one being multiplied.
 constexpr int kPanelAhead = 24;
-// Elements of a panel's column, and rows of x, that one task takes at a time: what they need (400 KB
-// and less than 300) stays in the second-level cache.
+// Elements of a panel's column, and rows of x, that one task takes at a time: what they need (400
+// KB and less than 300) stays in the second-level cache.
 constexpr Index kDepth = 1024, kChunk = 128;
 // AMX multiplies several times as fast, so a thread takes more rows with what it reads of a panel:
 // whole ones of so many and more. Of those a block has its sums, and as many inputs of its rows,
@@ -63,8 +63,8 @@ Index tiles_of_chunk(const Panels<Kind>& of, Index first) {
   return (std::min(of.chunk(), of.rows - first) + tall - 1) / tall;
 }
 
-// The rows of a chunk, from `first` on, times one panel: finish(row, sums) is told the sums of each.
-// Those of tile i begin at i * tall. The panel that is expected next is asked for meanwhile.
+// The rows of a chunk, from `first` on, times one panel: finish(row, sums) is told the sums of
+// each. Those of tile i begin at i * tall. The panel that is expected next is asked for meanwhile.
 template <class Kind, class Finish>
 void multiply_panel(const Panels<Kind>& of, Index panel, Index first, const Finish& finish) {
   const Index tall = of.tall(), wide = of.wide(), tiles = tiles_of_chunk(of, first);
