@@ -194,13 +194,14 @@ def test_panels_hold_every_weight_once(parts: int):
 def test_products_with_panels_match_numpy_and_do_not_depend_on_the_number_of_rows(
     size_in: int, size_out: int
 ):
-    w, x = random_bf16(1, size_in, size_out), random_bf16(2, 150, size_in)
+    w, x = random_bf16(1, size_in, size_out), random_bf16(2, 600, size_in)
     panels = products.arrange(w)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     whole = np.asarray(jax.jit(products.matmul)(x, panels))
     np.testing.assert_allclose(whole, exact, rtol=0, atol=4e-6 * np.abs(exact).max())
-    # AMX takes 32 rows, or 17 to 31, or up to 16, each in its own way.
-    for rows in (1, 2, 3, 4, 7, 8, 16, 17, 33, 50, 64):
+    # AMX takes 32 rows, or 17 to 31, or up to 16, each in its own way, and from 512 on some of them
+    # in each task.
+    for rows in (1, 2, 3, 4, 7, 8, 16, 17, 33, 50, 64, 270, 513):
         some = jax.jit(products.matmul)(x[:rows], panels)
         np.testing.assert_array_equal(some, whole[:rows])
         narrow = jax.jit(lambda x, w: products.matmul(x, w, jnp.bfloat16))(x[:rows], panels)
