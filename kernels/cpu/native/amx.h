@@ -309,8 +309,8 @@ Index whole_stacks(const Product<Kind>& of, Index rows, Index depth, Registers& 
   return whole;
 }
 
-// Rows of two registers, from `row` on, times all columns; how many they are. What is kept near
-// stays while the other passes.
+// Rows of two registers, from `row` on, times all columns; how many they are. Two columns of
+// registers stay near while the rows pass them, where there are more than two registers of rows.
 template <class Kind, Near kKept>
 Index whole_squares(const Product<Kind>& of, Index row, Index rows, Index columns, Index depth,
                     Soon& soon, Registers& registers) {
@@ -318,17 +318,9 @@ Index whole_squares(const Product<Kind>& of, Index row, Index rows, Index column
   if (whole > 0) {
     registers.square(kSide, kSide, depth);
   }
-  if constexpr (kKept == Near::kColumns) {
-    for (Index column = 0; column < columns; column += 2 * kSide) {
-      for (Index here = row; here < end; here += 2 * kSide) {
-        squares_at<Kind, kKept>(of, here, column, columns, depth, soon);
-      }
-    }
-  } else {
+  for (Index column = 0; column < columns; column += 2 * kSide) {
     for (Index here = row; here < end; here += 2 * kSide) {
-      for (Index column = 0; column < columns; column += 2 * kSide) {
-        squares_at<Kind, kKept>(of, here, column, columns, depth, soon);
-      }
+      squares_at<Kind, kKept>(of, here, column, columns, depth, soon);
     }
   }
   return whole;
@@ -376,7 +368,6 @@ void whole_runs(const Product<Kind>& of, Index rows, Index columns, Index depth,
 
 // How often a product of more than kSide rows asks for what is wanted soon.
 inline Index steps(Index rows, Index columns, Index n) {
-  const auto parts = [](Index of, Index size) { return (of + size - 1) / size; };
   return parts(rows, 2 * kSide) * parts(columns, 2 * kSide) * parts(n, kSide);
 }
 

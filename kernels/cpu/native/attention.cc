@@ -51,7 +51,7 @@ struct Call {
   Index width() const { return 2 * kv_heads * size; }  // elements of a position of the pool
   Index block() const { return std::max<Index>(4, kBlockRows / group()); }  // prompt rows of a task
   Index blocks_of(Index sequence) const {
-    return (cu_q[sequence + 1] - cu_q[sequence] + block() - 1) / block();
+    return parts(cu_q[sequence + 1] - cu_q[sequence], block());
   }
 };
 

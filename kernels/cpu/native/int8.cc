@@ -60,7 +60,7 @@ template <class Number>
 void round_rows(ffi::ThreadPool& pool, const Number* x, Index rows, Index size,
                 const Rounded& to) {
   const Index together = rows < kManyRows ? rows : kRowsATime;
-  share(pool, (rows + together - 1) / together, rows, [&](Index ticket) {
+  share(pool, parts(rows, together), rows, [&](Index ticket) {
     const Index end = std::min(rows, (ticket + 1) * together);
     for (Index row = ticket * together; row < end; ++row) {
       round_row(x, size, row, to);

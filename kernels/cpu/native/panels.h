@@ -31,8 +31,8 @@ struct Panels {
   // Vectors of a tile: all of a panel's, where the registers hold so many sums.
   Index wide() const { return divisor(columns / kLanes, most_vectors<Kind>()); }
 
-  // Rows of a tile; AMX needs no whole ones.
-  Index tall() const { return kAmx<Kind> ? 1 : std::min(rows, rows_for<Kind>(wide())); }
+  // Rows of a tile.
+  Index tall() const { return std::min(rows, rows_for<Kind>(wide())); }
 
   // Rows that one task takes at a time: with AMX as many as leave a task or two for each thread.
   Index chunk() const {
@@ -40,14 +40,14 @@ struct Panels {
       return kChunk;
     }
     const Index whole = std::max<Index>(1, rows / kAmxChunk);
-    Index most = padded((rows + whole - 1) / whole, kAmxBlock);
-    while (most > kChunk / 2 && panels * ((rows + most - 1) / most) < 2 * threads()) {
+    Index most = padded(parts(rows, whole), kAmxBlock);
+    while (most > kChunk / 2 && panels * parts(rows, most) < 2 * threads()) {
       most = padded(most / 2, kAmxBlock);
     }
     return most;
   }
 
-  Index chunks() const { return (rows + chunk() - 1) / chunk(); }
+  Index chunks() const { return parts(rows, chunk()); }
 };
 
 // Rows of tile i of the chunk that begins at row `first` start here. The last tile overlaps the one
@@ -59,8 +59,7 @@ Index row_of(const Panels<Kind>& of, Index first, Index i) {
 
 template <class Kind>
 Index tiles_of_chunk(const Panels<Kind>& of, Index first) {
-  const Index tall = of.tall();
-  return (std::min(of.chunk(), of.rows - first) + tall - 1) / tall;
+  return parts(std::min(of.chunk(), of.rows - first), of.tall());
 }
 
 // The rows of a chunk, from `first` on, times one panel: finish(row, sums) is told the sums of
@@ -103,8 +102,8 @@ template <class Kind, class Finish>
 void multiply_panel_amx(const Panels<Kind>& of, Index panel, Index first, const Finish& finish) {
   const Index end = std::min(of.rows, first + of.chunk()), columns = of.columns;
   const bool many = end - first > kAmxBlock;
-  const Index parts = (of.depth + kAmxDepth - 1) / kAmxDepth;
-  const Index deep = many ? padded((of.depth + parts - 1) / parts, amx::kSide) : of.depth;
+  const Index cuts = parts(of.depth, kAmxDepth);
+  const Index deep = many ? padded(parts(of.depth, cuts), amx::kSide) : of.depth;
   const auto* here = of.w + panel * of.depth * columns;
   const auto* next = of.w + (panel + 1) % of.panels * of.depth * columns;
   const Index bytes = of.depth * columns * Index{sizeof *next};

@@ -72,8 +72,8 @@ void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::An
   const Index vectors = vectors_for(rows, outs / kLanes), width = vectors * kLanes;
   const auto multiply = tile_for<Kind, kWeightsAhead>(rows, vectors);
   const Index runs = 2 * threads();
-  const Index run = (outs / width + runs - 1) / runs * width;
-  share(pool, (outs + run - 1) / run, rows, [=](Index ticket) {
+  const Index run = parts(outs / width, runs) * width;
+  share(pool, parts(outs, run), rows, [=](Index ticket) {
     const Index end = std::min(outs, (ticket + 1) * run);
     for (Index column = ticket * run; column < end; column += width) {
       multiply(left, depth, right + column, outs, to + column, outs, depth, false);
@@ -153,7 +153,7 @@ void project_stripes(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::
   const auto* left = static_cast<const typename Kind::Left*>(x.untyped_data());
   const auto* right = static_cast<const typename Kind::Right*>(table.untyped_data());
   auto* to = static_cast<float*>(y.untyped_data());
-  share(pool, (words + kStripe - 1) / kStripe, rows, [=](Index ticket) {
+  share(pool, parts(words, kStripe), rows, [=](Index ticket) {
     const Index end = std::min(words, (ticket + 1) * kStripe);
     for (Index word = ticket * kStripe; word < end; word += kLanes) {
       table_rows<Kind>(left, rows, right + word * size, size, to + word, words);
@@ -193,12 +193,12 @@ void store_turned(const float* sums, Index columns, Index count, Index rows, flo
 void project_amx(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& table,
                  ffi::AnyBuffer& y, Index size) {
   const Index rows = x.dimensions()[0], words = table.dimensions()[0];
-  const Index columns = (rows + kLanes - 1) / kLanes * kLanes;
+  const Index columns = padded(rows, kLanes);
   const auto* lying = static_cast<const Pair*>(x.untyped_data());
   const Pair* right = as_columns(lying, rows, size, columns);
   const auto* left = static_cast<const Pair*>(table.untyped_data());
   auto* to = static_cast<float*>(y.untyped_data());
-  share(pool, (words + kStripe - 1) / kStripe, rows, [=](Index ticket) {
+  share(pool, parts(words, kStripe), rows, [=](Index ticket) {
     const Index first = ticket * kStripe, count = std::min(kStripe, words - first);
     float* sums = Scratch::mine().of(count * columns);
     const amx::Product<Pairs> product{left + first * size, size, right, columns, sums, columns,

@@ -144,8 +144,11 @@ constexpr Index most_vectors() {
   return std::min(kMostVectors, kSumsOf<Kind> / 4);
 }
 
+// How many parts of a size hold so many; the last one may be smaller.
+inline Index parts(Index count, Index size) { return (count + size - 1) / size; }
+
 // A number rounded up to whole times another.
-inline Index padded(Index count, Index to) { return (count + to - 1) / to * to; }
+inline Index padded(Index count, Index to) { return parts(count, to) * to; }
 
 // The largest divisor of a number that is at most `most`.
 inline Index divisor(Index number, Index most) {
