@@ -147,6 +147,8 @@ class SamplerParts:
         self._program = program
         self._state = state
         self._made: dict[int, dict[str, Future[jax.stages.Compiled]]] = {}
+        #: Those that somebody has waited for.
+        self._samplers: dict[int, RowSampler] = {}
 
     def start(self, pool: Executor, rows: int) -> Callable[[], RowSampler]:
         """Begin to compile the sampler of so many rows. -> what waits for it, and returns it."""
@@ -158,9 +160,11 @@ class SamplerParts:
         return partial(self._finish, rows)
 
     def _finish(self, rows: int) -> RowSampler:
-        programs = {name: made.result() for name, made in self._made[rows].items()}
-        nothing = no_scores(jnp.zeros(rows, jnp.int32), self._program.logprobs)
-        return RowSampler(no_scores=nothing, **programs)
+        if rows not in self._samplers:
+            programs = {name: made.result() for name, made in self._made[rows].items()}
+            nothing = no_scores(jnp.zeros(rows, jnp.int32), self._program.logprobs)
+            self._samplers[rows] = RowSampler(no_scores=nothing, **programs)
+        return self._samplers[rows]
 
     def _lower(self, rows: int) -> dict[str, jax.stages.Lowered]:
         """By the names that `RowSampler` has for them."""

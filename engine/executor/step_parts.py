@@ -49,10 +49,6 @@ class _LastRows(NamedTuple):
     positions: Any  #: int32 [M]
     seats: Any  #: int32 [M]; M: none
 
-    def first(self, count: int) -> _LastRows:
-        """So many of them."""
-        return _LastRows(*(field[:count] for field in self))
-
 
 class _ModelOutput(NamedTuple):
     """What the model's program brings, beside the pools that it replaces."""
@@ -177,7 +173,7 @@ def _run_model(
 
 def _run_head(program: Program, size: int, leaves: list[Array], rows: _LastRows) -> LogitRows:
     """The first `size` rows with their logits."""
-    hidden, positions, seats = rows.first(size)
+    hidden, positions, seats = (field[:size] for field in rows)
     logits = program.model(leaves).logits(hidden, program.kernels)
     return LogitRows(logits, positions, seats)
 
@@ -210,20 +206,20 @@ class _Tails:
     #: Of steps with prompts.
     heads: dict[int, jax.stages.Compiled]
 
-    def rows(self, leaves: list[Array], rows: LogitRows | _LastRows, count: int) -> LogitRows:
-        """At least the first `count` rows that the model left, with their logits."""
+    def rows(
+        self, leaves: list[Array], rows: LogitRows | _LastRows, seats: np.ndarray
+    ) -> LogitRows:
+        """At least those rows that somebody waits for, with their logits. seats: int32 [S], as
+        uploaded.
+        """
         if isinstance(rows, LogitRows):
             return rows
+        count = np.count_nonzero(seats < len(rows.seats))
         size = next(size for size in self.heads if count <= size)
         return self.heads[size](leaves, rows)
 
     def sampler(self, rows: LogitRows) -> RowSampler:
         return self.samplers[len(rows.seats)]
-
-
-def _row_count(layout: UploadLayout, packed: np.ndarray, seats: int) -> int:
-    """Logit rows that somebody waits for."""
-    return int(np.count_nonzero(packed[layout.slices["seats"]] < seats))
 
 
 @dataclass(frozen=True)
@@ -237,9 +233,8 @@ class _PlainStep:
     def __call__(
         self, leaves: list[Array], kv: list[Array], last_token: Array, packed: np.ndarray
     ) -> tuple[list[Array], Array, StepOutput]:
-        count = _row_count(self.layout, packed, len(last_token))
         kv, output = self.model(leaves, kv, last_token, packed)
-        rows = self.tails.rows(leaves, output.rows, count)
+        rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
         last_token, tokens = self.tails.sampler(rows).likeliest(last_token, rows)
         return kv, last_token, StepOutput(tokens, output.broken, hidden=output.hidden)
 
@@ -264,9 +259,8 @@ class _SampledStep:
     ) -> tuple[list[Array], Array, SeatState, StepOutput, Array]:
         own = self.layout.slices["sampling"]
         sampling = packed[own].reshape(self.layout.shapes["sampling"])
-        count = _row_count(self.layout, packed, len(last_token))
         kv, output = self.model(leaves, kv, last_token, packed[: own.start])
-        rows = self.tails.rows(leaves, output.rows, count)
+        rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
         asked = _first(sampling, len(rows.seats))
         last_token, seats, sampled = self.tails.sampler(rows).sample(last_token, seats, rows, asked)
         scores = self._scores(leaves, output.hidden, packed)

@@ -65,14 +65,19 @@ PARAMS = {
 }
 
 
-def answers(in_parts: bool, names: list[str]) -> dict[str, Any]:
-    """By name: tokens, log-probabilities of them and of the prompt."""
-    own = runner(in_parts)
+def fresh_core(own: Runner) -> EngineCore:
+    """Over a runner whose state is as at the start."""
     own.state = allocate(own.shapes, own.config)
     scheduler = Scheduler(
         SchedulerLimits(SEATS, SIZES.context_length), BUCKETS, PagePool(32, 16), vocab_size=VOCAB
     )
-    core = EngineCore(scheduler, own, Ledger())
+    return EngineCore(scheduler, own, Ledger())
+
+
+def answers(in_parts: bool, names: list[str]) -> dict[str, Any]:
+    """By name: tokens, log-probabilities of them and of the prompt."""
+    own = runner(in_parts)
+    core = fresh_core(own)
     for number, name in enumerate(names):
         prompt = [(31 * number + 7 * at) % VOCAB for at in range(5 + 3 * number)]
         core.add(EngineRequest(id=name, prompt=prompt, sampling=PARAMS[name], arrival=0.0))
@@ -170,11 +175,7 @@ def test_a_greedy_step_in_parts_takes_no_parameters():
 
 def test_a_step_with_prompts_computes_logits_of_few_rows_where_few_are_wanted():
     own = runner(True)
-    own.state = allocate(own.shapes, own.config)
-    scheduler = Scheduler(
-        SchedulerLimits(SEATS, SIZES.context_length), BUCKETS, PagePool(32, 16), vocab_size=VOCAB
-    )
-    core = EngineCore(scheduler, own, Ledger())
+    core = fresh_core(own)
     widths: list[tuple[int, int]] = []
     run = own.run
 
