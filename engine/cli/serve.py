@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -85,21 +85,26 @@ def run(arguments: Sequence[str]) -> int:
     add_vllm_flags(parser)
     args = parser.parse(arguments)
     layered = layers_from(args)
-    if args.goal is not None:
-        say(_filled_in(args.goal, layered))
+    chosen = [] if args.goal is None else [_filled_in(args.goal, layered)]
     layered = replace(layered, config=placed(layered.config, os.environ))
     measures = are_measured(layered)
     kept = kept_for(layered)
     if kept is not None:
-        say(described(kept))
+        chosen.append(described(kept))
         layered = sized(layered, kept)
     if args.print_config:
+        _say_all(chosen)
         print(to_toml(layered.config), end="")
         return 0
     if layered.config.engine.host_id:
-        return _start_following(layered.config)
+        return _start_following(layered.config, chosen)
     measure = partial(_measured, layered) if measures and kept is None else None
-    return _start(layered, measure)
+    return _start(layered, chosen, measure)
+
+
+def _say_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
 
 
 async def _measured(layered: Layered, display: Display) -> Layered:
@@ -122,17 +127,20 @@ def _filled_in(goal: str, layered: Layered) -> str:
     return f"--for {goal} sets {', '.join(values) or 'nothing: all of it is given'}"
 
 
-def _start_following(config: Config) -> int:
+def _start_following(config: Config, chosen: Sequence[str]) -> int:
     """Check what can be checked at once, then follow the first host of the engine."""
     from jitney.engine.cli.follow import follow
 
     check_platform(config.engine.platform)
+    _say_all(chosen)
     raise_descriptor_limit()
     return follow(config)
 
 
-def _start(layered: Layered, measure: _Measure | None) -> int:
-    """Check what can be checked at once (platform, keys, port), then load and serve."""
+def _start(layered: Layered, chosen: Sequence[str], measure: _Measure | None) -> int:
+    """Check what can be checked at once (platform, keys, port), say what was chosen for the user,
+    then load and serve. A setting that is refused is one line, and the only one.
+    """
     section = layered.config.server
     check_platform(layered.config.engine.platform)
     check_tls(section)
@@ -142,6 +150,7 @@ def _start(layered: Layered, measure: _Measure | None) -> int:
     with contextlib.closing(listen(section.host, section.port)) as bound:
         display = make_display(section.log_level)
         server = _Server(layered, keys, bound, display, measure)
+        _say_all(chosen)
         return asyncio.run(server.serve())
 
 

@@ -149,6 +149,17 @@ def test_whoever_says_something_about_sizes_gets_that(
     assert len(measuring.asked) == 1
 
 
+@pytest.mark.parametrize("flags", [(), ("--for", "latency")])
+def test_a_setting_that_is_refused_is_the_only_line(
+    servers: Servers, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+):
+    started(servers)
+    capsys.readouterr()
+    assert main(["serve", *MODEL, "--api-key-file", "absent", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jitney: api_key_file absent cannot be read") and said.count("\n") == 1
+
+
 def test_a_goal_has_its_own_sizes(servers: Servers, measuring: Measuring):
     assert started(servers, "--for", "latency").config.engine.max_seats == 8
     assert not measuring.asked
