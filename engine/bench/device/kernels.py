@@ -22,7 +22,8 @@ from jitney.engine.bench.device.timing import copies_for, distance, timed
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.quantization import KV_TYPES
 from jitney.engine.types import JsonDict
-from jitney.kernels.interface import AttentionMeta, KernelSet
+from jitney.kernels import reference as plain
+from jitney.kernels.interface import AttentionMeta, KernelSet, RotateAndWrite
 from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.scales import LIMITS, as_stored
 from jitney.kernels.select import reference
@@ -223,7 +224,8 @@ def writes(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 
 
 def _write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
-    if kernels.rotate_and_write is None:
+    rotate_and_write = kernels.rotate_and_write
+    if rotate_and_write is None:
         note = "not a kernel of its own in this set: XLA rotates, attention writes"
         yield noted(row, note)
         return
@@ -232,17 +234,20 @@ def _write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int, row: Row
     moved = 2 * heads.nbytes + 2 * rope[0].nbytes
     floor_s, bound = job.measured.of(moved)
 
-    def write(kernels: KernelSet, kv: jax.Array, heads: jax.Array) -> tuple[jax.Array, jax.Array]:
-        assert kernels.rotate_and_write is not None
-        return kernels.rotate_and_write(heads, rope, kv, given.meta)
+    def write(
+        rotate_and_write: RotateAndWrite, kv: jax.Array, heads: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return rotate_and_write(heads, rope, kv, given.meta)
 
     def step(pool: jax.Array, heads: jax.Array) -> jax.Array:
         # Without the barrier unread queries are not computed.
-        _, pool = jax.lax.optimization_barrier(write(kernels, pool, heads))
+        _, pool = jax.lax.optimization_barrier(write(rotate_and_write, pool, heads))
         return pool
 
     sample_s = job.sizes.sample_s
-    error = _write_error(kernels, write, given.kv, heads)
+    ours = jax.jit(partial(write, rotate_and_write))(given.kv, heads)
+    theirs = jax.jit(partial(write, plain.rotate_and_write))(given.kv, heads)
+    error = max(map(float, map(distance, ours, theirs)))
     row = replace(row, floor_s=floor_s, bound=bound, error=error)
     time = partial(timed, step, jnp.copy(given.kv), [heads], floor_s=floor_s, sample_s=sample_s)
     yield checked(row, WRONG[jnp.dtype(dtype).itemsize], time)
@@ -257,12 +262,3 @@ def _make_heads(
     frequencies = jnp.linspace(1, 1e-4, config.head_dim // 2)
     angles = meta.positions.astype(jnp.float32)[:, None, None] * frequencies
     return jax.random.normal(jax.random.key(1), shape, dtype), (jnp.cos(angles), jnp.sin(angles))
-
-
-def _write_error(kernels: KernelSet, write: Any, kv: jax.Array, heads: jax.Array) -> float | None:
-    """Distance of rotated queries and of the pool from the reference's, whichever is more."""
-    if kernels.name == "reference":
-        return None
-    ours = jax.jit(partial(write, kernels))(kv, heads)
-    theirs = jax.jit(partial(write, reference()))(kv, heads)
-    return max(map(float, map(distance, ours, theirs)))
