@@ -53,7 +53,7 @@ struct Block {
   Run runs[kRuns];
   alignas(kLine) std::atomic<std::int64_t> done{0};  // tasks done
   std::atomic<bool> taken{false};                    // by a call
-  std::atomic<bool> lingers{false};                  // helpers stay a while after this call
+  std::atomic<std::int64_t> patience{0};             // microseconds helpers stay after this call
   // Written before the runs are, read only by those who drew a ticket.
   std::int64_t tickets = 0;
   const void* frame = nullptr;
@@ -74,12 +74,12 @@ struct Block {
 };
 
 constexpr int kBlocks = 64;
-// How long a helper looks for more work before it leaves. Waking a thread takes 50 us, a product of
-// a few rows as long: a helper that left at once would come too late each time. It lingers only
-// after calls of so few rows that the next product is one of ours too: XLA's own products want the
-// threads.
-constexpr std::chrono::microseconds kPatience{100};
-constexpr std::int64_t kLingeringRows = 8;
+// Microseconds that a helper looks for more work before it leaves. Waking a thread takes 50, a
+// product of a few rows as long: a helper that left at once would come too late each time. After
+// calls of so few rows the next product is one of ours too; after others it may be XLA's, which
+// wants the threads, and the helper stays no longer than it takes to begin the next call.
+constexpr std::int64_t kPatience = 100, kShortPatience = 20;
+constexpr std::int64_t kFewRows = 8;
 // Looks at a counter before a thread that waits for it lets others run.
 constexpr int kSpins = 2000;
 
@@ -135,10 +135,7 @@ inline void help() {
     Block* block = board.newest.load();
     if (block->has_left()) {
       work(block);
-      leave = Clock::now();
-      if (block->lingers.load()) {
-        leave += kPatience;
-      }
+      leave = Clock::now() + std::chrono::microseconds(block->patience.load());
     } else if (Clock::now() >= leave) {
       break;
     } else {
@@ -174,7 +171,7 @@ void share(xla::ffi::ThreadPool& pool, std::int64_t tickets, std::int64_t rows, 
   block->run = [](const void* frame, std::int64_t ticket) {
     (*static_cast<const Task*>(frame))(ticket);
   };
-  block->lingers.store(rows <= kLingeringRows);
+  block->patience.store(rows <= kFewRows ? kPatience : kShortPatience);
   block->done.store(0);
   for (int number = 0; number < run_count(); ++number) {
     block->runs[number].begun.store(false);
