@@ -151,6 +151,18 @@ class _Norm(Protocol):
         ...
 
 
+class _NormSum(Protocol):
+    """The same norm of a sum, which the model goes on with as well."""
+
+    def __call__(
+        self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """x and added [T, E] of one dtype, weight [E] -> (x + added, rounded to that dtype; its
+        norm).
+        """
+        ...
+
+
 class _Gated(Protocol):
     """The product that opens an MLP, gated at once: its float32 sums are never written to memory if
     that can be.
@@ -244,6 +256,8 @@ class Kernels(Protocol):
     @property
     def rms_norm(self) -> _Norm: ...
     @property
+    def norm_sum(self) -> _NormSum: ...
+    @property
     def arrange(self) -> Arrange | None: ...
     @property
     def matmul(self) -> _Matmul: ...
@@ -286,6 +300,7 @@ class KernelSet:
     #: None: the sampler's own search does better on this platform.
     threshold: Threshold | None
     rms_norm: _Norm
+    norm_sum: _NormSum
     #: None: weights stay [I, O].
     arrange: Arrange | None
     matmul: _Matmul

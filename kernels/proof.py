@@ -48,7 +48,7 @@ _MASS_LIMIT = 1e-3
 #: What is proved -> the fields of a kernel set that fall with it.
 FIELDS: dict[str, tuple[str, ...]] = {
     "attention": ("paged_attention", "attend", "rotate_and_write", "pool_shape"),
-    "norm": ("rms_norm",),
+    "norm": ("rms_norm", "norm_sum"),
     "products": ("arrange", "matmul", "gated"),
     "head": ("project",),
     "int4 product": ("matmul_int4",),

@@ -39,6 +39,21 @@ def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
     for got, (x, weight) in zip(jax.jit(call_all)(inputs), inputs, strict=True):
         yield distance(got, definitions.rms_norm(x, weight, shapes.eps))
+    yield from _sum_errors(kernels, shapes, inputs[: len(shapes.product_rows)])
+
+
+def _sum_errors(
+    kernels: KernelSet, shapes: ServedShapes, inputs: list[tuple[np.ndarray, np.ndarray]]
+) -> Iterator[float]:
+    """Rows of the hidden size, each added to the same in another order, and the norm of that."""
+
+    def call_all(inputs: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+        return [kernels.norm_sum(x, x[:, ::-1], weight, shapes.eps) for x, weight in inputs]
+
+    for (total, got), (x, weight) in zip(jax.jit(call_all)(inputs), inputs, strict=True):
+        wanted = (x.astype(np.float32) + x[:, ::-1].astype(np.float32)).astype(x.dtype)
+        yield distance(total, wanted)
+        yield distance(got, definitions.rms_norm(wanted, weight, shapes.eps))
 
 
 def product_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:

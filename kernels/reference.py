@@ -186,6 +186,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * weight.astype(jnp.float32)).astype(x.dtype)
 
 
+def norm_sum(
+    x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """x + added [T, E], and its norm, both in x's dtype."""
+    x = x + added
+    return x, rms_norm(x, weight, eps)
+
+
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate pairs (j, j + D/2) of x [T, heads, D] by cos and sin [T, 1, D // 2], in float32 -> x's
     dtype.

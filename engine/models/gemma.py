@@ -40,13 +40,14 @@ class _GemmaBlock(Block):
         self.mlp_post_norm = make_norm(config.hidden_size, config, dtype)
 
     def __call__(
-        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array]:
-        """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
-        o, kv = self.attention(self.attention_norm(x, kernels), rope, kv, meta, kernels)
-        x = x + self.attention_post_norm(o, kernels)
-        o = self.mlp(self.mlp_norm(x, kernels), kernels, meta.adapted)
-        return x + self.mlp_post_norm(o, kernels), kv
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """See `Block.__call__`."""
+        x, normed = self.attention_norm.of_sum(x, added, kernels)
+        o, kv = self.attention(normed, rope, kv, meta, kernels)
+        x, normed = self.mlp_norm.of_sum(x, self.attention_post_norm(o, kernels), kernels)
+        o = self.mlp(normed, kernels, meta.adapted)
+        return x, self.mlp_post_norm(o, kernels), kv
 
 
 def _capped(logits: Array, cap: float) -> Array:

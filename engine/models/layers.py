@@ -196,6 +196,10 @@ class RMSNorm(nnx.Module):
         """x [..., E] -> [..., E] in x's dtype."""
         return kernels.rms_norm(x, self.weight[...], self.eps)
 
+    def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
+        """x and added [T, E] -> (their sum, the same normed) in x's dtype."""
+        return kernels.norm_sum(x, added, self.weight[...], self.eps)
+
 
 def make_norm(size: int, config: ModelConfig, dtype: DType) -> RMSNorm:
     """A norm of the model; dtype: of its other weights."""

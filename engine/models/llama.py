@@ -36,12 +36,17 @@ class Block(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array]:
-        """x [T, E], kv [N, page, 2K, D] -> ([T, E], kv)."""
-        o, kv = self.attention(self.attention_norm(x, kernels), rope, kv, meta, kernels)
-        x = x + o
-        return x + self.mlp(self.mlp_norm(x, kernels), kernels, meta.adapted), kv
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """x [T, E] and what the layer before adds to it, kv [N, page, 2K, D] -> (x [T, E], what
+        this layer adds to it, kv).
+
+        A sum waits for the norm that reads it: one kernel may do both.
+        """
+        x, normed = self.attention_norm.of_sum(x, added, kernels)
+        o, kv = self.attention(normed, rope, kv, meta, kernels)
+        x, normed = self.mlp_norm.of_sum(x, o, kernels)
+        return x, self.mlp(normed, kernels, meta.adapted), kv
 
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
@@ -77,12 +82,13 @@ class Llama(nnx.Module):
         kv).
         """
         x = self.embedded(tokens)
+        added = jnp.zeros_like(x)
         pools = []
         ropes = self.ropes(meta.positions)
         for block, rope, pool in zip(self.layers, ropes, kv, strict=True):
-            x, pool = _run_block(*nnx.split(block), x, rope, pool, meta, kernels)
+            x, added, pool = _run_block(*nnx.split(block), x, added, rope, pool, meta, kernels)
             pools.append(pool)
-        return x, pools
+        return x + added, pools
 
     def logits(self, hidden: Array, kernels: Kernels) -> Array:
         """Final norm and output head of the selected rows only: hidden [R, E] -> float32 [R, V].
@@ -151,14 +157,15 @@ def _run_block(
     graph: nnx.GraphDef[Block],
     weights: Any,
     x: Array,
+    added: Array,
     rope: Rope,
     kv: Array,
     meta: AttentionMeta,
     kernels: Kernels,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """One block as a function of its weights: layers of the same make are traced once per bucket,
     not once each.
 
     The calls are inlined when the step is compiled, so the program is the unrolled one.
     """
-    return nnx.merge(graph, weights)(x, rope, kv, meta, kernels)
+    return nnx.merge(graph, weights)(x, added, rope, kv, meta, kernels)

@@ -1,4 +1,6 @@
-"""Paged attention for CPUs: what `native/attention.cc` serves, and what is the reference's."""
+"""Paged attention for CPUs: what `native/attention.cc` and `native/rotation.cc` serve, and what is
+the reference's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import numpy as np
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
+from jitney.kernels.cpu.norms import rms_norm
 from jitney.kernels.interface import AttentionMeta
 
 #: Numbers of a vector; a head is whole ones.
@@ -32,6 +35,49 @@ def paged_attention(
     kv = reference.write_kv(kv, k, v, meta.write_rows, kv_scales)
     o = attend(q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales)
     return o, kv
+
+
+def rotate_and_write(
+    heads: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    meta: AttentionMeta,
+    *,
+    norms: tuple[jax.Array, jax.Array] | None = None,
+    eps: float = 0.0,
+    kv_scales: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `jitney.kernels.interface.RotateAndWrite`; norm and rotation each round to heads' dtype.
+
+    Heads and pool of one dtype, bfloat16 or float32, and D a multiple of 32; of the rest the
+    rotation is the reference's.
+    """
+    n_rows, n_all, dim = heads.shape
+    n_heads = n_all - kv.shape[2]
+    plain = heads.dtype == kv.dtype and heads.dtype in _DTYPES
+    if not plain or dim % (2 * _LANES):
+        if norms is not None:
+            heads = _normed(heads, n_heads, norms, eps)
+        return reference.rotate_and_write(heads, rope, kv, meta, kv_scales=kv_scales)
+    none = jnp.zeros((0,), heads.dtype)
+    target = library.load().target("rotate_and_write")
+    shapes = (
+        jax.ShapeDtypeStruct((n_rows, n_heads, dim), heads.dtype),
+        jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+    )
+    # The pool is written where it lies.
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases={6: 1})
+    q, kv = call(heads, *rope, meta.write_rows, *(norms or (none, none)), kv, eps=np.float32(eps))
+    return q, kv
+
+
+def _normed(
+    heads: jax.Array, n_heads: int, norms: tuple[jax.Array, jax.Array], eps: float
+) -> jax.Array:
+    """heads [T, H + 2K, D] with queries and keys behind their norms."""
+    n_kv = (heads.shape[1] - n_heads) // 2
+    q, k, v = jnp.split(heads, [n_heads, n_heads + n_kv], axis=1)
+    return jnp.concatenate([rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps), v], axis=1)
 
 
 def attend(

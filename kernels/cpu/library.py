@@ -17,7 +17,16 @@ from jitney.kernels.cpu.build import ADVICE, BuildError, Level
 log = logging.getLogger(__name__)
 
 #: The handlers that every library exports, each as `jitney_NAME`.
-_HANDLERS = ("attention", "int8_panels", "panels", "product", "project", "rms_norm")
+_HANDLERS = (
+    "attention",
+    "int8_panels",
+    "norm_sum",
+    "panels",
+    "product",
+    "project",
+    "rms_norm",
+    "rotate_and_write",
+)
 
 
 class NoLibrary(RuntimeError):

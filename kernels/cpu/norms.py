@@ -11,19 +11,39 @@ from jitney.kernels.cpu import library
 
 #: Elements that every library takes at once.
 _LANES = 16
+#: Of rows; a weight is of the same, or float32.
+_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., E] / rms(x) * weight [E] -> x's dtype; bfloat16 or float32, E a multiple of 16, else
-    the reference's. A float32 weight of bfloat16 rows: in float32, rounded once.
+    """x [..., E] / rms(x) * weight [E] -> x's dtype, in float32 and rounded once; x bfloat16 or
+    float32, weight the same or float32, E a multiple of 16, else the reference's.
     """
-    size = x.shape[-1]
-    if x.dtype == jnp.bfloat16 and weight.dtype == jnp.float32:
-        return rms_norm(x.astype(jnp.float32), weight, eps).astype(x.dtype)
-    if size % _LANES or x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+    if not _served(x, weight):
         return reference.rms_norm(x, weight, eps)
-    rows = x.reshape(-1, size)
+    rows = x.reshape(-1, x.shape[-1])
     call = jax.ffi.ffi_call(
         library.load().target("rms_norm"), jax.ShapeDtypeStruct(rows.shape, x.dtype)
     )
     return call(rows, weight, eps=np.float32(eps)).reshape(x.shape)
+
+
+def norm_sum(
+    x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """x + added [T, E], rounded to their dtype, and its norm; what is served is `rms_norm`'s."""
+    if x.dtype != added.dtype or not _served(x, weight):
+        x = x + added
+        return x, rms_norm(x, weight, eps)
+    rows = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    target = library.load().target("norm_sum")
+    # Nobody needs x but for the sum: that takes its place.
+    call = jax.ffi.ffi_call(target, (rows, rows), input_output_aliases={0: 0})
+    total, normed = call(x, added, weight, eps=np.float32(eps))
+    return total, normed
+
+
+def _served(x: jax.Array, weight: jax.Array) -> bool:
+    return (
+        x.shape[-1] % _LANES == 0 and x.dtype in _DTYPES and weight.dtype in (x.dtype, jnp.float32)
+    )

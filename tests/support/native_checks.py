@@ -20,7 +20,7 @@ from ragged import Batch, Case, attention, make, written
 
 from jitney.kernels import definitions
 from jitney.kernels.cpu import int8, library, norms, products
-from jitney.kernels.cpu.attention import paged_attention
+from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
 from jitney.kernels.int8 import Int8
 
 #: Query heads, key heads, head dim: three rows a key head, one, many, seven, and the widest head.
@@ -69,6 +69,48 @@ def check_attention(
         np.asarray(o, np.float32)[: batch.n_rows], expected, rtol=relative, atol=absolute
     )
     assert (np.asarray(o, np.float32)[batch.n_rows :] == 0).all()
+
+
+def check_rotation(heads: tuple[int, int, int], dtype: str, norms: str = "") -> None:
+    """Queries and keys turned, and what is written: all of it, and one row alone, to the bit.
+
+    norms: the dtype of their weights, where heads are normed before.
+    """
+    batch = attended(heads, dtype, 0, 16, 0.0)[0]
+    rng = np.random.default_rng(11)
+    angles = rng.uniform(0, 7, (len(batch.q), 1, heads[2] // 2)).astype(np.float32)
+    rope = np.cos(angles), np.sin(angles)
+    weights = None
+    if norms:
+        query, key = rng.random((2, heads[2])) + 0.5
+        weights = jnp.asarray(query, norms), jnp.asarray(key, norms)
+
+    def turned(x: np.ndarray, number: int) -> np.ndarray:
+        x = np.asarray(x, np.float32)
+        if weights is not None:
+            x = definitions.rms_norm(x, np.asarray(weights[number]), 1e-5)
+        return definitions.rotate(x, *rope)
+
+    def run(rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        meta = batch.meta._replace(write_rows=batch.meta.write_rows[rows])
+        call = jax.jit(lambda *args: rotate_and_write(*args, norms=weights, eps=1e-5))
+        cos, sin = rope
+        q, kv = call(everything[rows], (cos[rows], sin[rows]), batch.kv, meta)
+        return np.asarray(q, np.float32), np.asarray(kv, np.float32)
+
+    everything = jnp.concatenate([batch.q, batch.k, batch.v], axis=1)
+    q, kv = run(slice(None))
+    exact = {"k": turned(batch.k, 1), "v": np.asarray(batch.v, np.float32)}
+    pool = written(replace(batch, kv=np.asarray(batch.kv, np.float32), **exact))
+    # A head that is normed first is rounded twice.
+    absolute = 4e-6 if dtype == "float32" else 3e-2 if norms else 1e-6
+    relative = 0.0 if dtype == "float32" else 2**-8
+    np.testing.assert_allclose(q, turned(batch.q, 0), rtol=relative, atol=absolute)
+    np.testing.assert_allclose(kv, pool, rtol=relative, atol=absolute)
+    alone, kv_alone = run(slice(3, 4))
+    np.testing.assert_array_equal(alone, q[3:4])
+    slot = divmod(int(batch.meta.write_rows[3]), batch.kv.shape[1])
+    np.testing.assert_array_equal(kv_alone[slot], kv[slot])
 
 
 def numbers(seed: int, dtype: str, *shape: int) -> jax.Array:
@@ -151,10 +193,16 @@ def check_norms(size: int, dtype: str) -> None:
         result = np.asarray(jax.jit(norms.rms_norm, static_argnums=2)(x, weight, 1e-5), np.float64)
         rounding = 2**-8 if dtype == "bfloat16" else 3e-6
         np.testing.assert_allclose(result, exact, rtol=rounding, atol=1e-6)
+        added = numbers(7, dtype, rows, size)
+        total, normed = jax.jit(norms.norm_sum, static_argnums=3)(x, added, weight, 1e-5)
+        summed = jnp.asarray(np.asarray(x, np.float32) + np.asarray(added, np.float32), dtype)
+        np.testing.assert_array_equal(total, summed)
+        alone = jax.jit(norms.rms_norm, static_argnums=2)(summed, weight, 1e-5)
+        np.testing.assert_array_equal(normed, alone)
 
 
 def check_rest(dtype: str) -> None:
-    """Products, projections and norms at the default model's sizes and at odd ones."""
+    """Products, projections, norms and rotations at the default model's sizes and at odd ones."""
     for size_in, size_out in ((576, 960), (100, 96), (2100, 64), (64, 32)):
         check_products(size_in, size_out, dtype)
     for size_in, size_out in ((576, 960), (64, 32), (4112, 96)):
@@ -163,6 +211,11 @@ def check_rest(dtype: str) -> None:
         check_projection(words, size, dtype)
     for size in (64, 576, 48):
         check_norms(size, dtype)
+    for heads in ((9, 3, 64), (4, 1, 256), (16, 1, 96)):
+        check_rotation(heads, dtype)
+        check_rotation(heads, dtype, norms="float32")
+    check_rotation((6, 2, 80), dtype, norms=dtype)
+    check_rotation((9, 3, 64), dtype, norms=dtype)
 
 
 def check_all() -> None:

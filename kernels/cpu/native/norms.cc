@@ -3,10 +3,8 @@
 // XLA adds up fewer than eight rows in another order than more, and keeps what it norms in float32
 // or rounds it first as each bucket's fusions happen to fall; both move a sum across a rounding
 // edge now and then, and then an answer.
-#include <cmath>
-
+#include "norms.h"
 #include "tasks.h"
-#include "vectors.h"
 
 namespace jitney {
 namespace {
@@ -15,58 +13,89 @@ namespace ffi = xla::ffi;
 
 constexpr std::int64_t kRowsOfTask = 16;
 
-// out = x / sqrt(mean(x * x) + eps) * weight, all [size].
+// The norms of a call's rows [rows, size], each of the row itself or, where something is added, of
+// the sum, which is kept.
+struct Rows {
+  const ffi::AnyBuffer& x;
+  const ffi::AnyBuffer* added;  // or null
+  const ffi::AnyBuffer& weight;
+  ffi::AnyBuffer* sum;  // or null
+  ffi::AnyBuffer& out;
+};
+
 template <class Number>
-void norm_row(const Number* x, const Number* weight, Number* out, std::int64_t size, float eps) {
-  Floats squares = {};
+void add_row(const Number* x, const Number* added, Number* sum, std::int64_t size) {
   for (std::int64_t i = 0; i < size; i += kLanes) {
-    const Floats here = load(x + i);
-    squares = multiply_add(here, here, squares);
-  }
-  const float mean = total(squares) * (1.0f / static_cast<float>(size));
-  const Floats factor = splat(1.0f / std::sqrt(mean + eps));
-  for (std::int64_t i = 0; i < size; i += kLanes) {
-    store(load(x + i) * factor * load(weight + i), out + i);
+    store(load(x + i) + load(added + i), sum + i);
   }
 }
 
-template <class Number>
-void norm(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight,
-          ffi::AnyBuffer& out, float eps) {
-  const std::int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
-  const auto* from = static_cast<const Number*>(x.untyped_data());
-  const auto* by = static_cast<const Number*>(weight.untyped_data());
-  auto* to = static_cast<Number*>(out.untyped_data());
+template <class Number, class Weight>
+void norm(ffi::ThreadPool& pool, const Rows& of, float eps) {
+  const std::int64_t rows = of.x.dimensions()[0], size = of.x.dimensions()[1];
+  const auto* x = static_cast<const Number*>(of.x.untyped_data());
+  const auto* weight = static_cast<const Weight*>(of.weight.untyped_data());
+  auto* out = static_cast<Number*>(of.out.untyped_data());
+  const Number* added = nullptr;
+  Number* sum = nullptr;
+  if (of.added != nullptr) {
+    added = static_cast<const Number*>(of.added->untyped_data());
+    sum = static_cast<Number*>(of.sum->untyped_data());
+  }
   const std::int64_t tasks = (rows + kRowsOfTask - 1) / kRowsOfTask;
   share(pool, tasks, rows, [=](std::int64_t task) {
     const std::int64_t first = task * kRowsOfTask;
     for (std::int64_t row = first; row < rows && row < first + kRowsOfTask; ++row) {
-      norm_row(from + row * size, by, to + row * size, size, eps);
+      const Number* from = x + row * size;
+      if (added != nullptr) {
+        add_row(from, added + row * size, sum + row * size, size);
+        from = sum + row * size;
+      }
+      norm_row(from, weight, out + row * size, size, eps);
     }
   });
 }
 
-// x [T, E], weight [E] of one dtype -> [T, E].
-ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                    ffi::Result<ffi::AnyBuffer> out, float eps) {
-  const ffi::DataType dtype = x.element_type();
-  if (x.dimensions().size() != 2 || weight.dimensions().size() != 1) {
+// Rows [T, E] of one dtype, weight [E] of the same or float32.
+ffi::Error norm_rows(ffi::ThreadPool& pool, const Rows& of, float eps) {
+  const ffi::DataType dtype = of.x.element_type(), weights = of.weight.element_type();
+  if (of.x.dimensions().size() != 2 || of.weight.dimensions().size() != 1) {
     return refused("a norm takes x [T, E] and weight [E]");
   }
-  if (weight.element_type() != dtype || out->element_type() != dtype) {
-    return refused("x, weight and the result of a norm have one dtype");
+  if (of.out.element_type() != dtype || (of.added && of.added->element_type() != dtype) ||
+      (of.sum && of.sum->element_type() != dtype)) {
+    return refused("the rows of a norm and its results have one dtype");
   }
-  if (x.dimensions()[1] % kLanes != 0 || weight.dimensions()[0] != x.dimensions()[1]) {
+  if (of.added && of.added->element_count() != of.x.element_count()) {
+    return refused("what is added before a norm has the shape of its rows");
+  }
+  if (of.x.dimensions()[1] % kLanes != 0 || of.weight.dimensions()[0] != of.x.dimensions()[1]) {
     return refused("a norm's rows are whole vectors, as long as its weight");
   }
-  if (dtype == ffi::DataType::F32) {
-    norm<float>(pool, x, weight, *out, eps);
-  } else if (dtype == ffi::DataType::BF16) {
-    norm<Bfloat16>(pool, x, weight, *out, eps);
+  const bool wide = weights == ffi::DataType::F32;
+  if (dtype == ffi::DataType::F32 && wide) {
+    norm<float, float>(pool, of, eps);
+  } else if (dtype == ffi::DataType::BF16 && wide) {
+    norm<Bfloat16, float>(pool, of, eps);
+  } else if (dtype == ffi::DataType::BF16 && weights == ffi::DataType::BF16) {
+    norm<Bfloat16, Bfloat16>(pool, of, eps);
   } else {
-    return refused("a norm takes float32 or bfloat16");
+    return refused("a norm takes float32 or bfloat16, and a weight of the same or float32");
   }
   return ffi::Error::Success();
+}
+
+// x [T, E], weight [E] -> [T, E].
+ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                    ffi::Result<ffi::AnyBuffer> out, float eps) {
+  return norm_rows(pool, {x, nullptr, weight, nullptr, *out}, eps);
+}
+
+// x and added [T, E], weight [E] -> their sum and its norm [T, E]; the sum may lie where x does.
+ffi::Error norm_sum(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added,
+                    ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> sum,
+                    ffi::Result<ffi::AnyBuffer> out, float eps) {
+  return norm_rows(pool, {x, &added, weight, &*sum, *out}, eps);
 }
 
 }  // namespace
@@ -78,6 +107,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_rms_norm, jitney::rms_norm,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_norm_sum, jitney::norm_sum,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("eps"));
 #pragma GCC visibility pop

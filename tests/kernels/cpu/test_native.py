@@ -15,7 +15,7 @@ from ragged import Case, attention, make, written
 
 from jitney.kernels import definitions, reference
 from jitney.kernels.cpu import int8, library, norms, products
-from jitney.kernels.cpu.attention import paged_attention
+from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import KernelError
 from jitney.kernels.select import select
@@ -301,6 +301,40 @@ def test_norms_match_numpy_and_do_not_depend_on_the_number_of_rows(dtype: str, s
         for f in (norm, reference.rms_norm)
     )
     np.testing.assert_array_equal(odd, plain)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_not_finite_is_written_as_zero(dtype: str):
+    batch = make(CASES["mixed, chunks in the middle of prompts"])
+    n_heads, n_kv, dim = batch.q.shape[1], batch.k.shape[1], batch.q.shape[2]
+    heads = np.concatenate([batch.q, batch.k, batch.v], axis=1)
+    heads[2, n_heads, 1], heads[5, n_heads + n_kv, 7] = np.nan, np.inf
+    rope = np.ones((len(heads), 1, dim // 2)), np.zeros((len(heads), 1, dim // 2))
+    pool = jnp.asarray(batch.kv, dtype)
+    _, after = jax.jit(rotate_and_write)(
+        jnp.asarray(heads, dtype), jax.tree.map(jnp.float32, rope), pool, batch.meta
+    )
+    slots = np.asarray(after, np.float32).reshape(-1, 2 * n_kv, dim)
+    rows = np.asarray(batch.meta.write_rows)
+    expected = np.array(jnp.asarray(heads[:, n_heads:], dtype), np.float32)
+    expected[2, 0, [1, 1 + dim // 2]] = 0  # a key's element is turned with another
+    expected[5, n_kv, 7] = 0
+    np.testing.assert_array_equal(slots[rows[2], 0], expected[2, 0])
+    np.testing.assert_array_equal(slots[rows[5], 1], expected[5, n_kv])
+
+
+def test_the_pool_is_rotated_into_where_it_lies():
+    batch = make(replace(CASES["mixed, chunks in the middle of prompts"], spare=400))
+    heads = np.concatenate([batch.q, batch.k, batch.v], axis=1)
+    angles = np.zeros((len(heads), 1, heads.shape[2] // 2), np.float32)
+    step = jax.jit(
+        lambda kv, heads, rope, meta: rotate_and_write(heads, rope, kv, meta), donate_argnums=0
+    )
+    lowered = step.lower(batch.kv, heads, (angles, angles), batch.meta)
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == batch.kv.nbytes
+    assert memory.temp_size_in_bytes < batch.kv.nbytes // 2  # no second pool
 
 
 def test_weights_stay_as_they_are_where_pairs_do_not_serve(monkeypatch):
