@@ -24,9 +24,13 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.executor.threads import own_processors
 from jitney.engine.llm import LLM
+from jitney.engine.scheduler.buckets import Bucket
 
 #: KV positions of each decoding sequence, where the pool has room for them.
 _CONTEXT = 384
+#: The longest prompt of a step: rows beyond it are more prompts. What a row of a longer one attends
+#: to, it does in steps of every size.
+_PROMPT = 512
 #: Each step is run so often, and for so many seconds, after one that does not count. The quickest
 #: counts: what else a machine does makes steps slower, never quicker.
 _REPEATS, _ENOUGH_S = 3, 0.5
@@ -69,13 +73,24 @@ def measure(llm: LLM) -> SizeTimes:
         decode.append(StepCase(bucket, (context,) * bucket.seats))
     if not decode:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
+    each = min(_PROMPT, longest)
+    most = pool.capacity // -(-each // pool.page_size)
     prompts = [
-        StepCase(bucket, (), ((0, min(bucket.tokens, longest)),)) for bucket in buckets.mixed
+        StepCase(bucket, (), _chunks(bucket, each, min(most, bucket.seats)))
+        for bucket in buckets.mixed
     ]
     processors = own_processors()
     others = OtherWork(processors)
     decoded, prompted = tuple(_timed(llm, decode)), tuple(_timed(llm, prompts))
     return SizeTimes(len(processors), decoded, prompted, others.share())
+
+
+def _chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:
+    """(start, rows) of whole prompts of at most `each` rows, as many as the bucket holds, and at
+    most `most` of them.
+    """
+    starts = range(0, bucket.tokens, each)[:most]
+    return tuple((0, min(each, bucket.tokens - start)) for start in starts)
 
 
 def _timed(llm: LLM, cases: Sequence[StepCase]) -> Iterator[Timed]:
