@@ -12,7 +12,7 @@ import math
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -25,14 +25,11 @@ from jitney.engine.process.children import end_child, start_child
 from jitney.engine.process.link import core_environ
 from jitney.engine.scheduler.buckets import powers_of_two
 
-#: Seconds that a step may take in which every seat brings a token, and one of prompts, which
-#: others wait for. What takes longer is chosen only where the smallest takes almost as long.
-_DECODE_S, _PROMPTS_S = 0.2, 0.5
+#: A step that takes longer than it may is chosen only where the smallest takes almost as long.
 _ALMOST = 1.5
 #: A size up to the usual one must bring this share of the rows a second of the best: where all
-#: bring about as many, small steps only keep prompts waiting. A larger one must bring so much more
-#: than half of it: every token of a stream comes later.
-_AS_GOOD, _WORTH = 0.9, 1.1
+#: bring about as many, small steps only keep prompts waiting.
+_AS_GOOD = 0.9
 #: A bucket is left out where the next one is hardly slower.
 _HARDLY = 1.03
 #: Half the threads are enough where they need no more than so many times as long.
@@ -50,6 +47,18 @@ _OTHER_WORK, _LOOK_S = 0.1, 0.5
 LONGEST_S = 1.0
 #: Seconds that one process of measuring gets.
 _LIMIT_S = 900.0
+
+
+class Rule(NamedTuple):
+    """Which sizes are worth their steps."""
+
+    #: The size that is taken where nothing speaks against it.
+    usual: int
+    #: Seconds that a step of at most that size may take, and one of a larger size.
+    limit_s: float
+    larger_limit_s: float
+    #: Rows a second of a larger size, over those of half of it, at least.
+    worth: float
 
 
 class Timed(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +85,17 @@ class SizeTimes(msgspec.Struct, frozen=True):
     #: Of the processors' time meanwhile, what other programs used, 0 to 1.
     other_work: float = 0.0
 
+
+def _usual(name: str) -> int:
+    """The default of a setting."""
+    return settings()[name].field.default
+
+
+#: Decoding sequences of a step: with each doubling every token of every stream comes later.
+_SEATS = Rule(_usual("max_seats"), limit_s=0.2, larger_limit_s=0.2, worth=1.1)
+#: Rows of a step with prompts, which others wait for. Steps beyond the usual size come only where
+#: so many rows wait, and then end sooner for all of them: a little more a second is enough.
+_ROWS = Rule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth=1.03)
 
 #: Times the steps of an engine with these settings.
 _Time = Callable[[Config], Awaitable[SizeTimes]]
@@ -144,17 +164,18 @@ def _check_other_work(share: float) -> None:
         )
 
 
-def best_size(timed: Sequence[Timed], limit_s: float, usual: int) -> int:
-    """The largest size that is worth its step. limit_s: of a step, unless the smallest one takes
-    almost as long. usual: the size that is taken where nothing speaks against it.
-    """
+def best_size(timed: Sequence[Timed], rule: Rule) -> int:
+    """The largest size that is worth its step."""
     best = timed[0]
     most = best.rate
-    limit_s = max(limit_s, _ALMOST * best.seconds)
+    least_limit_s = _ALMOST * best.seconds
     for step in timed[1:]:
-        doublings = math.log2(step.size / best.size)
-        wanted = _AS_GOOD * most if step.size <= usual else _WORTH**doublings * best.rate
-        if step.seconds <= limit_s and step.rate >= wanted:
+        if step.size <= rule.usual:
+            limit_s, wanted = rule.limit_s, _AS_GOOD * most
+        else:
+            doublings = math.log2(step.size / best.size)
+            limit_s, wanted = rule.larger_limit_s, rule.worth**doublings * best.rate
+        if step.seconds <= max(limit_s, least_limit_s) and step.rate >= wanted:
             best = step
         most = max(most, step.rate)
     return best.size
@@ -162,27 +183,22 @@ def best_size(timed: Sequence[Timed], limit_s: float, usual: int) -> int:
 
 def _larger(times: SizeTimes, seats: int, rows: int) -> tuple[int, int]:
     """Seats and rows to measure next: twice those that are the best and quick."""
-    more_seats = _best_seats(times) == seats < _MOST_SEATS and _quick(times.decode, _DECODE_S)
-    more_rows = _best_rows(times) == rows < _MOST_ROWS and _quick(times.prompts, _PROMPTS_S)
+    more_seats = _best_seats(times) == seats < _MOST_SEATS and _quick(times.decode, _SEATS)
+    more_rows = _best_rows(times) == rows < _MOST_ROWS and _quick(times.prompts, _ROWS)
     return seats * (1 + more_seats), rows * (1 + more_rows)
 
 
-def _quick(timed: Sequence[Timed], limit_s: float) -> bool:
+def _quick(timed: Sequence[Timed], rule: Rule) -> bool:
     """Whether a step of twice the largest size may keep the limit."""
-    return timed[-1].seconds <= limit_s / 2
+    return timed[-1].seconds <= rule.larger_limit_s / 2
 
 
 def _best_seats(times: SizeTimes) -> int:
-    return best_size(times.decode, _DECODE_S, _usual("max_seats"))
+    return best_size(times.decode, _SEATS)
 
 
 def _best_rows(times: SizeTimes) -> int:
-    return best_size(times.prompts, _PROMPTS_S, _usual("token_budget"))
-
-
-def _usual(name: str) -> int:
-    """The default of a setting."""
-    return settings()[name].field.default
+    return best_size(times.prompts, _ROWS)
 
 
 def _worth_a_program(timed: Sequence[Timed], most: int) -> tuple[int, ...]:
