@@ -74,23 +74,20 @@ def measure(llm: LLM) -> SizeTimes:
     if not decode:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
     each = min(_PROMPT, longest)
-    most = pool.capacity // -(-each // pool.page_size)
-    prompts = [
-        StepCase(bucket, (), _chunks(bucket, each, min(most, bucket.seats)))
-        for bucket in buckets.mixed
-    ]
+    most = pool.capacity // pool.pages_for(each)
+    prompts = [StepCase(bucket, (), prompt_chunks(bucket, each, most)) for bucket in buckets.mixed]
     processors = own_processors()
     others = OtherWork(processors)
     decoded, prompted = tuple(_timed(llm, decode)), tuple(_timed(llm, prompts))
     return SizeTimes(len(processors), decoded, prompted, others.share())
 
 
-def _chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:
-    """(start, rows) of whole prompts of at most `each` rows, as many as the bucket holds, and at
-    most `most` of them.
+def prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:
+    """(start, rows) of prompts of `each` rows, the last one of what is left, that fill the bucket;
+    at most `most` of them.
     """
-    starts = range(0, bucket.tokens, each)[:most]
-    return tuple((0, min(each, bucket.tokens - start)) for start in starts)
+    firsts = range(0, bucket.tokens, each)[: min(most, bucket.seats)]
+    return tuple((0, min(each, bucket.tokens - first)) for first in firsts)
 
 
 def _timed(llm: LLM, cases: Sequence[StepCase]) -> Iterator[Timed]:

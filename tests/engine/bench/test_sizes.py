@@ -24,11 +24,12 @@ from jitney.engine.bench.sizes import (
     measure_sizes,
     time_apart,
 )
+from jitney.engine.bench.sizes_worker import prompt_chunks
 from jitney.engine.config.kept_sizes import FROM_MEASURED, MEASURED
 from jitney.engine.config.layers import load_layers
 from jitney.engine.config.schema import Config, EngineSection, ModelSection
 from jitney.engine.errors import JitneyError
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Bucket, make_buckets
 
 Seconds = Callable[[int], float]
 
@@ -214,6 +215,15 @@ def test_what_is_chosen_is_a_configuration(decode: Seconds, prompts: Seconds, al
     if engine.token_budget > 2 * engine.max_seats:
         limit = 0.5 if engine.token_budget <= 512 else 0.3
         assert prompts(engine.token_budget) <= max(limit, 1.5 * prompts(16))
+
+
+def test_many_prompt_rows_are_several_prompts():
+    assert prompt_chunks(Bucket(tokens=256, seats=32), 512, 100) == ((0, 256),)
+    assert prompt_chunks(Bucket(tokens=1024, seats=32), 512, 100) == ((0, 512), (0, 512))
+    assert prompt_chunks(Bucket(tokens=64, seats=16), 63, 100) == ((0, 63), (0, 1))
+    # As many as there are seats, and pages.
+    assert prompt_chunks(Bucket(tokens=2048, seats=3), 512, 100) == ((0, 512),) * 3
+    assert prompt_chunks(Bucket(tokens=2048, seats=32), 512, 2) == ((0, 512),) * 2
 
 
 def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own(
