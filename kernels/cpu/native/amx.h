@@ -26,6 +26,9 @@ namespace amx {
 
 constexpr Index kSide = 16;  // rows of a register, elements of a row of A, columns of a sum
 
+// How the registers are divided up between sums, A and B.
+enum class Layout : Index { kNone, kSquare, kLine, kStack };
+
 // What the registers hold, as LDTILECFG reads it.
 struct alignas(kLine) Shapes {
   std::uint8_t palette = 1, start = 0, unused[14] = {};
@@ -39,7 +42,8 @@ struct alignas(kLine) Shapes {
 };
 
 // The registers of one thread, which are given back at the end. Loading shapes takes as long as
-// some products, so what is held already is not loaded again.
+// some products, so what is held already is not loaded again; shapes are known by a number, since
+// comparing what was just written would wait until the sums before it are written too.
 class Registers {
  public:
   Registers() = default;
@@ -50,6 +54,9 @@ class Registers {
   // Registers 0 to 3 for sums of `first` rows (0 and 1) and of `second` (2 and 3), 4 and 5 for
   // these rows of A, 6 and 7 for B; `depth` elements at a time.
   void square(Index first, Index second, Index depth) {
+    if (holds(Layout::kSquare, first, second, depth)) {
+      return;
+    }
     Shapes shapes;
     for (int number = 0; number < 2; ++number) {
       const Index height = number == 0 ? first : second;
@@ -58,11 +65,14 @@ class Registers {
       shapes.set(4 + number, height, depth);
       shapes.set(6 + number, depth, kSide);
     }
-    hold(shapes);
+    _tile_loadconfig(&shapes);
   }
 
   // Registers 0 to 3 for sums of `height` rows, 4 for these rows of A, 5 to 7 for B.
   void line(Index height, Index depth) {
+    if (holds(Layout::kLine, height, 0, depth)) {
+      return;
+    }
     Shapes shapes;
     for (int number = 0; number < 4; ++number) {
       shapes.set(number, height, kSide);
@@ -71,28 +81,32 @@ class Registers {
     for (int number = 5; number < 8; ++number) {
       shapes.set(number, depth, kSide);
     }
-    hold(shapes);
+    _tile_loadconfig(&shapes);
   }
 
   // Registers 0 to 3 for sums of kSide rows each, 4, 5 and 7 for rows of A, 6 for B.
   void stack(Index depth) {
+    if (holds(Layout::kStack, kSide, kSide, depth)) {
+      return;
+    }
     Shapes shapes;
     for (int number = 0; number < 8; ++number) {
       shapes.set(number, kSide, number < 4 ? kSide : depth);
     }
     shapes.set(6, depth, kSide);
-    hold(shapes);
+    _tile_loadconfig(&shapes);
   }
 
  private:
-  void hold(const Shapes& shapes) {
-    if (std::memcmp(&shapes, &held_, sizeof shapes) != 0) {
-      held_ = shapes;
-      _tile_loadconfig(&held_);
-    }
+  // Whether the registers have these shapes; they are taken to have them from now on.
+  bool holds(Layout layout, Index first, Index second, Index depth) {
+    const Index wanted = ((static_cast<Index>(layout) * 32 + first) * 32 + second) * 32 + depth;
+    const bool held = wanted == held_;
+    held_ = wanted;
+    return held;
   }
 
-  Shapes held_;
+  Index held_ = 0;  // the number of the shapes; 0: none
 };
 
 // The instructions name their registers, so each product stands here for itself.

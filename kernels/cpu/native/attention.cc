@@ -57,7 +57,7 @@ struct Call {
 
 // The running softmax of one row.
 struct State {
-  float most;  // greatest score
+  float most;  // greatest score, times the factor; kHidden: no key was seen yet
   float sum;   // of its weights
 };
 
@@ -66,6 +66,23 @@ template <class Number>
 const Number* position_of(const Call& call, const std::int32_t* pages, Index position) {
   const Index row = Index{pages[position / call.page]} * call.page + position % call.page;
   return static_cast<const Number*>(call.kv) + row * call.width();
+}
+
+// What stands from element `at` on of `count` positions, `start` and those after it. It is divided
+// once: a division takes as long as all else that is done for a position.
+template <class Number>
+void find_positions(const Call& call, const std::int32_t* pages, Index start, Index count, Index at,
+                    const Number** rows) {
+  const Number* pool = static_cast<const Number*>(call.kv) + at;
+  Index page = start / call.page, offset = start % call.page;
+  for (Index j = 0; j < count; ++j) {
+    rows[j] = pool + (Index{pages[page]} * call.page + offset) * call.width();
+    ++offset;
+    if (offset == call.page) {
+      offset = 0;
+      ++page;
+    }
+  }
 }
 
 // Give the scores from `first` up to `last` no weight.
@@ -83,7 +100,7 @@ inline void cap(const Call& call, float* scores, Index count) {
     const Floats score = load(scores + i);
     const Ints sign = as_ints(score) & (1 << 31);
     const Floats magnitude = as_floats(as_ints(score) ^ sign);
-    const Floats shrunk = exp2_of_negative(magnitude * inner);
+    const Floats shrunk = exp2_of(magnitude * inner);
     const Floats capped = outer * (1.0f - shrunk) / (1.0f + shrunk);  // tanh, from exp(-2 |x|)
     store(as_floats(as_ints(capped) | sign), scores + i);
   }
@@ -99,23 +116,25 @@ void soften(float* scores, Index count, State* states, float* sums, Index size, 
             bool first) {
   const Floats wide = splat(factor);
   alignas(kLine) float shrink[kLanes] = {};  // of the rows, all powers in one vector
-  Floats totals[kSoftened];
+  Floats totals[kSoftened], offsets[kSoftened];
   for (int r = 0; r < kSoftened; ++r) {
     Floats here = load(scores + r * kPitch);
     for (Index i = kLanes; i < count; i += kLanes) {
       here = greater(here, load(scores + r * kPitch + i));
     }
     const float most = greatest(here), before = states[r].most;
-    states[r].most = before > most ? before : most;
+    const float here_most = most > kHidden ? most * factor : kHidden;
+    states[r].most = before > here_most ? before : here_most;
     shrink[r] = before - states[r].most;
+    // What no key was seen of yet weighs nothing.
+    offsets[r] = splat(states[r].most > kHidden ? -states[r].most : 0.0f);
     totals[r] = Floats{};
   }
-  store(exp2_of_negative(load(shrink) * wide), shrink);
+  store(exp2_of(load(shrink)), shrink);
   for (Index i = 0; i < count; i += kLanes) {
     for (int r = 0; r < kSoftened; ++r) {
       float* row = scores + r * kPitch;
-      const Floats weights =
-          exp2_of_negative<Weight>((load(row + i) - splat(states[r].most)) * wide);
+      const Floats weights = exp2_of<Weight>(multiply_add(load(row + i), wide, offsets[r]));
       totals[r] += weights;
       store(weights, reinterpret_cast<Weight*>(row) + i);
     }
@@ -295,27 +314,25 @@ struct Prompting {
   // kNumbers, D].
   static void read(const Call& call, Index head, const std::int32_t* pages, Index start,
                    Index count, float* keys, float* values) {
-    const Index elements = call.size / kNumbers, at = 2 * head * call.size;
-    for (Index j = 0; j < count; j += kLanes) {
-      const Turned* rows[kLanes];
-      for (Index lane = 0; lane < kLanes; ++lane) {
-        const Index position = start + std::min(j + lane, count - 1);
-        rows[lane] =
-            reinterpret_cast<const Turned*>(position_of<Number>(call, pages, position) + at);
-      }
+    const Index elements = call.size / kNumbers, whole = padded(count, kLanes);
+    const Number* rows[kChunk];
+    find_positions(call, pages, start, count, 2 * head * call.size, rows);
+    std::fill(rows + count, rows + whole, rows[count - 1]);
+    for (Index j = 0; j < whole; j += kLanes) {
       for (Index column = 0; column < elements; column += kLanes) {
         Floats square[kLanes];
-        repeat<kLanes>([&](auto lane) { square[lane] = load(rows[lane] + column); });
+        repeat<kLanes>([&](auto lane) {
+          square[lane] = load(reinterpret_cast<const Turned*>(rows[j + lane]) + column);
+        });
         transpose(square);
         repeat<kLanes>(
             [&](auto lane) { store(square[lane], keys + (column + lane) * kChunk + j); });
       }
     }
     for (Index j = 0; j < count; j += kNumbers) {
-      const Number* here = position_of<Number>(call, pages, start + j) + at + call.size;
+      const Number* here = rows[j] + call.size;
       if constexpr (kPaired<Kind>) {
-        const Number* next =
-            position_of<Number>(call, pages, start + std::min(j + 1, count - 1)) + at + call.size;
+        const Number* next = rows[std::min(j + 1, count - 1)] + call.size;
         for (Index i = 0; i < call.size; i += kLanes) {
           const Ints low = (as_ints(load(here + i)) >> 16) & 0xFFFF;
           store(as_floats(low | as_ints(load(next + i))), values + j / 2 * call.size + i);
@@ -396,7 +413,12 @@ struct BlockMemory {
 // what stands after them up to `count`.
 inline void hide_unseen(const Call& call, const Piece& piece, Index start, Index seen, Index count,
                         float* scores) {
-  const Index group = call.group();
+  const Index group = call.group(), last = piece.position + piece.count - 1;
+  const bool newest_seen = piece.position - start + 1 >= count;  // by the first row
+  const bool oldest_seen = call.window == 0 || last - call.window < start;  // by the last row
+  if (newest_seen && oldest_seen) {
+    return;
+  }
   for (Index t = 0; t < piece.count; ++t) {
     const Index here = piece.position + t - start;  // the rows' own in the chunk
     const Index from = std::max<Index>(0, std::min(here + 1, seen));
