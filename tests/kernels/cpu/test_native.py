@@ -126,6 +126,37 @@ def test_a_row_does_not_depend_on_its_batch():
         )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [(4, 2, 16), (9, 3, 64)], ids=str)
+def test_a_prompts_rows_are_the_same_bits_however_it_is_cut(
+    heads: tuple[int, int, int], dtype: str
+):
+    """Also where rows share a block with later ones, whose keys they pass without seeing any."""
+    length = 209
+    whole = make(Case(heads, (), ((length, length),), dtype=dtype, pool=dtype))
+    call = jax.jit(lambda *args: paged_attention(*args, **whole.options))
+
+    def in_chunks(*ends: int) -> np.ndarray:
+        kv, done, rows = whole.kv, 0, []
+        for end in ends:
+            meta = whole.meta._replace(
+                kv_lens=jnp.array([end], jnp.int32),
+                cu_q=jnp.array([0, end - done], jnp.int32),
+                write_rows=whole.meta.write_rows[done:end],
+                positions=whole.meta.positions[done:end],
+                counts=jnp.array([0, 1, end - done], jnp.int32),
+            )
+            here = slice(done, end)
+            o, kv = call(whole.q[here], whole.k[here], whole.v[here], kv, meta)
+            rows.append(np.asarray(o, np.float32))
+            done = end
+        return np.concatenate(rows)
+
+    expected = in_chunks(length)
+    np.testing.assert_array_equal(in_chunks(64, 128, 192, length), expected)
+    np.testing.assert_array_equal(in_chunks(50, 97, 160, length), expected)
+
+
 @pytest.mark.parametrize(
     "dtype,rows,shape",
     [
