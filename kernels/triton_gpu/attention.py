@@ -44,6 +44,63 @@ def _first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _weigh(
+    queries,
+    key,
+    at,
+    high,
+    position,
+    top,
+    k_scale,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Weights [M, BLOCK_N] of the keys of positions `at`, the rows' new tops [M], and the factors
+    [M] that bring what was summed before to these.
+    """
+    scores = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * (k_scale * SCALE)
+    if SOFTCAP > 0:
+        scores = SOFTCAP - 2.0 * SOFTCAP / (
+            tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0
+        )  # SOFTCAP * tanh
+    scores = scores * _LOG2E
+    if MASKED:
+        seen = (at[None, :] <= position[:, None]) & (at < high)[None, :]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, _HIDDEN)
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    if MASKED:
+        weights = tl.where(
+            seen, weights, 0.0
+        )  # a row that has seen nothing yet: exp2(HIDDEN - HIDDEN) is 1
+    return weights, new_top, tl.exp2(top - new_top)
+
+
+@triton.jit
+def _places_of(
+    table,
+    at,
+    high,
+    head,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Where in the pool the keys of a key head lie, of positions `at` of a sequence."""
+    if MASKED:
+        page = tl.load(table + at // PAGE, mask=at < high, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + at // PAGE).to(tl.int64)
+    return (page * PAGE + at % PAGE) * (2 * K * D) + 2 * head * D
+
+
+@triton.jit
 def sweep(
     acc,
     top,
@@ -76,41 +133,96 @@ def sweep(
     keys = low + tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         at = start - low + keys
+        cells = kv + _places_of(table, at, high, head, K, D, PAGE, MASKED)[:, None] + dims[None, :]
+        inside = (dims < D)[None, :]
         if MASKED:
-            page = tl.load(table + at // PAGE, mask=at < high, other=0).to(tl.int64)
-            inside = (at < high)[:, None] & (dims < D)[None, :]
-        else:
-            page = tl.load(table + at // PAGE).to(tl.int64)
-            inside = (dims < D)[None, :]
-        cells = (
-            kv + ((page * PAGE + at % PAGE) * (2 * K * D) + 2 * head * D)[:, None] + dims[None, :]
-        )
+            inside = (at < high)[:, None] & inside
         key = tl.load(cells, mask=inside, other=0.0).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(key), input_precision=PRECISION) * (k_scale * SCALE)
-        if SOFTCAP > 0:
-            scores = SOFTCAP - 2.0 * SOFTCAP / (
-                tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0
-            )  # SOFTCAP * tanh
-        scores = scores * _LOG2E
-        if MASKED:
-            seen = (at[None, :] <= position[:, None]) & (at < high)[None, :]
-            if WINDOW > 0:
-                seen = seen & (at[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, _HIDDEN)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        if MASKED:
-            weights = tl.where(
-                seen, weights, 0.0
-            )  # a row that has seen nothing yet: exp2(HIDDEN - HIDDEN) is 1
-        keep = tl.exp2(top - new_top)
+        weights, top, keep = _weigh(
+            queries,
+            key,
+            at,
+            high,
+            position,
+            top,
+            k_scale,
+            SCALE,
+            WINDOW,
+            SOFTCAP,
+            MASKED,
+            PRECISION,
+        )
         value = tl.load(cells + D, mask=inside, other=0.0).to(queries.dtype)
         total = total * keep + tl.sum(weights, 1)
         acc = acc * keep[:, None] + tl.dot(
             weights.to(queries.dtype), value, input_precision=PRECISION
         )
-        top = new_top
     return acc, top, total
+
+
+@triton.jit
+def sweep_pairs(
+    even,
+    odd,
+    top,
+    total,
+    queries,
+    position,
+    kv,
+    table,
+    head,
+    low,
+    high,
+    k_scale,
+    dims,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The same for a pool whose numbers are a byte each, MASKED: sums of even and of odd dims apart
+    [M, DP // 2].
+
+    Values are read two by two, as numbers of 16 bits: so 16 bytes are copied at once, as for keys,
+    where the layout that a product of single bytes wants allows 8.
+    """
+    NUMBER: tl.constexpr = kv.dtype.element_ty
+    pairs = kv.to(tl.pointer_type(tl.int16), bitcast=True)
+    halves = tl.arange(0, DP // 2)
+    keys = low + tl.arange(0, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        at = start - low + keys
+        places = _places_of(table, at, high, head, K, D, PAGE, True)
+        inside = (at < high)[:, None] & (dims < D)[None, :]
+        key = tl.load(kv + places[:, None] + dims[None, :], mask=inside, other=0.0)
+        weights, top, keep = _weigh(
+            queries,
+            key.to(queries.dtype),
+            at,
+            high,
+            position,
+            top,
+            k_scale,
+            SCALE,
+            WINDOW,
+            SOFTCAP,
+            True,
+            PRECISION,
+        )
+        inside = (at < high)[:, None] & (halves < D // 2)[None, :]
+        value = tl.load(pairs + (places[:, None] + D) // 2 + halves[None, :], mask=inside, other=0)
+        first = value.to(tl.int8).to(NUMBER, bitcast=True).to(queries.dtype)
+        second = (value >> 8).to(tl.int8).to(NUMBER, bitcast=True).to(queries.dtype)
+        total = total * keep + tl.sum(weights, 1)
+        weights = weights.to(queries.dtype)
+        even = even * keep[:, None] + tl.dot(weights, first, input_precision=PRECISION)
+        odd = odd * keep[:, None] + tl.dot(weights, second, input_precision=PRECISION)
+    return even, odd, top, total
 
 
 @triton.jit
@@ -122,6 +234,87 @@ def _load_scales(kv_scales, head, SCALED: tl.constexpr):
         k_scale = tl.load(kv_scales + 2 * head)
         v_scale = tl.load(kv_scales + 2 * head + 1)
     return k_scale, v_scale
+
+
+@triton.jit
+def _sum_part(
+    queries,
+    position,
+    kv,
+    table,
+    head,
+    low,
+    high,
+    k_scale,
+    dims,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The softmax (acc [M, DP], top, total) of the keys [low, high) of a decoding sequence."""
+    top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if PAIRED:
+        even = tl.zeros((BLOCK_M, DP // 2), tl.float32)
+        even, odd, top, total = sweep_pairs(
+            even,
+            even,
+            top,
+            total,
+            queries,
+            position,
+            kv,
+            table,
+            head,
+            low,
+            high,
+            k_scale,
+            dims,
+            K,
+            D,
+            DP,
+            PAGE,
+            BLOCK_N,
+            SCALE,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+        )
+        acc = tl.interleave(even, odd)
+    else:
+        acc = tl.zeros((BLOCK_M, DP), tl.float32)
+        acc, top, total = sweep(
+            acc,
+            top,
+            total,
+            queries,
+            position,
+            kv,
+            table,
+            head,
+            low,
+            high,
+            k_scale,
+            dims,
+            K,
+            D,
+            PAGE,
+            BLOCK_N,
+            SCALE,
+            WINDOW,
+            SOFTCAP,
+            True,
+            PRECISION,
+        )
+    return acc, top, total
 
 
 @triton.jit
@@ -154,6 +347,7 @@ def decode_attention(
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     ALONE: tl.constexpr,
+    PAIRED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One query row per decoding sequence: q [T, H, D] -> o, or partial sums where a sequence has
@@ -163,7 +357,7 @@ def decode_attention(
     inert seat costs nothing; neighbours in the list read neighbouring heads of the same pages.
     SEATS is S padded to a power of two. part_o float32 [S, H, SPLITS, DP], part_stats float32 [S,
     H, SPLITS, 2] (top, total). ALONE: the step has no prompt rows, and rows of absent sequences are
-    written as zero here.
+    written as zero here. PAIRED: the pool's numbers are a byte each.
     """
     G: tl.constexpr = H // K
     rows = tl.arange(0, BLOCK_M)
@@ -190,19 +384,12 @@ def decode_attention(
             q + (seq * H + heads)[:, None] * D + dims[None, :], mask=inside, other=0.0
         )
         k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
-        top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, DP), tl.float32)
         position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
-        table = page_table + seq * P
-        acc, top, total = sweep(
-            acc,
-            top,
-            total,
+        acc, top, total = _sum_part(
             queries,
             position,
             kv,
-            table,
+            page_table + seq * P,
             head,
             low,
             high,
@@ -210,12 +397,14 @@ def decode_attention(
             dims,
             K,
             D,
+            DP,
             PAGE,
+            BLOCK_M,
             BLOCK_N,
             SCALE,
             WINDOW,
             SOFTCAP,
-            True,
+            PAIRED,
             PRECISION,
         )
         acc = acc * v_scale

@@ -267,6 +267,7 @@ class TritonKernels:
             S=n_seqs,
             PROGRAMS=programs,
             ALONE=o is None,
+            PAIRED=kv.dtype.itemsize == 1,
             **splitting,
             **constants,
         )

@@ -81,21 +81,11 @@ _WIDE: dict[tuple[int, int, int], DecodeTiles] = {
     (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
     (89, 256, 2): DecodeTiles(32, 256, 32, 58, 4, 2),
 }
-#: Decode over pools of one byte (int8, fp8) where it is not as above: widening keys and values
-#: takes registers, and fewer programs would be resident than are launched.
-_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
-    (80, 128, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
-    (89, 64, 2): DecodeTiles(64, 256, 32, 58 * 3, 4, 3),
-    (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
-    (90, 128, 2): DecodeTiles(32, 256, 32, 132 * 3, 4, 3),
-}
-#: The same, where more than 16 query heads share a key head.
+#: The same over pools of one byte (int8, fp8), where sums of even and of odd dims take registers.
 _WIDE_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
-    (80, 64, 2): DecodeTiles(64, 256, 32, 108 * 3, 4, 3),
-    (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 2, 4, 3),
-    (90, 64, 2): DecodeTiles(64, 256, 32, 132 * 3, 4, 3),
-    (90, 128, 2): DecodeTiles(32, 256, 32, 132 * 2, 4, 3),
-    (90, 256, 2): DecodeTiles(32, 256, 32, 132, 8, 3),
+    (80, 64, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
+    (89, 64, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
+    (90, 64, 2): DecodeTiles(32, 256, 32, 132 * 3, 4, 3),
 }
 #: Rows that a narrow product takes with the tiles of a few, by bytes per activation: up to there it
 #: is bound by reading weights. float32 takes three times the registers, and has no other tiles.
@@ -135,12 +125,10 @@ def attention_tiles(
         )
     key = generation(sm), max(head_dim, 64), itemsize
     decode, prompt = ATTENTION[key]
-    wide = group > 16
-    if wide:
+    if group > 16:
         decode = _WIDE.get(key, decode)
-    if pool_itemsize == 1:
-        exceptions = _WIDE_BYTE_POOLS if wide else _BYTE_POOLS
-        decode = exceptions.get(key, decode)
+        if pool_itemsize == 1:
+            decode = _WIDE_BYTE_POOLS.get(key, decode)
     return decode, prompt
 
 

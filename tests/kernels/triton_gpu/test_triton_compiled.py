@@ -5,6 +5,7 @@ spills, all fits.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,20 @@ def test_as_many_programs_are_resident_for_every_pool(sm: int, dim: int, group: 
     if sm == 80 and pool == "float8_e4m3fn":
         pytest.skip("A100 has no fp8")
     check_residency(sm, dim, group, pool)
+
+
+@pytest.mark.parametrize("sm,dim,pool", [(90, 128, "float8_e4m3fn"), (80, 64, "int8")])
+def test_keys_and_values_of_single_bytes_are_copied_16_bytes_at_a_time(
+    sm: int, dim: int, pool: str
+):
+    """The rest, 4 bytes at a time, are numbers of pages."""
+    call = next(
+        call
+        for call in launches(sm, dim, "bfloat16", pool)
+        if call.kernel.__name__ == "decode_attention"
+    )
+    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+)", compile_call(call, sm).ptx)
+    assert set(copied) == {"0x4", "0x10"}
 
 
 #: In a process of its own: with a PTX version that is too old for a card, LLVM ends the process.
