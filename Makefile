@@ -52,6 +52,8 @@ serve: $(SERVE)
 # have few tests and would else come last. All of it runs on the CPU, also beside a GPU, for whose memory the processes
 # would fight. One process, for a debugger: ARGS="-n 0".
 test: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),cpu)
+# The testing processes are as many as there are processors and more: numpy's own threads would wait for each other.
+test: export OPENBLAS_NUM_THREADS := 1
 test: $(DEV)
 	@testers=$$($(BIN)/python -c 'import os; print(min(6, 2 + (os.cpu_count() or 1)))'); \
 	$(BIN)/python -m pytest -n $$testers --dist loadfile --no-loadscope-reorder $(ARGS)
