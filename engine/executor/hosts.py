@@ -19,13 +19,12 @@ from jax import Array
 from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.executor.inputs import MaskedRows
 from jitney.engine.executor.program import StepOutput
-from jitney.engine.executor.runner import LaunchedStep, Runner
+from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.sampling import Sampled
 from jitney.engine.hosts import messages
 from jitney.engine.hosts.link import FirstHost, OtherHost
 from jitney.engine.hosts.messages import Board, Choose, PackedArray, Step
 from jitney.engine.scheduler.buckets import Bucket
-from jitney.engine.scheduler.plan import StepResult
 
 
 class LeadingRunner(Runner):
@@ -58,17 +57,12 @@ class LeadingRunner(Runner):
         self._tell(Choose(picked, heads, masks))
         return super().run_choice(logits, numbers, upload)
 
-    def fetch(self, ticket: LaunchedStep) -> StepResult:
-        try:
-            return super().fetch(ticket)
-        except Exception:
-            # A device that waits for a lost host fails in its own words.
-            if self._hosts is not None:
-                self._hosts.wait_for_loss()
-            raise
-
     def restore(self, error: Exception) -> None:
         """Whether a step failed on all hosts alike nobody knows, so all start anew."""
+        # A device that waits for a lost host fails in its own words, when the step's results are
+        # fetched or already when the next one is launched.
+        if self._hosts is not None:
+            self._hosts.wait_for_loss()
         raise EngineDead(
             f"a step failed ({type(error).__name__}), and several hosts do not go on after that"
         ) from error

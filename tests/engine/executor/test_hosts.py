@@ -131,15 +131,16 @@ def test_several_hosts_do_not_sleep(core: EngineCore):
     assert len(served(core, SamplingParams(temperature=0.0, max_tokens=2))) == 2
 
 
+@pytest.mark.parametrize("part", ["launch", "fetch"])
 def test_a_step_that_fails_ends_the_engine(
-    core: EngineCore, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    core: EngineCore, wire: Wire, monkeypatch: pytest.MonkeyPatch, part: str
 ):
     """The loss of a host, which the device tells in its own words, is given time to be noticed."""
 
-    def broken(self: Runner, ticket: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("connection closed by peer")
 
-    monkeypatch.setattr(Runner, "fetch", broken)
+    monkeypatch.setattr(Runner, part, broken)
     before = wire.losses_waited_for
     with pytest.raises(EngineDead, match=r"a step failed \(RuntimeError\), and several hosts"):
         served(core, SamplingParams(temperature=0.0, max_tokens=2))
