@@ -22,10 +22,11 @@ import msgspec
 from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, first_model, open_client
 from jitney.engine.bench.load import LoadResult, run_load
 from jitney.engine.bench.online import read_about
-from jitney.engine.bench.peer_process import Peer, free_port, serving
+from jitney.engine.bench.peer_process import Peer, serving
 from jitney.engine.bench.text import prompt_ids
 from jitney.engine.errors import JitneyError
 from jitney.engine.machine import cpu_name
+from jitney.engine.ports import free_port
 from jitney.engine.report.page import Table
 from jitney.engine.report.tables import markdown_lines
 from jitney.engine.simulation.workload import (

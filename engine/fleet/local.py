@@ -11,10 +11,8 @@ import asyncio
 import itertools
 import logging
 import os
-import random
 import secrets
 import signal
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -31,6 +29,7 @@ from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
+from jitney.engine.ports import free_port
 from jitney.engine.process.children import child_environ, end_child, start_child
 
 _log = logging.getLogger("jitney.fleet")
@@ -44,8 +43,6 @@ _MEASURED = "measured_sizes"
 _BACKOFF_S, _WINDOW_S, _MOST_RESTARTS = (0.5, 30.0), 600.0, 5
 #: Seconds beyond the drain's that an engine gets to end.
 _GRACE_S = 10.0
-#: Ports below those that systems give to connections that go out, and how many of them are tried.
-_QUIET_PORTS, _TRIED_PORTS = range(20_000, 32_768), 50
 #: Seconds between two looks at whether an engine is ready.
 _LOOK_S = 0.1
 
@@ -277,17 +274,3 @@ def engine_keys(users: Sequence[str], admins: Sequence[str]) -> tuple[str, dict[
 def _ports(first: int) -> Iterator[int]:
     """One for each engine; 0: any free one."""
     return itertools.count(first) if first else itertools.repeat(0)
-
-
-def free_port(host: str = LOCALHOST) -> int:
-    """One that nobody has now at this address of ours, and that no connection gets by itself in the
-    seconds until an engine listens on it.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in random.sample(_QUIET_PORTS, _TRIED_PORTS):
-        with socket.socket(family) as probe, suppress(OSError):
-            probe.bind((host, port))
-            return port
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

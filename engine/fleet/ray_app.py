@@ -33,17 +33,13 @@ from jitney.engine.fleet.autoscaling import LOAD, SEATS, WAIT, WaitPolicy
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.ingress import create_ingress
-from jitney.engine.fleet.local import (
-    ENGINE_MODULE,
-    engine_arguments,
-    engine_keys,
-    free_port,
-)
+from jitney.engine.fleet.local import ENGINE_MODULE, engine_arguments, engine_keys
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
+from jitney.engine.ports import free_port
 from jitney.engine.process.children import child_environ, end_child, start_child
 
 _log = logging.getLogger("jitney.fleet")

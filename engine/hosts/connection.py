@@ -88,10 +88,3 @@ def listen(coordinator: str) -> socket.socket:
             f"coordinator {coordinator} must be an address of the first host, and free: "
             f"{error.strerror or error}"
         ) from None
-
-
-def free_port(coordinator: str) -> int:
-    """One that nobody listens on at the coordinator's address."""
-    host, _ = split_address(coordinator)
-    with listen(f"[{host}]:0") as found:
-        return found.getsockname()[1]

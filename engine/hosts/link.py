@@ -26,11 +26,11 @@ from jitney.engine.hosts.connection import (
     SILENT_S,
     STRANGERS_MOST,
     Connection,
-    free_port,
     listen,
     split_address,
 )
 from jitney.engine.hosts.messages import Agreed, Beat, Goodbye, Hello, Refused, Say, Welcome
+from jitney.engine.ports import free_port
 from jitney.engine.worker_pipe import framed
 
 log = logging.getLogger("jitney.hosts")
@@ -300,10 +300,10 @@ def gather(coordinator: str, n_hosts: int, own: Hello, report: Report, lost: Los
         except BaseException:
             waiting.close()
             raise
-    port = free_port(coordinator)
+    host, _ = split_address(coordinator)
+    port = free_port(host)
     for connection in waiting.connections.values():
         connection.send(Welcome(port))
-    host, _ = split_address(coordinator)
     return FirstHost(waiting.connections, _address(host, port), lost)
 
 

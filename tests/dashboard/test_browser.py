@@ -13,7 +13,6 @@ from msgspec import structs
 from page_browser import (
     endpoint,
     figures,
-    free_port,
     press,
     says,
     served,
@@ -27,6 +26,7 @@ from page_browser import (
 from jitney.dashboard import create_dashboard
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.messages import CanaryFinding, Progress
+from jitney.engine.ports import free_port
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import KernelProof, Seat
 

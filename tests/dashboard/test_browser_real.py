@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from page_browser import free_port, state, tells
+from page_browser import state, tells
+
+from jitney.engine.ports import free_port
 
 FLAGS = (
     "tiny-random",

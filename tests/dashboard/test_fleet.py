@@ -14,7 +14,6 @@ import httpx
 import msgspec
 import pytest
 from api_fakes import call, run, served
-from page_browser import free_port
 from page_browser import served as served_at
 from page_fakes import browser
 from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, urls_of
@@ -33,6 +32,7 @@ from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.errors import ConfigError
 from jitney.engine.messages import Progress
+from jitney.engine.ports import free_port
 
 USER = Identity(Role.USER, "somebody")
 #: Seconds until a test gives up.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -76,12 +75,6 @@ def served(app: Any, port: int = 0) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def endpoint(client: Any, port: int = 0) -> contextlib.AbstractContextManager[str]:

@@ -17,7 +17,7 @@ import openai
 import pytest
 from api_fakes import FakeClient, Script, make_app, until
 from batch_files import CHATS, COMPLETIONS, EMBEDDINGS, answers, begin, ended, jsonl, line
-from batch_process import free_port, serving_process
+from batch_process import serving_process
 from openai import OpenAI
 
 from jitney.engine.api.batches.execution import LineExecutor
@@ -25,6 +25,7 @@ from jitney.engine.api.batches.offline import Counts, OfflineRun, lines_of
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.errors import ConfigError
+from jitney.engine.ports import free_port
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
-from batch_process import free_port, serving_process
+from batch_process import serving_process
 from openai import OpenAI
 from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
@@ -25,6 +25,7 @@ from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.records import Asked, Job
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ErrorInfo
+from jitney.engine.ports import free_port
 
 CHATS = "/v1/chat/completions"
 OVER = ("completed", "failed", "cancelled", "expired")

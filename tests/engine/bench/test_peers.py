@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from places import SUPPORT
 
-from jitney.engine.bench.peer_process import Peer, free_port, ours, serving, vllm
+from jitney.engine.bench.peer_process import Peer, ours, serving, vllm
 from jitney.engine.bench.peers import (
     OUTPUTS,
     PROMPTS,
@@ -30,6 +30,7 @@ from jitney.engine.bench.peers import (
 from jitney.engine.cli import main
 from jitney.engine.cli.bench_peers import remarks
 from jitney.engine.machine import cpu_name
+from jitney.engine.ports import free_port
 
 FAKE = str(SUPPORT / "fake_engine.py")
 

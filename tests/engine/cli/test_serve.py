@@ -11,7 +11,6 @@ import queue
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
+from jitney.engine.ports import free_port
 
 FLAGS = (
     "tiny-random",
@@ -57,8 +58,7 @@ class Serving:
     """
 
     def __init__(self, cache: Path, *flags: str):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         code = "import sys; from jitney.engine.cli import main; sys.exit(main())"
         environ = {
             name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")

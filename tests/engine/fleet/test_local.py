@@ -21,7 +21,7 @@ from jitney.engine.fleet import local
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.ingress import create_ingress
-from jitney.engine.fleet.local import LocalEngines, engine_arguments, free_port
+from jitney.engine.fleet.local import LocalEngines, engine_arguments
 from jitney.engine.fleet.sections import ReplicasSection
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -195,8 +195,3 @@ def test_the_command_refuses_what_is_wrong_in_one_line(
     said = capsys.readouterr().err
     assert "[models.m] replica is unknown; did you mean replicas?" in said
     assert said.count("\n") == 1
-
-
-def test_an_engines_port_is_none_that_a_connection_gets_by_itself():
-    ports = {free_port() for _ in range(20)}
-    assert len(ports) > 10 and all(20_000 <= port < 32_768 for port in ports)

@@ -15,11 +15,11 @@ import httpx
 import psutil
 import pytest
 from fleet_engines import CHAT, said
-from free_ports import free_port
 
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import read_fleet
+from jitney.engine.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("JITNEY_TEST_RAY") != "1", reason="a cluster of its own: make test-ray"

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from free_ports import free_port
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.hosts import connection, link
 from jitney.engine.hosts.link import FirstHost, OtherHost, gather, join
 from jitney.engine.hosts.messages import Goodbye, Hello, PackedArray, Step
+from jitney.engine.ports import free_port
 from jitney.engine.worker_pipe import framed
 
 LIMIT_S = 30.0

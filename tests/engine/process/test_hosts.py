@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from free_ports import free_port
 
 from jitney.engine import LLM
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import RequestError
+from jitney.engine.ports import free_port
 from jitney.engine.process.stream import Stream
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.text.tokenizer import load_tokenizer
