@@ -9,8 +9,6 @@
 // system saves them while somebody holds them.
 #pragma once
 
-#include <cstring>
-
 #include "tiles.h"
 
 namespace jitney {
@@ -27,7 +25,7 @@ namespace amx {
 constexpr Index kSide = 16;  // rows of a register, elements of a row of A, columns of a sum
 
 // How the registers are divided up between sums, A and B.
-enum class Layout : Index { kNone, kSquare, kLine, kStack };
+enum class Layout : Index { kSquare = 1, kLine, kStack };
 
 // What the registers hold, as LDTILECFG reads it.
 struct alignas(kLine) Shapes {
@@ -54,7 +52,7 @@ class Registers {
   // Registers 0 to 3 for sums of `first` rows (0 and 1) and of `second` (2 and 3), 4 and 5 for
   // these rows of A, 6 and 7 for B; `depth` elements at a time.
   void square(Index first, Index second, Index depth) {
-    if (holds(Layout::kSquare, first, second, depth)) {
+    if (take(Layout::kSquare, first, second, depth)) {
       return;
     }
     Shapes shapes;
@@ -70,7 +68,7 @@ class Registers {
 
   // Registers 0 to 3 for sums of `height` rows, 4 for these rows of A, 5 to 7 for B.
   void line(Index height, Index depth) {
-    if (holds(Layout::kLine, height, 0, depth)) {
+    if (take(Layout::kLine, height, 0, depth)) {
       return;
     }
     Shapes shapes;
@@ -86,7 +84,7 @@ class Registers {
 
   // Registers 0 to 3 for sums of kSide rows each, 4, 5 and 7 for rows of A, 6 for B.
   void stack(Index depth) {
-    if (holds(Layout::kStack, kSide, kSide, depth)) {
+    if (take(Layout::kStack, kSide, kSide, depth)) {
       return;
     }
     Shapes shapes;
@@ -98,12 +96,11 @@ class Registers {
   }
 
  private:
-  // Whether the registers have these shapes; they are taken to have them from now on.
-  bool holds(Layout layout, Index first, Index second, Index depth) {
-    const Index wanted = ((static_cast<Index>(layout) * 32 + first) * 32 + second) * 32 + depth;
-    const bool held = wanted == held_;
-    held_ = wanted;
-    return held;
+  // Notes which shapes the registers are to have from now on; whether they have them already.
+  bool take(Layout layout, Index first, Index second, Index depth) {
+    const Index before = held_;
+    held_ = ((static_cast<Index>(layout) * 32 + first) * 32 + second) * 32 + depth;
+    return held_ == before;
   }
 
   Index held_ = 0;  // the number of the shapes; 0: none

@@ -68,12 +68,13 @@ const Number* position_of(const Call& call, const std::int32_t* pages, Index pos
   return static_cast<const Number*>(call.kv) + row * call.width();
 }
 
-// What stands from element `at` on of `count` positions, `start` and those after it. It is divided
-// once: a division takes as long as all else that is done for a position.
+// The elements of `count` positions, `start` and those after it, and those of the last one again
+// until there are `whole`. It is divided once: a division takes as long as all else that is done
+// for a position.
 template <class Number>
-void find_positions(const Call& call, const std::int32_t* pages, Index start, Index count, Index at,
-                    const Number** rows) {
-  const Number* pool = static_cast<const Number*>(call.kv) + at;
+void find_positions(const Call& call, const std::int32_t* pages, Index start, Index count,
+                    Index whole, const Number** rows) {
+  const Number* pool = static_cast<const Number*>(call.kv);
   Index page = start / call.page, offset = start % call.page;
   for (Index j = 0; j < count; ++j) {
     rows[j] = pool + (Index{pages[page]} * call.page + offset) * call.width();
@@ -83,6 +84,7 @@ void find_positions(const Call& call, const std::int32_t* pages, Index start, In
       ++page;
     }
   }
+  std::fill(rows + count, rows + whole, rows[count - 1]);
 }
 
 // Give the scores from `first` up to `last` no weight.
@@ -234,9 +236,10 @@ struct RowMemory {
 template <class Number>
 void copy_span(const Call& call, const std::int32_t* pages, Index start, Index count, Number* to) {
   const Index width = call.width();
+  const Number* rows[kSpan];
+  find_positions(call, pages, start, count, kSpan, rows);
   for (Index j = 0; j < kSpan; ++j) {
-    const Number* from = position_of<Number>(call, pages, start + std::min(j, count - 1));
-    std::memcpy(to + j * width, from, width * sizeof(Number));
+    std::memcpy(to + j * width, rows[j], width * sizeof(Number));
   }
 }
 
@@ -315,14 +318,14 @@ struct Prompting {
   static void read(const Call& call, Index head, const std::int32_t* pages, Index start,
                    Index count, float* keys, float* values) {
     const Index elements = call.size / kNumbers, whole = padded(count, kLanes);
+    const Index key = 2 * head * call.size, value = key + call.size;
     const Number* rows[kChunk];
-    find_positions(call, pages, start, count, 2 * head * call.size, rows);
-    std::fill(rows + count, rows + whole, rows[count - 1]);
+    find_positions(call, pages, start, count, whole, rows);
     for (Index j = 0; j < whole; j += kLanes) {
       for (Index column = 0; column < elements; column += kLanes) {
         Floats square[kLanes];
         repeat<kLanes>([&](auto lane) {
-          square[lane] = load(reinterpret_cast<const Turned*>(rows[j + lane]) + column);
+          square[lane] = load(reinterpret_cast<const Turned*>(rows[j + lane] + key) + column);
         });
         transpose(square);
         repeat<kLanes>(
@@ -330,9 +333,9 @@ struct Prompting {
       }
     }
     for (Index j = 0; j < count; j += kNumbers) {
-      const Number* here = rows[j] + call.size;
+      const Number* here = rows[j] + value;
       if constexpr (kPaired<Kind>) {
-        const Number* next = rows[std::min(j + 1, count - 1)] + call.size;
+        const Number* next = rows[j + 1] + value;
         for (Index i = 0; i < call.size; i += kLanes) {
           const Ints low = (as_ints(load(here + i)) >> 16) & 0xFFFF;
           store(as_floats(low | as_ints(load(next + i))), values + j / 2 * call.size + i);
