@@ -101,68 +101,33 @@ def _places_of(
 
 
 @triton.jit
-def sweep(
-    acc,
-    top,
-    total,
-    queries,
-    position,
+def _load_pairs(
     kv,
-    table,
-    head,
-    low,
-    high,
-    k_scale,
-    dims,
-    K: tl.constexpr,
+    places,
+    known,
+    kind: tl.constexpr,
     D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DP: tl.constexpr,
 ):
-    """Add the keys [low, high) of one sequence and key head to the running softmax (acc, top,
-    total) of a tile.
+    """Values of a pool whose numbers are a byte each, as `kind`: even and odd dims apart, [BLOCK_N,
+    DP // 2] each.
 
-    queries [M, DP], position [M], table points at the sequence's pages. MASKED: a row may not see
-    all of these keys, or high is no multiple of BLOCK_N.
+    They are read two by two, as numbers of 16 bits: so 16 bytes are copied at once, as for keys,
+    where the layout that a product of single bytes wants allows 8.
     """
-    keys = low + tl.arange(0, BLOCK_N)
-    for start in range(low, high, BLOCK_N):
-        at = start - low + keys
-        cells = kv + _places_of(table, at, high, head, K, D, PAGE, MASKED)[:, None] + dims[None, :]
-        inside = (dims < D)[None, :]
-        if MASKED:
-            inside = (at < high)[:, None] & inside
-        key = tl.load(cells, mask=inside, other=0.0).to(queries.dtype)
-        weights, top, keep = _weigh(
-            queries,
-            key,
-            at,
-            high,
-            position,
-            top,
-            k_scale,
-            SCALE,
-            WINDOW,
-            SOFTCAP,
-            MASKED,
-            PRECISION,
-        )
-        value = tl.load(cells + D, mask=inside, other=0.0).to(queries.dtype)
-        total = total * keep + tl.sum(weights, 1)
-        acc = acc * keep[:, None] + tl.dot(
-            weights.to(queries.dtype), value, input_precision=PRECISION
-        )
-    return acc, top, total
+    NUMBER: tl.constexpr = kv.dtype.element_ty
+    pairs = kv.to(tl.pointer_type(tl.int16), bitcast=True)
+    halves = tl.arange(0, DP // 2)
+    cells = pairs + (places[:, None] + D) // 2 + halves[None, :]
+    both = tl.load(cells, mask=known[:, None] & (halves < D // 2)[None, :], other=0)
+    even = both.to(tl.int8).to(NUMBER, bitcast=True).to(kind)
+    odd = (both >> 8).to(tl.int8).to(NUMBER, bitcast=True).to(kind)
+    return even, odd
 
 
 @triton.jit
-def sweep_pairs(
-    even,
+def sweep(
+    acc,
     odd,
     top,
     total,
@@ -183,26 +148,30 @@ def sweep_pairs(
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PAIRED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same for a pool whose numbers are a byte each, MASKED: sums of even and of odd dims apart
-    [M, DP // 2].
+    """Add the keys [low, high) of one sequence and key head to the running softmax (acc, odd, top,
+    total) of a tile.
 
-    Values are read two by two, as numbers of 16 bits: so 16 bytes are copied at once, as for keys,
-    where the layout that a product of single bytes wants allows 8.
+    queries [M, DP], position [M], table points at the sequence's pages. MASKED: a row may not see
+    all of these keys, or high is no multiple of BLOCK_N. PAIRED: the pool's numbers are a byte
+    each, acc has the sums of even dims and odd those of the others, [M, DP // 2] each; else acc has
+    all of them, [M, DP], and odd is returned as it came.
     """
-    NUMBER: tl.constexpr = kv.dtype.element_ty
-    pairs = kv.to(tl.pointer_type(tl.int16), bitcast=True)
-    halves = tl.arange(0, DP // 2)
     keys = low + tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         at = start - low + keys
-        places = _places_of(table, at, high, head, K, D, PAGE, True)
-        inside = (at < high)[:, None] & (dims < D)[None, :]
-        key = tl.load(kv + places[:, None] + dims[None, :], mask=inside, other=0.0)
+        places = _places_of(table, at, high, head, K, D, PAGE, MASKED)
+        cells = kv + places[:, None] + dims[None, :]
+        inside = (dims < D)[None, :]
+        if MASKED:
+            inside = (at < high)[:, None] & inside
+        key = tl.load(cells, mask=inside, other=0.0).to(queries.dtype)
         weights, top, keep = _weigh(
             queries,
-            key.to(queries.dtype),
+            key,
             at,
             high,
             position,
@@ -211,18 +180,19 @@ def sweep_pairs(
             SCALE,
             WINDOW,
             SOFTCAP,
-            True,
+            MASKED,
             PRECISION,
         )
-        inside = (at < high)[:, None] & (halves < D // 2)[None, :]
-        value = tl.load(pairs + (places[:, None] + D) // 2 + halves[None, :], mask=inside, other=0)
-        first = value.to(tl.int8).to(NUMBER, bitcast=True).to(queries.dtype)
-        second = (value >> 8).to(tl.int8).to(NUMBER, bitcast=True).to(queries.dtype)
+        if PAIRED:
+            value, other = _load_pairs(kv, places, at < high, queries.dtype, D, DP)
+        else:
+            value = tl.load(cells + D, mask=inside, other=0.0).to(queries.dtype)
         total = total * keep + tl.sum(weights, 1)
         weights = weights.to(queries.dtype)
-        even = even * keep[:, None] + tl.dot(weights, first, input_precision=PRECISION)
-        odd = odd * keep[:, None] + tl.dot(weights, second, input_precision=PRECISION)
-    return even, odd, top, total
+        acc = acc * keep[:, None] + tl.dot(weights, value, input_precision=PRECISION)
+        if PAIRED:
+            odd = odd * keep[:, None] + tl.dot(weights, other, input_precision=PRECISION)
+    return acc, odd, top, total
 
 
 @triton.jit
@@ -262,58 +232,36 @@ def _sum_part(
     """The softmax (acc [M, DP], top, total) of the keys [low, high) of a decoding sequence."""
     top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    WIDTH: tl.constexpr = DP // 2 if PAIRED else DP
+    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    acc, odd, top, total = sweep(
+        acc,
+        acc,
+        top,
+        total,
+        queries,
+        position,
+        kv,
+        table,
+        head,
+        low,
+        high,
+        k_scale,
+        dims,
+        K,
+        D,
+        DP,
+        PAGE,
+        BLOCK_N,
+        SCALE,
+        WINDOW,
+        SOFTCAP,
+        True,
+        PAIRED,
+        PRECISION,
+    )
     if PAIRED:
-        even = tl.zeros((BLOCK_M, DP // 2), tl.float32)
-        even, odd, top, total = sweep_pairs(
-            even,
-            even,
-            top,
-            total,
-            queries,
-            position,
-            kv,
-            table,
-            head,
-            low,
-            high,
-            k_scale,
-            dims,
-            K,
-            D,
-            DP,
-            PAGE,
-            BLOCK_N,
-            SCALE,
-            WINDOW,
-            SOFTCAP,
-            PRECISION,
-        )
-        acc = tl.interleave(even, odd)
-    else:
-        acc = tl.zeros((BLOCK_M, DP), tl.float32)
-        acc, top, total = sweep(
-            acc,
-            top,
-            total,
-            queries,
-            position,
-            kv,
-            table,
-            head,
-            low,
-            high,
-            k_scale,
-            dims,
-            K,
-            D,
-            PAGE,
-            BLOCK_N,
-            SCALE,
-            WINDOW,
-            SOFTCAP,
-            True,
-            PRECISION,
-        )
+        acc = tl.interleave(acc, odd)
     return acc, top, total
 
 
@@ -557,7 +505,8 @@ def prompt_attention(
         whole = tl.maximum(before + skip - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     else:
         whole = (before + skip + 1) // BLOCK_N * BLOCK_N  # keys that all rows see
-        acc, top, total = sweep(
+        acc, _, top, total = sweep(
+            acc,
             acc,
             top,
             total,
@@ -572,15 +521,18 @@ def prompt_attention(
             dims,
             K,
             D,
+            DP,
             PAGE,
             BLOCK_N,
             SCALE,
             WINDOW,
             SOFTCAP,
             False,
+            False,
             PRECISION,
         )
-    acc, top, total = sweep(
+    acc, _, top, total = sweep(
+        acc,
         acc,
         top,
         total,
@@ -595,12 +547,14 @@ def prompt_attention(
         dims,
         K,
         D,
+        DP,
         PAGE,
         BLOCK_N,
         SCALE,
         WINDOW,
         SOFTCAP,
         True,
+        False,
         PRECISION,
     )
     done = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -122,13 +122,18 @@ def test_odd_groups_and_pages(sm: int, group: int, dim: int, page: int):
 REGISTERS, SHARED_IN_ALL = 65536, {80: 164 << 10, 89: 100 << 10, 90: 228 << 10}
 
 
-def check_residency(sm: int, dim: int, group: int, pool: str) -> None:
-    """Decode launches no more programs than a multiprocessor holds at once: one wave."""
-    call = next(
+def decode_call(sm: int, dim: int, pool: str, group: int = 4) -> Call:
+    """The launch of decode attention over a pool of these numbers."""
+    return next(
         call
         for call in launches(sm, dim, "bfloat16", pool, group=group)
         if call.kernel.__name__ == "decode_attention"
     )
+
+
+def check_residency(sm: int, dim: int, group: int, pool: str) -> None:
+    """Decode launches no more programs than a multiprocessor holds at once: one wave."""
+    call = decode_call(sm, dim, pool, group)
     made, resident = compile_call(call, sm), call.grid[0] // PROCESSORS[sm]
     assert made.spilled == 0
     assert resident * -(-made.registers // 8) * 8 * 32 * call.warps <= REGISTERS
@@ -169,12 +174,8 @@ def test_keys_and_values_of_single_bytes_are_copied_16_bytes_at_a_time(
     sm: int, dim: int, pool: str
 ):
     """The rest, 4 bytes at a time, are numbers of pages."""
-    call = next(
-        call
-        for call in launches(sm, dim, "bfloat16", pool)
-        if call.kernel.__name__ == "decode_attention"
-    )
-    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+)", compile_call(call, sm).ptx)
+    made = compile_call(decode_call(sm, dim, pool), sm)
+    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+)", made.ptx)
     assert set(copied) == {"0x4", "0x10"}
 
 
