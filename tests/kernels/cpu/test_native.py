@@ -20,6 +20,9 @@ from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import KernelError
 from jitney.kernels.select import select
 
+#: No test here asks how fast XLA's part is.
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASES = {
     "decode, three query heads a key head": Case((9, 3, 64), (5, 100, 200, 333)),
     "decode, absent sequences": Case((4, 4, 32), (1, 250), rows=8, seqs=8, page=8, pages=64),
