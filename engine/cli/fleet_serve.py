@@ -199,13 +199,15 @@ class _Serving:
         drained = asyncio.create_task(self.fleet.drained())
         again = asyncio.create_task(self.signals.get())
         await asyncio.wait((drained, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        drained.cancel()
-        again.cancel()
-        if again.done() and not again.cancelled():
+        for task in (drained, again):
+            task.cancel()
+        await asyncio.wait((drained, again))
+        if not again.cancelled():
             self.web.force_exit = True
             self.engines.kill()
             return 128 + again.result()
-        return 0 if self.fleet.is_idle else 1
+        # Not whether none is open: one that came meanwhile is about to be refused.
+        return 1 if drained.cancelled() else 0
 
     async def _close(self, web: asyncio.Task[None]) -> None:
         self.web.should_exit = True

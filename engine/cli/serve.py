@@ -11,10 +11,10 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jitney.engine.cli.descriptors import (
     connections_within,
@@ -274,13 +274,14 @@ class _Server:
         """
         limit = self.config.server.drain_s
         self._begin_drain(limit)
-        service = self.app.state.service
-        second = await self._second_signal(service.drained(), limit)
+        drained = asyncio.create_task(self.app.state.service.drained())
+        second = await self._second_signal(drained, limit)
         if second is not None:
             self.client.kill()
             self.web.force_exit = True
             return 128 + second
-        if service.is_idle:
+        # Not whether none is open: one that came meanwhile is about to be refused.
+        if not drained.cancelled():
             return 0
         _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
         return 1
@@ -291,18 +292,16 @@ class _Server:
         self.client.drain()
         _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
 
-    async def _second_signal(self, drained: Coroutine[Any, Any, None], limit: float) -> int | None:
-        """Wait for the drain's end, at most `limit` seconds. The number of a signal that came
-        meanwhile, else None.
+    async def _second_signal(self, drained: asyncio.Task[None], limit: float) -> int | None:
+        """Wait for the drain's end, at most `limit` seconds, and cancel it then. The number of a
+        signal that came meanwhile, else None.
         """
-        done = asyncio.create_task(drained)
         again = asyncio.create_task(self.signals.get())
-        await asyncio.wait((done, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        done.cancel()
-        again.cancel()
-        if again.done() and not again.cancelled():
-            return again.result()
-        return None
+        await asyncio.wait((drained, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drained, again):
+            task.cancel()
+        await asyncio.wait((drained, again))
+        return None if again.cancelled() else again.result()
 
 
 def _put_aside() -> None:
