@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jitney.engine.checkpoints.families import FAMILIES
+
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 COUNTS = (1, 8, 2, 4)
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -55,7 +57,7 @@ def row_of(family: str, results: dict[str, np.ndarray]) -> tuple[str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    families = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
+    families = [family.name for family in FAMILIES.values()]
     parser.add_argument("--families", nargs="+", default=families)
     args = parser.parse_args()
     print("| family | characters | 2 | 4 | 8 | all-reduces | all-gathers | widest |")

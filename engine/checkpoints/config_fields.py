@@ -15,6 +15,7 @@ MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 26
+MAX_EXPERTS = 1 << 12
 
 
 class Fields:

@@ -12,12 +12,13 @@ from typing import Any
 
 from jitney.engine.checkpoints.config_fields import (
     MAX_CONTEXT,
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
     Fields,
 )
-from jitney.engine.checkpoints.model_config import Activation, ModelConfig
+from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, ModelConfig
 from jitney.engine.checkpoints.rope_config import extended_context, hf_rope
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonDict, JsonObject
@@ -141,6 +142,37 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
         return typed
     first = min(fields.integer("max_window_layers", 0, MAX_LAYERS, default=28), layers)
     return (0,) * first + (_window(fields),) * (layers - first)
+
+
+def _qwen3_moe(values: JsonObject) -> ModelConfig:
+    """Qwen3's mixtures. Files of transformers 5 say num_local_experts, older ones num_experts."""
+    fields, _ = _qwen(values)
+    dense = fields.get("mlp_only_layers") or []
+    if dense != [] or fields.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1) != 1:
+        raise ModelError(
+            "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
+            "layers with them are not supported"
+        )
+    count = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
+    inner = fields.integer("moe_intermediate_size", 1, MAX_WIDTH, default=768)
+    experts = ExpertsConfig(
+        fields.integer(count, 1, MAX_EXPERTS, default=128),
+        fields.integer("num_experts_per_tok", 1, MAX_EXPERTS, default=8),
+        fields.flag("norm_topk_prob"),
+    )
+    return replace(_qwen3(values), intermediate_size=inner, experts=experts)
+
+
+def _mixtral(values: JsonObject) -> ModelConfig:
+    fields, config = read_decoder(
+        values, max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5
+    )
+    experts = ExpertsConfig(
+        fields.integer("num_local_experts", 1, MAX_EXPERTS, default=8),
+        fields.integer("num_experts_per_tok", 1, MAX_EXPERTS, default=2),
+        renormalised=True,
+    )
+    return replace(config, windows=(_window(fields),) * config.n_layers, experts=experts)
 
 
 def _gemma2(values: JsonObject) -> ModelConfig:
@@ -289,6 +321,10 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family("mistral", _mistral, None, {"windows": (32, 32)}),
     "Qwen2ForCausalLM": Family("qwen2", _qwen2, _gguf_plain, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3, _gguf_plain, {"qk_norm": True}),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe", _qwen3_moe, None, {"qk_norm": True, "experts": ExpertsConfig(8, 2, True)}
+    ),
+    "MixtralForCausalLM": Family("mixtral", _mixtral, None, {"experts": ExpertsConfig(4, 2, True)}),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         _gemma2,

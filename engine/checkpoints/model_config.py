@@ -43,6 +43,23 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A feed-forward that is a mixture: of many alike, each token goes through a few."""
+
+    n_experts: int
+    #: Of them, those that a token goes through.
+    n_chosen: int
+    #: The weights of the chosen ones add up to 1; else they are shares of all.
+    renormalised: bool
+
+    def __post_init__(self) -> None:
+        if self.n_chosen > self.n_experts:
+            raise ModelError(
+                f"a token cannot go through {self.n_chosen} of {self.n_experts} experts"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder of any family."""
 
@@ -54,6 +71,7 @@ class ModelConfig:
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    #: Of a mixture: of each expert.
     intermediate_size: int
     #: How many positions each layer sees, its own included; 0 is all of them.
     windows: tuple[int, ...]
@@ -74,6 +92,8 @@ class ModelConfig:
     #: Query and key heads are normed before they are rotated.
     qk_norm: bool = False
     activation: Activation = "silu"
+    #: None: one feed-forward for every token.
+    experts: ExpertsConfig | None = None
     #: Attention scores are divided by its root; None: by that of head_dim.
     query_scalar: float | None = None
     #: Scores and logits are bent to stay within these, cap * tanh(x / cap); 0: they are not.

@@ -84,6 +84,11 @@ class Dialect:
     #: Norms of what attention and MLP give; empty where there are none.
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
+    #: Of a mixture: the matrix that chooses, and those of one expert, with `{e}`.
+    router: str = ""
+    expert_gate: str = ""
+    expert_up: str = ""
+    expert_down: str = ""
     #: What the stored weights of norms lack.
     norm_offset: float = 0.0
     #: Rows of queries and keys are in llama.cpp's order.
@@ -130,7 +135,9 @@ GGUF = Dialect(
 
 
 def weight_map(config: ModelConfig, names: Dialect) -> WeightMap:
-    """Every weight of a `Llama` or `Gemma`. A tied model may carry its redundant output head."""
+    """Every weight of a `Llama`, `Gemma` or `Mixture`. A tied model may carry its redundant output
+    head.
+    """
     vocab, size = config.vocab_size, config.hidden_size
     embed = Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),))
     targets = [embed, _norm(("norm", "weight"), names.norm, size, names)]
@@ -142,7 +149,11 @@ def weight_map(config: ModelConfig, names: Dialect) -> WeightMap:
         targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
     for layer in range(config.n_layers):
         targets += _layer_norms(config, names, layer)
-        targets += _layer_matrices(config, names, layer)
+        targets += _attention_matrices(config, names, layer)
+        if config.experts is None:
+            targets += _mlp_matrices(config, names, layer)
+        else:
+            targets += _expert_matrices(config, config.experts.n_experts, names, layer)
     return WeightMap(tuple(targets), ignored)
 
 
@@ -167,9 +178,9 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
             yield _norm(("layers", layer, *path, "weight"), prefix + name, length, names)
 
 
-def _layer_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
-    """The matrices of one layer, and their biases."""
-    size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
+    """The matrices of one layer's attention, and their biases."""
+    size, dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.n_heads * dim, config.n_kv_heads * dim
     q_pairs, k_pairs = 0, 0
     if names.paired_rows:
@@ -179,13 +190,37 @@ def _layer_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator
     def rows(name: str, count: int, pairs: int = 0) -> tuple[str, int, int]:
         return prefix + name, count, pairs
 
-    attention, mlp = ("layers", layer, "attention"), ("layers", layer, "mlp")
+    path = ("layers", layer, "attention")
     qkv = [rows(names.q, q_size, q_pairs), rows(names.k, kv_size, k_pairs), rows(names.v, kv_size)]
-    yield from _linear((*attention, "qkv"), size, config.qkv_bias, qkv)
-    yield from _linear((*attention, "o"), q_size, config.o_bias, [rows(names.o, size)])
-    gate_up = [rows(names.gate, inner), rows(names.up, inner)]
-    yield from _linear((*mlp, "gate_up"), size, config.mlp_bias, gate_up)
-    yield from _linear((*mlp, "down"), inner, config.mlp_bias, [rows(names.down, size)])
+    yield from _linear((*path, "qkv"), size, config.qkv_bias, qkv)
+    yield from _linear((*path, "o"), q_size, config.o_bias, [rows(names.o, size)])
+
+
+def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
+    """Those of its feed-forward."""
+    size, inner = config.hidden_size, config.intermediate_size
+    prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
+    gate_up = [(prefix + name, inner, 0) for name in (names.gate, names.up)]
+    yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
+    yield from _linear((*path, "down"), inner, config.mlp_bias, [(prefix + names.down, size, 0)])
+
+
+def _expert_matrices(
+    config: ModelConfig, n_experts: int, names: Dialect, layer: int
+) -> Iterator[Target]:
+    """Those of a mixture: the router, and all experts' side by side."""
+    size, inner = config.hidden_size, config.intermediate_size
+    prefix, path = names.layer.format(i=layer), ("layers", layer, "mlp")
+    router = Piece(f"{prefix}{names.router}.weight", (n_experts, size))
+    yield Target((*path, "router"), (router,), transpose=True)
+    gate_up: list[tuple[str, int, int]] = []
+    down: list[tuple[str, int, int]] = []
+    for expert in range(n_experts):
+        gate_up.append((prefix + names.expert_gate.format(e=expert), inner, 0))
+        gate_up.append((prefix + names.expert_up.format(e=expert), inner, 0))
+        down.append((prefix + names.expert_down.format(e=expert), size, 0))
+    yield from _linear((*path, "gate_up"), size, False, gate_up)
+    yield from _linear((*path, "down"), inner, False, down)
 
 
 def _linear(

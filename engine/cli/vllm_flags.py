@@ -133,7 +133,7 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
         },
         refused={
             "bitsandbytes": "use --weights int8 or int4, which quantise on load",
-            "experts_int8": "there are no mixtures of experts",
+            "experts_int8": "use --weights int8, which quantises all matrices",
         },
     ),
     "-q": Mapped("weights", values={"awq": "auto", "gptq": "auto", "gguf": "auto"}),
@@ -214,7 +214,7 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "-pp": AlwaysSo("a model is split by its heads alone", ("1",)),
     "--data-parallel-size": AlwaysSo("one server is one engine", ("1",)),
     "-dp": AlwaysSo("one server is one engine", ("1",)),
-    "--enable-expert-parallel": Refused("there are no mixtures of experts"),
+    "--enable-expert-parallel": Refused("each device has a share of every expert"),
     "--distributed-executor-backend": _BY_JAX,
     "--nnodes": Mapped("n_hosts"),
     "--node-rank": Mapped("host_id"),

@@ -35,7 +35,11 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
     feed-forward (H100: 78 MiB of 512 rows, 1248 of 8192), or three to four times the logits (H100:
     94 MiB of 64 rows, 377 of 256; v6e: 130 of 64), whichever is more. model: of one device.
     """
-    layer = buckets.token_budget * (10 * model.intermediate_size + 4 * model.hidden_size)
+    if model.experts is None:
+        widest = 10 * model.intermediate_size
+    else:  # few rows of an expert at a time; float32 sums, and what each row makes of each expert
+        widest = 8 * model.hidden_size + 16 * model.experts.n_experts
+    layer = buckets.token_budget * (widest + 4 * model.hidden_size)
     logits = 4 * buckets.seats * model.vocab_size * 4
     return max(layer, logits) * 5 // 4
 

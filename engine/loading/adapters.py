@@ -46,7 +46,7 @@ def load_adapters(
     adapters = [read_adapter(name, folder) for name, folder in folders.items()]
     shares = None if mesh is None else Shares(config, mesh)
     weights = model_class(config.architecture).weight_map(config, "hf")
-    matrices = [target for target in weights.targets if _can_change(target)]
+    matrices = [target for target in weights.targets if _can_change(target, config)]
     _check_modules(adapters, matrices)
     for target in matrices:
         columns = list(_columns_of(target, adapters))
@@ -57,8 +57,12 @@ def load_adapters(
     log.info("adapters: %s", ", ".join(folders))
 
 
-def _can_change(target: Target) -> bool:
-    """Matrices of layers; the output head serves all rows alike."""
+def _can_change(target: Target, config: ModelConfig) -> bool:
+    """Matrices of layers that all rows go through, not those of experts; the output head serves all
+    rows alike.
+    """
+    if config.experts is not None and "mlp" in target.path:
+        return False
     return target.path[-1] == "kernel" and target.path[0] == "layers"
 
 

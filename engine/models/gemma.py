@@ -46,7 +46,7 @@ class _GemmaBlock(Block):
         x, normed = self.attention_norm.of_sum(x, added, kernels)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
         x, normed = self.mlp_norm.of_sum(x, self.attention_post_norm(o, kernels), kernels)
-        o = self.mlp(normed, kernels, meta.adapted)
+        o = self.mlp(normed, kernels, meta)
         return x, self.mlp_post_norm(o, kernels), kv
 
 

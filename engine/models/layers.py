@@ -22,7 +22,7 @@ from jitney.engine.models.adapters import Adapters
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
 from jitney.kernels.int8 import Int8
-from jitney.kernels.interface import Arrange, Kernels
+from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
 
 DType = Any
 #: From so many on, rows of a product whose results are summed over devices are many: half of the
@@ -115,16 +115,26 @@ class Linear(nnx.Module):
         """x [T, I] -> activation(first half of the outputs) * the other half, [T, O // 2] in x's
         dtype.
         """
-        assert self.activation is not None
-        packed = self.packed
-        if self.gated_by_kernel and packed.scheme == "plain":
-            return kernels.gated(x, packed.kernel)
-        if self.gated_by_kernel and kernels.int8 is not None:
-            return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
+        if self.gated_by_kernel:
+            found = self.gated_at_once(x, self.packed, kernels)
+            if found is not None:
+                return found
         between = x.dtype if kernels.narrow_gates else jnp.float32
-        both = self(x, kernels, between, adapted=adapted)
+        return self.gate(self(x, kernels, between, adapted=adapted), x.dtype)
+
+    def gated_at_once(self, x: Array, packed: Packed, kernels: Kernels) -> Array | None:
+        """`gated`, of a matrix of this layer's, where the kernel set has one for its scheme."""
+        if packed.scheme == "plain":
+            return kernels.gated(x, packed.kernel)
+        if kernels.int8 is not None:
+            return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
+        return None
+
+    def gate(self, both: Array, dtype: DType) -> Array:
+        """activation(first half of [T, O]) * the other half, [T, O // 2] in `dtype`."""
+        assert self.activation is not None
         gates, ups = jnp.split(both.astype(jnp.float32), 2, axis=-1)
-        return (_ACTIVATIONS[self.activation](gates) * ups).astype(x.dtype)
+        return (_ACTIVATIONS[self.activation](gates) * ups).astype(dtype)
 
     @property
     def gated_by_kernel(self) -> bool:
@@ -218,7 +228,7 @@ class MLP(nnx.Module):
         )
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
-    def __call__(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
-        """x [T, E] -> [T, E]. adapted: see `jitney.kernels.interface.AttentionMeta`."""
-        inner = self.gate_up.gated(x, kernels, adapted)
-        return self.down(inner, kernels, adapted=adapted)
+    def __call__(self, x: Array, kernels: Kernels, meta: AttentionMeta) -> Array:
+        """x [T, E] -> [T, E]."""
+        inner = self.gate_up.gated(x, kernels, meta.adapted)
+        return self.down(inner, kernels, adapted=meta.adapted)

@@ -29,11 +29,14 @@ from jitney.kernels.interface import AttentionMeta, Kernels
 class Block(nnx.Module):
     """One layer: attention and MLP, each normed before and added after."""
 
+    #: What follows the attention.
+    mlp_class: type[MLP] = MLP
+
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
         self.attention_norm = make_norm(config.hidden_size, config, dtype)
         self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm = make_norm(config.hidden_size, config, dtype)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
@@ -46,7 +49,7 @@ class Block(nnx.Module):
         x, normed = self.attention_norm.of_sum(x, added, kernels)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
         x, normed = self.mlp_norm.of_sum(x, o, kernels)
-        return x, self.mlp(normed, kernels, meta.adapted), kv
+        return x, self.mlp(normed, kernels, meta), kv
 
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""

@@ -24,6 +24,8 @@ MODELS: dict[str, str] = {
     "MistralForCausalLM": "jitney.engine.models.llama:Llama",
     "Qwen2ForCausalLM": "jitney.engine.models.llama:Llama",
     "Qwen3ForCausalLM": "jitney.engine.models.llama:Llama",
+    "Qwen3MoeForCausalLM": "jitney.engine.models.mixture:Mixture",
+    "MixtralForCausalLM": "jitney.engine.models.mixture:Mixture",
     "Gemma2ForCausalLM": "jitney.engine.models.gemma:Gemma",
     "Gemma3ForCausalLM": "jitney.engine.models.gemma:Gemma",
 }

@@ -164,9 +164,7 @@ class Shares:
         if "qkv" in path:
             return self._heads(device)
         if "gate_up" in path:
-            inner = own.intermediate_size
-            gate = device * inner
-            return [_run(gate, inner), _run(self.config.intermediate_size + gate, inner)]
+            return self._gates(device)
         if size % own.shards:
             raise ConfigError(
                 f"tensor_parallel {own.shards} does not divide the {size} groups of inputs of "
@@ -189,6 +187,14 @@ class Shares:
             _run(keys * dim, own.n_kv_heads * dim),
             _run(values * dim, own.n_kv_heads * dim),
         ]
+
+    def _gates(self, device: int) -> list[slice]:
+        """Columns of the fused gate and up projection; of a mixture, of every expert's."""
+        own, whole = self.own.intermediate_size, self.config.intermediate_size
+        matrices = 2
+        if self.config.experts is not None:
+            matrices *= self.config.experts.n_experts
+        return [_run(matrix * whole + device * own, own) for matrix in range(matrices)]
 
     def cut(self, path: Path, array: Any, device: int, *, transposed: bool = False) -> Any:
         """One device's share of a weight in the checkpoint's order, numpy, jax or still in its file

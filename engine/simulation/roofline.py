@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jitney.engine.checkpoints.hf_config import read_hf_config
-from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.model_config import ExpertsConfig, ModelConfig
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
@@ -57,7 +57,7 @@ def _llama(
         windows=(0,) * n_layers,
         context_length=context,
         tie_embeddings=tied,
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture.startswith("Qwen3"),
     )
 
 
@@ -68,6 +68,14 @@ SHAPES = {
     "llama-3.1-70b": _llama(80, 8192, 64, 8, 128, 28672, 128256, 131072),
     "qwen3-32b": _llama(64, 5120, 64, 8, 128, 25600, 151936, 40960, "Qwen3ForCausalLM"),
     "qwen3-8b": _llama(36, 4096, 32, 8, 128, 12288, 151936, 40960, "Qwen3ForCausalLM"),
+    "qwen3-30b-a3b": replace(
+        _llama(48, 2048, 32, 4, 128, 768, 151936, 40960, "Qwen3MoeForCausalLM"),
+        experts=ExpertsConfig(128, 8, renormalised=True),
+    ),
+    "mixtral-8x7b": replace(
+        _llama(32, 4096, 32, 8, 128, 14336, 32000, 32768, "MixtralForCausalLM"),
+        experts=ExpertsConfig(8, 2, renormalised=True),
+    ),
 }
 
 
@@ -144,9 +152,43 @@ class ModelCost:
     @property
     def layer_weights(self) -> int:
         """Numbers in the matrices of all layers."""
+        experts = self.config.experts
+        if experts is None:
+            return self._attention_weights + self._feed_forward_weights
+        return self._attention_weights + experts.n_experts * self._feed_forward_weights
+
+    @property
+    def _attention_weights(self) -> int:
+        """With a mixture's routers."""
         c = self.config
-        outputs = c.qkv_size + c.n_heads * c.head_dim + 3 * c.intermediate_size
+        outputs = c.qkv_size + c.n_heads * c.head_dim
+        if c.experts is not None:
+            outputs += c.experts.n_experts
         return c.n_layers * c.hidden_size * outputs
+
+    @property
+    def _feed_forward_weights(self) -> int:
+        """Of a mixture: of one expert in each layer."""
+        return self.config.n_layers * self.config.hidden_size * 3 * self.config.intermediate_size
+
+    @property
+    def row_weights(self) -> int:
+        """Numbers in the layers' matrices that one row is multiplied with."""
+        experts = self.config.experts
+        if experts is None:
+            return self.layer_weights
+        return self._attention_weights + experts.n_chosen * self._feed_forward_weights
+
+    def read_weights(self, rows: int) -> float:
+        """Numbers in the layers' matrices that so many rows read: of a mixture, the experts that
+        any of them chose, if each chooses by chance.
+        """
+        experts = self.config.experts
+        if experts is None:
+            return self.layer_weights
+        missed = (1 - experts.n_chosen / experts.n_experts) ** rows
+        read = experts.n_experts * (1 - missed)
+        return self._attention_weights + read * self._feed_forward_weights
 
     @property
     def table_weights(self) -> int:
@@ -190,14 +232,14 @@ class ModelCost:
         """(weights read, KV read and written) in a step; of the embedding only the rows are read,
         which is nothing.
         """
-        weights = self.layer_weights * _BYTES[self.weights] + self.head_bytes
+        weights = self.read_weights(rows) * _BYTES[self.weights] + self.head_bytes
         positions = work.keys + work.pairs / _QUERY_BLOCK + rows
         return weights, positions * self.kv_bytes
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
         """(in the layers' products, in output head and attention) of a step."""
         attention = 4.0 * self._attention_width * (work.keys + work.pairs)
-        return 2.0 * self.layer_weights * rows, 2.0 * self.table_weights * logit_rows + attention
+        return 2.0 * self.row_weights * rows, 2.0 * self.table_weights * logit_rows + attention
 
     @property
     def _attention_width(self) -> int:

@@ -2,17 +2,20 @@
 them.
 
 Run where PyTorch is installed (it is not a dependency of Jitney): `python
-tests/support/make_reference_logits.py`. Written with torch 2.13.0 and transformers 5.23.0. The
-weights are not stored: both sides draw them with `random_tensor`.
+tests/support/make_reference_logits.py`. Written with torch 2.13.0 and transformers 5.23.0
+(mixtures of experts: 5.19.0). The weights are not stored: both sides draw them with
+`random_tensor`.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 import zlib
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 OUTPUT = Path(__file__).parents[1] / "data" / "reference_logits.json"
 #: Rows whose logits are stored: the first two, around a window of 8, and the end.
@@ -90,6 +93,30 @@ CASES = {
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe_shares": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 20,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     ),
     "gemma2": (
         "Gemma2",
@@ -174,20 +201,24 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     architecture = f"{MODELS.get(prefix, prefix)}ForCausalLM"
     model = getattr(transformers, architecture)(config).eval()
     spread = SPREADS.get(name, 1.0)
-    state = {
-        key: torch.from_numpy(random_tensor(key, tuple(tensor.shape), spread))
-        for key, tensor in model.state_dict().items()
-        if not (config.tie_word_embeddings and key == "lm_head.weight")
-    }
-    model.load_state_dict(state, strict=False)
-    model.tie_weights()
+    # By the names of the file: in memory experts are one tensor.
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        file = Path(folder) / "model.safetensors"
+        state = {
+            key: random_tensor(key, tensor.shape, spread) for key, tensor in load_file(file).items()
+        }
+        save_file(state, file, {"format": "pt"})
+        model = type(model).from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(prompt())[None]).logits[0, ROWS].numpy()
     written = json.loads(config.to_json_string(use_diff=True)) | {"architectures": [architecture]}
     case = {
         "config": written,
         "shapes": {key: list(tensor.shape) for key, tensor in state.items()},
-        "weights_sum": float(sum(tensor.double().abs().sum() for tensor in state.values())),
+        "weights_sum": float(
+            sum(np.abs(tensor.astype(np.float64)).sum() for tensor in state.values())
+        ),
         "logits": [[round(float(value), 6) for value in row] for row in logits],
     }
     if spread != 1.0:

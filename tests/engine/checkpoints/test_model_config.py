@@ -16,7 +16,7 @@ from places import DATA
 from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.checkpoints.gguf_config import read_gguf_config
 from jitney.engine.checkpoints.hf_config import read_hf_config
-from jitney.engine.checkpoints.model_config import ModelConfig, RopeScaling
+from jitney.engine.checkpoints.model_config import ExpertsConfig, ModelConfig, RopeScaling
 from jitney.engine.errors import ModelError
 
 CASES = json.loads((DATA / "reference_logits.json").read_text())["cases"]
@@ -116,7 +116,7 @@ def test_yarn_extends_the_context():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": None}, ["unknown architecture"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
@@ -245,9 +245,47 @@ def test_tiny_configs_exist_for_all(architecture: str):
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
         name == "qwen2",
-        name in ("qwen3", "gemma3"),
+        name in ("qwen3", "qwen3_moe", "gemma3"),
         name in ("mistral", "gemma2", "gemma3"),
     )
+    assert (config.experts is not None) == (name in ("qwen3_moe", "mixtral"))
+
+
+MIXTURE = BASE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+def test_experts_are_read_from_files_of_old_and_new_transformers():
+    settings = {"num_experts_per_tok": 3, "norm_topk_prob": True}
+    old, new = (
+        read_hf_config(MIXTURE | settings | {key: 6})
+        for key in ("num_experts", "num_local_experts")
+    )
+    assert old == new
+    assert old.experts == ExpertsConfig(6, 3, renormalised=True)
+    assert old.intermediate_size == 24 and old.qk_norm
+    assert read_hf_config(MIXTURE).experts == ExpertsConfig(128, 8, renormalised=False)
+    settings = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    assert read_hf_config(MIXTURE | settings).experts == ExpertsConfig(4, 2, renormalised=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts": 4, "num_experts_per_tok": 5}, ["5 of 4 experts"]),
+        ({"num_experts": 0}, ["num_experts", "integer"]),
+        ({"moe_intermediate_size": "wide"}, ["moe_intermediate_size"]),
+        ({"mlp_only_layers": [0]}, ["mlp_only_layers", "not supported"]),
+        ({"decoder_sparse_step": 2}, ["decoder_sparse_step", "not supported"]),
+    ],
+)
+def test_a_mixture_that_cannot_be_served_says_why(change: dict, words: list[str]):
+    with pytest.raises(ModelError) as raised:
+        read_hf_config(MIXTURE | change)
+    assert all(word in str(raised.value) for word in words)
 
 
 def test_tiny_of_an_unknown_architecture():

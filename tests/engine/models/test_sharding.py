@@ -40,7 +40,14 @@ from jitney.engine.scheduler.buckets import make_buckets
 
 #: Biases, a tied head, a tied head with biases and windows, and norms of query and key heads; 4
 #: query and 2 KV heads, so that two of four devices share a KV head.
-CASES = (("llama2_biases", 4), ("llama3", 2), ("qwen2", 4), ("qwen3", 2))
+CASES = (
+    ("llama2_biases", 4),
+    ("llama3", 2),
+    ("qwen2", 4),
+    ("qwen3", 2),
+    ("qwen3_moe", 4),
+    ("mixtral", 2),
+)
 
 
 def write_folder(folder: Path, case: dict[str, Any]) -> str:

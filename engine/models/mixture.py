@@ -1,0 +1,261 @@
+"""Mixtures of experts (Shazeer et al. 2017, arXiv 1701.06538): Qwen3's and Mixtral.
+
+A layer's feed-forward is one of many alike, its experts, and a router chooses a few of them for
+each row. Rows are sorted by expert, and multiplied in blocks of one expert each, as many as there
+are: an expert that nobody chose is not read, and rows that pad a step cost nothing. A row's experts
+are added in their order, and a kernel set whose products of a row depend on that row alone gives it
+the same numbers alone and in a crowd.
+
+Axes: T rows, E embed, F an expert's feed-forward, X experts, C those that a row goes through, N
+blocks, B rows of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, ModelConfig
+from jitney.engine.checkpoints.names import HF, Dialect, FileFormat
+from jitney.engine.models.layers import MLP, DType, Linear, normal
+from jitney.engine.models.llama import Block, Llama
+from jitney.engine.models.quantization import Packed, product
+from jitney.engine.models.sharding import total
+from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
+
+#: B at least, as many as the units of GPUs, TPUs and AMX multiply at once; and at most, where each
+#: expert has many rows and is read once for every block.
+_BLOCK, _LARGEST_BLOCK = 16, 128
+#: A router's columns are a multiple of this, as those of products with kernels of their own.
+_COLUMNS = 16
+_QWEN = replace(
+    HF,
+    router="mlp.gate",
+    expert_gate="mlp.experts.{e}.gate_proj",
+    expert_up="mlp.experts.{e}.up_proj",
+    expert_down="mlp.experts.{e}.down_proj",
+)
+_MIXTRAL = replace(
+    HF,
+    router="block_sparse_moe.gate",
+    expert_gate="block_sparse_moe.experts.{e}.w1",
+    expert_up="block_sparse_moe.experts.{e}.w3",
+    expert_down="block_sparse_moe.experts.{e}.w2",
+)
+
+
+class Routes(NamedTuple):
+    """Which rows go through which experts, in blocks; a pytree of arrays."""
+
+    #: int32 [N * B]: the row at each place of the blocks; T: nobody's.
+    rows: Array
+    #: float32 [N * B]: how much of the expert's answer the row gets.
+    weights: Array
+    #: int32 [N].
+    experts: Array
+    #: int32: blocks that hold rows, the first ones.
+    count: Array
+
+    @property
+    def block(self) -> int:
+        """B."""
+        return self.rows.shape[0] // self.experts.shape[0]
+
+
+def route(scores: Array, config: ExpertsConfig, n_rows: Array) -> Routes:
+    """scores float32 [T, X], the router's. n_rows int32: rows from there on pad the step, and go
+    through no expert.
+    """
+    n_padded, n_experts = scores.shape
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.n_chosen)
+    if config.renormalised:
+        shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+    real = jnp.arange(n_padded)[:, None] < n_rows
+    expert = jnp.where(real, chosen, n_experts).reshape(-1)
+    # By expert, and by row within each.
+    order = jnp.argsort(expert, stable=True)
+    by_expert = expert[order]
+    sizes = jnp.sum(expert[:, None] == jnp.arange(n_experts), axis=0)
+    block = _block_size(expert.size, n_experts)
+    blocks = -(-sizes // block)
+    ends = jnp.cumsum(blocks)
+    within = jnp.arange(expert.size) - (jnp.cumsum(sizes) - sizes)[by_expert]
+    most = _most_blocks(expert.size, n_experts, block)
+    place = jnp.where(
+        by_expert < n_experts, (ends - blocks)[by_expert] * block + within, most * block
+    )
+    nobody = jnp.full(most * block, n_padded, jnp.int32)
+    owners = jnp.searchsorted(ends, jnp.arange(most), side="right")
+    return Routes(
+        rows=nobody.at[place].set(order // config.n_chosen, mode="drop"),
+        weights=jnp.zeros(most * block).at[place].set(shares.reshape(-1)[order], mode="drop"),
+        experts=jnp.minimum(owners, n_experts - 1),
+        count=ends[-1],
+    )
+
+
+def _block_size(choices: int, n_experts: int) -> int:
+    """B for so many choices of an expert: as many as each has of them, if they choose alike."""
+    each = choices // n_experts
+    return min(max(_BLOCK, 1 << each.bit_length()), _LARGEST_BLOCK)
+
+
+def _most_blocks(choices: int, n_experts: int, block: int) -> int:
+    """Blocks that so many choices may need: each expert may leave one partly empty."""
+    return min(choices, choices // block + n_experts)
+
+
+class ExpertLinear(Linear):
+    """The matrices [I, O] of X experts: side by side, [I, X * O], as they are loaded and rounded;
+    once they are arranged, each for itself, [X, ...].
+    """
+
+    def __init__(
+        self,
+        n_experts: int,
+        size_in: int,
+        size_out: int,
+        *,
+        dtype: DType,
+        rngs: nnx.Rngs,
+        summed: bool = False,
+        activation: Activation | None = None,
+    ):
+        super().__init__(
+            size_in,
+            n_experts * size_out,
+            bias=False,
+            dtype=dtype,
+            rngs=rngs,
+            summed=summed,
+            activation=activation,
+        )
+        self.n_experts = n_experts
+        self.apart = False
+
+    def of(self, expert: Array) -> Packed:
+        """The matrix of one expert, int32."""
+
+        def part(array: Array | None) -> Array | None:
+            if array is None:
+                return None
+            size = array.shape[-1] // self.n_experts
+            return jax.lax.dynamic_slice_in_dim(array, expert * size, size, axis=-1)
+
+        packed = self.packed
+        rest = map(part, packed[1:])
+        if self.apart:
+            return Packed(
+                jax.lax.dynamic_index_in_dim(packed.kernel, expert, keepdims=False), *rest
+            )
+        return Packed(part(packed.kernel), *rest)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(I, O) of one expert, over all devices; not once they are arranged."""
+        size_in, size_out = super().sizes
+        return size_in, size_out // self.n_experts
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay each matrix out as the kernel set multiplies it fastest."""
+        parts = 1 + self.gated_by_kernel
+        arrange = self._arranged_by(kernels)
+        self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, arrange, parts))
+        self.apart = True
+
+
+@partial(jax.jit, static_argnames=("n_experts", "arrange", "parts"))
+def _set_apart(w: Array, n_experts: int, arrange: Arrange | None, parts: int) -> Array:
+    """[I, X * O] -> [X, I, O], each laid out by `arrange`."""
+    apart = w.reshape(w.shape[0], n_experts, -1).swapaxes(0, 1)
+    if arrange is None:
+        return apart
+    return jax.lax.map(partial(arrange, parts=parts), apart)
+
+
+class Experts(MLP):
+    """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
+    [E, 2F], and down [F, E].
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
+        experts = config.experts
+        assert experts is not None
+        size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
+        self.experts = experts
+        self.router = nnx.Param(normal(rngs, (size, n_experts), 1.5 * size**-0.5, dtype))
+        self.gate_up = ExpertLinear(
+            n_experts, size, 2 * inner, dtype=dtype, rngs=rngs, activation=config.activation
+        )
+        self.down = ExpertLinear(
+            n_experts, inner, size, dtype=dtype, rngs=rngs, summed=config.shards > 1
+        )
+
+    def __call__(self, x: Array, kernels: Kernels, meta: AttentionMeta) -> Array:
+        """x [T, E] -> [T, E]; rows of padding are 0."""
+        scores = kernels.matmul(x, self.router[...], jnp.float32)
+        routes = route(scores[:, : self.experts.n_experts], self.experts, meta.counts[2])
+
+        def add_block(number: Array, sums: Array) -> Array:
+            at, weights = (
+                jax.lax.dynamic_slice_in_dim(array, number * routes.block, routes.block)
+                for array in (routes.rows, routes.weights)
+            )
+            block = x.at[at].get(mode="fill", fill_value=0)
+            answers = self._answers(block, routes.experts[number], kernels)
+            return sums.at[at].add(answers * weights[:, None], mode="drop")
+
+        sums = jax.lax.fori_loop(0, routes.count, add_block, jnp.zeros(x.shape, jnp.float32))
+        sums = sums.astype(x.dtype)
+        return total(sums) if self.down.summed else sums
+
+    def arrange_router(self, kernels: Kernels) -> None:
+        """Lay the router out as the kernel set multiplies it, with columns of zeros up to whole
+        vectors.
+        """
+        if kernels.arrange is not None:
+            missing = -self.experts.n_experts % _COLUMNS
+            padded = jnp.pad(self.router[...], ((0, 0), (0, missing)))
+            self.router = nnx.Param(kernels.arrange(padded))
+
+    def _answers(self, block: Array, expert: Array, kernels: Kernels) -> Array:
+        """What one expert makes of [B, E]: float32 [B, E]."""
+        opening = self.gate_up.of(expert)
+        inner = None
+        if self.gate_up.gated_by_kernel:
+            inner = self.gate_up.gated_at_once(block, opening, kernels)
+        if inner is None:
+            inner = self.gate_up.gate(product(block, opening, kernels), block.dtype)
+        return product(inner, self.down.of(expert), kernels)
+
+
+class _MixtureBlock(Block):
+    """One layer: attention and experts, each normed before and added after."""
+
+    mlp_class = Experts
+
+
+class Mixture(Llama):
+    """See `Llama`."""
+
+    block = _MixtureBlock
+
+    def arrange(self, kernels: Kernels) -> None:
+        """See `Llama.arrange`."""
+        super().arrange(kernels)
+        for block in self.layers:
+            assert isinstance(block.mlp, Experts)
+            block.mlp.arrange_router(kernels)
+
+    @classmethod
+    def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
+        """The names of Hugging Face's folders; GGUF files of mixtures are not read."""
+        if config.architecture == "MixtralForCausalLM":
+            return _MIXTRAL
+        return _QWEN

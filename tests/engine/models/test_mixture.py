@@ -1,0 +1,219 @@
+"""Mixtures of experts: who goes where, and what comes of it, against a loop over rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import prompt
+from programs import await_use
+from safetensors.numpy import save_file
+
+from jitney.engine import LLM, SamplingParams
+from jitney.engine.checkpoints.families import tiny_config
+from jitney.engine.checkpoints.model_config import ExpertsConfig
+from jitney.engine.errors import ConfigError, ModelError
+from jitney.engine.executor.runner import Runner
+from jitney.engine.models.mixture import Experts, Routes, route
+from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
+from jitney.engine.models.registry import abstract_model
+from jitney.engine.simulation.roofline import SHAPES, ModelCost
+from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.select import reference, select
+
+
+def chosen_of(scores: np.ndarray, config: ExpertsConfig) -> list[dict[int, float]]:
+    """What each row gives to each expert it goes through, in float64."""
+    found = []
+    for row in scores.astype(np.float64):
+        shares = np.exp(row - row.max())
+        shares /= shares.sum()
+        best = np.argsort(-shares, kind="stable")[: config.n_chosen]
+        if config.renormalised:
+            shares /= shares[best].sum()
+        found.append({int(expert): float(shares[expert]) for expert in best})
+    return found
+
+
+def read(routes: Routes, n_padded: int) -> list[dict[int, float]]:
+    """The same, out of the blocks."""
+    found: list[dict[int, float]] = [{} for _ in range(n_padded)]
+    rows = np.asarray(routes.rows).reshape(-1, routes.block)
+    weights = np.asarray(routes.weights).reshape(-1, routes.block)
+    for block in range(int(routes.count)):
+        expert = int(routes.experts[block])
+        real = rows[block] < n_padded
+        assert real.any() and (np.diff(rows[block][real]) > 0).all()
+        assert real[: real.sum()].all()
+        for row, weight in zip(rows[block][real], weights[block][real], strict=True):
+            assert expert not in found[row]
+            found[row][expert] = float(weight)
+    assert (rows[int(routes.count) :] == n_padded).all()
+    return found
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n_padded=st.sampled_from([1, 3, 16, 40, 200]),
+    experts=st.sampled_from([(1, 1), (4, 2), (5, 5), (33, 3)]),
+    renormalised=st.booleans(),
+    real=st.floats(0, 1),
+    skew=st.sampled_from([0.1, 8.0]),
+)
+def test_every_real_row_goes_through_its_experts_and_no_other_row_does(
+    seed: int,
+    n_padded: int,
+    experts: tuple[int, int],
+    renormalised: bool,
+    real: float,
+    skew: float,
+):
+    config = ExpertsConfig(*experts, renormalised)
+    n_rows = round(real * n_padded)
+    drawn = np.random.default_rng(seed)
+    # Some experts are everybody's, others nobody's.
+    scores = drawn.standard_normal((n_padded, config.n_experts))
+    scores = (scores + skew * drawn.standard_normal(config.n_experts)).astype(np.float32)
+    routed = jax.jit(route, static_argnums=1)(scores, config, jnp.int32(n_rows))
+    found, wanted = read(routed, n_padded), chosen_of(scores, config)
+    assert not any(found[n_rows:])
+    for own, expected in zip(found[:n_rows], wanted[:n_rows], strict=True):
+        assert own.keys() == expected.keys()
+        np.testing.assert_allclose(
+            [own[expert] for expert in expected], list(expected.values()), rtol=1e-4, atol=1e-6
+        )
+
+
+def meta_of(n_rows: int) -> AttentionMeta:
+    """Of a step of which a layer of experts asks how many rows are real."""
+    nothing = jnp.zeros(0, jnp.int32)
+    counts = jnp.array([0, 1, n_rows], jnp.int32)
+    return AttentionMeta(nothing, nothing, nothing, nothing, nothing, counts)
+
+
+def naive(layer: Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
+    """Row by row and expert by expert, in float64, with the weights as they are stored."""
+
+    def matrices(packed: Packed) -> list[np.ndarray]:
+        return np.split(np.asarray(widened(packed), np.float64), n_experts, axis=1)
+
+    opening, closing = matrices(layer.gate_up.packed), matrices(layer.down.packed)
+    scores = x.astype(np.float64) @ np.asarray(layer.router[...], np.float64)
+    found = np.zeros(x.shape)
+    for row, shares in enumerate(chosen_of(scores, layer.experts)):
+        for expert, share in shares.items():
+            gate, up = np.split(x[row].astype(np.float64) @ opening[expert], 2)
+            found[row] += share * ((gate / (1 + np.exp(-gate)) * up) @ closing[expert])
+    return found
+
+
+@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arranged: bool):
+    config = tiny_config(family)
+    assert config.experts is not None
+    layer = Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    for linear in (layer.gate_up, layer.down):
+        linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.float32))
+    x = np.random.default_rng(5).standard_normal((40, config.hidden_size)).astype(np.float32)
+    expected = naive(layer, x, config.experts.n_experts)
+    kernels = reference()
+    if arranged:
+        for linear in (layer.gate_up, layer.down):
+            linear.arrange(kernels)
+        layer.arrange_router(kernels)
+    found = np.asarray(layer(jnp.asarray(x), kernels, meta_of(37)))
+    np.testing.assert_allclose(found[:37], expected[:37], rtol=0, atol=2e-4)
+    assert np.abs(expected[:37]).max() > 1
+    assert not found[37:].any()
+
+
+def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16():
+    """Weights laid out in panels, where this CPU has such."""
+    config = tiny_config("mixtral")
+    assert config.experts is not None
+    layer = Experts(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
+    x = jax.random.normal(jax.random.key(1), (40, config.hidden_size), jnp.bfloat16)
+    expected = naive(layer, np.asarray(x, np.float32), config.experts.n_experts)
+    kernels = select("cpu", "auto")
+    for linear in (layer.gate_up, layer.down):
+        linear.arrange(kernels)
+    layer.arrange_router(kernels)
+    found = np.asarray(layer(x, kernels, meta_of(40)), np.float64)
+    assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+    for row in (0, 17, 39):
+        one = layer(x[row : row + 1], kernels, meta_of(1))
+        np.testing.assert_array_equal(np.asarray(one[0], np.float64), found[row])
+
+
+SETTINGS: dict[str, Any] = {
+    "page_size": 16,
+    "max_seats": 8,
+    "context": 256,
+    "token_budget": 64,
+    "measured_sizes": False,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, model: str, **settings: Any) -> LLM:
+    """One that compiles a program when a step wants it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_compile_steps", await_use)
+        return LLM(model, **SETTINGS | settings)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"weights": "int8"}], ids=str)
+def test_a_crowd_changes_nobodys_tokens(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]):
+    llm = engine(monkeypatch, "tiny-random:qwen3_moe", **settings)
+    prompts = [prompt(20 + i, 3 + 9 * i) for i in range(8)]
+    crowd = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
+    alone = [llm.generate([one], GREEDY)[0].outputs[0].token_ids for one in prompts]
+    assert crowd == alone
+    assert len({tuple(tokens) for tokens in crowd}) == 8
+    llm.core.check()
+
+
+def test_an_adapter_of_experts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    name = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
+    save_file(
+        {
+            f"{name}.lora_A.weight": np.zeros((4, 64), np.float32),
+            f"{name}.lora_B.weight": np.zeros((128, 4), np.float32),
+        },
+        tmp_path / "adapter_model.safetensors",
+    )
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["w1"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises((ModelError, ConfigError), match=r"experts\.0\.w1"):
+        engine(monkeypatch, "tiny-random:mixtral", adapters=(f"own={tmp_path}",))
+
+
+#: What they are published with: all weights, and those that a token meets.
+@pytest.mark.parametrize(
+    ("name", "all_weights", "met"),
+    [("qwen3-30b-a3b", 30.53e9, 3.35e9), ("mixtral-8x7b", 46.70e9, 12.9e9)],
+)
+def test_published_mixtures_have_their_number_of_weights(name: str, all_weights: float, met: float):
+    config = SHAPES[name]
+    leaves = jax.tree.leaves(nnx.state(abstract_model(config)))
+    cost = ModelCost(config)
+    assert sum(leaf.size for leaf in leaves) == pytest.approx(all_weights, rel=1e-3)
+    assert cost.parameters == pytest.approx(all_weights, rel=1e-3)
+    assert cost.row_weights + 2 * cost.table_weights == pytest.approx(met, rel=5e-3)
+
+
+def test_few_rows_read_few_experts():
+    cost = ModelCost(SHAPES["qwen3-30b-a3b"])
+    assert cost.read_weights(1) == pytest.approx(cost.row_weights)
+    assert cost.read_weights(8) < 0.5 * cost.layer_weights
+    assert cost.read_weights(512) == pytest.approx(cost.layer_weights, rel=1e-6)
