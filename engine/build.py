@@ -191,6 +191,11 @@ def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
     if len(devices) > 1:
         mesh = make_mesh(devices)
     dtype = choose_dtype(config.model.dtype, devices[0].platform)
+    if config.engine.canary_every and source.config.experts is not None and dtype != jnp.float32:
+        raise ConfigError(
+            f"canary_every cannot judge a mixture of experts in {jnp.dtype(dtype).name}: rounding "
+            "may send a token through other experts; leave it at 0, or take --dtype float32"
+        )
     return _Setup(
         config=config,
         source=source,

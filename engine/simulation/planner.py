@@ -280,15 +280,19 @@ def keeps(point: Operating, demand: Demand) -> bool:
 
 def knee(curve: Sequence[Operating]) -> Operating:
     """The point farthest above the straight line between the ends of tokens/s over step time, both
-    scaled to 0..1 (Kneedle: Satopaa and others, 2011)."""
+    scaled to 0..1 (Kneedle: Satopaa and others, 2011); the last one if none is above it, as of a
+    mixture of experts, of which few more rows read many more.
+    """
     first, last = curve[0], curve[-1]
     if last.step_s <= first.step_s or last.output_tok_s <= first.output_tok_s:
         return max(curve, key=lambda point: point.output_tok_s)
     return max(curve, key=partial(_above_line, first, last))
 
 
-def _above_line(first: Operating, last: Operating, point: Operating) -> float:
-    return _part("output_tok_s", first, last, point) - _part("step_s", first, last, point)
+def _above_line(first: Operating, last: Operating, point: Operating) -> tuple[float, float]:
+    """How far above the line, and, where several are as far, which of them is the fastest."""
+    above = _part("output_tok_s", first, last, point) - _part("step_s", first, last, point)
+    return above, point.output_tok_s
 
 
 def _part(name: str, *points: Operating) -> float:

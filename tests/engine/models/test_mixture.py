@@ -26,6 +26,7 @@ from jitney.engine.models.mixture import Experts, Routes, route
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
 from jitney.engine.models.registry import abstract_model
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
+from jitney.engine.types import EngineRequest
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import reference, select
 
@@ -196,6 +197,24 @@ def test_an_adapter_of_experts_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises((ModelError, ConfigError), match=r"experts\.0\.w1"):
         engine(monkeypatch, "tiny-random:mixtral", adapters=(f"own={tmp_path}",))
+
+
+def test_the_canary_judges_a_mixture_in_float32_alone(monkeypatch: pytest.MonkeyPatch):
+    """In bfloat16 rounding sends some tokens through other experts: log-probabilities of random
+    models move by up to 4.
+    """
+    with pytest.raises(ConfigError, match=r"canary_every cannot judge a mixture .* in bfloat16"):
+        engine(monkeypatch, "tiny-random:mixtral", dtype="bfloat16", canary_every=1)
+    llm = engine(monkeypatch, "tiny-random:mixtral", dtype="float32", canary_every=1)
+    for number in range(4):
+        tokens = prompt(20 + number, 30)
+        asked = EngineRequest(id=f"r{number}", prompt=tokens, sampling=GREEDY, arrival=0.0)
+        llm.core.add(asked)
+    found = []
+    while llm.core.has_work:
+        found += llm.core.step().canary
+    assert len(found) == 4
+    assert all(finding.right and finding.apart < 1e-3 for finding in found)
 
 
 #: What they are published with: all weights, and those that a token meets.

@@ -92,6 +92,8 @@ def test_the_knee_is_where_the_curve_bends():
     curve = [at(1, 1.0, 10), at(2, 1.1, 20), at(4, 1.2, 40), at(8, 2.4, 44), at(16, 4.8, 46)]
     assert knee(curve).seats == 4
     assert knee([at(1, 1.0, 10), at(2, 1.0, 20)]).seats == 2  # no latency is lost
+    # A mixture of experts: all is gained at the end.
+    assert knee([at(1, 1.0, 10), at(2, 2.0, 12), at(4, 2.5, 30), at(8, 2.6, 60)]).seats == 8
 
 
 def test_limits_choose_the_batch_size_and_replicas():
