@@ -46,6 +46,7 @@ class ServedShapes:
     mixed_seats: tuple[int, ...] = ()  # theirs, ascending; empty: the most of `decode`
     softcap: float = 0.0  # of attention's scores, 0 for none
     norm_dtype: str = ""  # of the norms' weights, where it is not that of the activations
+    blocks: tuple[int, ...] = ()  # rows that experts are multiplied with at a time
 
     @property
     def norm_weights(self) -> str:
@@ -63,7 +64,7 @@ class ServedShapes:
     @property
     def product_rows(self) -> tuple[int, ...]:
         """Row counts at which products are compared, ascending."""
-        counts = {min(rows, MOST_ROWS) for rows in (*self.decode, *self.mixed)}
+        counts = {min(rows, MOST_ROWS) for rows in (*self.decode, *self.mixed, *self.blocks)}
         return tuple(sorted(counts))
 
 

@@ -8,6 +8,9 @@ from typing import Literal
 from jitney.engine.errors import ConfigError, ModelError
 
 Activation = Literal["silu", "gelu_tanh"]
+#: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
+#: and at most, where each expert has many rows and is read once for every block.
+_LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,13 @@ class ExpertsConfig:
             raise ModelError(
                 f"a token cannot go through {self.n_chosen} of {self.n_experts} experts"
             )
+
+    def block_rows(self, rows: int) -> int:
+        """Rows that an expert is multiplied with at a time in a step of `rows`: as many as choose
+        it, if they choose alike.
+        """
+        each = rows * self.n_chosen // self.n_experts
+        return min(max(_LEAST_BLOCK, 1 << each.bit_length()), _LARGEST_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,10 @@ def served_by(
     norm_dtype = ""
     if own.float32_norms:
         norm_dtype = "float32"
+    steps = [bucket.tokens for bucket in (*buckets.decode, *buckets.mixed)]
+    blocks: tuple[int, ...] = ()
+    if own.experts is not None:
+        blocks = tuple({own.experts.block_rows(rows) for rows in steps})
     return ServedShapes(
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
@@ -91,6 +95,7 @@ def served_by(
         mixed_seats=tuple(bucket.seats for bucket in buckets.mixed),
         softcap=own.attention_softcap,
         norm_dtype=norm_dtype,
+        blocks=blocks,
     )
 
 

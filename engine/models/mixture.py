@@ -29,9 +29,6 @@ from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
 from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
 
-#: B at least, as many as the units of GPUs, TPUs and AMX multiply at once; and at most, where each
-#: expert has many rows and is read once for every block.
-_BLOCK, _LARGEST_BLOCK = 16, 128
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
 _COLUMNS = 16
 _QWEN = replace(
@@ -82,7 +79,7 @@ def route(scores: Array, config: ExpertsConfig, n_rows: Array) -> Routes:
     order = jnp.argsort(expert, stable=True)
     by_expert = expert[order]
     sizes = jnp.sum(expert[:, None] == jnp.arange(n_experts), axis=0)
-    block = _block_size(expert.size, n_experts)
+    block = config.block_rows(n_padded)
     blocks = -(-sizes // block)
     ends = jnp.cumsum(blocks)
     within = jnp.arange(expert.size) - (jnp.cumsum(sizes) - sizes)[by_expert]
@@ -98,12 +95,6 @@ def route(scores: Array, config: ExpertsConfig, n_rows: Array) -> Routes:
         experts=jnp.minimum(owners, n_experts - 1),
         count=ends[-1],
     )
-
-
-def _block_size(choices: int, n_experts: int) -> int:
-    """B for so many choices of an expert: as many as each has of them, if they choose alike."""
-    each = choices // n_experts
-    return min(max(_BLOCK, 1 << each.bit_length()), _LARGEST_BLOCK)
 
 
 def _most_blocks(choices: int, n_experts: int, block: int) -> int:

@@ -21,10 +21,13 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.model_config import ExpertsConfig
 from jitney.engine.errors import ConfigError, ModelError
+from jitney.engine.executor.program import StateSizes
+from jitney.engine.executor.proving import served_by
 from jitney.engine.executor.runner import Runner
 from jitney.engine.models.mixture import Experts, Routes, route
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
-from jitney.engine.models.registry import abstract_model
+from jitney.engine.models.registry import abstract_model, random_model
+from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.engine.types import EngineRequest
 from jitney.kernels.interface import AttentionMeta
@@ -182,6 +185,20 @@ def test_a_crowd_changes_nobodys_tokens(monkeypatch: pytest.MonkeyPatch, setting
     assert crowd == alone
     assert len({tuple(tokens) for tokens in crowd}) == 8
     llm.core.check()
+
+
+def test_experts_are_proven_in_the_rows_of_their_blocks():
+    """One of the step's own counts of rows is no other's: a kernel may have ways of its own for
+    few and for many.
+    """
+    config = tiny_config("mixtral")
+    buckets = make_buckets(max_seats=2, token_budget=300, seat_sizes=(1, 2), token_sizes=(300,))
+    sizes = StateSizes(
+        seats=2, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
+    )
+    served = served_by(random_model(config), config, sizes, buckets, jnp.float32)
+    assert set(served.blocks) == {16, 128}
+    assert {1, 2, 16, 128} <= set(served.product_rows)
 
 
 def test_an_adapter_of_experts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
