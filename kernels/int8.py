@@ -23,7 +23,7 @@ GREATEST = 127.0
 class Int8(NamedTuple):
     """Weights [I, O] with a scale for each output."""
 
-    #: int8 [I, O], or as `Int8Products.arrange` laid it out.
+    #: int8 [I, O], or as `Int8Products.arrange` laid it out, or a `OneOf` of such.
     kernel: jax.Array
     #: float32 [O].
     scale: jax.Array

@@ -272,11 +272,39 @@ class Kernels(Protocol):
     @property
     def sums_in_halves(self) -> bool: ...
     @property
+    def takes_one_of(self) -> bool: ...
+    @property
     def matmul_int4(self) -> Int4Matmul: ...
     @property
     def int8(self) -> Int8Products | None: ...
     @property
     def fp8(self) -> Fp8Products | None: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OneOf:
+    """A matrix among many alike that lie one behind the other, to be multiplied where it lies."""
+
+    matrices: jax.Array  # [X, ...], each as the kernel set laid it out
+    number: jax.Array  # int32, which of them
+
+    @property
+    def dtype(self) -> Any:
+        return self.matrices.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the one."""
+        return self.matrices.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.matrices.ndim - 1
+
+    def apart(self) -> jax.Array:
+        """The one, copied."""
+        return jax.lax.dynamic_index_in_dim(self.matrices, self.number, keepdims=False)
 
 
 class KernelError(ValueError):
@@ -318,6 +346,8 @@ class KernelSet:
     #: True where a product of many rows that is summed over devices is computed in two halves of
     #: its outputs: the first half's sum is on its way while the second is computed.
     sums_in_halves: bool = False
+    #: True where `matmul`, `gated` and those of int8 take a `OneOf` for weights.
+    takes_one_of: bool = False
     #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
     instructions: str = ""
 

@@ -83,6 +83,7 @@ def native() -> KernelSet:
         gated=products.gated,
         project=products.project,
         int8=Int8Products(int8.arrange, int8.matmul, int8.gated),
+        takes_one_of=True,
     )
 
 

@@ -27,7 +27,7 @@ from jitney.engine.models.layers import MLP, DType, Linear, normal
 from jitney.engine.models.llama import Block, Llama
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
-from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
+from jitney.kernels.interface import Arrange, AttentionMeta, Kernels, OneOf
 
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
 _COLUMNS = 16
@@ -130,8 +130,8 @@ class ExpertLinear(Linear):
         self.n_experts = n_experts
         self.apart = False
 
-    def of(self, expert: Array) -> Packed:
-        """The matrix of one expert, int32."""
+    def of(self, expert: Array, kernels: Kernels) -> Packed:
+        """The matrix of one expert, int32; where it lies, if the kernel set takes such."""
 
         def part(array: Array | None) -> Array | None:
             if array is None:
@@ -141,6 +141,8 @@ class ExpertLinear(Linear):
 
         packed = self.packed
         rest = map(part, packed[1:])
+        if self.apart and kernels.takes_one_of and packed.scheme != "int4":
+            return Packed(OneOf(packed.kernel, expert), *rest)
         if self.apart:
             return Packed(
                 jax.lax.dynamic_index_in_dim(packed.kernel, expert, keepdims=False), *rest
@@ -217,13 +219,13 @@ class Experts(MLP):
 
     def _answers(self, block: Array, expert: Array, kernels: Kernels) -> Array:
         """What one expert makes of [B, E]: float32 [B, E]."""
-        opening = self.gate_up.of(expert)
+        opening = self.gate_up.of(expert, kernels)
         inner = None
         if self.gate_up.gated_by_kernel:
             inner = self.gate_up.gated_at_once(block, opening, kernels)
         if inner is None:
             inner = self.gate_up.gate(product(block, opening, kernels), block.dtype)
-        return product(inner, self.down.of(expert), kernels)
+        return product(inner, self.down.of(expert, kernels), kernels)
 
 
 class _MixtureBlock(Block):

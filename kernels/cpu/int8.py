@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
-from jitney.kernels.cpu.products import panel_vectors
+from jitney.kernels.cpu.products import operands, panel_vectors
 from jitney.kernels.int8 import Int8
+from jitney.kernels.interface import OneOf
 
 #: Columns of the widest vector; inputs are whole ones too.
 _LANES = 16
@@ -48,15 +49,22 @@ def _shifted(w: jax.Array) -> jax.Array:
 def matmul(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
     """See `jitney.kernels.interface.Int8Products`."""
     if not _served(x, w):
-        return reference.matmul_int8(x, w, dtype)
+        return reference.matmul_int8(x, _apart(w), dtype)
     return _call(x, w, dtype, gated=False)
 
 
 def gated(x: jax.Array, w: Int8) -> jax.Array:
     """See `jitney.kernels.interface.Int8Products`."""
     if not _served(x, w):
-        return reference.gated_int8(x, w)
+        return reference.gated_int8(x, _apart(w))
     return _call(x, w, x.dtype, gated=True)
+
+
+def _apart(w: Int8) -> Int8:
+    """With an array for a matrix among many."""
+    if isinstance(w.kernel, OneOf):
+        return Int8(w.kernel.apart(), w.scale)
+    return w
 
 
 def _served(x: jax.Array, w: Int8) -> bool:
@@ -67,4 +75,5 @@ def _call(x: jax.Array, w: Int8, dtype: Any, *, gated: bool) -> jax.Array:
     columns = w.scale.shape[0] // (2 if gated else 1)
     shape = jax.ShapeDtypeStruct((x.shape[0], columns), dtype)
     call = jax.ffi.ffi_call(library.load().target("int8_panels"), shape)
-    return call(x, w.kernel, w.scale, gated=gated)
+    weights, *which = operands(w.kernel)
+    return call(x, weights, w.scale, *which, gated=gated)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
+from jitney.kernels.interface import OneOf
 
 #: Most rows that are multiplied with weights that are not arranged.
 _MOST_ROWS = 8
@@ -51,12 +52,14 @@ def panel_vectors(size_out: int, parts: int) -> int:
     return max(d for d in range(1, most + 1) if size_out // _LANES % d == 0)
 
 
-def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array | OneOf, dtype: Any = jnp.float32) -> jax.Array:
     """x [T, I] times w, [I, O] or arranged in panels -> [T, O], summed in float32 and rounded to
     `dtype`.
     """
     if w.ndim == 4:
         return _call_panels(x, w, dtype, gated=False)
+    if isinstance(w, OneOf):
+        w = w.apart()
     if x.ndim != 2 or not served(x, w) or w.shape[1] % _LANES:
         return reference.matmul(x, w, dtype)
     shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
@@ -65,7 +68,7 @@ def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     ).astype(dtype)
 
 
-def gated(x: jax.Array, w: jax.Array) -> jax.Array:
+def gated(x: jax.Array, w: jax.Array | OneOf) -> jax.Array:
     """x [T, I] times w, [I, 2F] or arranged in two parts -> silu(first half) * second half, [T, F]
     in x's dtype.
     """
@@ -97,10 +100,17 @@ def served(x: jax.Array, w: jax.Array) -> bool:
     return 1 <= x.shape[0] <= _MOST_ROWS and w.dtype in (jnp.bfloat16, jnp.float32)
 
 
-def _call_panels(x: jax.Array, w: jax.Array, dtype: Any, *, gated: bool) -> jax.Array:
+def operands(w: jax.Array | OneOf) -> tuple[jax.Array, ...]:
+    """What stands for weights in a call: they themselves; many, and which of them behind all
+    others.
+    """
+    return (w.matrices, w.number) if isinstance(w, OneOf) else (w,)
+
+
+def _call_panels(x: jax.Array, w: jax.Array | OneOf, dtype: Any, *, gated: bool) -> jax.Array:
     """bfloat16 [T, I] times panels [P, I / 2, C, 2] -> [T, P * C], or half as many columns if
     gated, in dtype.
     """
     panels, _, columns, _ = w.shape
     shape = jax.ShapeDtypeStruct((x.shape[0], panels * columns // (2 if gated else 1)), dtype)
-    return jax.ffi.ffi_call(library.load().target("panels"), shape)(x, w, gated=gated)
+    return jax.ffi.ffi_call(library.load().target("panels"), shape)(x, *operands(w), gated=gated)

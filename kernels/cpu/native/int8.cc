@@ -122,13 +122,14 @@ bool is_float(ffi::DataType kind) {
   return kind == ffi::DataType::F32 || kind == ffi::DataType::BF16;
 }
 
-// x [T, I] float32 or bfloat16, w int8 [P, I / 4, C, 4] whose bits are those of the weight + 128 as
+// x [T, I] float32 or bfloat16, w int8 [P, I / 4, C, 4] (or `Chosen` of many) whose bits are those of the weight + 128 as
 // uint8, scales float32 [P * C] -> y [T, P * C] in float32 or bfloat16, or, gated, [T, P * C / 2].
 ffi::Error int8_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                       ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> y, bool gated) {
-  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  const auto ss = scales.dimensions();
-  if (xs.size() != 2 || ws.size() != 4 || ys.size() != 2 || ss.size() != 1 ||
+                       ffi::AnyBuffer scales, ffi::RemainingArgs rest,
+                       ffi::Result<ffi::AnyBuffer> y, bool gated) {
+  const auto xs = x.dimensions(), ys = y->dimensions(), ss = scales.dimensions();
+  const auto [ws, weights] = chosen(w, rest);
+  if (xs.size() != 2 || !weights || ys.size() != 2 || ss.size() != 1 ||
       xs[1] != 4 * ws[1] || ws[3] != 4 || ys[0] != xs[0] || ss[0] != ws[0] * ws[2] ||
       ys[1] * (gated ? 2 : 1) != ss[0]) {
     return refused("panels of int8 take x [T, I], w [P, I / 4, C, 4] and scales [P * C]");
@@ -146,7 +147,7 @@ ffi::Error int8_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   } else {
     round_rows(pool, static_cast<const Bfloat16*>(x.untyped_data()), xs[0], xs[1], rows);
   }
-  const Panels<Quads> of{rows.codes, static_cast<const Quad*>(w.untyped_data()), xs[0], ws[0],
+  const Panels<Quads> of{rows.codes, static_cast<const Quad*>(weights), xs[0], ws[0],
                          ws[1],      ws[2]};
   if (y->element_type() == ffi::DataType::F32) {
     multiply_int8<float>(pool, of, rows, scales, *y, gated);
@@ -166,6 +167,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_int8_panels, jitney::int8_panels,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<bool>("gated"));
 #pragma GCC visibility pop

@@ -15,15 +15,16 @@ constexpr int kWeightsAhead = 48, kTableAhead = 16;
 // Rows of a table per task.
 constexpr Index kStripe = 512;
 
-// x bfloat16 [T, I], w bfloat16 [P, I / 2, C, 2] -> y [T, P * C] in float32 or bfloat16, or, gated,
+// x bfloat16 [T, I], w bfloat16 [P, I / 2, C, 2] (or `Chosen` of many) -> y [T, P * C] in float32 or bfloat16, or, gated,
 // [T, P * C / 2].
 ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                  ffi::Result<ffi::AnyBuffer> y, bool gated) {
-  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
+                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, bool gated) {
+  const auto xs = x.dimensions(), ys = y->dimensions();
+  const auto [ws, weights] = chosen(w, rest);
   if (!kMultipliesPairs) {
     return refused("panels are for CPUs that multiply pairs of bfloat16");
   }
-  if (xs.size() != 2 || ws.size() != 4 || ys.size() != 2 || xs[1] != 2 * ws[1] || ws[3] != 2 ||
+  if (xs.size() != 2 || !weights || ys.size() != 2 || xs[1] != 2 * ws[1] || ws[3] != 2 ||
       ys[0] != xs[0] || ys[1] * (gated ? 2 : 1) != ws[0] * ws[2]) {
     return refused("panels take x [T, I] and w [P, I / 2, C, 2]");
   }
@@ -38,7 +39,7 @@ ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   }
 #if defined(__AVX512BF16__)
   const Panels<Pairs> of{static_cast<const Pair*>(x.untyped_data()),
-                         static_cast<const Pair*>(w.untyped_data()),
+                         static_cast<const Pair*>(weights),
                          xs[0],
                          ws[0],
                          ws[1],
@@ -254,6 +255,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_panels, jitney::panels,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<bool>("gated"));
 

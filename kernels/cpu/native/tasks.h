@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -236,6 +237,33 @@ class Scratch {
   float* memory_ = nullptr;
   std::int64_t size_ = 0;
 };
+
+// The matrix of four dimensions that a product takes: w itself, or, of many that lie one behind the
+// other, w [X, ...], the one whose number is the argument behind all others, int32.
+struct Chosen {
+  std::array<Index, 4> dimensions;
+  const void* data;  // nullptr: it is none of these
+};
+
+inline Chosen chosen(const xla::ffi::AnyBuffer& w, const xla::ffi::RemainingArgs& rest) {
+  namespace ffi = xla::ffi;
+  const auto all = w.dimensions();
+  Chosen found{{}, nullptr};
+  if (all.size() != 4 + rest.size() || rest.size() > 1) {
+    return found;
+  }
+  std::copy(all.end() - 4, all.end(), found.dimensions.begin());
+  if (rest.size() == 0) {
+    found.data = w.untyped_data();
+    return found;
+  }
+  const auto number = rest.get<ffi::BufferR0<ffi::DataType::S32>>(0);
+  if (number.has_value() && number->typed_data()[0] >= 0 && number->typed_data()[0] < all[0]) {
+    const std::size_t bytes = w.size_bytes() / all[0];
+    found.data = static_cast<const char*>(w.untyped_data()) + number->typed_data()[0] * bytes;
+  }
+  return found;
+}
 
 inline xla::ffi::Error refused(const char* why) {
   return xla::ffi::Error(xla::ffi::ErrorCode::kInvalidArgument, why);

@@ -4,6 +4,7 @@ they share.
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jitney.kernels import definitions, reference
 from jitney.kernels.cpu import int8, library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
 from jitney.kernels.int8 import Int8
-from jitney.kernels.interface import KernelError
+from jitney.kernels.interface import KernelError, OneOf
 from jitney.kernels.select import select
 
 #: No test here asks how fast XLA's part is.
@@ -251,6 +252,37 @@ def test_gated_products_match_numpy_and_do_not_depend_on_the_number_of_rows():
     np.testing.assert_allclose(whole, gates / (1 + np.exp(-gates)) * ups, rtol=2**-8, atol=1e-5)
     for rows in (1, 4, 5, 16):
         np.testing.assert_array_equal(jax.jit(products.gated)(x[:rows], panels), whole[:rows])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_of_many_matrices_is_multiplied_where_it_lies(kind: str, gated: bool):
+    """Bit for bit as if it were alone; one that is not there is an error."""
+    if kind == "bfloat16" and not arranges_here():
+        pytest.skip("this CPU's weights are not arranged in pairs")
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((5, 64)), jnp.bfloat16)
+    parts = 1 + gated
+    if kind == "int8":
+        codes = rng.integers(-127, 128, (3, 64, 192)).astype(np.int8)
+        matrices = jnp.stack([int8.arrange(jnp.asarray(one), parts) for one in codes])
+        scale = jnp.asarray(rng.random(192), jnp.float32)
+
+        def multiply(w: Any) -> jax.Array:
+            return (int8.gated if gated else int8.matmul)(x, Int8(w, scale))
+    else:
+        floats = jnp.asarray(rng.standard_normal((3, 64, 192)), jnp.bfloat16)
+        matrices = jnp.stack([products.arrange(one, parts) for one in floats])
+
+        def multiply(w: Any) -> jax.Array:
+            return (products.gated if gated else products.matmul)(x, w)
+
+    pick = jax.jit(lambda number: multiply(OneOf(matrices, number)))
+    for number in range(3):
+        np.testing.assert_array_equal(pick(number), jax.jit(multiply)(matrices[number]))
+    for number in (-1, 3):
+        with pytest.raises(Exception, match="panels"):
+            jax.block_until_ready(pick(number))
 
 
 def test_panels_of_int8_hold_every_weight_once():
