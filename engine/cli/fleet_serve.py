@@ -11,6 +11,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.listen import (
     AcceptedKeys,
@@ -196,18 +197,11 @@ class _Serving:
         limit = self.config.server.drain_s
         self.fleet.begin_drain()
         _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
-        drained = asyncio.create_task(self.fleet.drained())
-        again = asyncio.create_task(self.signals.get())
-        await asyncio.wait((drained, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        for task in (drained, again):
-            task.cancel()
-        await asyncio.wait((drained, again))
-        if not again.cancelled():
+        status = await drain_status(self.fleet.drained(), self.signals, limit)
+        if status > 128:
             self.web.force_exit = True
             self.engines.kill()
-            return 128 + again.result()
-        # Not whether none is open: one that came meanwhile is about to be refused.
-        return 1 if drained.cancelled() else 0
+        return status
 
     async def _close(self, web: asyncio.Task[None]) -> None:
         self.web.should_exit = True

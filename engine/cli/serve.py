@@ -22,6 +22,7 @@ from jitney.engine.cli.descriptors import (
     raise_descriptor_limit,
 )
 from jitney.engine.cli.display import Display, make_display
+from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.equipment import Equipment
 from jitney.engine.cli.flags import ALL_SECTIONS, FOR, Command, Flag, FlagGroup, layers_from, say
 from jitney.engine.cli.listen import (
@@ -274,34 +275,19 @@ class _Server:
         """
         limit = self.config.server.drain_s
         self._begin_drain(limit)
-        drained = asyncio.create_task(self.app.state.service.drained())
-        second = await self._second_signal(drained, limit)
-        if second is not None:
+        status = await drain_status(self.app.state.service.drained(), self.signals, limit)
+        if status > 128:
             self.client.kill()
             self.web.force_exit = True
-            return 128 + second
-        # Not whether none is open: one that came meanwhile is about to be refused.
-        if not drained.cancelled():
-            return 0
-        _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
-        return 1
+        elif status:
+            _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
+        return status
 
     def _begin_drain(self, limit: float) -> None:
         self.app.state.service.begin_drain()
         self.connections.hurry()
         self.client.drain()
         _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
-
-    async def _second_signal(self, drained: asyncio.Task[None], limit: float) -> int | None:
-        """Wait for the drain's end, at most `limit` seconds, and cancel it then. The number of a
-        signal that came meanwhile, else None.
-        """
-        again = asyncio.create_task(self.signals.get())
-        await asyncio.wait((drained, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        for task in (drained, again):
-            task.cancel()
-        await asyncio.wait((drained, again))
-        return None if again.cancelled() else again.result()
 
 
 def _put_aside() -> None:

@@ -1,0 +1,26 @@
+"""How a server that was told to stop waits for those it still serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def drain_status(
+    drained: Coroutine[Any, Any, None], signals: asyncio.Queue[int], limit: float
+) -> int:
+    """Wait until all are served, at most `limit` seconds, or until a second signal comes.
+
+    The exit status: 0 all were, 1 the time is over, 128 and the signal's number. Who comes
+    meanwhile is about to be refused, and does not count.
+    """
+    done = asyncio.create_task(drained)
+    again = asyncio.create_task(signals.get())
+    await asyncio.wait((done, again), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    for task in (done, again):
+        task.cancel()
+    await asyncio.wait((done, again))
+    if not again.cancelled():
+        return 128 + again.result()
+    return 1 if done.cancelled() else 0
