@@ -207,65 +207,6 @@ def _load_scales(kv_scales, head, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _sum_part(
-    queries,
-    position,
-    kv,
-    table,
-    head,
-    low,
-    high,
-    k_scale,
-    dims,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PAIRED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The softmax (acc [M, DP], top, total) of the keys [low, high) of a decoding sequence."""
-    top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    WIDTH: tl.constexpr = DP // 2 if PAIRED else DP
-    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    acc, odd, top, total = sweep(
-        acc,
-        acc,
-        top,
-        total,
-        queries,
-        position,
-        kv,
-        table,
-        head,
-        low,
-        high,
-        k_scale,
-        dims,
-        K,
-        D,
-        DP,
-        PAGE,
-        BLOCK_N,
-        SCALE,
-        WINDOW,
-        SOFTCAP,
-        True,
-        PAIRED,
-        PRECISION,
-    )
-    if PAIRED:
-        acc = tl.interleave(acc, odd)
-    return acc, top, total
-
-
-@triton.jit
 def decode_attention(
     q,
     kv,
@@ -308,6 +249,7 @@ def decode_attention(
     written as zero here. PAIRED: the pool's numbers are a byte each.
     """
     G: tl.constexpr = H // K
+    WIDTH: tl.constexpr = DP // 2 if PAIRED else DP
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, DP)
     seats = tl.arange(0, SEATS)
@@ -333,7 +275,14 @@ def decode_attention(
         )
         k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
         position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
-        acc, top, total = _sum_part(
+        top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        acc, odd, top, total = sweep(
+            acc,
+            acc,
+            top,
+            total,
             queries,
             position,
             kv,
@@ -347,14 +296,16 @@ def decode_attention(
             D,
             DP,
             PAGE,
-            BLOCK_M,
             BLOCK_N,
             SCALE,
             WINDOW,
             SOFTCAP,
+            True,
             PAIRED,
             PRECISION,
         )
+        if PAIRED:
+            acc = tl.interleave(acc, odd)
         acc = acc * v_scale
         if length - start <= span:
             done = acc / tl.where(total == 0.0, 1.0, total)[:, None]
