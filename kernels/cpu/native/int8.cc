@@ -122,15 +122,16 @@ bool is_float(ffi::DataType kind) {
   return kind == ffi::DataType::F32 || kind == ffi::DataType::BF16;
 }
 
-// x [T, I] float32 or bfloat16, w int8 [P, I / 4, C, 4] (or `Chosen` of many) whose bits are those of the weight + 128 as
-// uint8, scales float32 [P * C] -> y [T, P * C] in float32 or bfloat16, or, gated, [T, P * C / 2].
+// x [T, I] float32 or bfloat16, w int8 [P, I / 4, C, 4] (or `Chosen` of many) whose bits are those
+// of the weight + 128 as uint8, scales float32 [P * C] -> y [T, P * C] in float32 or bfloat16, or,
+// gated, [T, P * C / 2].
 ffi::Error int8_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                        ffi::AnyBuffer scales, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> y, bool gated) {
   const auto xs = x.dimensions(), ys = y->dimensions(), ss = scales.dimensions();
   const auto [ws, weights] = chosen(w, rest);
-  if (xs.size() != 2 || !weights || ys.size() != 2 || ss.size() != 1 ||
-      xs[1] != 4 * ws[1] || ws[3] != 4 || ys[0] != xs[0] || ss[0] != ws[0] * ws[2] ||
+  if (xs.size() != 2 || !weights || ys.size() != 2 || ss.size() != 1 || xs[1] != 4 * ws[1] ||
+      ws[3] != 4 || ys[0] != xs[0] || ss[0] != ws[0] * ws[2] ||
       ys[1] * (gated ? 2 : 1) != ss[0]) {
     return refused("panels of int8 take x [T, I], w [P, I / 4, C, 4] and scales [P * C]");
   }

@@ -15,8 +15,8 @@ constexpr int kWeightsAhead = 48, kTableAhead = 16;
 // Rows of a table per task.
 constexpr Index kStripe = 512;
 
-// x bfloat16 [T, I], w bfloat16 [P, I / 2, C, 2] (or `Chosen` of many) -> y [T, P * C] in float32 or bfloat16, or, gated,
-// [T, P * C / 2].
+// x bfloat16 [T, I], w bfloat16 [P, I / 2, C, 2] (or `Chosen` of many) -> y [T, P * C] in float32
+// or bfloat16, or, gated, [T, P * C / 2].
 ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, bool gated) {
   const auto xs = x.dimensions(), ys = y->dimensions();
