@@ -144,11 +144,6 @@ class Service:
         if self.jobs is not None:
             self.jobs.stop()
 
-    @property
-    def is_idle(self) -> bool:
-        """No generation request is open."""
-        return self._open.is_idle
-
     async def drained(self) -> None:
         """Wait until no generation request is open."""
         await self._open.until_idle()

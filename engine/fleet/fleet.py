@@ -83,10 +83,6 @@ class Fleet:
         """Refuse new requests from now on; those that run go on."""
         self.draining = True
 
-    @property
-    def is_idle(self) -> bool:
-        return self._open.is_idle
-
     async def drained(self) -> None:
         """Wait until no request is open."""
         await self._open.until_idle()

@@ -29,10 +29,6 @@ class Asked:
         await self.open.until_idle()
         self.one_more.__enter__()
 
-    @property
-    def is_idle(self) -> bool:
-        return self.open.is_idle
-
 
 def server_of(kind: type[Any], asked: Asked) -> Any:
     """As much of a server as a drain touches."""
@@ -53,7 +49,7 @@ def test_who_asks_after_the_last_answer_does_not_make_the_end_a_failure(kind: ty
     async def drain() -> int:
         asked = Asked(drains=True)
         status = await server_of(kind, asked)._drain()
-        assert not asked.is_idle
+        assert not asked.open.is_idle
         return status
 
     assert asyncio.run(drain()) == 0
