@@ -115,26 +115,11 @@ class Linear(nnx.Module):
         """x [T, I] -> activation(first half of the outputs) * the other half, [T, O // 2] in x's
         dtype.
         """
-        if self.gated_by_kernel:
-            found = self.gated_at_once(x, self.packed, kernels)
-            if found is not None:
-                return found
-        between = x.dtype if kernels.narrow_gates else jnp.float32
-        return self.gate(self(x, kernels, between, adapted=adapted), x.dtype)
-
-    def gated_at_once(self, x: Array, packed: Packed, kernels: Kernels) -> Array | None:
-        """`gated`, of a matrix of this layer's, where the kernel set has one for its scheme."""
-        if packed.scheme == "plain":
-            return kernels.gated(x, packed.kernel)
-        if kernels.int8 is not None:
-            return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
-        return None
-
-    def gate(self, both: Array, dtype: DType) -> Array:
-        """activation(first half of [T, O]) * the other half, [T, O // 2] in `dtype`."""
         assert self.activation is not None
-        gates, ups = jnp.split(both.astype(jnp.float32), 2, axis=-1)
-        return (_ACTIVATIONS[self.activation](gates) * ups).astype(dtype)
+        if self.bias is None and self.adapters is None:
+            return gated_product(x, self.packed, self.activation, kernels)
+        both = self(x, kernels, _gates_dtype(x, kernels), adapted=adapted)
+        return _gate(both, self.activation, x.dtype)
 
     @property
     def gated_by_kernel(self) -> bool:
@@ -195,6 +180,28 @@ def _array_of(param: nnx.Param | None) -> Any:
     return None if param is None else param[...]
 
 
+def gated_product(x: Array, packed: Packed, activation: Activation, kernels: Kernels) -> Array:
+    """x [T, I] times the matrix, gated as by `Linear.gated`: at once where the kernel set does that
+    in its scheme.
+    """
+    if activation == "silu" and packed.scheme == "plain":
+        return kernels.gated(x, packed.kernel)
+    if activation == "silu" and packed.scheme == "int8" and kernels.int8 is not None:
+        return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
+    return _gate(product(x, packed, kernels, _gates_dtype(x, kernels)), activation, x.dtype)
+
+
+def _gates_dtype(x: Array, kernels: Kernels) -> DType:
+    """Of gates and of what they gate, where these are written to memory."""
+    return x.dtype if kernels.narrow_gates else jnp.float32
+
+
+def _gate(both: Array, activation: Activation, dtype: DType) -> Array:
+    """activation(first half of [T, O]) * the other half, [T, O // 2] in `dtype`."""
+    gates, ups = jnp.split(both.astype(jnp.float32), 2, axis=-1)
+    return (_ACTIVATIONS[activation](gates) * ups).astype(dtype)
+
+
 class RMSNorm(nnx.Module):
     """weight [E]; x / rms(x) * weight."""
 
@@ -232,3 +239,8 @@ class MLP(nnx.Module):
         """x [T, E] -> [T, E]."""
         inner = self.gate_up.gated(x, kernels, meta.adapted)
         return self.down(inner, kernels, adapted=meta.adapted)
+
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest."""
+        self.gate_up.arrange(kernels)
+        self.down.arrange(kernels)

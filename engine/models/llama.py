@@ -55,6 +55,12 @@ class Block(nnx.Module):
         """Every matrix of the layer."""
         return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
 
+    def arrange(self, kernels: Kernels) -> None:
+        """Lay the matrices out as the kernel set multiplies them fastest."""
+        self.attention.qkv.arrange(kernels)
+        self.attention.o.arrange(kernels)
+        self.mlp.arrange(kernels)
+
 
 class Llama(nnx.Module):
     """embed [V, E], L blocks, a final norm, and lm_head [E, V] unless the embedding serves as
@@ -128,8 +134,10 @@ class Llama(nnx.Module):
         """Lay the matrices out as the kernel set multiplies them fastest; the last thing done to a
         model's weights.
         """
-        for linear in self.linears():
-            linear.arrange(kernels)
+        for block in self.layers:
+            block.arrange(kernels)
+        if self.lm_head is not None:
+            self.lm_head.arrange(kernels)
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """Give each layer the factors of its quantised pool, float32 [2K]."""

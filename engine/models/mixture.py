@@ -23,7 +23,7 @@ from jax import Array
 
 from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, ModelConfig
 from jitney.engine.checkpoints.names import HF, Dialect, FileFormat
-from jitney.engine.models.layers import MLP, DType, Linear, normal
+from jitney.engine.models.layers import MLP, DType, Linear, gated_product, normal
 from jitney.engine.models.llama import Block, Llama
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
@@ -128,26 +128,26 @@ class ExpertLinear(Linear):
             activation=activation,
         )
         self.n_experts = n_experts
-        self.apart = False
+
+    @property
+    def _apart(self) -> bool:
+        """Whether each is laid out for itself."""
+        return self.kernel.ndim > 2
 
     def of(self, expert: Array, kernels: Kernels) -> Packed:
         """The matrix of one expert, int32; where it lies, if the kernel set takes such."""
 
-        def part(array: Array | None) -> Array | None:
-            if array is None:
-                return None
+        def part(array: Array) -> Array:
             size = array.shape[-1] // self.n_experts
             return jax.lax.dynamic_slice_in_dim(array, expert * size, size, axis=-1)
 
         packed = self.packed
-        rest = map(part, packed[1:])
-        if self.apart and kernels.takes_one_of and packed.scheme != "int4":
-            return Packed(OneOf(packed.kernel, expert), *rest)
-        if self.apart:
-            return Packed(
-                jax.lax.dynamic_index_in_dim(packed.kernel, expert, keepdims=False), *rest
-            )
-        return Packed(part(packed.kernel), *rest)
+        if not self._apart:
+            return jax.tree.map(part, packed)
+        one = OneOf(packed.kernel, expert)
+        where_it_lies = kernels.takes_one_of and packed.scheme != "int4"
+        rest = jax.tree.map(part, packed._replace(kernel=None))
+        return rest._replace(kernel=one if where_it_lies else one.apart())
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -160,7 +160,6 @@ class ExpertLinear(Linear):
         parts = 1 + self.gated_by_kernel
         arrange = self._arranged_by(kernels)
         self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, arrange, parts))
-        self.apart = True
 
 
 @partial(jax.jit, static_argnames=("n_experts", "arrange", "parts"))
@@ -208,10 +207,9 @@ class Experts(MLP):
         sums = sums.astype(x.dtype)
         return total(sums) if self.down.summed else sums
 
-    def arrange_router(self, kernels: Kernels) -> None:
-        """Lay the router out as the kernel set multiplies it, with columns of zeros up to whole
-        vectors.
-        """
+    def arrange(self, kernels: Kernels) -> None:
+        """See `MLP.arrange`; the router gets columns of zeros up to whole vectors."""
+        super().arrange(kernels)
         if kernels.arrange is not None:
             missing = -self.experts.n_experts % _COLUMNS
             padded = jnp.pad(self.router[...], ((0, 0), (0, missing)))
@@ -220,11 +218,8 @@ class Experts(MLP):
     def _answers(self, block: Array, expert: Array, kernels: Kernels) -> Array:
         """What one expert makes of [B, E]: float32 [B, E]."""
         opening = self.gate_up.of(expert, kernels)
-        inner = None
-        if self.gate_up.gated_by_kernel:
-            inner = self.gate_up.gated_at_once(block, opening, kernels)
-        if inner is None:
-            inner = self.gate_up.gate(product(block, opening, kernels), block.dtype)
+        assert self.gate_up.activation is not None
+        inner = gated_product(block, opening, self.gate_up.activation, kernels)
         return product(inner, self.down.of(expert, kernels), kernels)
 
 
@@ -238,13 +233,6 @@ class Mixture(Llama):
     """See `Llama`."""
 
     block = _MixtureBlock
-
-    def arrange(self, kernels: Kernels) -> None:
-        """See `Llama.arrange`."""
-        super().arrange(kernels)
-        for block in self.layers:
-            assert isinstance(block.mlp, Experts)
-            block.mlp.arrange_router(kernels)
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:

@@ -14,7 +14,6 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import prompt
-from programs import await_use
 from safetensors.numpy import save_file
 
 from jitney.engine import LLM, SamplingParams
@@ -23,7 +22,6 @@ from jitney.engine.checkpoints.model_config import ExpertsConfig
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import served_by
-from jitney.engine.executor.runner import Runner
 from jitney.engine.models.mixture import Experts, Routes, route
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
 from jitney.engine.models.registry import abstract_model, random_model
@@ -32,6 +30,8 @@ from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.engine.types import EngineRequest
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import reference, select
+
+pytestmark = pytest.mark.usefixtures("programs_when_used")
 
 
 def chosen_of(scores: np.ndarray, config: ExpertsConfig) -> list[dict[int, float]]:
@@ -132,9 +132,7 @@ def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arrang
     expected = naive(layer, x, config.experts.n_experts)
     kernels = reference()
     if arranged:
-        for linear in (layer.gate_up, layer.down):
-            linear.arrange(kernels)
-        layer.arrange_router(kernels)
+        layer.arrange(kernels)
     found = np.asarray(layer(jnp.asarray(x), kernels, meta_of(37)))
     np.testing.assert_allclose(found[:37], expected[:37], rtol=0, atol=2e-4)
     assert np.abs(expected[:37]).max() > 1
@@ -152,9 +150,7 @@ def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
     x = jax.random.normal(jax.random.key(1), (40, config.hidden_size), jnp.bfloat16)
     expected = naive(layer, np.asarray(x, np.float32), config.experts.n_experts)
     kernels = select("cpu", "auto")
-    for linear in (layer.gate_up, layer.down):
-        linear.arrange(kernels)
-    layer.arrange_router(kernels)
+    layer.arrange(kernels)
     found = np.asarray(layer(x, kernels, meta_of(40)), np.float64)
     # The rows of products in int8 are rounded to 8 bits as well.
     bound = 0.04 if scheme == "int8" else 0.02
@@ -174,16 +170,13 @@ SETTINGS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, model: str, **settings: Any) -> LLM:
-    """One that compiles a program when a step wants it."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "_compile_steps", await_use)
-        return LLM(model, **SETTINGS | settings)
+def engine(model: str, **settings: Any) -> LLM:
+    return LLM(model, **SETTINGS | settings)
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"weights": "int8"}], ids=str)
-def test_a_crowd_changes_nobodys_tokens(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]):
-    llm = engine(monkeypatch, "tiny-random:qwen3_moe", **settings)
+def test_a_crowd_changes_nobodys_tokens(settings: dict[str, Any]):
+    llm = engine("tiny-random:qwen3_moe", **settings)
     prompts = [prompt(20 + i, 3 + 9 * i) for i in range(8)]
     crowd = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
     alone = [llm.generate([one], GREEDY)[0].outputs[0].token_ids for one in prompts]
@@ -206,7 +199,7 @@ def test_experts_are_proven_in_the_rows_of_their_blocks():
     assert {1, 2, 16, 128} <= set(served.product_rows)
 
 
-def test_an_adapter_of_experts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path):
     name = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
     save_file(
         {
@@ -218,16 +211,16 @@ def test_an_adapter_of_experts_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["w1"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises((ModelError, ConfigError), match=r"experts\.0\.w1"):
-        engine(monkeypatch, "tiny-random:mixtral", adapters=(f"own={tmp_path}",))
+        engine("tiny-random:mixtral", adapters=(f"own={tmp_path}",))
 
 
-def test_the_canary_judges_a_mixture_in_float32_alone(monkeypatch: pytest.MonkeyPatch):
+def test_the_canary_judges_a_mixture_in_float32_alone():
     """In bfloat16 rounding sends some tokens through other experts: log-probabilities of random
     models move by up to 4.
     """
     with pytest.raises(ConfigError, match=r"canary_every cannot judge a mixture .* in bfloat16"):
-        engine(monkeypatch, "tiny-random:mixtral", dtype="bfloat16", canary_every=1)
-    llm = engine(monkeypatch, "tiny-random:mixtral", dtype="float32", canary_every=1)
+        engine("tiny-random:mixtral", dtype="bfloat16", canary_every=1)
+    llm = engine("tiny-random:mixtral", dtype="float32", canary_every=1)
     for number in range(4):
         tokens = prompt(20 + number, 30)
         asked = EngineRequest(id=f"r{number}", prompt=tokens, sampling=GREEDY, arrival=0.0)
