@@ -114,13 +114,13 @@ def _qwen2(values: JsonObject) -> ModelConfig:
 
 
 def _qwen3(values: JsonObject) -> ModelConfig:
+    return _read_qwen3(values)[1]
+
+
+def _read_qwen3(values: JsonObject) -> tuple[Fields, ModelConfig]:
     fields, config = _qwen(values, head_dim=128)
-    return replace(
-        config,
-        o_bias=config.qkv_bias,
-        qk_norm=True,
-        windows=_qwen_windows(fields, config.n_layers),
-    )
+    windows = _qwen_windows(fields, config.n_layers)
+    return fields, replace(config, o_bias=config.qkv_bias, qk_norm=True, windows=windows)
 
 
 def _qwen(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
@@ -146,9 +146,9 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
 
 def _qwen3_moe(values: JsonObject) -> ModelConfig:
     """Qwen3's mixtures. Files of transformers 5 say num_local_experts, older ones num_experts."""
-    fields, _ = _qwen(values)
-    dense = fields.get("mlp_only_layers") or []
-    if dense != [] or fields.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1) != 1:
+    fields, config = _read_qwen3(values)
+    every = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
+    if fields.get("mlp_only_layers") or every != 1:
         raise ModelError(
             "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
             "layers with them are not supported"
@@ -160,7 +160,7 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
         fields.integer("num_experts_per_tok", 1, MAX_EXPERTS, default=8),
         fields.flag("norm_topk_prob"),
     )
-    return replace(_qwen3(values), intermediate_size=inner, experts=experts)
+    return replace(config, intermediate_size=inner, experts=experts)
 
 
 def _mixtral(values: JsonObject) -> ModelConfig:

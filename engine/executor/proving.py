@@ -70,10 +70,6 @@ def served_by(
     norm_dtype = ""
     if own.float32_norms:
         norm_dtype = "float32"
-    steps = [bucket.tokens for bucket in (*buckets.decode, *buckets.mixed)]
-    blocks: tuple[int, ...] = ()
-    if own.experts is not None:
-        blocks = tuple({own.experts.block_rows(rows) for rows in steps})
     return ServedShapes(
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
@@ -95,8 +91,16 @@ def served_by(
         mixed_seats=tuple(bucket.seats for bucket in buckets.mixed),
         softcap=own.attention_softcap,
         norm_dtype=norm_dtype,
-        blocks=blocks,
+        blocks=_blocks_of(own, buckets),
     )
+
+
+def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
+    """The different rows that experts are multiplied with at a time; none without experts."""
+    if own.experts is None:
+        return ()
+    steps = (*buckets.decode, *buckets.mixed)
+    return tuple({own.experts.block_rows(bucket.tokens) for bucket in steps})
 
 
 def _matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:

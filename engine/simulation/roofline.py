@@ -152,10 +152,12 @@ class ModelCost:
     @property
     def layer_weights(self) -> int:
         """Numbers in the matrices of all layers."""
-        experts = self.config.experts
-        if experts is None:
-            return self._attention_weights + self._feed_forward_weights
-        return self._attention_weights + experts.n_experts * self._feed_forward_weights
+        return self._attention_weights + self._experts.n_experts * self._feed_forward_weights
+
+    @property
+    def _experts(self) -> ExpertsConfig:
+        """One feed-forward for every row is a mixture of one."""
+        return self.config.experts or ExpertsConfig(1, 1, renormalised=True)
 
     @property
     def _attention_weights(self) -> int:
@@ -174,20 +176,14 @@ class ModelCost:
     @property
     def row_weights(self) -> int:
         """Numbers in the layers' matrices that one row is multiplied with."""
-        experts = self.config.experts
-        if experts is None:
-            return self.layer_weights
-        return self._attention_weights + experts.n_chosen * self._feed_forward_weights
+        return self._attention_weights + self._experts.n_chosen * self._feed_forward_weights
 
     def read_weights(self, rows: int) -> float:
         """Numbers in the layers' matrices that so many rows read: of a mixture, the experts that
         any of them chose, if each chooses by chance.
         """
-        experts = self.config.experts
-        if experts is None:
-            return self.layer_weights
-        missed = (1 - experts.n_chosen / experts.n_experts) ** rows
-        read = experts.n_experts * (1 - missed)
+        missed = (1 - self._experts.n_chosen / self._experts.n_experts) ** rows
+        read = self._experts.n_experts * (1 - missed)
         return self._attention_weights + read * self._feed_forward_weights
 
     @property
