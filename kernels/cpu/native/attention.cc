@@ -202,7 +202,7 @@ struct Decoding {
       const Number* values = keys + (2 * (head / call.group()) + 1) * call.size;
       for (Index column = 0; column < call.size; column += columns) {
         multiply(weights + head * kSpan, kSpan, values + column, call.width(),
-                 sums + head * call.size + column, call.size, count, add);
+                 sums + head * call.size + column, call.size, count, add, {});
       }
     }
   }
@@ -371,7 +371,7 @@ struct Prompting {
       for (Index column = 0; column < columns; column += vectors * kLanes) {
         tile(reinterpret_cast<const Element*>(a + row * lda), lda,
              reinterpret_cast<const Element*>(b + column), ldb, c + row * ldc + column, ldc, n,
-             add);
+             add, {});
       }
     }
   }

@@ -67,30 +67,40 @@ Index tiles_of_chunk(const Panels<Kind>& of, Index first) {
 template <class Kind, class Finish>
 void multiply_panel(const Panels<Kind>& of, Index panel, Index first, const Finish& finish) {
   const Index tall = of.tall(), wide = of.wide(), tiles = tiles_of_chunk(of, first);
-  const auto opening = tile_for<Kind, kPanelAhead>(tall, wide);
-  const auto following = tile_for<Kind, 0>(tall, wide);
+  const auto alone = tile_for<Kind, kPanelAhead>(tall, wide);
+  const auto opening = tile_for<Kind, kPanelAhead, true>(tall, wide);
+  const auto following = tile_for<Kind, 0, true>(tall, wide);
   const auto* here = of.w + panel * of.depth * of.columns;
   const auto* next = of.w + (panel + 1) % of.panels * of.depth * of.columns;
-  float* sums = Scratch::mine().of((of.chunk() + tall) * of.columns);
+  // Of a matrix that is not cut, each tile is finished before the next one has sums.
+  const Index kept = of.depth > kDepth ? tall * of.columns : 0;
+  float* all_sums = Scratch::mine().of(tiles * kept + tall * of.columns);
+  const Index side_by_side = of.columns / (wide * kLanes);
   for (Index start = 0; start < of.depth; start += kDepth) {
     const Index deep = std::min(kDepth, of.depth - start);
-    const Index share = deep * of.columns / tiles;
-    for (Index i = 0; i < tiles; ++i) {
-      const auto* x = of.x + row_of(of, first, i) * of.depth + start;
-      const auto multiply = i == 0 ? opening : following;
-      for (Index column = 0; column < of.columns; column += wide * kLanes) {
-        multiply(x, of.depth, here + start * of.columns + column, of.columns,
-                 sums + i * tall * of.columns + column, of.columns, deep, start > 0);
-      }
-      if (tiles > 1) {
-        prefetch_second(next + start * of.columns + i * share, share * sizeof *next);
-      }
+    // Of the next panel, with each element of each tile; two tiles are done before memory could
+    // bring all of it.
+    Index step = parts(of.columns * sizeof *next, tiles * side_by_side);
+    if (tiles == 2) {
+      step = std::min<Index>(step, kLine);
     }
-  }
-  for (Index i = 0; i < tiles; ++i) {
-    const Index row = row_of(of, first, i);
-    for (Index r = 0; r < tall; ++r) {
-      finish(row + r, sums + (i * tall + r) * of.columns);
+    const auto* later = reinterpret_cast<const char*>(next + start * of.columns);
+    for (Index i = 0; i < tiles; ++i) {
+      const Index row = row_of(of, first, i);
+      const auto* x = of.x + row * of.depth + start;
+      const auto multiply = tiles == 1 ? alone : i == 0 ? opening : following;
+      float* sums = all_sums + i * kept;
+      for (Index column = 0; column < of.columns; column += wide * kLanes) {
+        multiply(x, of.depth, here + start * of.columns + column, of.columns, sums + column,
+                 of.columns, deep, start > 0, {later, step});
+        later += deep * step;
+      }
+      if (start + deep < of.depth) {
+        continue;
+      }
+      for (Index r = 0; r < tall; ++r) {
+        finish(row + r, sums + r * of.columns);
+      }
     }
   }
 }

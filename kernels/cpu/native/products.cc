@@ -77,7 +77,7 @@ void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::An
   share(pool, parts(outs, run), rows, [=](Index ticket) {
     const Index end = std::min(outs, (ticket + 1) * run);
     for (Index column = ticket * run; column < end; column += width) {
-      multiply(left, depth, right + column, outs, to + column, outs, depth, false);
+      multiply(left, depth, right + column, outs, to + column, outs, depth, false, {});
     }
   });
 }
