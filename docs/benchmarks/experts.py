@@ -20,11 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jitney.engine.machine import cpu_name
-from jitney.engine.models.layers import MLP
+from jitney.engine.models.layers import MLP, RowFacts
 from jitney.engine.models.mixture import Experts
 from jitney.engine.models.quantization import SCHEMES, quantise
 from jitney.engine.simulation.roofline import SHAPES
-from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import select
 
 ROWS = (1, 8, 32, 128, 512)
@@ -47,10 +46,7 @@ def make(layer: type[MLP], scheme: str, kernels: str) -> Callable[[jax.Array], j
 
     @partial(jax.jit, static_argnames="graph")
     def run(graph: nnx.GraphDef[MLP], state: nnx.State, x: jax.Array) -> jax.Array:
-        nothing = jnp.zeros(0, jnp.int32)
-        counts = jnp.array([0, 1, x.shape[0]], jnp.int32)
-        meta = AttentionMeta(nothing, nothing, nothing, nothing, nothing, counts)
-        return nnx.merge(graph, state)(x, chosen, meta)
+        return nnx.merge(graph, state)(x, chosen, RowFacts())
 
     return lambda x: run(graph, state, x)
 

@@ -35,6 +35,7 @@ from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import load_kv_scales
 from jitney.engine.models import quantization
+from jitney.engine.models.hidden import Hidden
 from jitney.engine.models.protocol import Model
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.kernels.interface import Fp8Products, KernelSet
@@ -227,15 +228,15 @@ def read(model: Model, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> 
     shape = (pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim)
 
     @jax.jit
-    def forward(state: Any, row: jax.Array, meta: Any) -> jax.Array:
+    def forward(state: Any, row: jax.Array, meta: Any) -> Hidden:
         pools = [jnp.zeros(shape, kv_dtype) for _ in range(config.n_layers)]
         return nnx.merge(graph, state)(row, pools, meta, kernels)[0]
 
     return forward(state, np.asarray(tokens, np.int32), one_prompt(len(tokens), pages))
 
 
-def log_probabilities(model: Model, hidden: jax.Array, kernels: KernelSet) -> np.ndarray:
-    """hidden [R, E] -> float32 [R, V]."""
+def log_probabilities(model: Model, hidden: Hidden, kernels: KernelSet) -> np.ndarray:
+    """R rows -> float32 [R, V]."""
     return np.asarray(jax.nn.log_softmax(model.logits(hidden, kernels)))
 
 

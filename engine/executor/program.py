@@ -40,6 +40,7 @@ from jitney.engine.executor.sampling import (
     unpack_masks,
 )
 from jitney.engine.executor.split_sampling import SplitVocabulary
+from jitney.engine.models.hidden import Hidden
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import COLUMNS, POOL, WHOLE
 from jitney.engine.scheduler.buckets import Bucket
@@ -175,14 +176,16 @@ class StepOutput(NamedTuple):
     broken: Any = None
     #: `Scores` of the scored prompt rows; None where there can be none.
     scores: Any = None
-    #: [T, E] before the final norm, for `Program.pool`, if the engine makes vectors; None of steps
-    #: without prompt rows.
+    #: `Hidden` of all rows, for `Program.pool`, if the engine makes vectors; None of steps without
+    #: prompt rows.
     hidden: Any = None
 
 
-def broken_sequences(hidden: Array, cu_q: Array) -> Array:
-    """Sequences any of whose rows is not finite: hidden [T, E], cu_q int32 [S + 1] -> bool [S]."""
-    bad = ~jnp.all(jnp.isfinite(hidden), axis=-1)
+def broken_sequences(hidden: Hidden, cu_q: Array) -> Array:
+    """Sequences any of whose rows is not finite: cu_q int32 [S + 1] -> bool [S]. What a row would
+    become only behind the last attention, its token says, and nobody else reads.
+    """
+    bad = ~jnp.all(jnp.isfinite(hidden.states), axis=-1)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad.astype(jnp.int32))])
     return before[cu_q[1:]] > before[cu_q[:-1]]
 
@@ -253,9 +256,9 @@ class Program:
 
     def forward(
         self, leaves: list[Array], kv: list[Array], last_token: Array, inputs: Any
-    ) -> tuple[_LogitsOf, Array, list[Array]]:
+    ) -> tuple[_LogitsOf, Hidden, list[Array]]:
         """-> (from row numbers int32 [R] to their logits, float32 [R, V], this device's columns of
-        them if split; hidden [T, E]; kv)."""
+        them if split; all rows behind the last attention; kv)."""
         model = self.model(leaves)
         sampled_last = jnp.maximum(last_token[inputs.token_seats], 0)
         tokens = jnp.where(inputs.tokens >= 0, inputs.tokens, sampled_last)
@@ -312,14 +315,14 @@ class Program:
         cut = self.kernels.threshold
         return sample(logits, rows, seats, cut, allowed, self.logprobs, self.vocabulary)
 
-    def _left(self, hidden: Array) -> Array | None:
+    def _left(self, hidden: Hidden) -> Hidden | None:
         """The hidden states of a step as it leaves them for `pool`."""
         return None if self.pooling is None else hidden
 
-    def pool(self, leaves: list[Array], hidden: Array, cu_q: Array) -> Array:
-        """What each sequence's rows of a step are for the vector of its prompt: hidden [T, E], cu_q
-        int32 [S + 1] -> float32 [S, E], the sum of its hidden states behind the final norm, or the
-        last of them.
+    def pool(self, leaves: list[Array], hidden: Hidden, cu_q: Array) -> Array:
+        """What each sequence's rows of a step are for the vector of its prompt: T rows, cu_q int32
+        [S + 1] -> float32 [S, E], the sum of its hidden states behind the final norm, or the last
+        of them.
         """
         model = self.model(leaves)
         if self.pooling == "last":
@@ -327,16 +330,20 @@ class Program:
                 jnp.float32
             )
         rows = model.normed(hidden, self.kernels).astype(jnp.float32)
-        owners = jnp.searchsorted(cu_q[1:], jnp.arange(hidden.shape[0]), side="right")
+        owners = jnp.searchsorted(cu_q[1:], jnp.arange(rows.shape[0]), side="right")
         return jax.ops.segment_sum(rows, owners, cu_q.shape[0] - 1)
 
     def lower_pool(
-        self, bucket: Bucket, leaves: list[Any], width: int, dtype: Any
+        self, bucket: Bucket, leaves: list[Any], width: int, dtype: Any, *, has_adapters: bool
     ) -> jax.stages.Lowered:
         """`pool` behind a step of this bucket; width, dtype: of the hidden states."""
+        states: Any = self._whole((bucket.tokens, width), dtype)
+        adapted: Any = None
+        if has_adapters:
+            adapted = self._whole((bucket.tokens,), jnp.int32)
         args = (
             leaves,
-            self._whole((bucket.tokens, width), dtype),
+            Hidden(states, adapted),
             self._whole((bucket.seats + 1,), jnp.int32),
         )
         pool = self.pool

@@ -288,7 +288,9 @@ class Runner:
             return
         width, dtype = self.config.hidden_size, self._hidden_dtype
         for bucket in self.buckets.mixed:
-            lowered = self.program.lower_pool(bucket, self.leaves, width, dtype)
+            lowered = self.program.lower_pool(
+                bucket, self.leaves, width, dtype, has_adapters=self._sizes.has_adapters
+            )
             self.pools[bucket] = self.program.compile(lowered)
 
     def warm_up(self) -> None:

@@ -34,6 +34,7 @@ from jitney.engine.executor.sampling import (
     score_prompt,
     score_rows_at_once,
 )
+from jitney.engine.models.hidden import Hidden
 from jitney.engine.scheduler.buckets import Bucket
 
 #: A program as it is compiled, or will be.
@@ -45,7 +46,7 @@ type _Step = Callable[..., Any]
 class _LastRows(NamedTuple):
     """Rows that logits are wanted of, those of no sequence last; arrays or their shapes."""
 
-    hidden: Any  #: [M, E]
+    hidden: Any  #: `Hidden`, M rows
     positions: Any  #: int32 [M]
     seats: Any  #: int32 [M]; M: none
 
@@ -54,7 +55,7 @@ class _ModelOutput(NamedTuple):
     """What the model's program brings, beside the pools that it replaces."""
 
     rows: LogitRows | _LastRows  #: of a decode step with their logits
-    hidden: Any = None  #: [T, E]; None of a decode step
+    hidden: Any = None  #: `Hidden` of all rows; None of a decode step
     broken: Any = None  #: see `StepOutput.broken`
 
 
@@ -132,18 +133,21 @@ class StepParts:
         for size in self._sizes:
             if size not in self._heads:
                 head = jax.jit(partial(_run_head, self._program, size))
-                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
-                self._heads[size] = self._submit(pool, head.lower(self._leaves, shapes))
+                self._heads[size] = self._submit(pool, head.lower(self._leaves, _shapes_of(rows)))
 
     def _lower_scores(self, bucket: Bucket, hidden: Any) -> jax.stages.Lowered:
         layout = self._layout_of(bucket, False)
         score = jax.jit(partial(_score, self._program, layout, self._vocab))
-        shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
-        return score.lower(self._leaves, shape, words(layout.size))
+        return score.lower(self._leaves, _shapes_of(hidden), words(layout.size))
 
     @property
     def _vocab(self) -> int:
         return self._state.seats.counts.shape[1]
+
+
+def _shapes_of(outputs: Any) -> Any:
+    """Of what a program leaves for another one."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
 
 
 def _run_model(
@@ -162,13 +166,18 @@ def _run_model(
     if layout.bucket.decode_only:
         return kv, _ModelOutput(LogitRows(logits_of(at), positions, inputs.seats))
     seats = len(last_token)
-    absent = (0, seats - layout.bucket.seats)
+    absent = seats - layout.bucket.seats
     rows = _LastRows(
-        jnp.pad(hidden[at], (absent, (0, 0))),
-        jnp.pad(positions, absent),
-        jnp.pad(inputs.seats, absent, constant_values=seats),
+        jax.tree.map(partial(_padded, absent=absent), hidden[at]),
+        _padded(positions, absent),
+        jnp.pad(inputs.seats, (0, absent), constant_values=seats),
     )
     return kv, _ModelOutput(rows, hidden, broken_sequences(hidden, inputs.cu_q))
+
+
+def _padded(rows: Array, absent: int) -> Array:
+    """With so many rows of zeros behind."""
+    return jnp.pad(rows, ((0, absent), *[(0, 0)] * (rows.ndim - 1)))
 
 
 def _run_head(program: Program, size: int, leaves: list[Array], rows: _LastRows) -> LogitRows:
@@ -183,7 +192,7 @@ def _score(
     layout: UploadLayout,
     vocab: int,
     leaves: list[Array],
-    hidden: Array,
+    hidden: Hidden,
     packed: Array,
 ) -> RowScores:
     """Of the scored prompt rows; layout: of the step with a sampler."""

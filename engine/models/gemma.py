@@ -15,7 +15,8 @@ from jax import Array
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat
-from jitney.engine.models.layers import DType, make_norm
+from jitney.engine.models.hidden import Hidden
+from jitney.engine.models.layers import DType, RowFacts, make_norm
 from jitney.engine.models.llama import Block, Llama
 from jitney.engine.models.rope import Rope, rotary
 from jitney.kernels.interface import AttentionMeta, Kernels
@@ -39,15 +40,16 @@ class _GemmaBlock(Block):
         self.attention_post_norm = make_norm(config.hidden_size, config, dtype)
         self.mlp_post_norm = make_norm(config.hidden_size, config, dtype)
 
-    def __call__(
+    def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """See `Block.__call__`."""
-        x, normed = self.attention_norm.of_sum(x, added, kernels)
-        o, kv = self.attention(normed, rope, kv, meta, kernels)
-        x, normed = self.mlp_norm.of_sum(x, self.attention_post_norm(o, kernels), kernels)
-        o = self.mlp(normed, kernels, meta)
-        return x, self.mlp_post_norm(o, kernels), kv
+        """See `Block.attended`."""
+        x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
+        return x, self.attention_post_norm(o, kernels), kv
+
+    def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """See `Block.fed_forward`."""
+        return self.mlp_post_norm(super().fed_forward(normed, kernels, rows), kernels)
 
 
 def _capped(logits: Array, cap: float) -> Array:
@@ -74,8 +76,8 @@ class Gemma(Llama):
         far, local = rotary(positions, self.config), rotary(positions, near)
         return [local if window else far for window in self.config.windows]
 
-    def logits(self, hidden: Array, kernels: Kernels) -> Array:
-        """hidden [R, E] -> float32 [R, V]; see `Llama.logits`."""
+    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """R rows -> float32 [R, V]; see `Llama.logits`."""
         return _capped(super().logits(hidden, kernels), self.config.logit_softcap)
 
     @classmethod

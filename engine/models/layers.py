@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -225,6 +225,20 @@ def make_norm(size: int, config: ModelConfig, dtype: DType) -> RMSNorm:
     return RMSNorm(size, config.rms_eps, dtype=dtype)
 
 
+class RowFacts(NamedTuple):
+    """What a feed-forward is told of its rows; a pytree of arrays."""
+
+    #: int32: rows from there on pad the step; None: none does.
+    count: Array | None = None
+    #: int32 [T], see `jitney.kernels.interface.AttentionMeta`.
+    adapted: Array | None = None
+
+    @classmethod
+    def of(cls, meta: AttentionMeta) -> RowFacts:
+        """Of all rows of a step."""
+        return cls(meta.counts[2], meta.adapted)
+
+
 class MLP(nnx.Module):
     """down(activation(gate) * up), gate and up fused into one product [E, 2F]."""
 
@@ -235,10 +249,10 @@ class MLP(nnx.Module):
         )
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
-    def __call__(self, x: Array, kernels: Kernels, meta: AttentionMeta) -> Array:
+    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]."""
-        inner = self.gate_up.gated(x, kernels, meta.adapted)
-        return self.down(inner, kernels, adapted=meta.adapted)
+        inner = self.gate_up.gated(x, kernels, rows.adapted)
+        return self.down(inner, kernels, adapted=rows.adapted)
 
     def arrange(self, kernels: Kernels) -> None:
         """Lay the matrices out as the kernel set multiplies them fastest."""

@@ -20,7 +20,8 @@ from jax import Array
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap, weight_map
 from jitney.engine.models.attention import Attention
-from jitney.engine.models.layers import MLP, DType, Linear, make_norm, normal
+from jitney.engine.models.hidden import Hidden
+from jitney.engine.models.layers import MLP, DType, Linear, RowFacts, make_norm, normal
 from jitney.engine.models.rope import Rope, rotary
 from jitney.engine.models.sharding import lookup
 from jitney.kernels.interface import AttentionMeta, Kernels
@@ -46,10 +47,21 @@ class Block(nnx.Module):
 
         A sum waits for the norm that reads it: one kernel may do both.
         """
+        x, o, kv = self.attended(x, added, rope, kv, meta, kernels)
+        x, normed = self.mlp_norm.of_sum(x, o, kernels)
+        return x, self.fed_forward(normed, kernels, RowFacts.of(meta)), kv
+
+    def attended(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """The first half: as `__call__`."""
         x, normed = self.attention_norm.of_sum(x, added, kernels)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
-        x, normed = self.mlp_norm.of_sum(x, o, kernels)
-        return x, self.mlp(normed, kernels, meta), kv
+        return x, o, kv
+
+    def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """What the second half adds to x: normed [T, E] -> [T, E]."""
+        return self.mlp(normed, kernels, rows)
 
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix of the layer."""
@@ -86,21 +98,21 @@ class Llama(nnx.Module):
 
     def __call__(
         self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, list[Array]]:
-        """tokens int32 [T], kv L times [N, page, 2K, D] -> (hidden [T, E] before the final norm,
-        kv).
-        """
+    ) -> tuple[Hidden, list[Array]]:
+        """tokens int32 [T], kv L times [N, page, 2K, D] -> (rows behind the last attention, kv)."""
         x = self.embedded(tokens)
         added = jnp.zeros_like(x)
         pools = []
         ropes = self.ropes(meta.positions)
         for block, rope, pool in zip(self.layers, ropes, kv, strict=True):
-            x, added, pool = _run_block(*nnx.split(block), x, added, rope, pool, meta, kernels)
+            run = _attend_last if block is self.layers[-1] else _run_block
+            x, added, pool = run(*nnx.split(block), x, added, rope, pool, meta, kernels)
             pools.append(pool)
-        return x + added, pools
+        return Hidden(x + added, meta.adapted), pools
 
-    def logits(self, hidden: Array, kernels: Kernels) -> Array:
-        """Final norm and output head of the selected rows only: hidden [R, E] -> float32 [R, V].
+    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """Last feed-forward, final norm and output head of the selected rows only: R of them ->
+        float32 [R, V].
 
         Of a model split over devices: the columns of the device's own share of the vocabulary.
         """
@@ -109,9 +121,13 @@ class Llama(nnx.Module):
             return kernels.project(x, self.embed[...])
         return self.lm_head(x, kernels, jnp.float32)
 
-    def normed(self, hidden: Array, kernels: Kernels) -> Array:
-        """hidden [R, E] -> [R, E] behind the final norm."""
-        return self.norm(hidden, kernels)
+    def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """R rows -> [R, E] behind the final norm."""
+        last, x = self.layers[-1], hidden.states
+        rows = RowFacts(adapted=hidden.adapted)
+        added = last.fed_forward(last.mlp_norm(x, kernels), kernels, rows)
+        _, normed = self.norm.of_sum(x, added, kernels)
+        return normed
 
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]."""
@@ -180,3 +196,18 @@ def _run_block(
     The calls are inlined when the step is compiled, so the program is the unrolled one.
     """
     return nnx.merge(graph, weights)(x, added, rope, kv, meta, kernels)
+
+
+@partial(jax.jit, static_argnames=("graph", "kernels"))
+def _attend_last(
+    graph: nnx.GraphDef[Block],
+    weights: Any,
+    x: Array,
+    added: Array,
+    rope: Rope,
+    kv: Array,
+    meta: AttentionMeta,
+    kernels: Kernels,
+) -> tuple[Array, Array, Array]:
+    """As `_run_block`, the first half alone."""
+    return nnx.merge(graph, weights).attended(x, added, rope, kv, meta, kernels)

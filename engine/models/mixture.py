@@ -23,11 +23,11 @@ from jax import Array
 
 from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, ModelConfig
 from jitney.engine.checkpoints.names import HF, Dialect, FileFormat
-from jitney.engine.models.layers import MLP, DType, Linear, gated_product, normal
+from jitney.engine.models.layers import MLP, DType, Linear, RowFacts, gated_product, normal
 from jitney.engine.models.llama import Block, Llama
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
-from jitney.kernels.interface import Arrange, AttentionMeta, Kernels, OneOf
+from jitney.kernels.interface import Arrange, Kernels, OneOf
 
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
 _COLUMNS = 16
@@ -189,10 +189,11 @@ class Experts(MLP):
             n_experts, inner, size, dtype=dtype, rngs=rngs, summed=config.shards > 1
         )
 
-    def __call__(self, x: Array, kernels: Kernels, meta: AttentionMeta) -> Array:
+    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]; rows of padding are 0."""
         scores = kernels.matmul(x, self.router[...], jnp.float32)
-        routes = route(scores[:, : self.experts.n_experts], self.experts, meta.counts[2])
+        count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
+        routes = route(scores[:, : self.experts.n_experts], self.experts, count)
 
         def add_block(number: Array, sums: Array) -> Array:
             at, weights = (

@@ -23,6 +23,7 @@ from jax import Array
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import FileFormat, WeightMap
+from jitney.engine.models.hidden import Hidden
 from jitney.engine.models.layers import DType, Linear
 from jitney.kernels.interface import AttentionMeta, Kernels
 
@@ -38,18 +39,18 @@ class Model(Protocol):
 
     def __call__(
         self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, list[Array]]:
-        """tokens int32 [T], kv L times [N, page, 2K, D] -> (hidden [T, E] before the final norm,
-        the pools with the step's keys and values).
+    ) -> tuple[Hidden, list[Array]]:
+        """tokens int32 [T], kv L times [N, page, 2K, D] -> (rows behind the last attention, the
+        pools with the step's keys and values).
         """
         ...
 
-    def logits(self, hidden: Array, kernels: Kernels) -> Array:
-        """hidden [R, E] -> float32 [R, V], of the device's own share of the vocabulary."""
+    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """Of R rows float32 [R, V], of the device's own share of the vocabulary."""
         ...
 
-    def normed(self, hidden: Array, kernels: Kernels) -> Array:
-        """hidden [R, E] -> [R, E] behind the final norm, which is what the output head reads."""
+    def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
+        """R rows -> [R, E] behind the final norm, which is what the output head reads."""
         ...
 
     def linears(self) -> Iterator[Linear]:

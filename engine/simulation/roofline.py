@@ -233,9 +233,13 @@ class ModelCost:
         return weights, positions * self.kv_bytes
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
-        """(in the layers' products, in output head and attention) of a step."""
+        """(in the layers' products, in output head and attention) of a step. The last layer's
+        feed-forward is computed for the rows that logits are wanted of.
+        """
         attention = 4.0 * self._attention_width * (work.keys + work.pairs)
-        return 2.0 * self.row_weights * rows, 2.0 * self.table_weights * logit_rows + attention
+        last = self._experts.n_chosen * self._feed_forward_weights / self.config.n_layers
+        layers = self.row_weights * rows - last * max(0, rows - logit_rows)
+        return 2.0 * layers, 2.0 * self.table_weights * logit_rows + attention
 
     @property
     def _attention_width(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from adapter_files import merged, write_adapter
 from cpu_library import arranges_here
-from oracle import oracle_logprobs, prompt
+from oracle import naive_normed, oracle_logprobs, prompt
 from programs import await_use
 
 from jitney.engine import LLM, SamplingParams
@@ -22,6 +22,7 @@ from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ModelError, RequestError
 from jitney.engine.executor.runner import Runner
 from jitney.engine.loading.load import load_model
+from jitney.engine.types import EngineRequest
 
 NAMES = ("", "fr", "de")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -102,6 +103,29 @@ def test_in_bfloat16_a_crowd_changes_nothing(named: tuple[str, ...], weights: st
         [(tokens, logprobs)] = answers(llm, [one], [name])
         assert tokens == together[number][0]
         np.testing.assert_allclose(logprobs, together[number][1], rtol=0, atol=2e-6)
+
+
+def test_vectors_are_those_of_merged_weights(named: tuple[str, ...], folders: dict[str, Path]):
+    llm = engine(named, embedding_pooling="mean")
+    base: Any = load_model(resolve("tiny-random"), resolve("tiny-random").config)
+    models = {"": base} | {name: merged(base, folder) for name, folder in folders.items()}
+    params = SamplingParams(max_tokens=1)
+    for number, name in enumerate(NAMES):
+        llm.core.add(
+            EngineRequest(
+                id=name,
+                prompt=PROMPTS[number + 1],
+                sampling=params,
+                arrival=0.0,
+                pooling="mean",
+                adapter=number,
+            )
+        )
+    ended = {output.request_id: output for output in llm.core.run_until_idle()}
+    for number, name in enumerate(NAMES):
+        vector = np.frombuffer(ended[name].embedding or b"", np.float32)
+        states = naive_normed(models[name], PROMPTS[number + 1]).astype(np.float64).mean(0)
+        np.testing.assert_allclose(vector, states / np.linalg.norm(states), atol=2e-5)
 
 
 def test_pages_are_shared_among_requests_of_one_adapter_only(llm: LLM):

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jitney.engine.models.hidden import Hidden
+from jitney.engine.models.layers import RowFacts
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.protocol import Model
 from jitney.kernels.interface import AttentionMeta
@@ -35,11 +37,12 @@ DENSE = replace(select("cpu", "reference"), name="dense", paged_attention=dense)
 
 
 @jax.jit
-def _whole_hidden(model: Model, tokens: jax.Array) -> jax.Array:
-    """tokens int32 [T] -> [T, E] before the final norm."""
+def _whole_hidden(model: Model, tokens: jax.Array) -> Hidden:
+    """tokens int32 [T] -> T rows behind the last attention."""
     positions = jnp.arange(tokens.shape[0])
     none = jnp.zeros(0, jnp.int32)
-    meta = AttentionMeta(none, none, none, none, positions, none)
+    counts = jnp.array([0, 1, tokens.shape[0]], jnp.int32)
+    meta = AttentionMeta(none, none, none, none, positions, counts)
     hidden, _ = model(tokens, [jnp.zeros(0)] * model.config.n_layers, meta, DENSE)
     return hidden
 
@@ -67,9 +70,16 @@ def prompt(i: int, length: int) -> list[int]:
     return np.random.default_rng(i).integers(0, 256, length).tolist()
 
 
+@jax.jit
+def _fed(model: Model, hidden: Hidden) -> jax.Array:
+    """Rows behind the last attention -> [T, E] before the final norm."""
+    last, x = cast(Llama, model).layers[-1], hidden.states
+    return x + last.fed_forward(last.mlp_norm(x, DENSE), DENSE, RowFacts())
+
+
 def naive_normed(model: Model, tokens: list[int]) -> np.ndarray:
     """Hidden states of every position behind the final norm, float32 [T, E]."""
-    x = np.asarray(_whole_hidden(model, _padded(tokens)), np.float64)[: len(tokens)]
+    x = np.asarray(_fed(model, _whole_hidden(model, _padded(tokens))), np.float64)[: len(tokens)]
     root = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.config.rms_eps)
     weight = np.asarray(cast(Llama, model).norm.weight[...], np.float64)
     return (x / root * weight).astype(np.float32)

@@ -250,6 +250,7 @@ def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dic
     reference kernels. unfused: also with the attention that rotates and writes nothing.
     """
     from jitney.engine.checkpoints.model_config import ModelConfig
+    from jitney.engine.models.hidden import Hidden
     from jitney.engine.models.registry import random_model
 
     config = ModelConfig(
@@ -291,9 +292,8 @@ def whole_model(normed: bool, kv: str = "auto", *, unfused: bool = False) -> dic
             ),
         )
         after, _ = forward(tokens[:4], pools, decode)
-        logits.append(
-            np.asarray(model.logits(jnp.concatenate([hidden[: batch.n_rows], after[:3]]), kernels))
-        )
+        rows = jnp.concatenate([hidden.states[: batch.n_rows], after.states[:3]])
+        logits.append(np.asarray(model.logits(Hidden(rows), kernels)))
     *ours, expected = logits
     return {"error": max(float(np.abs(found - expected).max()) for found in ours)}
 

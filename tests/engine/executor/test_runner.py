@@ -127,6 +127,24 @@ def test_a_program_from_shapes_alone_is_the_engines_own(
     assert lowered.as_text() == runner.lower(bucket, plain).as_text()
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(("bucket", "plain"), [(DECODE, True), (MIXED, True)], ids=str)
+def test_the_last_feed_forward_is_for_the_rows_that_choose(
+    bucket: Bucket, plain: bool, layers: int
+):
+    rows = []
+
+    def gated(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows.append(x.shape[0])
+        return KERNELS.gated(x, w)
+
+    config = replace(tiny_config(), n_layers=layers, windows=(0,) * layers)
+    lower_step(abstract_model(config), bucket, plain, replace(KERNELS, gated=gated), SIZES)
+    # Layers of one make are traced once.
+    before_the_last = [bucket.tokens] if layers > 1 else []
+    assert rows == [*before_the_last, bucket.seats]
+
+
 class FavouringParams(SamplingParams, frozen=True, kw_only=True):
     """Sampling parameters with one that nobody else has."""
 

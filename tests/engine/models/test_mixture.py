@@ -22,13 +22,13 @@ from jitney.engine.checkpoints.model_config import ExpertsConfig
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import served_by
+from jitney.engine.models.layers import RowFacts
 from jitney.engine.models.mixture import Experts, Routes, route
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
 from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.engine.types import EngineRequest
-from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.select import reference, select
 
 pytestmark = pytest.mark.usefixtures("programs_when_used")
@@ -96,11 +96,9 @@ def test_every_real_row_goes_through_its_experts_and_no_other_row_does(
         )
 
 
-def meta_of(n_rows: int) -> AttentionMeta:
-    """Of a step of which a layer of experts asks how many rows are real."""
-    nothing = jnp.zeros(0, jnp.int32)
-    counts = jnp.array([0, 1, n_rows], jnp.int32)
-    return AttentionMeta(nothing, nothing, nothing, nothing, nothing, counts)
+def real(n_rows: int) -> RowFacts:
+    """So many rows are real, those behind them pad the step."""
+    return RowFacts(jnp.int32(n_rows))
 
 
 def naive(layer: Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
@@ -133,7 +131,7 @@ def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arrang
     kernels = reference()
     if arranged:
         layer.arrange(kernels)
-    found = np.asarray(layer(jnp.asarray(x), kernels, meta_of(37)))
+    found = np.asarray(layer(jnp.asarray(x), kernels, real(37)))
     np.testing.assert_allclose(found[:37], expected[:37], rtol=0, atol=2e-4)
     assert np.abs(expected[:37]).max() > 1
     assert not found[37:].any()
@@ -151,12 +149,12 @@ def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
     expected = naive(layer, np.asarray(x, np.float32), config.experts.n_experts)
     kernels = select("cpu", "auto")
     layer.arrange(kernels)
-    found = np.asarray(layer(x, kernels, meta_of(40)), np.float64)
+    found = np.asarray(layer(x, kernels, real(40)), np.float64)
     # The rows of products in int8 are rounded to 8 bits as well.
     bound = 0.04 if scheme == "int8" else 0.02
     assert np.abs(found - expected).max() < bound * np.abs(expected).max()
     for row in (0, 17, 39):
-        one = layer(x[row : row + 1], kernels, meta_of(1))
+        one = layer(x[row : row + 1], kernels, real(1))
         np.testing.assert_array_equal(np.asarray(one[0], np.float64), found[row])
 
 

@@ -145,7 +145,7 @@ def test_dtype_in_is_dtype_out(architecture: str, dtype):
 
     kernels = replace(DENSE, paged_attention=attend)
     hidden, _ = model(jnp.arange(8), [jnp.zeros(1)] * 2, prompts_meta(8), kernels)
-    assert hidden.dtype == dtype and model.logits(hidden, kernels).dtype == jnp.float32
+    assert hidden.states.dtype == dtype and model.logits(hidden, kernels).dtype == jnp.float32
     assert set(seen) == {jnp.dtype(dtype)}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         wide = model.config.float32_norms and "norm" in str(path)

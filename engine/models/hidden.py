@@ -1,0 +1,30 @@
+"""What a step knows of its rows when the last layer has attended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Hidden:
+    """Rows behind the last attention; a pytree of arrays.
+
+    No row looks at another any more: the last feed-forward, the final norm and the head are
+    computed for the rows that somebody wants (`Model.logits`, `Model.normed`), of a prompt most
+    often for its last one.
+    """
+
+    #: [T, E]
+    states: Array
+    #: int32 [T], see `jitney.kernels.interface.AttentionMeta`; None where there are no adapters.
+    adapted: Array | None = None
+
+    def __getitem__(self, rows: Any) -> Hidden:
+        """Some of the rows, by whatever an array takes."""
+        adapted = None if self.adapted is None else self.adapted[rows]
+        return Hidden(self.states[rows], adapted)
