@@ -53,6 +53,7 @@ from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import load_model
 from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
 from jitney.engine.machine import cpu_name
+from jitney.engine.models.mixture import set_experts_apart
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import make_mesh
 from jitney.engine.records import Ledger
@@ -177,6 +178,8 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
         alone = _core_alone(setup, model, kernels)
     if setup.mesh is None:
         model.arrange(kernels)
+    else:
+        set_experts_apart(model, kernels, setup.mesh)
     runner = _make_runner(setup, model, kernels)
     _compile(setup, runner, progress)
     if setup.device.platform == "cpu":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from jitney.kernels.experts import Blocks, Stack
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4Matmul, matmul_int4
 from jitney.kernels.int8 import Int8
@@ -240,6 +241,24 @@ class Fp8Products:
     matmul: _MatmulFp8
 
 
+class ExpertProducts(Protocol):
+    """What the experts of a mixture make of the rows that go through them, all blocks at once; axes
+    and arguments as in `jitney.kernels.experts`.
+    """
+
+    def __call__(
+        self, x: jax.Array, opening: Stack, closing: Stack, blocks: Blocks, activation: str, /
+    ) -> jax.Array:
+        """x [T, E], opening [X, E, 2F] (gates, then ups), closing [X, F, E] -> float32 [N * B, E]:
+        activation(gate) * up in x's dtype, times the closing matrix, at each place of the blocks.
+
+        Sums are float32; weights in 8 bits are widened to x's dtype on the way, and their scales
+        come after the sum. activation: silu or gelu_tanh. What stands at places of nobody's rows,
+        and in blocks from the count on, is undefined, and may be no number: nobody may read it.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """What a model's step takes from a kernel set; a static argument of the jitted step, so
     hashable.
@@ -279,6 +298,8 @@ class Kernels(Protocol):
     def int8(self) -> Int8Products | None: ...
     @property
     def fp8(self) -> Fp8Products | None: ...
+    @property
+    def experts(self) -> ExpertProducts | None: ...
 
 
 @jax.tree_util.register_dataclass
@@ -340,6 +361,9 @@ class KernelSet:
     int8: Int8Products | None = None
     #: None: weights in fp8 are widened to the rows' dtype, by `matmul`.
     fp8: Fp8Products | None = None
+    #: None: the experts of a mixture are multiplied block after block, by the other products. Else
+    #: they stay [X, I, O], but for those in int4, which are still multiplied so.
+    experts: ExpertProducts | None = None
     #: True where the gates of an MLP go through memory, since no kernel gates them at once: in the
     #: activations' dtype then, half the bytes of float32.
     narrow_gates: bool = False

@@ -39,16 +39,19 @@ def reference() -> KernelSet:
 
 def reference_of(kernels: KernelSet) -> KernelSet:
     """The reference that computes what a set does: rows are rounded to int8 or fp8 where it rounds
-    them.
+    them, those of experts not where it multiplies all experts at once.
     """
+    from jitney.kernels import experts
     from jitney.kernels import reference as plain
 
-    int8 = fp8 = None
+    int8 = fp8 = at_once = None
     if kernels.int8 is not None:
         int8 = Int8Products(_as_it_is, plain.matmul_int8, plain.gated_int8)
     if kernels.fp8 is not None:
         fp8 = Fp8Products(_as_it_is, plain.matmul_fp8)
-    return replace(reference(), int8=int8, fp8=fp8)
+    if kernels.experts is not None:
+        at_once = experts.experts
+    return replace(reference(), int8=int8, fp8=fp8, experts=at_once)
 
 
 def _as_it_is(w: jax.Array, parts: int = 1) -> jax.Array:
@@ -129,6 +132,7 @@ def triton_for(sm: int) -> KernelSet:
         gated=plain.gated_narrow,
         narrow_gates=True,
         fp8=products,
+        experts=kernels.experts,
     )
 
 
@@ -166,6 +170,7 @@ def pallas_set(chip: str) -> KernelSet:
     """
     from jitney.kernels import reference as plain
     from jitney.kernels.pallas_tpu.blocks import SUMS_IN_HALVES
+    from jitney.kernels.pallas_tpu.experts import experts
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
     from jitney.kernels.pallas_tpu.narrow_products import matmul_int4
     from jitney.kernels.pallas_tpu.pool_layout import pool_shape
@@ -180,6 +185,7 @@ def pallas_set(chip: str) -> KernelSet:
         pool_shape=pool_shape,
         gated=plain.gated_narrow,
         narrow_gates=True,
+        experts=experts,
         sums_in_halves=chip in SUMS_IN_HALVES,
     )
 

@@ -2,9 +2,10 @@
 
 A layer's feed-forward is one of many alike, its experts, and a router chooses a few of them for
 each row. Rows are sorted by expert, and multiplied in blocks of one expert each, as many as there
-are: an expert that nobody chose is not read, and rows that pad a step cost nothing. A row's experts
-are added in their order, and a kernel set whose products of a row depend on that row alone gives it
-the same numbers alone and in a crowd.
+are: an expert that nobody chose is not read, and rows that pad a step cost nothing. Where the
+kernel set has a kernel for it, that is all blocks at once; else one after the other. A row's
+experts are added in an order of its own, and a kernel set whose products of a row depend on that
+row alone gives it the same numbers alone and in a crowd.
 
 Axes: T rows, E embed, F an expert's feed-forward, X experts, C those that a row goes through, N
 blocks, B rows of a block.
@@ -20,17 +21,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
 from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, ModelConfig
 from jitney.engine.checkpoints.names import HF, Dialect, FileFormat
 from jitney.engine.models.layers import MLP, DType, Linear, RowFacts, gated_product, normal
 from jitney.engine.models.llama import Block, Llama
+from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, product
-from jitney.engine.models.sharding import total
+from jitney.engine.models.sharding import AXIS, total
+from jitney.kernels.experts import Blocks, Stack
 from jitney.kernels.interface import Arrange, Kernels, OneOf
 
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
 _COLUMNS = 16
+#: Up to so many rows of a step are counted by a product of [T, T].
+_MOST_ROWS_COUNTED = 1024
 _QWEN = replace(
     HF,
     router="mlp.gate",
@@ -58,11 +64,21 @@ class Routes(NamedTuple):
     experts: Array
     #: int32: blocks that hold rows, the first ones.
     count: Array
+    #: int32 [T, C]: where each row stands in the blocks of its experts, that of the greatest share
+    #: first; N * B: nowhere.
+    places: Array
+    #: float32 [T, C]: how much of these experts' answers it gets.
+    shares: Array
 
     @property
     def block(self) -> int:
         """B."""
-        return self.rows.shape[0] // self.experts.shape[0]
+        return self.blocks.size
+
+    @property
+    def blocks(self) -> Blocks:
+        """What a kernel asks for."""
+        return Blocks(self.rows, self.experts, self.count)
 
 
 def route(scores: Array, config: ExpertsConfig, n_rows: Array) -> Routes:
@@ -74,27 +90,40 @@ def route(scores: Array, config: ExpertsConfig, n_rows: Array) -> Routes:
     if config.renormalised:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
     real = jnp.arange(n_padded)[:, None] < n_rows
-    expert = jnp.where(real, chosen, n_experts).reshape(-1)
-    # By expert, and by row within each.
-    order = jnp.argsort(expert, stable=True)
-    by_expert = expert[order]
-    sizes = jnp.sum(expert[:, None] == jnp.arange(n_experts), axis=0)
+    numbers = jnp.arange(n_experts)
+    goes = jnp.any((chosen[:, :, None] == numbers) & real[:, :, None], axis=1)
     block = config.block_rows(n_padded)
+    sizes = jnp.sum(goes, axis=0, dtype=jnp.int32)
     blocks = -(-sizes // block)
-    ends = jnp.cumsum(blocks)
-    within = jnp.arange(expert.size) - (jnp.cumsum(sizes) - sizes)[by_expert]
-    most = _most_blocks(expert.size, n_experts, block)
-    place = jnp.where(
-        by_expert < n_experts, (ends - blocks)[by_expert] * block + within, most * block
-    )
-    nobody = jnp.full(most * block, n_padded, jnp.int32)
-    owners = jnp.searchsorted(ends, jnp.arange(most), side="right")
+    ends = jnp.sum(jnp.where(numbers[:, None] >= numbers, blocks, 0), axis=1)
+    within = jnp.take_along_axis(_rows_before(goes), chosen, axis=1)
+    most = _most_blocks(chosen.size, n_experts, block)
+    nowhere = most * block
+    places = jnp.where(real, (ends - blocks)[chosen] * block + within, nowhere)
+    owners = jnp.sum(ends <= jnp.arange(most)[:, None], axis=1)
+    rows = jnp.broadcast_to(jnp.arange(n_padded)[:, None], chosen.shape)
     return Routes(
-        rows=nobody.at[place].set(order // config.n_chosen, mode="drop"),
-        weights=jnp.zeros(most * block).at[place].set(shares.reshape(-1)[order], mode="drop"),
+        rows=jnp.full(nowhere, n_padded, jnp.int32).at[places].set(rows, mode="drop"),
+        weights=jnp.zeros(nowhere).at[places].set(shares, mode="drop"),
         experts=jnp.minimum(owners, n_experts - 1),
         count=ends[-1],
+        places=places,
+        shares=shares,
     )
+
+
+def _rows_before(goes: Array) -> Array:
+    """goes bool [T, X], which rows go through which experts -> int32 [T, X], how many rows before
+    each do.
+
+    Of few rows by a product, which a GPU runs as one kernel, where a sort or a running sum is many.
+    """
+    ones = goes.astype(jnp.float32)
+    n_rows = len(goes)
+    if n_rows > _MOST_ROWS_COUNTED:
+        return (jnp.cumsum(ones, axis=0) - ones).astype(jnp.int32)
+    earlier = jnp.tri(n_rows, k=-1)
+    return jnp.matmul(earlier, ones).astype(jnp.int32)
 
 
 def _most_blocks(choices: int, n_experts: int, block: int) -> int:
@@ -149,6 +178,21 @@ class ExpertLinear(Linear):
         rest = jax.tree.map(part, packed._replace(kernel=None))
         return rest._replace(kernel=one if where_it_lies else one.apart())
 
+    def at_once(self, kernels: Kernels) -> bool:
+        """Whether the kernel set multiplies all blocks at once."""
+        return kernels.experts is not None and self.packed.scheme != "int4"
+
+    @property
+    def stack(self) -> Stack:
+        """All matrices, each for itself."""
+        packed = self.packed
+        kernel, scale = packed.kernel, packed.scale
+        if not self._apart:
+            kernel = _set_apart(kernel, self.n_experts, None, 1)
+        if scale is not None:
+            scale = scale.reshape(self.n_experts, -1)
+        return Stack(kernel, scale)
+
     @property
     def sizes(self) -> tuple[int, int]:
         """(I, O) of one expert, over all devices; not once they are arranged."""
@@ -158,8 +202,30 @@ class ExpertLinear(Linear):
     def arrange(self, kernels: Kernels) -> None:
         """Lay each matrix out as the kernel set multiplies it fastest."""
         parts = 1 + self.gated_by_kernel
-        arrange = self._arranged_by(kernels)
+        arrange = None if self.at_once(kernels) else self._arranged_by(kernels)
         self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, arrange, parts))
+
+    def set_apart(self, mesh: Mesh) -> None:
+        """Lay the matrices out one behind the other, on each device its share of every one."""
+        own, apart = PartitionSpec(None, AXIS), PartitionSpec(None, None, AXIS)
+        if self.summed:
+            own, apart = PartitionSpec(AXIS, None), PartitionSpec(None, AXIS, None)
+        shares = jax.shard_map(
+            partial(_set_apart, n_experts=self.n_experts, arrange=None, parts=1),
+            mesh=mesh,
+            in_specs=own,
+            out_specs=apart,
+        )
+        self.kernel = nnx.Param(jax.jit(shares)(self.kernel[...]))
+
+
+def set_experts_apart(model: Model, kernels: Kernels, mesh: Mesh) -> None:
+    """What `Model.arrange` does on one device, for the experts of a model over several, where the
+    kernel set multiplies all blocks at once. Other matrices stay as they are split.
+    """
+    for linear in model.linears():
+        if isinstance(linear, ExpertLinear) and linear.at_once(kernels):
+            linear.set_apart(mesh)
 
 
 @partial(jax.jit, static_argnames=("n_experts", "arrange", "parts"))
@@ -194,6 +260,24 @@ class Experts(MLP):
         scores = kernels.matmul(x, self.router[...], jnp.float32)
         count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
         routes = route(scores[:, : self.experts.n_experts], self.experts, count)
+        if self.gate_up.at_once(kernels) and self.down.at_once(kernels):
+            sums = self._all_at_once(x, routes, kernels)
+        else:
+            sums = self._one_by_one(x, routes, kernels)
+        sums = sums.astype(x.dtype)
+        return total(sums) if self.down.summed else sums
+
+    def _all_at_once(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
+        """float32 [T, E], by the kernel set's products with experts."""
+        assert kernels.experts is not None
+        assert self.gate_up.activation is not None
+        answers = kernels.experts(
+            x, self.gate_up.stack, self.down.stack, routes.blocks, self.gate_up.activation
+        )
+        return _weighed(answers, routes)
+
+    def _one_by_one(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
+        """float32 [T, E], block after block."""
 
         def add_block(number: Array, sums: Array) -> Array:
             at, weights = (
@@ -204,9 +288,7 @@ class Experts(MLP):
             answers = self._answers(block, routes.experts[number], kernels)
             return sums.at[at].add(answers * weights[:, None], mode="drop")
 
-        sums = jax.lax.fori_loop(0, routes.count, add_block, jnp.zeros(x.shape, jnp.float32))
-        sums = sums.astype(x.dtype)
-        return total(sums) if self.down.summed else sums
+        return jax.lax.fori_loop(0, routes.count, add_block, jnp.zeros(x.shape, jnp.float32))
 
     def arrange(self, kernels: Kernels) -> None:
         """See `MLP.arrange`; the router gets columns of zeros up to whole vectors."""
@@ -222,6 +304,21 @@ class Experts(MLP):
         assert self.gate_up.activation is not None
         inner = gated_product(block, opening, self.gate_up.activation, kernels)
         return product(inner, self.down.of(expert, kernels), kernels)
+
+
+def _weighed(answers: Array, routes: Routes) -> Array:
+    """answers float32 [N * B, E] -> [T, E]: each row's own, by their shares; 0 of rows of padding.
+
+    Added from the greatest share on, one after the other: the order is the row's own.
+    """
+    n_rows, n_chosen = routes.places.shape
+    # Choice by choice, so that what is added lies in one piece.
+    places = routes.places.T.reshape(-1)
+    found = answers.at[places].get(mode="fill", fill_value=0).reshape(n_chosen, n_rows, -1)
+    sums = jnp.zeros(found.shape[1:], jnp.float32)
+    for choice in range(n_chosen):
+        sums = sums + found[choice] * routes.shares[:, choice, None]
+    return sums
 
 
 class _MixtureBlock(Block):

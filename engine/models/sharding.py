@@ -35,8 +35,8 @@ WHOLE = PartitionSpec()
 POOL = PartitionSpec(None, None, AXIS, None)
 #: Logits [S, V]: each device has the columns that it computed.
 COLUMNS = PartitionSpec(None, AXIS)
-#: Modules whose outputs are split (their last axis is outputs), and whose inputs are (a matrix's
-#: first axis).
+#: Modules whose outputs are split (their last axis is outputs), and whose inputs are (the axis
+#: before it, of a matrix).
 _BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
 
 
@@ -96,8 +96,9 @@ def _axis_of(path: Path, ndim: int) -> int | None:
     names = set(path)
     if names & set(_BY_OUTPUTS) and ndim:
         return None if path[-2:] == ("adapters", "a") else ndim - 1
-    if names & set(BY_INPUTS) and ndim == 2:
-        return None if path[-2:] == ("adapters", "b") else 0
+    if names & set(BY_INPUTS) and ndim >= 2:
+        # The first axis, but for experts that are set apart, [X, I, O].
+        return None if path[-2:] == ("adapters", "b") else ndim - 2
     # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
     return None
 

@@ -14,22 +14,27 @@ import jax
 import jax.numpy as jnp
 
 from jitney.kernels import reference
+from jitney.kernels.experts import Blocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.triton_gpu import attention, cut, narrow_products, write_kv
+from jitney.kernels.triton_gpu import experts as expert_products
 from jitney.kernels.triton_gpu.launch import Launch
 from jitney.kernels.triton_gpu.tiles import (
     FEW_ROWS,
     DecodeTiles,
     PromptTiles,
     attention_tiles,
+    expert_tiles,
     matmul_tiles,
 )
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Elements that places of 32 bits reach, and programs along the second axis of a launch.
 _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
+#: Compute capability from which kernels know fp8.
+_FP8_SINCE = 89
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
 
@@ -370,6 +375,75 @@ class TritonKernels:
         )
         return jnp.sum(y, axis=0)
 
+    def experts(
+        self, x: jax.Array, opening: Stack, closing: Stack, blocks: Blocks, activation: str
+    ) -> jax.Array:
+        """See `jitney.kernels.interface.ExpertProducts`; places of nobody's rows are undefined."""
+        n_places, inner = blocks.rows.shape[0], opening.kernel.shape[-1] // 2
+        opened = self._with_experts(
+            expert_products.open_experts,
+            x,
+            opening,
+            blocks,
+            out=jax.ShapeDtypeStruct((n_places, inner), x.dtype),
+            n_rows=len(x),
+            matrices=2,
+            GELU=activation == "gelu_tanh",
+        )
+        return self._with_experts(
+            expert_products.close_experts,
+            opened,
+            closing,
+            blocks,
+            out=jax.ShapeDtypeStruct((n_places, closing.kernel.shape[-1]), jnp.float32),
+            n_rows=len(x),
+            matrices=1,
+        )
+
+    def _with_experts(
+        self,
+        kernel: Any,
+        x: jax.Array,
+        stack: Stack,
+        blocks: Blocks,
+        *,
+        out: jax.ShapeDtypeStruct,
+        n_rows: int,
+        matrices: int,
+        **constants: Any,
+    ) -> jax.Array:
+        """x times the experts of its blocks, of which each is so many matrices side by side."""
+        n_blocks, size_out = blocks.experts.shape[0], out.shape[1]
+        tiles = expert_tiles(
+            self.launch.sm, blocks.size, x.dtype.itemsize, n_blocks, matrices * size_out
+        )
+        weights, scales = stack
+        if weights.dtype == jnp.float8_e4m3fn and self.launch.sm < _FP8_SINCE:
+            weights = jax.lax.bitcast_convert_type(weights, jnp.uint8)
+        columns = tiles.block_n // matrices
+        return self.launch(
+            kernel,
+            x,
+            weights,
+            x if scales is None else scales,  # unread then
+            blocks.rows,
+            blocks.experts,
+            blocks.count.reshape(1),
+            out=out,
+            grid=(n_blocks * -(-size_out // columns),),
+            warps=tiles.warps,
+            stages=tiles.stages,
+            T=n_rows,
+            SIZE_IN=x.shape[1],
+            SIZE_OUT=size_out,
+            BLOCK_M=blocks.size,
+            BLOCK_N=columns,
+            BLOCK_K=tiles.block_k,
+            SCALED=scales is not None,
+            PRECISION="tf32x3",
+            **constants,
+        )
+
     def threshold(self, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         """See `jitney.kernels.interface.Threshold`."""
         return cut.search(self.launch, scaled, top_k, top_p).floor
@@ -378,7 +452,7 @@ class TritonKernels:
         """(float32 [2K] factors, or one nobody reads; the pool's limit). Raises KernelError for
         what cannot run.
         """
-        if kv.dtype in _FP8 and self.launch.sm < 89:
+        if kv.dtype in _FP8 and self.launch.sm < _FP8_SINCE:
             raise KernelError(
                 f"fp8 pools need compute capability 8.9, this GPU has {self.launch.sm / 10}; use "
                 "int8"

@@ -98,7 +98,7 @@ def matmul_int4(
 
 
 @triton.jit
-def _widened(codes, dtype: tl.constexpr):
+def widened(codes, dtype: tl.constexpr):
     """float8_e4m3fn, as its bits, in dtype, exactly; NaN is not expected among weights.
 
     Moved into the bits of float16 a code is 2**8 times too small. It stays exact where it is
@@ -146,6 +146,6 @@ def matmul_fp8(
             mask=(rows < M)[:, None] & (at < SIZE_IN)[None, :],
             other=0.0,
         )
-        acc = tl.dot(inputs, _widened(weights, inputs.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(inputs, widened(weights, inputs.dtype), acc, input_precision=PRECISION)
     cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
     tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])

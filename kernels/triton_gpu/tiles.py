@@ -45,6 +45,16 @@ class _MatmulTiles:
     stages: int
 
 
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Products with a mixture's experts."""
+
+    block_n: int  # output columns per program; of gates and ups half as many of each
+    block_k: int  # inputs at a time
+    warps: int
+    stages: int
+
+
 #: Streaming multiprocessors of the card a generation is tuned on: A100, L4, H100.
 PROCESSORS = {80: 108, 89: 58, 90: 132}
 #: (generation, padded head dim, bytes per activation) -> tiles. Programs are processors times
@@ -102,6 +112,26 @@ _TALL_MATMUL: dict[int, _MatmulTiles] = {
     89: _MatmulTiles(128, 64, 8, 2),
     90: _MatmulTiles(128, 64, 8, 3),
 }
+#: (generation, rows of a block) -> tiles of products with experts, in 2 bytes an activation. Blocks
+#: of few rows are bound by reading weights: what counts is how much of them is on its way.
+_EXPERTS: dict[tuple[int, int], ExpertTiles] = {
+    (80, 16): ExpertTiles(128, 64, 4, 4),
+    (80, 32): ExpertTiles(128, 64, 4, 4),
+    (80, 64): ExpertTiles(128, 64, 4, 3),
+    (80, 128): ExpertTiles(128, 64, 8, 3),
+    (89, 16): ExpertTiles(128, 64, 4, 3),
+    (89, 32): ExpertTiles(128, 64, 4, 4),
+    (89, 64): ExpertTiles(128, 64, 4, 3),
+    (89, 128): ExpertTiles(128, 64, 8, 2),
+    (90, 16): ExpertTiles(128, 64, 4, 4),
+    (90, 32): ExpertTiles(128, 64, 4, 4),
+    (90, 64): ExpertTiles(128, 64, 4, 4),
+    (90, 128): ExpertTiles(128, 64, 8, 3),
+}
+#: The same in float32, which is there for its answers only.
+_WIDE_EXPERTS = ExpertTiles(64, 32, 8, 2)
+#: Columns of a program of these at least: of two matrices 64 bytes of each row.
+_LEAST_COLUMNS = 64
 
 
 def generation(sm: int) -> int:
@@ -156,3 +186,19 @@ def matmul_tiles(
     while 2 * splits * blocks <= waves * PROCESSORS[tuned] and 8 * splits <= groups:
         splits *= 2
     return tiles, splits
+
+
+def expert_tiles(sm: int, rows: int, itemsize: int, blocks: int, size_out: int) -> ExpertTiles:
+    """Tiles of a product with experts: blocks of `rows` rows, at most so many, and `size_out`
+    columns, gates and ups counted.
+
+    Narrower where there would be fewer programs than processors. The inputs of a sum are added in
+    the same order then, and a row has the same result.
+    """
+    tuned = generation(sm)
+    tiles = _WIDE_EXPERTS if itemsize == 4 else _EXPERTS[tuned, rows]
+    while tiles.block_n > _LEAST_COLUMNS:
+        if blocks * -(-size_out // tiles.block_n) >= PROCESSORS[tuned]:
+            break
+        tiles = replace(tiles, block_n=tiles.block_n // 2)
+    return tiles

@@ -21,7 +21,7 @@ from compiled_specs import CONTEXTS, GPUS, MIXED_CONTEXTS, SEATS, Spec
 from flax import nnx
 from hlo import Module, parse
 from jax.experimental import topologies
-from kernel_costs import Load, kernel_cost
+from kernel_costs import Load, experts_read, kernel_cost
 from lowered_steps import lower_step
 from memory_traffic import Account, account
 from places import DATA
@@ -29,6 +29,7 @@ from places import DATA
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.autotuning import shipped_options
 from jitney.engine.executor.program import StateSizes, compiler_options
+from jitney.engine.models.mixture import ExpertLinear
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import KV_TYPES
 from jitney.engine.models.registry import abstract_model
@@ -84,6 +85,13 @@ class Step:
             if len(leaf.shape) >= 2 and path[-1] not in scales
         ]
 
+    def _share_read(self, path: Any, load: Load) -> float:
+        """Of an array of all experts: of the experts that any row chose; of another one: 1."""
+        experts = self.config.experts
+        if experts is None or not {"gate_up", "down"} & set(path):
+            return 1.0
+        return experts_read(experts, load.rows) / experts.n_experts
+
     @property
     def position_bytes(self) -> int:
         """Keys and values of one position on one device."""
@@ -117,11 +125,11 @@ class Step:
             )
 
     def floor(self, load: Load) -> float:
-        """Bytes that a step cannot do without: weights read once, keys and values read and written
-        once.
+        """Bytes that a step cannot do without: weights read once, of experts those that a row goes
+        through, keys and values read and written once.
         """
         weights = sum(
-            leaf.size * leaf.dtype.itemsize
+            leaf.size * leaf.dtype.itemsize * self._share_read(path, load)
             for path, leaf in self.leaves.items()
             if path != ("embed",)
         )
@@ -150,12 +158,15 @@ def kernels_for(spec: Spec) -> KernelSet:
 
 
 def _lay_out(model: Model, kernels: KernelSet) -> None:
-    """fp8 matrices as shapes of what serves them."""
-    if kernels.fp8 is None:
-        return
+    """fp8 matrices, and those of experts, as shapes of what serves them."""
     for linear in model.linears():
         kernel = linear.kernel.get_value()
-        if kernel.dtype == fp8.DTYPE:
+        if isinstance(linear, ExpertLinear):
+            assert kernels.experts is not None and kernel.dtype != jnp.uint8
+            size_in, columns = kernel.shape
+            apart = linear.n_experts, size_in, columns // linear.n_experts
+            linear.kernel = nnx.Param(jax.ShapeDtypeStruct(apart, kernel.dtype))
+        elif kernels.fp8 is not None and kernel.dtype == fp8.DTYPE:
             linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.arrange, kernel))
 
 
@@ -191,6 +202,9 @@ def copies(step: Step, made: Account) -> list[str]:
     transposed or widened.
     """
     sizes = {step.pool_size} | {int(leaf.size) for leaf in step.weights}
+    if step.config.experts is not None:  # each of the experts, too
+        alike = (int(leaf.size) for leaf in step.weights if len(leaf.shape) == 3)
+        sizes |= {size // step.config.experts.n_experts for size in alike}
     rows = step.spec.rows, step.config.hidden_size  # on 8 devices as large as a share of a matrix
     return [
         f"{name} {array.dtype}{list(array.dims)}"
@@ -220,7 +234,8 @@ def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[st
         "loads": [],
     }
     for load in loads(step):
-        costs = kernel_cost(load, step.pool_size, CAPABILITIES.get(step.spec.target, 0))
+        sm = CAPABILITIES.get(step.spec.target, 0)
+        costs = kernel_cost(load, step.pool_size, sm, step.config.experts)
         made = account(module, costs)
         found["loads"].append(told(step, load, made))
         found |= {

@@ -36,7 +36,11 @@ LARGE_KEPT_AS = {
     ("v7x", 4): "plain",
     ("v7x", 8): "plain",
 }
-#: Layers that are compiled of a model over 4 and 8 devices.
+#: A mixture of experts; how its weights fit, as above: of a v5e, eight hold it in bfloat16, four in
+#: int8.
+MIXTURE = "qwen3-30b-a3b"
+MIXTURE_KEPT_AS = {("v5e", 4): "int8"}
+#: Layers that are compiled of a mixture, and of a model over 4 and 8 devices.
 FEW_LAYERS = 4
 #: Sequences of the decode steps, and the contexts at which the bytes of decode and of mixed steps
 #: are counted.
@@ -112,6 +116,7 @@ def every_spec() -> Iterator[Spec]:
         yield from quantised(target)
         if target in TPUS:
             yield from wide(target)
+        yield from mixtures(target)
 
 
 def wide(target: str) -> Iterator[Spec]:
@@ -124,6 +129,27 @@ def wide(target: str) -> Iterator[Spec]:
             yield replace(decode, model=LARGE_MODEL, weights=weights)
     host = 8 if target == "v7x" else 4  # devices of four chips
     yield replace(decode, model=MODELS[0], devices=host, rows=MIXED_ROWS, seqs=SEATS)
+
+
+def mixtures(target: str) -> Iterator[Spec]:
+    """Steps of a mixture: of an H100 all that are counted elsewhere, greedy; over 4 and 8 TPUs a
+    decode step and, over a host, a mixed one.
+    """
+    if target == "h100":
+        of = Spec(target, MIXTURE, 1, 1, layers=FEW_LAYERS)
+        for seqs in SEQUENCES:
+            yield replace(of, rows=seqs, seqs=seqs)
+        yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
+        for weights in ("int8", "fp8"):
+            yield replace(of, rows=8, seqs=8, weights=weights)
+    if target in TPUS:
+        for devices in (4, 8):
+            weights = MIXTURE_KEPT_AS.get((target, devices), "plain")
+            of = Spec(
+                target, MIXTURE, 32, 32, weights=weights, devices=devices, layers=FEW_LAYERS
+            )
+            yield of
+        yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
 
 
 def steps(of: Spec) -> Iterator[Spec]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hlo import Array
 from memory_traffic import KernelCost
 
+from jitney.engine.checkpoints.model_config import ExpertsConfig
 from jitney.kernels.triton_gpu.tiles import attention_tiles
 
 
@@ -39,9 +40,31 @@ class Load:
         return self.prompt * (self.prompt + 1) // 2
 
 
-def kernel_cost(load: Load, pool_size: int, sm: int) -> KernelCost:
+def experts_read(experts: ExpertsConfig, rows: int) -> float:
+    """Experts that any of so many rows goes through, if each row chooses by chance."""
+    missed = (1 - experts.n_chosen / experts.n_experts) ** rows
+    return experts.n_experts * (1 - missed)
+
+
+def blocks_read(experts: ExpertsConfig, rows: int, padded: int) -> float:
+    """Blocks that hold rows then, in a step that is padded to so many rows."""
+    share = experts.n_chosen / experts.n_experts
+    block = experts.block_rows(padded)
+    each = sum(
+        math.comb(rows, chose)
+        * share**chose
+        * (1 - share) ** (rows - chose)
+        * math.ceil(chose / block)
+        for chose in range(1, rows + 1)
+    )
+    return experts.n_experts * each
+
+
+def kernel_cost(
+    load: Load, pool_size: int, sm: int, experts: ExpertsConfig | None = None
+) -> KernelCost:
     """Costs of the kernels of a step; pool_size: elements of a pool, which tell it from other
-    arrays.
+    arrays. experts: of a mixture.
     """
 
     def is_pool(array: Array) -> bool:
@@ -72,12 +95,32 @@ def kernel_cost(load: Load, pool_size: int, sm: int) -> KernelCost:
             case "matmul_fp8":
                 x, weights = taken[:2]
                 return rest, 2.0 * x.dims[0] * weights.elements
+            case "open_experts" | "close_experts":
+                assert experts is not None
+                return expert_cost(load, experts, taken, made[0])
         if pool is None:
             return rest, 0.0
         outputs = [array for array in made if not is_pool(array)]
         return fused_cost(load, row, outputs[-1], rest, len(outputs) < len(made))
 
     return cost
+
+
+def expert_cost(
+    load: Load, experts: ExpertsConfig, taken: list[Array], y: Array
+) -> tuple[float, float]:
+    """An expert's weights and scales once for each block of its rows, rows and results as often as
+    they go through experts; rows that fill blocks are not counted.
+    """
+    # On a TPU both halves of one array are operands.
+    of_experts = {array for array in taken if array.dims[:1] == (experts.n_experts,)}
+    weights = max(of_experts, key=lambda array: array.elements)
+    x = next(array for array in taken if len(array.dims) == 2 and array not in of_experts)
+    going = load.rows * experts.n_chosen
+    blocks = blocks_read(experts, load.rows, load.rows)
+    moved = blocks / experts.n_experts * sum(array.nbytes for array in of_experts)
+    moved += going * (x.dims[1] * x.itemsize + y.dims[1] * y.itemsize)
+    return moved, 2.0 * going * weights.elements / experts.n_experts
 
 
 def decode_cost(
