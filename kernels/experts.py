@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
     #: [N * B]: the row at each place; T: nobody's, whose numbers are 0.
     rows: jax.Array
-    #: [N].
+    #: [N]; X: nobody's, of blocks without rows.
     experts: jax.Array
     #: []: blocks that hold rows, the first ones.
     count: jax.Array

@@ -60,7 +60,7 @@ class Routes(NamedTuple):
     rows: Array
     #: float32 [N * B]: how much of the expert's answer the row gets.
     weights: Array
-    #: int32 [N].
+    #: int32 [N]; X: nobody's, of blocks without rows.
     experts: Array
     #: int32: blocks that hold rows, the first ones.
     count: Array
@@ -100,12 +100,11 @@ def route(scores: Array, config: ExpertsConfig, n_rows: Array) -> Routes:
     most = _most_blocks(chosen.size, n_experts, block)
     nowhere = most * block
     places = jnp.where(real, (ends - blocks)[chosen] * block + within, nowhere)
-    owners = jnp.sum(ends <= jnp.arange(most)[:, None], axis=1)
     rows = jnp.broadcast_to(jnp.arange(n_padded)[:, None], chosen.shape)
     return Routes(
         rows=jnp.full(nowhere, n_padded, jnp.int32).at[places].set(rows, mode="drop"),
         weights=jnp.zeros(nowhere).at[places].set(shares, mode="drop"),
-        experts=jnp.minimum(owners, n_experts - 1),
+        experts=jnp.sum(ends <= jnp.arange(most)[:, None], axis=1),
         count=ends[-1],
         places=places,
         shares=shares,
@@ -312,13 +311,15 @@ def _weighed(answers: Array, routes: Routes) -> Array:
     Added from the greatest share on, one after the other: the order is the row's own.
     """
     n_rows, n_chosen = routes.places.shape
-    # Choice by choice, so that what is added lies in one piece.
+    # Choice by choice, so that what is added lies in one piece. What rows of padding find may be
+    # no number, and is left out at the end: at each gather that would be another pass.
     places = routes.places.T.reshape(-1)
-    found = answers.at[places].get(mode="fill", fill_value=0).reshape(n_chosen, n_rows, -1)
+    found = answers.at[places].get(mode="clip").reshape(n_chosen, n_rows, -1)
     sums = jnp.zeros(found.shape[1:], jnp.float32)
     for choice in range(n_chosen):
         sums = sums + found[choice] * routes.shares[:, choice, None]
-    return sums
+    real = routes.places[:, :1] < len(answers)
+    return jnp.where(real, sums, 0.0)
 
 
 class _MixtureBlock(Block):

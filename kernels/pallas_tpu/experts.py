@@ -6,13 +6,16 @@ blocks of rows follow each other: which expert's weights come next is read from 
 the last ones are multiplied, and neighbouring blocks of one expert have its weights brought once.
 Blocks without rows name the last one that has some, so nothing is brought for them.
 
+A TPU keeps an array so that whole vectors of 128 waste least: matrices whose columns are none, as
+Qwen3-30B-A3B's gates and ups on each of eight devices, lie the other way round. They are multiplied
+as they lie.
+
 XLA gathers the rows: in bfloat16 two rows share each line of a TPU's memory, so that a kernel
 cannot take one of them by its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -42,13 +45,11 @@ def experts(
     interpret: Any = False,
 ) -> jax.Array:
     """See `jitney.kernels.interface.ExpertProducts`."""
-    rows = x.at[blocks.rows].get(mode="fill", fill_value=0)
+    # A row of zeros for nobody: filling in zeros behind the gather would be another pass.
+    rows = jnp.pad(x, ((0, 1), (0, 0))).at[blocks.rows].get(mode="promise_in_bounds")
     inner = opening.kernel.shape[-1] // 2
     open_gates = partial(_open, ACTIVATIONS[activation])
-    halves = 2 if inner % _LANES == 0 else 1
-    opened = _call(
-        "open_experts", open_gates, rows, opening, blocks, (inner, halves, x.dtype), interpret
-    )
+    opened = _call("open_experts", open_gates, rows, opening, blocks, (inner, 2, x.dtype), interpret)
     out = closing.kernel.shape[-1], 1, jnp.float32
     return _call("close_experts", _close, opened, closing, blocks, out, interpret)
 
@@ -64,30 +65,33 @@ def _call(
 ) -> jax.Array:
     """x [N * B, I] times its blocks' experts -> what `combine` makes of the products, [N * B, O].
 
-    out: O, in how many halves of O columns each a matrix is read, and the dtype. A matrix that is
-    not read in blocks of O columns is read whole.
+    out: O, how many matrices [I, O] lie side by side in one of the stack, and the dtype.
     """
-    size_out, halves, dtype = out
-    size_in, columns = stack.kernel.shape[1:]
-    n_blocks, block = blocks.experts.shape[0], blocks.size
-    whole = columns != halves * size_out
-    width = size_out
-    if not whole:
-        width = _block_columns(size_out, size_in * halves * stack.kernel.dtype.itemsize)
-    tiles = size_out // width
+    size_out, matrices, dtype = out
+    size_in = x.shape[1]
+    n_experts, n_blocks, block = len(stack.kernel), blocks.experts.shape[0], blocks.size
+    turned = stack.kernel.shape[2] % _LANES > 0
+    joined = matrices > 1 and size_out % _LANES > 0 and not turned
+    if joined:
+        width, tiles, parts = size_out, 1, 1
+    else:
+        width = _block_columns(size_out, size_in * matrices * stack.kernel.dtype.itemsize)
+        tiles, parts = size_out // width, matrices
     of_rows = pl.BlockSpec((block, size_in), lambda tile, at, experts, count: (_at(at, count), 0))
-    operands: list[jax.Array] = [x]
-    specs = [of_rows]
-    arrays = [stack.kernel]
+    operands, specs = [x], [of_rows]
+    kernel = stack.kernel.swapaxes(1, 2) if turned else stack.kernel
+    if not interpret:  # else XLA brings all experts into VMEM first where they fit
+        kernel = pltpu.with_memory_space_constraint(kernel, pltpu.HBM)
+    read = matrices // parts * width
+    for part in range(parts):
+        operands.append(kernel)
+        specs.append(_spec(n_experts, size_in, read, part * tiles, turned=turned))
     if stack.scale is not None:
-        arrays.append(stack.scale[:, None, :])
-    for array in arrays:
-        shape = 1, array.shape[1], columns if whole else width
-        for half in range(halves):
-            operands.append(array)
-            specs.append(pl.BlockSpec(shape, partial(_of_expert, half * tiles)))
+        for scales in jnp.split(stack.scale[:, None], parts, axis=2):
+            operands.append(scales)
+            specs.append(_spec(n_experts, 1, read, 0, turned=False))
     call = pl.pallas_call(
-        partial(_kernel, combine, halves),
+        partial(_kernel, combine, parts, turned),
         name=name,
         interpret=interpret,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -106,6 +110,19 @@ def _call(
     return call(blocks.experts, blocks.count.reshape(1), *operands)
 
 
+def _spec(n_experts: int, size_in: int, width: int, first: int, *, turned: bool) -> pl.BlockSpec:
+    """A block of `width` columns of the expert that a program multiplies; first: the block of
+    columns that is the program's first.
+    """
+
+    def place(tile: Any, at: Any, experts: Any, count: Any) -> tuple[Any, Any, Any]:
+        # Clipped: where no block holds rows, the first one names no expert.
+        expert = jnp.minimum(experts[_at(at, count)], n_experts - 1)
+        return (expert, first + tile, 0) if turned else (expert, 0, first + tile)
+
+    return pl.BlockSpec((1, width, size_in) if turned else (1, size_in, width), place)
+
+
 def _block_columns(size_out: int, column_bytes: int) -> int:
     """Columns of a block: all, or as many whole vectors as divide them and fit."""
     if size_out % _LANES or size_out * column_bytes <= _WEIGHTS:
@@ -120,41 +137,40 @@ def _at(at: Any, count: Any) -> Any:
     return jnp.minimum(at, jnp.maximum(count[0] - 1, 0))
 
 
-def _of_expert(first: int, tile: Any, at: Any, experts: Any, count: Any) -> tuple[Any, int, Any]:
-    return experts[_at(at, count)], 0, first + tile
-
-
 def _kernel(
-    combine: Any, halves: int, experts: Any, count: Any, x: Any, *refs: Any
+    combine: Any, parts: int, turned: bool, experts: Any, count: Any, x: Any, *refs: Any
 ) -> None:
-    """A block of rows and outputs. refs: the matrix's halves, their scales if there are any, the
-    result.
+    """A block of rows and outputs. refs: the matrices, their scales if there are any, the result.
+
+    turned: matrices are [O, I].
     """
     *given, out = refs
-    matrices, scales = given[:halves], given[halves:]
+    matrices, scales = given[:parts], given[parts:]
 
     @pl.when(pl.program_id(1) < count[0])
     def _multiply() -> None:
-        sums = [_product(x[...], matrix[0]) for matrix in matrices]
-        scaled = [one * scale[0] for one, scale in zip(sums, scales, strict=True)] if scales else sums
-        out[...] = combine(scaled).astype(out.dtype)
+        sums = [_product(x[...], matrix[0], turned) for matrix in matrices]
+        if scales:
+            sums = [one * scale[0] for one, scale in zip(sums, scales, strict=True)]
+        out[...] = combine(*sums).astype(out.dtype)
 
 
-def _product(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    return jnp.dot(
+def _product(rows: jax.Array, weights: jax.Array, turned: bool) -> jax.Array:
+    return lax.dot_general(
         rows,
         weights.astype(rows.dtype),
-        precision=precision,
+        (((1,), (1 if turned else 0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
 
 
-def _open(activation: Any, sums: Sequence[jax.Array]) -> jax.Array:
-    """Gates and ups, each by itself or side by side -> what goes on."""
-    gates, ups = sums if len(sums) == 2 else jnp.split(sums[0], 2, axis=-1)
-    return activation(gates) * ups
+def _open(activation: Any, gates: jax.Array, *ups: jax.Array) -> jax.Array:
+    """Gates and ups, which may be one array."""
+    if not ups:
+        gates, *ups = jnp.split(gates, 2, axis=1)
+    return activation(gates) * ups[0]
 
 
-def _close(sums: Sequence[jax.Array]) -> jax.Array:
-    return sums[0]
+def _close(sums: jax.Array) -> jax.Array:
+    return sums

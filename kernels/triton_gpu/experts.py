@@ -33,9 +33,9 @@ def open_experts(
     scales,
     rows,
     experts,
-    count,
     y,
     T: tl.constexpr,
+    X: tl.constexpr,
     SIZE_IN: tl.constexpr,
     SIZE_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -53,14 +53,14 @@ def open_experts(
     """
     TILES: tl.constexpr = (SIZE_OUT + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
-    if block >= tl.load(count):
+    expert = tl.load(experts + block).to(tl.int64)
+    if expert >= X:
         return
     places = block * BLOCK_M + tl.arange(0, BLOCK_M)
     owners = tl.load(rows + places)
     real = owners < T
     outs = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outs < SIZE_OUT
-    expert = tl.load(experts + block).to(tl.int64)
     lines = x + owners.to(tl.int64) * SIZE_IN
     columns = weights + expert * (SIZE_IN * 2 * SIZE_OUT) + outs
     inner = tl.arange(0, BLOCK_K)
@@ -98,9 +98,9 @@ def close_experts(
     scales,
     rows,
     experts,
-    count,
     y,
     T: tl.constexpr,
+    X: tl.constexpr,
     SIZE_IN: tl.constexpr,
     SIZE_OUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -114,13 +114,13 @@ def close_experts(
     """
     TILES: tl.constexpr = (SIZE_OUT + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
-    if block >= tl.load(count):
+    expert = tl.load(experts + block).to(tl.int64)
+    if expert >= X:
         return
     places = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real = tl.load(rows + places) < T
     outs = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = outs < SIZE_OUT
-    expert = tl.load(experts + block).to(tl.int64)
     lines = x + places.to(tl.int64) * SIZE_IN
     columns = weights + expert * (SIZE_IN * SIZE_OUT) + outs
     inner = tl.arange(0, BLOCK_K)

@@ -33,6 +33,8 @@ from jitney.kernels.triton_gpu.tiles import (
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Elements that places of 32 bits reach, and programs along the second axis of a launch.
 _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
+#: Columns of which so few are seen to be written out by XLA: 128 and 2048, not 4096.
+_FEW_COLUMNS = 4096
 #: Compute capability from which kernels know fp8.
 _FP8_SINCE = 89
 #: Inputs that a program of the fp8 product multiplies at a time.
@@ -325,7 +327,12 @@ class TritonKernels:
 
         On Hopper it widens them inside the product. On sm_80 and sm_89 it makes a bfloat16 copy of
         every weight in every step: 4.9 times the bytes of a decode step of Llama-3.1-8B.
+
+        One row times few columns it multiplies without adding up, writes all of that out as float32,
+        and adds it up behind: a second row, of zeros, makes it an ordinary product.
         """
+        if len(x) == 1 and w.shape[-1] < _FEW_COLUMNS:
+            return self.matmul(jnp.pad(x, ((0, 1), (0, 0))), w, dtype)[:1]
         written_out = w.dtype == jnp.float8_e4m3fn and self.launch.sm < 90
         if not written_out or len(x) > FEW_ROWS[x.dtype.itemsize]:
             return reference.matmul(x, w, dtype)
@@ -428,12 +435,12 @@ class TritonKernels:
             x if scales is None else scales,  # unread then
             blocks.rows,
             blocks.experts,
-            blocks.count.reshape(1),
             out=out,
             grid=(n_blocks * -(-size_out // columns),),
             warps=tiles.warps,
             stages=tiles.stages,
             T=n_rows,
+            X=len(weights),
             SIZE_IN=x.shape[1],
             SIZE_OUT=size_out,
             BLOCK_M=blocks.size,

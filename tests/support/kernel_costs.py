@@ -97,7 +97,8 @@ def kernel_cost(
                 return rest, 2.0 * x.dims[0] * weights.elements
             case "open_experts" | "close_experts":
                 assert experts is not None
-                return expert_cost(load, experts, taken, made[0])
+                matrices = 2 if name == "open_experts" else 1
+                return expert_cost(load, experts, taken, made[0], matrices)
         if pool is None:
             return rest, 0.0
         outputs = [array for array in made if not is_pool(array)]
@@ -107,20 +108,24 @@ def kernel_cost(
 
 
 def expert_cost(
-    load: Load, experts: ExpertsConfig, taken: list[Array], y: Array
+    load: Load, experts: ExpertsConfig, taken: list[Array], y: Array, matrices: int
 ) -> tuple[float, float]:
     """An expert's weights and scales once for each block of its rows, rows and results as often as
-    they go through experts; rows that fill blocks are not counted.
+    they go through experts; rows that fill blocks are not counted. matrices: side by side in one of
+    an expert.
     """
-    # On a TPU both halves of one array are operands.
-    of_experts = {array for array in taken if array.dims[:1] == (experts.n_experts,)}
-    weights = max(of_experts, key=lambda array: array.elements)
-    x = next(array for array in taken if len(array.dims) == 2 and array not in of_experts)
+    # On a TPU each of the two is an operand, and they may be [X, O, I].
+    weights = max((one for one in taken if len(one.dims) == 3), key=lambda one: one.elements)
+    columns = matrices * y.dims[1]
+    size_in = weights.elements // (weights.dims[0] * columns)
+    x = next(one for one in taken if one is not weights and one.dims[-1:] == (size_in,))
+    scales = 4.0 * columns if weights.itemsize == 1 else 0.0
     going = load.rows * experts.n_chosen
-    blocks = blocks_read(experts, load.rows, load.rows)
-    moved = blocks / experts.n_experts * sum(array.nbytes for array in of_experts)
-    moved += going * (x.dims[1] * x.itemsize + y.dims[1] * y.itemsize)
-    return moved, 2.0 * going * weights.elements / experts.n_experts
+    moved = blocks_read(experts, load.rows, load.rows) * (
+        size_in * columns * weights.itemsize + scales
+    )
+    moved += going * (size_in * x.itemsize + y.dims[1] * y.itemsize)
+    return moved, 2.0 * going * size_in * columns
 
 
 def decode_cost(
