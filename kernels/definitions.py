@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jitney.kernels.experts import Blocks, Stack
+
 
 def attention(
     q: np.ndarray,
@@ -109,6 +111,36 @@ def matmul_fp8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
     codes = (wide * (np.float32(448) / most)).astype(w.dtype)
     sums = codes.astype(np.float64) @ w.astype(np.float64)
     return sums.astype(np.float32) * (most / np.float32(448)) * scale
+
+
+def experts(
+    x: np.ndarray, opening: Stack, closing: Stack, blocks: Blocks, activation: str
+) -> np.ndarray:
+    """What the expert of each place of the blocks makes of the row that stands there, [N * B, E]; 0
+    where none does. x [T, E], opening [X, E, 2F], closing [X, F, E].
+    """
+    rows, owners = np.asarray(blocks.rows), np.asarray(blocks.experts)
+    out = np.zeros((len(rows), closing.kernel.shape[2]), np.float32)
+    for place in np.flatnonzero(rows < len(x)):
+        expert = owners[place // blocks.size]
+        sums = matmul(x[rows[place]], _widened(opening, expert))
+        gate, up = np.split(sums, 2)
+        out[place] = matmul(_opened(gate, activation) * up, _widened(closing, expert))
+    return out
+
+
+def _widened(stack: Stack, expert: int) -> np.ndarray:
+    """The matrix of an expert, [I, O]."""
+    wide = np.asarray(stack.kernel[expert]).astype(np.float32)
+    return wide if stack.scale is None else wide * np.asarray(stack.scale[expert])
+
+
+def _opened(gate: np.ndarray, activation: str) -> np.ndarray:
+    """silu, or gelu by its formula with tanh."""
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate))
+    bent = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + np.tanh(bent))
 
 
 def kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:

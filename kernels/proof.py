@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from jitney.kernels import expert_cases
 from jitney.kernels.attention_cases import AttentionCase
+from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof_attention import attention_errors, case_errors, case_shapes
 from jitney.kernels.proof_products import (
     cut_errors,
+    expert_errors,
     fp8_errors,
     head_errors,
     int4_errors,
@@ -54,6 +57,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "int4 product": ("matmul_int4",),
     "int8 product": ("int8",),
     "fp8 product": ("fp8",),
+    "experts": ("experts",),
     "sampling cut": ("threshold",),
 }
 
@@ -69,6 +73,7 @@ CHECKS: dict[str, _Check] = {
     "int4 product": int4_errors,
     "int8 product": int8_errors,
     "fp8 product": fp8_errors,
+    "experts": expert_errors,
     "sampling cut": cut_errors,
 }
 
@@ -121,6 +126,14 @@ def prove_case(kernels: KernelSet, case: AttentionCase) -> Proof:
     return proof
 
 
+def prove_experts(kernels: KernelSet, case: ExpertCase) -> Proof:
+    """As `prove_case`, products with experts; of a set that multiplies them all at once."""
+    assert kernels.experts is not None
+    at_once, limit = kernels.experts, _LIMITS[case.dtype]
+    (proof,) = _judged("experts", limit, lambda: expert_cases.case_errors(at_once, case))
+    return proof
+
+
 def _proved(kernel: str, kernels: KernelSet, shapes: ServedShapes) -> list[Proof]:
     """The proof of one kernel; none if this engine never calls it."""
     return _compared(kernel, shapes, lambda: CHECKS[kernel](kernels, shapes))
@@ -130,7 +143,10 @@ def _compared(
     kernel: str, shapes: ServedShapes, compare: Callable[[], Iterator[float]]
 ) -> list[Proof]:
     """The proof that comes of the errors; none if there are none."""
-    limit = _limit_for(kernel, shapes)
+    return _judged(kernel, _limit_for(kernel, shapes), compare)
+
+
+def _judged(kernel: str, limit: float, compare: Callable[[], Iterator[float]]) -> list[Proof]:
     try:
         errors = list(compare())
     except Exception as error:  # whatever a compiler or a driver may raise

@@ -1,4 +1,6 @@
-"""Proof of the norms, the products with weights, the output head and the sampling cut."""
+"""Proof of the norms, the products with weights and with experts, the output head and the sampling
+cut.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
+from jitney.kernels.expert_cases import ExpertCase, case_errors
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.int8 import Int8
@@ -187,6 +190,27 @@ def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         wanted = np.asarray(jax.jit(matmul_int4)(x, weights), np.float32)
         for got in jax.jit(call_all)(x, weights):
             yield distance(got, wanted[: len(got)])
+
+
+def expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Mixtures that are multiplied all blocks at once, in blocks of every number of rows; of their
+    experts four, and of an expert's feed-forward at most some thousand columns.
+    """
+    for mixture in shapes.mixtures:
+        if kernels.experts is None or "int4" in mixture.schemes:
+            continue
+        for block in shapes.blocks:
+            case = ExpertCase(
+                size=shapes.hidden_size,
+                inner=narrowed(mixture.inner, COLUMNS),
+                rows=block + 3,
+                block=block,
+                n_experts=4,
+                schemes=mixture.schemes,
+                activation=mixture.activation,
+                dtype=shapes.dtype,
+            )
+            yield from case_errors(kernels.experts, case)
 
 
 def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:

@@ -23,6 +23,15 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer, on one device."""
+
+    inner: int  # F of one of them
+    schemes: tuple[str, str]  # how what opens them and what closes them is stored
+    activation: str
+
+
+@dataclass(frozen=True)
 class ServedShapes:
     """What an engine will ask of its kernels, on one device."""
 
@@ -47,6 +56,7 @@ class ServedShapes:
     softcap: float = 0.0  # of attention's scores, 0 for none
     norm_dtype: str = ""  # of the norms' weights, where it is not that of the activations
     blocks: tuple[int, ...] = ()  # rows that experts are multiplied with at a time
+    mixtures: tuple[Mixture, ...] = ()  # the different ones of the layers
 
     @property
     def norm_weights(self) -> str:

@@ -12,12 +12,13 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.models.layers import Linear
+from jitney.engine.models.mixture import ExpertLinear
 from jitney.engine.models.protocol import Model
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.types import KernelProof
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove, without
-from jitney.kernels.proof_shapes import Matrix, ServedShapes
+from jitney.kernels.proof_shapes import Matrix, Mixture, ServedShapes
 
 log = logging.getLogger("jitney.core")
 
@@ -92,6 +93,7 @@ def served_by(
         softcap=own.attention_softcap,
         norm_dtype=norm_dtype,
         blocks=_blocks_of(own, buckets),
+        mixtures=_mixtures_of(model, own),
     )
 
 
@@ -101,6 +103,22 @@ def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
         return ()
     steps = (*buckets.decode, *buckets.mixed)
     return tuple({own.experts.block_rows(bucket.tokens) for bucket in steps})
+
+
+def _mixtures_of(model: Model, own: ModelConfig) -> tuple[Mixture, ...]:
+    """The different layers of experts."""
+    experts = [one for one in model.linears() if isinstance(one, ExpertLinear)]
+    pairs = zip(experts[::2], experts[1::2], strict=True)  # what opens, and what closes
+    return tuple(
+        dict.fromkeys(
+            Mixture(
+                own.intermediate_size,
+                (opening.packed.scheme, closing.packed.scheme),
+                own.activation,
+            )
+            for opening, closing in pairs
+        )
+    )
 
 
 def _matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:

@@ -49,7 +49,9 @@ def experts(
     rows = jnp.pad(x, ((0, 1), (0, 0))).at[blocks.rows].get(mode="promise_in_bounds")
     inner = opening.kernel.shape[-1] // 2
     open_gates = partial(_open, ACTIVATIONS[activation])
-    opened = _call("open_experts", open_gates, rows, opening, blocks, (inner, 2, x.dtype), interpret)
+    opened = _call(
+        "open_experts", open_gates, rows, opening, blocks, (inner, 2, x.dtype), interpret
+    )
     out = closing.kernel.shape[-1], 1, jnp.float32
     return _call("close_experts", _close, opened, closing, blocks, out, interpret)
 

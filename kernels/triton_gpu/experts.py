@@ -27,6 +27,39 @@ def _as_multiplied(weights, dtype: tl.constexpr):
 
 
 @triton.jit
+def _rows_of(lines, inputs, real, SIZE_IN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Inputs of rows, 0 of nobody's; what asks whether there are such inputs is left out where there
+    are, for the registers that it takes.
+    """
+    cells = lines[:, None] + inputs[None, :]
+    if SIZE_IN % BLOCK_K == 0:
+        found = tl.load(cells, mask=real[:, None], other=0.0)
+    else:
+        found = tl.load(cells, mask=real[:, None] & (inputs < SIZE_IN)[None, :], other=0.0)
+    return found
+
+
+@triton.jit
+def _weights_of(
+    cells,
+    inputs,
+    outs,
+    dtype: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile of an expert's weights in dtype, asked for likewise."""
+    if (SIZE_IN % BLOCK_K == 0) & (SIZE_OUT % BLOCK_N == 0):
+        found = tl.load(cells)
+    else:
+        read = (inputs < SIZE_IN)[:, None] & (outs < SIZE_OUT)[None, :]
+        found = tl.load(cells, mask=read, other=0.0)
+    return _as_multiplied(found, dtype)
+
+
+@triton.jit
 def open_experts(
     x,
     weights,
@@ -68,14 +101,11 @@ def open_experts(
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, SIZE_IN, BLOCK_K):
         inputs = first + inner
-        known = inputs < SIZE_IN
-        given = tl.load(
-            lines[:, None] + inputs[None, :], mask=real[:, None] & known[None, :], other=0.0
-        )
+        given = _rows_of(lines, inputs, real, SIZE_IN, BLOCK_K)
         cells = columns[None, :] + inputs[:, None] * (2 * SIZE_OUT)
-        read = known[:, None] & inside[None, :]
-        gates = _as_multiplied(tl.load(cells, mask=read, other=0.0), given.dtype)
-        ups = _as_multiplied(tl.load(cells + SIZE_OUT, mask=read, other=0.0), given.dtype)
+        gates = _weights_of(cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K)
+        cells += SIZE_OUT
+        ups = _weights_of(cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K)
         gate = tl.dot(given, gates, gate, input_precision=PRECISION)
         up = tl.dot(given, ups, up, input_precision=PRECISION)
     if SCALED:
@@ -127,13 +157,9 @@ def close_experts(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, SIZE_IN, BLOCK_K):
         inputs = first + inner
-        known = inputs < SIZE_IN
-        given = tl.load(
-            lines[:, None] + inputs[None, :], mask=real[:, None] & known[None, :], other=0.0
-        )
+        given = _rows_of(lines, inputs, real, SIZE_IN, BLOCK_K)
         cells = columns[None, :] + inputs[:, None] * SIZE_OUT
-        read = known[:, None] & inside[None, :]
-        matrix = _as_multiplied(tl.load(cells, mask=read, other=0.0), given.dtype)
+        matrix = _weights_of(cells, inputs, outs, given.dtype, SIZE_IN, SIZE_OUT, BLOCK_N, BLOCK_K)
         acc = tl.dot(given, matrix, acc, input_precision=PRECISION)
     if SCALED:
         acc *= tl.load(scales + expert * SIZE_OUT + outs, mask=inside, other=0.0)[None, :]

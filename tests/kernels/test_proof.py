@@ -14,12 +14,13 @@ import pytest
 from ragged import Case, attention, make
 
 from jitney.kernels import definitions, fp8, proof, reference
+from jitney.kernels import experts as plain_experts
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_products import narrowed
-from jitney.kernels.proof_shapes import Matrix, ServedShapes
+from jitney.kernels.proof_shapes import Matrix, Mixture, ServedShapes
 from jitney.kernels.select import reference as reference_set
 from jitney.kernels.select import select, triton_for
 
@@ -355,6 +356,68 @@ def test_weights_of_four_bits_are_proved_too():
     served = replace(SERVED, matrices=(Matrix(192, 288, "int4", group=64),))
     assert not errors(changed(matmul_int4=same(matmul_int4)), served)
     assert list(errors(changed(matmul_int4=no_zeros), served)) == ["int4 product"]
+
+
+MIXED_UP = {
+    "another expert": lambda given, opening, closing, blocks: (
+        given,
+        opening,
+        closing._replace(kernel=jnp.roll(closing.kernel, 1, axis=0)),
+        blocks,
+    ),
+    "another row": lambda given, opening, closing, blocks: (
+        given.at[-1].set(given[0]),
+        opening,
+        closing,
+        blocks,
+    ),
+    "gates for ups": lambda given, opening, closing, blocks: (
+        given,
+        opening._replace(kernel=jnp.roll(opening.kernel, opening.kernel.shape[2] // 2, axis=2)),
+        closing,
+        blocks,
+    ),
+    "no scales": lambda given, opening, closing, blocks: (
+        given,
+        opening._replace(scale=jnp.ones_like(opening.scale)),
+        closing,
+        blocks,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", MIXED_UP)
+def test_products_with_experts_that_are_wrong_are_found(wrong: str):
+    """And give way to blocks that are multiplied one after the other."""
+    scheme = "int8" if wrong == "no scales" else "plain"
+    served = replace(SERVED, mixtures=(Mixture(96, (scheme, scheme), "silu"),), blocks=(16, 32))
+
+    def broken(x: Any, opening: Any, closing: Any, blocks: Any, activation: str) -> jax.Array:
+        args = MIXED_UP[wrong](x, opening, closing, blocks)
+        return plain_experts.experts(*args, activation)
+
+    assert not errors(changed(experts=plain_experts.experts), served)
+    kernels = changed(experts=broken)
+    assert list(errors(kernels, served)) == ["experts"]
+    assert proof.without(kernels, ["experts"]).experts is None
+
+
+def test_experts_in_four_bits_are_multiplied_one_after_the_other_and_not_proved():
+    served = replace(SERVED, mixtures=(Mixture(96, ("int4", "int4"), "silu"),), blocks=(16,))
+    assert proof.prove(changed(experts=plain_experts.experts), served) == ()
+
+
+def test_a_last_block_that_is_wrong_is_found():
+    """As by a kernel that ends a block too early."""
+
+    def experts(x: Any, opening: Any, closing: Any, blocks: Any, activation: str) -> jax.Array:
+        answers = plain_experts.experts(x, opening, closing, blocks, activation)
+        last = (blocks.count - 1) * blocks.size
+        return answers.at[last].set(0)
+
+    served = replace(SERVED, mixtures=(Mixture(96, ("fp8", "fp8"), "gelu_tanh"),), blocks=(64,))
+    assert not errors(changed(experts=plain_experts.experts), served)
+    assert list(errors(changed(experts=experts), served)) == ["experts"]
 
 
 def test_the_cut_of_top_k_and_top_p_is_proved():

@@ -145,9 +145,7 @@ def mixtures(target: str) -> Iterator[Spec]:
     if target in TPUS:
         for devices in (4, 8):
             weights = MIXTURE_KEPT_AS.get((target, devices), "plain")
-            of = Spec(
-                target, MIXTURE, 32, 32, weights=weights, devices=devices, layers=FEW_LAYERS
-            )
+            of = Spec(target, MIXTURE, 32, 32, weights=weights, devices=devices, layers=FEW_LAYERS)
             yield of
         yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
 

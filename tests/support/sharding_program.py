@@ -26,7 +26,7 @@ from adapter_files import write_adapter
 from flax import nnx
 from lowered_steps import lower_step
 
-from jitney.engine import LLM, SamplingParams
+from jitney.engine import LLM, SamplingParams, build
 from jitney.engine.checkpoints import families
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import resolve
@@ -41,6 +41,7 @@ from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import POOL, WHOLE, gather, make_mesh
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.types import Grammar
+from jitney.kernels import experts
 from jitney.kernels.select import select
 
 ROWS = 64
@@ -135,6 +136,20 @@ def served(family: str, devices: int) -> dict[str, np.ndarray]:
     compiles = np.array(llm.core.runner.compiles)
     llm.close()
     return {"text": text, "tokens": rows, "compiles": compiles}
+
+
+def served_at_once(family: str, devices: int) -> dict[str, np.ndarray]:
+    """As `served`, by kernels that multiply all blocks of a mixture at once."""
+    calls = []
+
+    def counted(*args: Any) -> jax.Array:
+        calls.append(args)
+        return experts.experts(*args)
+
+    kernels = replace(KERNELS, experts=counted)
+    with mock.patch.object(build, "select", lambda platform, name: kernels):
+        found = served(family, devices)
+    return found | {"calls": np.array(len(calls))}
 
 
 def tokens(llm: LLM) -> np.ndarray:

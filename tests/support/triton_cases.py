@@ -22,15 +22,21 @@ import numpy as np
 from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
-from jitney.kernels import reference
+from jitney.kernels import definitions, reference
 from jitney.kernels.attention_cases import CASES as ATTENTION
 from jitney.kernels.attention_cases import MIXED
+from jitney.kernels.expert_cases import CASES as EXPERTS
+from jitney.kernels.expert_cases import ExpertCase
+from jitney.kernels.expert_cases import make_inputs as make_experts
+from jitney.kernels.experts import Blocks
+from jitney.kernels.proof_shapes import distance
 from jitney.kernels.select import select
 from jitney.kernels.triton_gpu import cut
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 
 KERNELS = TritonKernels(Interpreted())
 OLDER = TritonKernels(Interpreted(sm=89))  # a GPU on which XLA does not widen fp8 inside a product
+OLDEST = TritonKernels(Interpreted(sm=80))  # a GPU that knows no fp8
 SHORT = Case((8, 2, 64), (5, 20), ((30, 10),), rows=16, seqs=4)
 
 
@@ -173,6 +179,45 @@ def check_fp8(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]
     expected = x.astype(np.float64) @ weights.astype(np.float64)
     y = np.asarray(jax.jit(OLDER.matmul)(x, jnp.asarray(weights)))
     return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
+
+
+def check_experts(case: ExpertCase, kernels: TritonKernels = KERNELS) -> dict[str, Any]:
+    """Greatest error of the answers, in spreads of their rows, against numpy; how many places of
+    nobody were written.
+    """
+    given = make_experts(case)
+    find = jax.jit(kernels.experts, static_argnums=4)
+    args = given.x, given.opening, given.closing, given.blocks
+    found = np.asarray(find(*args, case.activation))
+    wanted = definitions.experts(*args, case.activation)
+    nobody = np.setdiff1d(np.arange(len(found)), given.real)
+    return {
+        "error": distance(found[given.real], wanted[given.real]),
+        "written": int(np.isfinite(found[nobody]).sum()),
+    }
+
+
+def experts_alone() -> dict[str, Any]:
+    """Rows give the same bits in blocks of their own, at their place of a block: numpy's products
+    depend in the last bit on where in the tile a row lies, those of a GPU do not.
+    """
+    case = ExpertCase(rows=40)
+    given = make_experts(case)
+    find = jax.jit(KERNELS.experts, static_argnums=4)
+    together = np.asarray(
+        find(given.x, given.opening, given.closing, given.blocks, case.activation)
+    )
+    same = []
+    for place in given.real[::5]:
+        alone = np.full(case.block, 1, np.int32)
+        alone[place % case.block] = 0
+        owner = given.blocks.experts[place // case.block]
+        blocks = Blocks(alone, np.array([owner]), np.array(1))
+        x = given.x[given.blocks.rows[place]][None]
+        answers = find(x, given.opening, given.closing, blocks, case.activation)
+        own = np.asarray(answers)[place % case.block]
+        same.append(bool((own == together[place]).all()))
+    return {"same": same}
 
 
 def spread_rows(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -355,6 +400,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "fp8: outputs no multiple": lambda: check_fp8(13, 77),
     "fp8: float16": lambda: check_fp8(40, 64, "float16"),
     "fp8: more rows than the kernel takes": lambda: check_fp8(17, 64),
+    **{f"experts: {name}": lambda case=case: check_experts(case) for name, case in EXPERTS.items()},
+    "experts: float16": lambda: check_experts(ExpertCase(size=96, dtype="float16")),
+    "experts: fp8 on a card without fp8": lambda: check_experts(
+        ExpertCase(size=96, schemes=("fp8", "fp8")), OLDEST
+    ),
+    "alone: experts": experts_alone,
     "threshold: small vocabulary": lambda: check_threshold(spread_rows, 12, 500),
     "threshold: several splits": lambda: check_threshold(spread_rows, 6, 9001),
     "threshold: odd rows": lambda: check_threshold(odd_rows, 21, 300),

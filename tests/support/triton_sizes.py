@@ -19,6 +19,7 @@ import numpy as np
 from sparse_arrays import TOO_MANY, large_pool, sparse
 
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.triton_gpu import experts as expert_products
 from jitney.kernels.triton_gpu import narrow_products, write_kv
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.tiles import DecodeTiles, PromptTiles, attention_tiles
@@ -219,6 +220,41 @@ def widens(outputs: int) -> bool:
     return bool(np.abs(y[0, :, :16] - x @ weights).max() < 1e-2)
 
 
+def meets_experts(n_experts: int, columns: int, blocks: int) -> bool:
+    """Rows of the last block with the last expert, whose weights or whose results lie beyond 2**31
+    elements; all but the first 16 outputs are 0.
+    """
+    inputs, block = 128, 16
+    weights = sparse((n_experts, inputs, 2 * columns), np.float16)
+    gates = RANDOM.standard_normal((inputs, 16), np.float32).astype(np.float16)
+    ups = RANDOM.standard_normal((inputs, 16), np.float32).astype(np.float16)
+    weights[-1, :, :16], weights[-1, :, columns : columns + 16] = gates, ups
+    rows = np.full(blocks * block, 3, np.int32)
+    rows[-block : -block + 3] = 2, 0, 1
+    experts = np.full(blocks, n_experts, np.int32)
+    experts[-1] = n_experts - 1
+    y = sparse((blocks * block, columns), np.float16)
+    x = RANDOM.standard_normal((3, inputs), np.float32).astype(np.float16)
+    expert_products.open_experts[(blocks,)](
+        *map(Tensor, (x, weights, x, rows, experts, y)),
+        T=3,
+        X=n_experts,
+        SIZE_IN=inputs,
+        SIZE_OUT=columns,
+        BLOCK_M=block,
+        BLOCK_N=columns,
+        BLOCK_K=32,
+        SCALED=False,
+        GELU=False,
+        PRECISION="ieee",
+    )
+    wide = x.astype(np.float32)[[2, 0, 1]]
+    gate, up = wide @ gates.astype(np.float32), wide @ ups.astype(np.float32)
+    wanted = gate / (1 + np.exp(-gate)) * up
+    apart = np.abs(y[-block : -block + 3, :16] - wanted)
+    return bool((apart < 1e-2 + 2e-3 * np.abs(wanted)).all())
+
+
 CASES = {
     "decode": lambda: attends([40, 3, 17], []),
     "prompt": lambda: attends([30], [(50, 33), (20, 20)]),
@@ -229,6 +265,8 @@ CASES = {
     "int4, many results": lambda: multiplies(33, 1 << 26),
     "int4, many weights": lambda: multiplies(1, 1 << 26),
     "fp8, many weights": lambda: widens(1 << 25),
+    "experts, many weights": lambda: meets_experts((1 << 14) + 1, 512, 1),
+    "experts, many results": lambda: meets_experts(2, 1 << 15, 4097),
 }
 
 

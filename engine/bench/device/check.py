@@ -29,8 +29,10 @@ from jitney.engine.models.quantization import KV_TYPES, SCHEMES
 from jitney.engine.models.registry import abstract_model
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.kernels.attention_cases import CASES, AttentionCase
+from jitney.kernels.expert_cases import CASES as EXPERTS
+from jitney.kernels.expert_cases import PUBLISHED, ExpertCase
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.proof import Proof, prove, prove_case
+from jitney.kernels.proof import Proof, prove, prove_case, prove_experts
 from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import reference_of
@@ -50,7 +52,7 @@ _CONTEXT = 4096
 
 
 def checks(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
-    """Tokens first, then attention, then the other kernels, of the first kernel set."""
+    """Tokens first, then attention, experts, and the other kernels, of the first kernel set."""
     kernels = sets[0]
     for weights in SCHEMES:
         case = f"{weights} weights, {jnp.dtype(dtype)}"
@@ -59,6 +61,9 @@ def checks(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     for name, case in _attention_cases(jnp.dtype(dtype).name).items():
         row = job.row("attention", name, kernels.label)
         yield Task(row, partial(_case_row, kernels, case))
+    for name, case in _expert_cases(kernels).items():
+        row = job.row("experts", name, kernels.label)
+        yield Task(row, partial(_expert_row, kernels, replaced(case, dtype=jnp.dtype(dtype).name)))
     for weights in SCHEMES:
         for kv in ("auto", *KV_TYPES):
             row = job.row("kernels", f"{weights} weights, {kv} KV", kernels.label)
@@ -75,6 +80,15 @@ def _attention_cases(dtype: str) -> dict[str, AttentionCase]:
 
 def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row]:
     yield _judged(row, prove_case(kernels, case))
+
+
+def _expert_cases(kernels: KernelSet) -> dict[str, ExpertCase]:
+    """None for a set that multiplies a mixture's blocks one after the other."""
+    return {} if kernels.experts is None else EXPERTS | PUBLISHED
+
+
+def _expert_row(kernels: KernelSet, case: ExpertCase, row: Row) -> Iterator[Row]:
+    yield _judged(row, prove_experts(kernels, case))
 
 
 def _judged(row: Row, proof: Proof) -> Row:

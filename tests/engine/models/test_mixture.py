@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,10 @@ from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.engine.types import EngineRequest
+from jitney.kernels import experts, fp8
+from jitney.kernels.interface import Fp8Products
+from jitney.kernels.pallas_tpu import experts as pallas_experts
+from jitney.kernels.proof_shapes import Mixture
 from jitney.kernels.select import reference, select
 
 pytestmark = pytest.mark.usefixtures("programs_when_used")
@@ -64,9 +70,18 @@ def read(routes: Routes, n_padded: int) -> list[dict[int, float]]:
     return found
 
 
+def rows_read(routes: Routes, n_padded: int) -> list[list[int]]:
+    """For each row, the experts at its places, greatest share first."""
+    places, owners = np.asarray(routes.places), np.asarray(routes.experts)
+    most = len(routes.rows)
+    for row, place in np.ndenumerate(places):
+        assert place == most or routes.rows[place] == row[0]
+    return [[int(owners[p // routes.block]) for p in own if p < most] for own in places]
+
+
 @given(
     seed=st.integers(0, 2**32 - 1),
-    n_padded=st.sampled_from([1, 3, 16, 40, 200]),
+    n_padded=st.sampled_from([1, 3, 16, 40, 200, 1100]),
     experts=st.sampled_from([(1, 1), (4, 2), (5, 5), (33, 3)]),
     renormalised=st.booleans(),
     real=st.floats(0, 1),
@@ -89,6 +104,11 @@ def test_every_real_row_goes_through_its_experts_and_no_other_row_does(
     routed = jax.jit(route, static_argnums=1)(scores, config, jnp.int32(n_rows))
     found, wanted = read(routed, n_padded), chosen_of(scores, config)
     assert not any(found[n_rows:])
+    at_places = rows_read(routed, n_padded)
+    assert not any(at_places[n_rows:])
+    assert [set(own) for own in at_places] == [own.keys() for own in found]
+    assert (np.diff(np.asarray(routed.shares)[:n_rows], axis=1) <= 0).all()
+    assert (np.asarray(routed.experts)[int(routed.count) :] == config.n_experts).all()
     for own, expected in zip(found[:n_rows], wanted[:n_rows], strict=True):
         assert own.keys() == expected.keys()
         np.testing.assert_allclose(
@@ -158,6 +178,90 @@ def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
         np.testing.assert_array_equal(np.asarray(one[0], np.float64), found[row])
 
 
+AT_ONCE = {
+    "plain jax.numpy": experts.experts,
+    "Pallas, interpreted": partial(pallas_experts.experts, interpret=True),
+}
+
+
+@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("scheme", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_all_blocks_at_once_give_what_one_after_the_other_gives(
+    name: str, scheme: str, arranged: bool
+):
+    layer, x = layer_of("qwen3_moe", scheme)
+    expected = np.asarray(layer(x, reference(), real(37)))
+    calls = []
+
+    def counted(*args: Any) -> jax.Array:
+        calls.append(args)
+        return AT_ONCE[name](*args)
+
+    kernels = replace(reference(), experts=counted)
+    if arranged:
+        layer.arrange(kernels)
+    found = np.asarray(layer(x, kernels, real(37)))
+    assert len(calls) == 1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert not found[37:].any()
+
+
+def test_numbers_at_nobodys_places_reach_no_row():
+    """A kernel leaves them as the memory was."""
+    layer, x = layer_of("mixtral", "plain")
+
+    def leaving(given: Any, *args: Any) -> jax.Array:
+        blocks = args[2]
+        answers = experts.experts(given, *args)
+        return jnp.where((blocks.rows < len(given))[:, None], answers, jnp.nan)
+
+    for n_rows in (0, 1, 37, 40):
+        found = layer(x, replace(reference(), experts=leaving), real(n_rows))
+        expected = layer(x, reference(), real(n_rows))
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=1e-4)
+
+
+def test_a_row_alone_has_the_bits_it_has_in_a_crowd_all_at_once():
+    layer, x = layer_of("qwen3_moe", "plain", "bfloat16")
+    kernels = replace(reference(), experts=AT_ONCE["Pallas, interpreted"])
+    layer.arrange(kernels)
+    found = np.asarray(layer(x, kernels, real(40)), np.float32)
+    for row in (0, 17, 39):
+        one = layer(x[row : row + 1], kernels, real(1))
+        np.testing.assert_array_equal(np.asarray(one[0], np.float32), found[row])
+
+
+def test_experts_in_four_bits_are_multiplied_one_after_the_other():
+    def never(*args: Any) -> jax.Array:
+        raise AssertionError("int4 is not for this kernel")
+
+    layer, x = layer_of("mixtral", "int4")
+    expected = np.asarray(layer(x, reference(), real(40)))
+    kernels = replace(reference(), experts=never)
+    layer.arrange(kernels)
+    np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
+
+
+def test_experts_that_no_kernel_of_fp8_is_for_are_laid_out_for_all_at_once():
+    """A set that multiplies rows in fp8 turns its matrices; those of experts stay [X, I, O]."""
+    layer, x = layer_of("mixtral", "fp8")
+    expected = np.asarray(layer(x, reference(), real(40)))
+    products = Fp8Products(fp8.arrange, fp8.matmul)
+    kernels = replace(reference(), fp8=products, experts=experts.experts)
+    layer.arrange(kernels)
+    np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
+
+
+def layer_of(family: str, scheme: str, dtype: str = "float32") -> tuple[Experts, jax.Array]:
+    """A layer with weights in the scheme, and 40 rows."""
+    config = tiny_config(family)
+    layer = Experts(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(3))
+    for linear in (layer.gate_up, layer.down):
+        linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.dtype(dtype)))
+    return layer, jax.random.normal(jax.random.key(1), (40, config.hidden_size), dtype)
+
+
 SETTINGS: dict[str, Any] = {
     "page_size": 16,
     "max_seats": 8,
@@ -194,6 +298,7 @@ def test_experts_are_proven_in_the_rows_of_their_blocks():
     )
     served = served_by(random_model(config), config, sizes, buckets, jnp.float32)
     assert set(served.blocks) == {16, 128}
+    assert served.mixtures == (Mixture(128, ("plain", "plain"), "silu"),)
     assert {1, 2, 16, 128} <= set(served.product_rows)
 
 

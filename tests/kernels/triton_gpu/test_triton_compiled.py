@@ -17,11 +17,12 @@ import pytest
 pytest.importorskip("triton")
 from triton_recorder import Call, compile_call, record
 
+from jitney.kernels.experts import Blocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.triton_gpu.cut import SHIFTS
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
-from jitney.kernels.triton_gpu.tiles import ATTENTION, PROCESSORS
+from jitney.kernels.triton_gpu.tiles import ATTENTION, PROCESSORS, expert_tiles
 
 #: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per
 #: capability.
@@ -287,6 +288,67 @@ def test_int4_products_of_many_rows_stay_narrow_up_to_the_tile(sm: int, rows: in
 @pytest.mark.parametrize("sm", SHARED)
 def test_every_narrow_product(sm: int, group: int, dtype: str, rows: int):
     check(others(sm, dtype, group, rows), sm)
+
+
+def with_experts(sm: int, block: int, weights: str, dtype: str = "bfloat16") -> list[Call]:
+    """The products of a layer of Qwen3-30B-A3B with blocks of so many rows."""
+    size, inner, n_experts, n_blocks = 2048, 768, 128, 192
+
+    def stack(size_in: int, size_out: int) -> Stack:
+        scale = None if weights == dtype else jnp.zeros((n_experts, size_out))
+        return Stack(jnp.zeros((n_experts, size_in, size_out), weights), scale)
+
+    def use(launch):
+        rows, owners = jnp.zeros(n_blocks * block, jnp.int32), jnp.zeros(n_blocks, jnp.int32)
+        blocks = Blocks(rows, owners, jnp.zeros((), jnp.int32))
+        x = jnp.zeros((512, size), dtype)
+        stacks = stack(size, 2 * inner), stack(inner, size)
+        TritonKernels(launch).experts(x, *stacks, blocks, "silu")
+
+    return record(sm, use)
+
+
+@pytest.mark.parametrize(
+    "sm,block,weights",
+    [(90, 16, "bfloat16"), (90, 64, "bfloat16"), (90, 16, "float8_e4m3fn"), (89, 32, "bfloat16")]
+    + [(80, 128, "int8")],
+)
+def test_products_with_experts(sm: int, block: int, weights: str):
+    calls = with_experts(sm, block, weights)
+    assert [call.kernel.__name__ for call in calls] == ["open_experts", "close_experts"]
+    check(calls, sm)
+    if (sm, block) == (90, 64):
+        assert all(compile_call(call, sm).has_wgmma for call in calls)
+
+
+@pytest.mark.parametrize("sm", SHARED)
+def test_weights_of_few_rows_are_on_their_way_in_what_a_multiprocessor_holds(sm: int):
+    """At a bandwidth of 3.35, 2.04 and 0.3 TB/s a microsecond's bytes are 25, 19 and 5 KB."""
+    wanted = {80: 19 << 10, 89: 5 << 10, 90: 25 << 10}[sm]
+    for call in with_experts(sm, 16, "bfloat16"):
+        made = compile_call(call, sm)
+        by_registers = REGISTERS // (-(-made.registers // 8) * 8 * 32 * call.warps)
+        resident = min(by_registers, SHARED_IN_ALL[sm] // (made.shared + 1024))
+        constants = dict(call.constants)
+        # A stage is multiplied while the others are brought; most of it is weights.
+        brought = made.shared * (call.stages - 2) // (call.stages - 1)
+        assert constants["BLOCK_M"] == 16 and resident * brought >= wanted
+
+
+@pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("sm", SHARED)
+def test_every_product_with_experts(sm: int, block: int, weights: str):
+    dtype = "float32" if weights == "float32" else "bfloat16"
+    check(with_experts(sm, block, weights, dtype), sm)
+
+
+def test_few_blocks_are_cut_into_as_many_programs_as_there_are_processors():
+    """One row of Qwen3-30B-A3B goes through 8 experts, whose 1536 columns are 12 tiles of 128."""
+    assert expert_tiles(90, 16, 2, 8, 1536).block_n == 64
+    assert expert_tiles(90, 16, 2, 144, 1536).block_n == 128
+    assert expert_tiles(89, 16, 2, 8, 1536).block_n == 128
 
 
 def test_fp8_pools_need_a_gpu_that_has_fp8():

@@ -93,6 +93,24 @@ def test_fp8_products_match_numpy(results: dict[str, dict[str, Any]]):
     assert not {name: case["error"] for name, case in cases.items() if not case["error"] < 1e-6}
 
 
+def test_products_with_experts_match_numpy(results: dict[str, dict[str, Any]]):
+    cases = of_kind(results, "experts")
+    limit = {name: 5e-3 if "float16" in name else 1e-5 for name in cases}
+    assert not {
+        name: case["error"] for name, case in cases.items() if not case["error"] < limit[name]
+    }
+
+
+def test_places_of_nobody_are_left_alone(results: dict[str, dict[str, Any]]):
+    """They are rubbish then, as uninitialised memory is: nobody may read them."""
+    assert not [name for name, case in of_kind(results, "experts").items() if case["written"]]
+
+
+def test_a_row_meets_an_expert_alone_with_the_same_bits(results: dict[str, dict[str, Any]]):
+    same = results["alone: experts"]["same"]
+    assert len(same) > 10 and all(same)
+
+
 def test_cuts_are_those_that_sorting_finds(results: dict[str, dict[str, Any]]):
     assert not {
         name: case["wrong"] for name, case in of_kind(results, "threshold").items() if case["wrong"]

@@ -1,0 +1,146 @@
+"""Mixtures on which the products with experts are compared with their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jitney.kernels import definitions
+from jitney.kernels.experts import Blocks, Stack
+from jitney.kernels.interface import ExpertProducts
+from jitney.kernels.proof_shapes import distance
+
+#: Blocks without rows behind those that have some.
+_EMPTY = 3
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """A step of a layer. The first expert has no row, the second one all, the third one the last
+    row alone; rows go through the others by chance.
+    """
+
+    size: int = 64  # E
+    inner: int = 48  # F
+    rows: int = 21  # T
+    block: int = 16  # B
+    n_experts: int = 5  # X
+    schemes: tuple[str, str] = ("plain", "plain")  # of what opens and of what closes
+    activation: str = "silu"
+    dtype: str = "float32"  # of the activations
+    empty: bool = False  # no row goes anywhere
+
+
+#: What tests interpret and a bench runs: sizes that are no whole tiles, both activations, every way
+#: to keep weights, blocks of few and of many rows.
+CASES = {
+    "plain": ExpertCase(),
+    "one row": ExpertCase(rows=1),
+    "blocks of 32": ExpertCase(block=32, rows=70, size=96, inner=80),
+    "blocks of 128": ExpertCase(block=128, rows=150, n_experts=4),
+    "columns of several tiles": ExpertCase(size=200, inner=320, rows=9),
+    "gelu": ExpertCase(activation="gelu_tanh"),
+    "int8": ExpertCase(schemes=("int8", "int8"), size=128, inner=96),
+    "fp8": ExpertCase(schemes=("fp8", "fp8"), size=128, inner=96),
+    "fp8 and plain, gelu": ExpertCase(schemes=("fp8", "plain"), activation="gelu_tanh"),
+    "nobody": ExpertCase(empty=True),
+}
+#: Published mixtures, with four experts of a layer: in blocks of a decode step and of a prompt's, on
+#: one device and on one of eight.
+PUBLISHED = {
+    f"{name}, blocks of {block}, {scheme}": ExpertCase(
+        size, inner, block + 3, block, 4, (scheme, scheme)
+    )
+    for name, size, inner in (
+        ("Qwen3-30B-A3B", 2048, 768),
+        ("an eighth of Qwen3-30B-A3B", 2048, 96),
+        ("a fourth of Mixtral-8x7B", 4096, 3584),
+    )
+    for block in (16, 64)
+    for scheme in ("plain", "int8", "fp8")
+}
+
+
+@dataclass(frozen=True)
+class ExpertInputs:
+    """Random arrays of a case."""
+
+    x: np.ndarray  # [T, E]
+    opening: Stack
+    closing: Stack
+    blocks: Blocks
+
+    @property
+    def real(self) -> np.ndarray:
+        """Places at which rows stand."""
+        return np.flatnonzero(self.blocks.rows < len(self.x))
+
+
+def make_inputs(case: ExpertCase) -> ExpertInputs:
+    """The arrays, in numpy."""
+    rng = np.random.default_rng(case.size + case.inner + case.rows)
+    x = _uniform(rng, (case.rows, case.size), case.dtype)
+    opening = _stack(rng, case, case.schemes[0], (case.size, 2 * case.inner))
+    closing = _stack(rng, case, case.schemes[1], (case.inner, case.size))
+    return ExpertInputs(x, opening, closing, _blocks(rng, case))
+
+
+def _uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return (2 * rng.random(shape, np.float32) - 1).astype(jnp.dtype(dtype))
+
+
+def _stack(
+    rng: np.random.Generator, case: ExpertCase, scheme: str, sizes: tuple[int, int]
+) -> Stack:
+    """Matrices whose products have a size that a gate bends, neither all open nor all shut."""
+    shape = case.n_experts, *sizes
+    spread = 2 * sizes[0] ** -0.5
+    if scheme == "plain":
+        return Stack((spread * _uniform(rng, shape, "float32")).astype(jnp.dtype(case.dtype)))  # pyright: ignore[reportArgumentType]
+    scale = spread * (0.5 + rng.random((case.n_experts, sizes[1]), np.float32))
+    if scheme == "int8":
+        codes, steps = rng.integers(-127, 128, shape, np.int8), 127
+    else:
+        codes, steps = _uniform(rng, shape, ml_dtypes.float8_e4m3fn), 1
+    return Stack(codes, scale / np.float32(steps))  # pyright: ignore[reportArgumentType]
+
+
+def _blocks(rng: np.random.Generator, case: ExpertCase) -> Blocks:
+    going = rng.random((case.rows, case.n_experts)) < 0.4
+    going[:, :3] = False
+    going[:, 1] = True
+    going[-1, 2] = True
+    if case.empty:
+        going[:] = False
+    rows, owners = [], []
+    for expert in range(case.n_experts):
+        own = np.flatnonzero(going[:, expert])
+        for first in range(0, len(own), case.block):
+            block = np.full(case.block, case.rows)
+            part = own[first : first + case.block]
+            block[: len(part)] = part
+            rows.append(block)
+            owners.append(expert)
+    count = len(owners)
+    rows += [np.full(case.block, case.rows)] * _EMPTY
+    owners += [case.n_experts] * _EMPTY
+    arrays = np.concatenate(rows), np.array(owners), np.array(count)
+    return Blocks(*(array.astype(np.int32) for array in arrays))  # pyright: ignore[reportArgumentType]
+
+
+def case_errors(experts: ExpertProducts, case: ExpertCase) -> Iterator[float]:
+    """How far the answers are from their definition, where rows stand."""
+    given = make_inputs(case)
+    found = jax.jit(experts, static_argnums=4)(
+        given.x, given.opening, given.closing, given.blocks, case.activation
+    )
+    wanted = definitions.experts(
+        given.x, given.opening, given.closing, given.blocks, case.activation
+    )
+    yield distance(np.asarray(found)[given.real], wanted[given.real])
