@@ -51,8 +51,8 @@ CASES = {
     "fp8 and plain, gelu": ExpertCase(schemes=("fp8", "plain"), activation="gelu_tanh"),
     "nobody": ExpertCase(empty=True),
 }
-#: Published mixtures, with four experts of a layer: in blocks of a decode step and of a prompt's, on
-#: one device and on one of eight.
+#: Published mixtures, with four experts of a layer: in blocks of a decode step and of a prompt's,
+#: on one device and on one of several.
 PUBLISHED = {
     f"{name}, blocks of {block}, {scheme}": ExpertCase(
         size, inner, block + 3, block, 4, (scheme, scheme)

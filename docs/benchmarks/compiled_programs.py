@@ -36,6 +36,10 @@ instructions were counted.
 - **us**: floor, touched bytes and operations over the data sheet's bandwidth and bf16 rate
   (`engine/simulation/devices.py`).
 - The mixed steps carry 63 decoding sequences and a prompt of 449 rows.
+- Of a mixture (Qwen3-30B-A3B: 8 of 128 experts for each row) the rows choose by chance. The floor
+  has the experts that any row chose: 8, 52, 112 and 128 of a layer at 1, 8, 32 and 512 rows. An
+  expert is counted as touched once for each block of its rows: as many blocks, since hardly an
+  expert has more rows than a block (16; 64 of 512 rows). Rows that fill blocks are not counted.
 - Where a number of layers is named, so many of the model's were compiled: what is counted grows
   with them, but for the head. On a TPU the matrix that XLA brings in ahead for the next step is
   counted twice, up to 7 % of four layers and less than 1 % of a whole model.
@@ -46,10 +50,9 @@ written where they lie, that narrow weights stay narrow, which sums can overlap 
 What it does not prove: time, and that a device computes what the compiler was told. Without a
 device no product is autotuned on a GPU, so the products that were counted have tiles that no card
 would run; their bytes are those of whole operands and results. A kernel of ours is counted by its
-documentation: that prompts on TPUs read keys once for each block of rows is not in it. Not here:
-Qwen3-30B-A3B, since the engine has no model with experts; a 70B model over 4 v5e, which hold it in
-int4 alone, where XLA copies the head of 32,064 outputs a device in each step. Rows of programs that
-did not change are those of earlier runs.
+documentation: that prompts on TPUs read keys once for each block of rows is not in it. Not here: a
+70B model over 4 v5e, which hold it in int4 alone, where XLA copies the head of 32,064 outputs a
+device in each step. Rows of programs that did not change are those of earlier runs.
 """
 COLUMNS = (
     "step",

@@ -68,6 +68,11 @@ class ExpertsConfig:
         each = rows * self.n_chosen // self.n_experts
         return min(max(_LEAST_BLOCK, 1 << each.bit_length()), _LARGEST_BLOCK)
 
+    def most_blocks(self, rows: int) -> int:
+        """Blocks that a step of `rows` may need: each expert may leave one partly empty."""
+        choices = rows * self.n_chosen
+        return min(choices, choices // self.block_rows(rows) + self.n_experts)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:

@@ -33,13 +33,17 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
 
     As compiled at Llama-3.1-8B's shapes: all of a layer's activations at the widest point of its
     feed-forward (H100: 78 MiB of 512 rows, 1248 of 8192), or three to four times the logits (H100:
-    94 MiB of 64 rows, 377 of 256; v6e: 130 of 64), whichever is more. model: of one device.
+    94 MiB of 64 rows, 377 of 256; v6e: 130 of 64), whichever is more. Of a mixture: what all blocks
+    of rows take at once, rows and what experts make of them (Qwen3-30B-A3B, 512 rows: H100 117
+    MiB, v7x over 8 devices 183). model: of one device.
     """
+    rows = buckets.token_budget
     if model.experts is None:
-        widest = 10 * model.intermediate_size
-    else:  # few rows of an expert at a time; float32 sums, and what each row makes of each expert
-        widest = 8 * model.hidden_size + 16 * model.experts.n_experts
-    layer = buckets.token_budget * (widest + 4 * model.hidden_size)
+        layer = rows * (10 * model.intermediate_size + 4 * model.hidden_size)
+    else:
+        places = model.experts.block_rows(rows) * model.experts.most_blocks(rows)
+        layer = places * (6 * model.hidden_size + 2 * model.intermediate_size)
+        layer += rows * (12 * model.hidden_size + 16 * model.experts.n_experts)
     logits = 4 * buckets.seats * model.vocab_size * 4
     return max(layer, logits) * 5 // 4
 

@@ -97,7 +97,7 @@ def route(scores: Array, config: ExpertsConfig, n_rows: Array) -> Routes:
     blocks = -(-sizes // block)
     ends = jnp.sum(jnp.where(numbers[:, None] >= numbers, blocks, 0), axis=1)
     within = jnp.take_along_axis(_rows_before(goes), chosen, axis=1)
-    most = _most_blocks(chosen.size, n_experts, block)
+    most = config.most_blocks(n_padded)
     nowhere = most * block
     places = jnp.where(real, (ends - blocks)[chosen] * block + within, nowhere)
     rows = jnp.broadcast_to(jnp.arange(n_padded)[:, None], chosen.shape)
@@ -123,11 +123,6 @@ def _rows_before(goes: Array) -> Array:
         return (jnp.cumsum(ones, axis=0) - ones).astype(jnp.int32)
     earlier = jnp.tri(n_rows, k=-1)
     return jnp.matmul(earlier, ones).astype(jnp.int32)
-
-
-def _most_blocks(choices: int, n_experts: int, block: int) -> int:
-    """Blocks that so many choices may need: each expert may leave one partly empty."""
-    return min(choices, choices // block + n_experts)
 
 
 class ExpertLinear(Linear):

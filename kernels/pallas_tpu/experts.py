@@ -170,7 +170,8 @@ def _product(rows: jax.Array, weights: jax.Array, turned: bool) -> jax.Array:
 def _open(activation: Any, gates: jax.Array, *ups: jax.Array) -> jax.Array:
     """Gates and ups, which may be one array."""
     if not ups:
-        gates, *ups = jnp.split(gates, 2, axis=1)
+        gates, joined = jnp.split(gates, 2, axis=1)
+        return activation(gates) * joined
     return activation(gates) * ups[0]
 
 

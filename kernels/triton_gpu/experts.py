@@ -2,8 +2,8 @@
 for what opens the experts' feed-forwards and for what closes them.
 
 Axes as in `jitney.kernels.experts`. There are as many programs as all blocks could need; those of
-blocks without rows end at once, so that a step is one program whatever its rows choose. Weights stay
-narrow up to the registers.
+blocks without rows end at once, so that a step is one program whatever its rows choose. Weights
+stay narrow up to the registers.
 """
 
 from __future__ import annotations
@@ -19,24 +19,21 @@ from jitney.kernels.triton_gpu.narrow_products import widened
 @triton.jit
 def _as_multiplied(weights, dtype: tl.constexpr):
     """Weights in dtype, exactly; uint8: the bits of float8_e4m3fn, which an A100 does not know."""
+    wide = weights
     if weights.dtype == tl.uint8:
         wide = widened(weights, dtype)
-    else:
-        wide = weights.to(dtype)
-    return wide
+    return wide.to(dtype)
 
 
 @triton.jit
 def _rows_of(lines, inputs, real, SIZE_IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Inputs of rows, 0 of nobody's; what asks whether there are such inputs is left out where there
-    are, for the registers that it takes.
+    """Inputs of rows, 0 of nobody's. Where all tiles are whole nothing asks whether there are such
+    inputs, for the registers that this would take.
     """
-    cells = lines[:, None] + inputs[None, :]
-    if SIZE_IN % BLOCK_K == 0:
-        found = tl.load(cells, mask=real[:, None], other=0.0)
-    else:
-        found = tl.load(cells, mask=real[:, None] & (inputs < SIZE_IN)[None, :], other=0.0)
-    return found
+    read = real[:, None]
+    if SIZE_IN % BLOCK_K != 0:
+        read = read & (inputs < SIZE_IN)[None, :]
+    return tl.load(lines[:, None] + inputs[None, :], mask=read, other=0.0)
 
 
 @triton.jit
@@ -81,8 +78,8 @@ def open_experts(
     """Rows of x [T, I] times gates and ups of their experts [X, I, 2F] -> activation(gate) * up,
     y [N * BLOCK_M, F] in x's dtype. SIZE_OUT: F. Rows of nobody are not written.
 
-    Program (block of rows, block of outputs): those of a block are neighbours, and so are the blocks
-    of an expert, whose weights the second finds in the cache.
+    Program (block of rows, block of outputs): those of a block are neighbours, and so are the
+    blocks of an expert, whose weights the second finds in the cache.
     """
     TILES: tl.constexpr = (SIZE_OUT + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES

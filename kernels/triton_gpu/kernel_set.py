@@ -328,8 +328,8 @@ class TritonKernels:
         On Hopper it widens them inside the product. On sm_80 and sm_89 it makes a bfloat16 copy of
         every weight in every step: 4.9 times the bytes of a decode step of Llama-3.1-8B.
 
-        One row times few columns it multiplies without adding up, writes all of that out as float32,
-        and adds it up behind: a second row, of zeros, makes it an ordinary product.
+        One row times few columns it multiplies without adding up, writes all of that out as
+        float32, and adds it up behind: a second row, of zeros, makes it an ordinary product.
         """
         if len(x) == 1 and w.shape[-1] < _FEW_COLUMNS:
             return self.matmul(jnp.pad(x, ((0, 1), (0, 0))), w, dtype)[:1]

@@ -205,12 +205,23 @@ def copies(step: Step, made: Account) -> list[str]:
     if step.config.experts is not None:  # each of the experts, too
         alike = (int(leaf.size) for leaf in step.weights if len(leaf.shape) == 3)
         sizes |= {size // step.config.experts.n_experts for size in alike}
-    rows = step.spec.rows, step.config.hidden_size  # on 8 devices as large as a share of a matrix
+    rows = _sizes_of_rows(step)
     return [
         f"{name} {array.dtype}{list(array.dims)}"
         for name, array in made.made
-        if array.elements in sizes and array.elements > LARGE and array.dims != rows
+        if array.elements in sizes and array.elements > LARGE and array.dims not in rows
     ]
+
+
+def _sizes_of_rows(step: Step) -> set[tuple[int, int]]:
+    """Of a step's rows, and of all places of a mixture's blocks, which on 8 devices may be as large
+    as a share of a matrix.
+    """
+    experts, n_rows = step.config.experts, step.spec.rows
+    found = {n_rows}
+    if experts is not None:
+        found.add(experts.block_rows(n_rows) * experts.most_blocks(n_rows))
+    return {(rows, step.config.hidden_size) for rows in found}
 
 
 def wide_gates(step: Step, made: Account) -> list[str]:

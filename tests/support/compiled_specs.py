@@ -40,6 +40,8 @@ LARGE_KEPT_AS = {
 #: int8.
 MIXTURE = "qwen3-30b-a3b"
 MIXTURE_KEPT_AS = {("v5e", 4): "int8"}
+#: Devices of four chips.
+HOST = {"v5e": 4, "v6e": 4, "v7x": 8}
 #: Layers that are compiled of a mixture, and of a model over 4 and 8 devices.
 FEW_LAYERS = 4
 #: Sequences of the decode steps, and the contexts at which the bytes of decode and of mixed steps
@@ -127,8 +129,7 @@ def wide(target: str) -> Iterator[Spec]:
             yield replace(decode, model=model)
         if weights := LARGE_KEPT_AS.get((target, devices)):
             yield replace(decode, model=LARGE_MODEL, weights=weights)
-    host = 8 if target == "v7x" else 4  # devices of four chips
-    yield replace(decode, model=MODELS[0], devices=host, rows=MIXED_ROWS, seqs=SEATS)
+    yield replace(decode, model=MODELS[0], devices=HOST[target], rows=MIXED_ROWS, seqs=SEATS)
 
 
 def mixtures(target: str) -> Iterator[Spec]:
@@ -147,7 +148,8 @@ def mixtures(target: str) -> Iterator[Spec]:
             weights = MIXTURE_KEPT_AS.get((target, devices), "plain")
             of = Spec(target, MIXTURE, 32, 32, weights=weights, devices=devices, layers=FEW_LAYERS)
             yield of
-        yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
+            if devices == HOST[target]:
+                yield replace(of, rows=MIXED_ROWS, seqs=SEATS)
 
 
 def steps(of: Spec) -> Iterator[Spec]:

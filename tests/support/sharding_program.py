@@ -250,6 +250,7 @@ FUNCTIONS = {
     "program": program,
     "generated": generated,
     "served": served,
+    "served_at_once": served_at_once,
     "adapted": adapted,
 }
 

@@ -212,7 +212,7 @@ def experts_alone() -> dict[str, Any]:
         alone = np.full(case.block, 1, np.int32)
         alone[place % case.block] = 0
         owner = given.blocks.experts[place // case.block]
-        blocks = Blocks(alone, np.array([owner]), np.array(1))
+        blocks = Blocks(*map(jnp.asarray, (alone, [owner], 1)))
         x = given.x[given.blocks.rows[place]][None]
         answers = find(x, given.opening, given.closing, blocks, case.activation)
         own = np.asarray(answers)[place % case.block]

@@ -310,8 +310,13 @@ def with_experts(sm: int, block: int, weights: str, dtype: str = "bfloat16") -> 
 
 @pytest.mark.parametrize(
     "sm,block,weights",
-    [(90, 16, "bfloat16"), (90, 64, "bfloat16"), (90, 16, "float8_e4m3fn"), (89, 32, "bfloat16")]
-    + [(80, 128, "int8")],
+    [
+        (90, 16, "bfloat16"),
+        (90, 64, "bfloat16"),
+        (90, 16, "float8_e4m3fn"),
+        (89, 32, "bfloat16"),
+        (80, 128, "int8"),
+    ],
 )
 def test_products_with_experts(sm: int, block: int, weights: str):
     calls = with_experts(sm, block, weights)
