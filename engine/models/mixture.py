@@ -173,7 +173,7 @@ class ExpertLinear(Linear):
         return rest._replace(kernel=one if where_it_lies else one.apart())
 
     def at_once(self, kernels: Kernels) -> bool:
-        """Whether the kernel set multiplies all blocks at once."""
+        """Whether the kernel set multiplies all blocks at once with matrices kept like these."""
         return kernels.experts is not None and self.packed.scheme != "int4"
 
     @property
@@ -196,11 +196,16 @@ class ExpertLinear(Linear):
     def arrange(self, kernels: Kernels) -> None:
         """Lay each matrix out as the kernel set multiplies it fastest."""
         parts = 1 + self.gated_by_kernel
-        arrange = None if self.at_once(kernels) else self._arranged_by(kernels)
+        arrange = self._arranged_by(kernels)
         self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, arrange, parts))
 
-    def set_apart(self, mesh: Mesh) -> None:
-        """Lay the matrices out one behind the other, on each device its share of every one."""
+    def set_apart(self, mesh: Mesh | None = None) -> None:
+        """Lay the matrices out one behind the other; of a model over several devices, on each its
+        share of every one.
+        """
+        if mesh is None:
+            self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, None, 1))
+            return
         own, apart = PartitionSpec(None, AXIS), PartitionSpec(None, None, AXIS)
         if self.summed:
             own, apart = PartitionSpec(AXIS, None), PartitionSpec(None, AXIS, None)
@@ -254,12 +259,15 @@ class Experts(MLP):
         scores = kernels.matmul(x, self.router[...], jnp.float32)
         count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
         routes = route(scores[:, : self.experts.n_experts], self.experts, count)
-        if self.gate_up.at_once(kernels) and self.down.at_once(kernels):
+        if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
             sums = self._one_by_one(x, routes, kernels)
         sums = sums.astype(x.dtype)
         return total(sums) if self.down.summed else sums
+
+    def _at_once(self, kernels: Kernels) -> bool:
+        return self.gate_up.at_once(kernels) and self.down.at_once(kernels)
 
     def _all_at_once(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
         """float32 [T, E], by the kernel set's products with experts."""
@@ -286,7 +294,11 @@ class Experts(MLP):
 
     def arrange(self, kernels: Kernels) -> None:
         """See `MLP.arrange`; the router gets columns of zeros up to whole vectors."""
-        super().arrange(kernels)
+        if self._at_once(kernels):
+            self.gate_up.set_apart()
+            self.down.set_apart()
+        else:
+            super().arrange(kernels)
         if kernels.arrange is not None:
             missing = -self.experts.n_experts % _COLUMNS
             padded = jnp.pad(self.router[...], ((0, 0), (0, missing)))

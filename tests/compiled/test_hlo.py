@@ -8,9 +8,11 @@ import pytest
 from collective_windows import Sums, sums_of
 from compiled_specs import Spec, every_spec
 from hlo import Array, arrays_of, parse
-from kernel_costs import Load, kernel_cost
+from kernel_costs import Load, blocks_read, kernel_cost
 from memory_traffic import account
 from places import DATA
+
+from jitney.engine.checkpoints.model_config import ExpertsConfig
 
 STEP = """
 HloModule step, is_scheduled=true, input_output_alias={ {0}: (2, {}, may-alias) }
@@ -171,6 +173,23 @@ def test_writing_counts_the_new_rows_of_the_pool():
         "rotate_pages", [heads, pool], [Array("bf16", (8, 32, 128)), pool]
     )
     assert moved == 8 * (48 + 32) * 128 * 2 + 8 * 16 * 128
+
+
+def test_experts_are_counted_once_for_each_block_of_their_rows():
+    """Three rows that all go through both of two experts, in blocks of 16; on a TPU gates and ups
+    are two operands of one array, which may lie the other way round.
+    """
+    experts = ExpertsConfig(2, 2, renormalised=True)
+    x, y = Array("bf16", (3, 64)), Array("bf16", (64, 32))
+    weights, turned = Array("bf16", (2, 64, 64)), Array("bf16", (2, 64, 64))
+    cost = kernel_cost(Load(3, 1024), 7, 90, experts)
+    moved, done = cost("open_experts", [x, weights, Array("s32", (64,))], [y])
+    assert moved == pytest.approx(2 * 64 * 64 * 2 + 6 * (64 + 32) * 2)
+    assert done == pytest.approx(2 * 6 * 64 * 64)
+    rows = Array("bf16", (64, 64))
+    assert cost("open_experts", [rows, turned, turned], [y]) == pytest.approx((moved, done))
+    assert blocks_read(experts, 40, 40) == pytest.approx(2)  # of 64 rows: as many as choose it
+    assert blocks_read(ExpertsConfig(1, 1, True), 200, 200) == pytest.approx(2)  # of 128
 
 
 def test_programs_have_names_of_their_own_and_targets_their_configurations():

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -50,6 +51,7 @@ from jitney.engine.bench.device.worker import PartMessage, lines_of, rows_of
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_device import run
 from jitney.engine.errors import ConfigError, JitneyError
+from jitney.kernels import experts
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference
 
@@ -318,6 +320,24 @@ def test_a_wrong_attention_is_wrong_in_tokens_and_cases():
         assert row.note.startswith("WRONG") and row.wrong and row.error
     results = DeviceResults(DevicePlan(), CPU, FLOORS, [row])
     assert numerics(results).startswith("**WRONG ANSWERS** in 1: attention, mixed")
+
+
+def test_products_with_experts_are_compared_where_a_set_has_them():
+    def tasks(kernels: KernelSet) -> dict[str, Task]:
+        found = checks(job("check"), [kernels], jnp.float32)
+        return {task.row.case: task for task in found if task.row.name == "experts"}
+
+    def late(x: jax.Array, *args: Any) -> jax.Array:
+        return experts.experts(jnp.roll(x, 1, axis=0), *args)
+
+    assert not tasks(reference())
+    right, wrong = (
+        tasks(replace(reference(), name="other", experts=one)) for one in (experts.experts, late)
+    )
+    assert {"gelu", "fp8", "nobody", "Qwen3-30B-A3B, blocks of 16, int8"} <= right.keys()
+    for found, note in ((right, "right"), (wrong, "WRONG")):
+        (row,) = found["int8"].run(found["int8"].row)
+        assert row.note.startswith(note)
 
 
 def test_both_files_say_the_same(found: tuple[DeviceResults, Path]):

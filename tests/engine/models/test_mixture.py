@@ -253,6 +253,20 @@ def test_experts_that_no_kernel_of_fp8_is_for_are_laid_out_for_all_at_once():
     np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
 
 
+def test_experts_of_which_half_is_in_four_bits_are_laid_out_for_one_after_the_other():
+    layer, x = layer_of("mixtral", "fp8")
+    wide = widened(layer.down.packed)
+    layer.down.set_matrix(quantise(wide, scheme="int4", dtype=jnp.float32))
+    products = Fp8Products(fp8.arrange, fp8.matmul)
+    without = replace(reference(), fp8=products)
+    given = nnx.clone(layer)
+    given.arrange(without)
+    expected = np.asarray(given(x, without, meta_of(40)))
+    kernels = replace(without, experts=experts.experts)
+    layer.arrange(kernels)
+    np.testing.assert_array_equal(np.asarray(layer(x, kernels, meta_of(40))), expected)
+
+
 def layer_of(family: str, scheme: str, dtype: str = "float32") -> tuple[Experts, jax.Array]:
     """A layer with weights in the scheme, and 40 rows."""
     config = tiny_config(family)
