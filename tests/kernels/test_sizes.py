@@ -61,7 +61,7 @@ def test_triton_kernels_reach_the_end_of_large_arrays():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     right = json.loads(done.stdout)
-    assert len(right) == 9 and all(right.values()), right
+    assert len(right) == 11 and all(right.values()), right
 
 
 def two_sequences(first_page: int) -> AttentionMeta:
