@@ -269,10 +269,10 @@ def test_experts_of_which_half_is_in_four_bits_are_laid_out_for_one_after_the_ot
     without = replace(reference(), fp8=products)
     given = nnx.clone(layer)
     given.arrange(without)
-    expected = np.asarray(given(x, without, meta_of(40)))
+    expected = np.asarray(given(x, without, real(40)))
     kernels = replace(without, experts=experts.experts)
     layer.arrange(kernels)
-    np.testing.assert_array_equal(np.asarray(layer(x, kernels, meta_of(40))), expected)
+    np.testing.assert_array_equal(np.asarray(layer(x, kernels, real(40))), expected)
 
 
 def layer_of(family: str, scheme: str, dtype: str = "float32") -> tuple[Experts, jax.Array]:
