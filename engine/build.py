@@ -189,6 +189,8 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
 
 
 def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
+    model = source.config.in_groups(config.engine.expert_parallel)
+    source = replace(source, config=model)
     devices = start_jax(config, hosts)
     mesh = None
     if len(devices) > 1:
@@ -648,6 +650,7 @@ def _describe(
         executables=len(runner.executables),
         compile_seconds=runner.compile_seconds,
         tensor_parallel=settings.tensor_parallel,
+        expert_parallel=settings.expert_parallel,
         sampling_defaults=defaults,
         proofs=proofs,
         canary_every=settings.canary_every,

@@ -537,6 +537,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     executables: int = 0
     compile_seconds: float = 0.0
     tensor_parallel: int = 1
+    expert_parallel: int = 1  # groups of these devices that hold different experts of a mixture
     sampling_defaults: dict[
         str, int | float
     ] = {}  # what a request gets that does not say; by field of SamplingParams

@@ -24,6 +24,7 @@ _SHOWN = (
     "platform",
     "device",
     "tensor_parallel",
+    "expert_parallel",
     "kernels",
     "kernels_out",
     "dtype",

@@ -54,12 +54,22 @@ class ExpertsConfig:
     n_chosen: int
     #: The weights of the chosen ones add up to 1; else they are shares of all.
     renormalised: bool
+    #: Groups that the devices are in, if the model is split over several: each holds whole experts
+    #: of its own, of which its devices have a share each.
+    groups: int = 1
+    #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
+    held: int = 0
 
     def __post_init__(self) -> None:
         if self.n_chosen > self.n_experts:
             raise ModelError(
                 f"a token cannot go through {self.n_chosen} of {self.n_experts} experts"
             )
+
+    @property
+    def own(self) -> int:
+        """Experts whose weights, or a share of them, the model has."""
+        return self.held or self.n_experts
 
     def block_rows(self, rows: int) -> int:
         """Rows that an expert is multiplied with at a time in a step of `rows`: as many as choose
@@ -71,7 +81,7 @@ class ExpertsConfig:
     def most_blocks(self, rows: int) -> int:
         """Blocks that a step of `rows` may need: each expert may leave one partly empty."""
         choices = rows * self.n_chosen
-        return min(choices, choices // self.block_rows(rows) + self.n_experts)
+        return min(choices, choices // self.block_rows(rows) + self.own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +169,31 @@ class ModelConfig:
         """Rows of the embedding, and columns of the output head, that one device holds."""
         return self.vocab_size // self.shards
 
+    def in_groups(self, groups: int) -> ModelConfig:
+        """The same model with its experts dealt out to so many groups of devices; ConfigError if
+        they cannot be.
+        """
+        if groups == 1:
+            return self
+        if self.experts is None:
+            raise ConfigError(
+                f"expert_parallel {groups} deals out experts, and this model has none: leave it out"
+            )
+        if self.experts.n_experts % groups:
+            raise ConfigError(
+                f"expert_parallel {groups} does not divide the model's {self.experts.n_experts} "
+                "experts"
+            )
+        return replace(self, experts=replace(self.experts, groups=groups))
+
+    def feed_forward_shards(self, shards: int) -> int:
+        """Of `shards` devices, those that have a share of a feed-forward each: of an expert, the
+        devices of its group.
+        """
+        if self.experts is None:
+            return shards
+        return shards // self.experts.groups
+
     def local(self, shards: int) -> ModelConfig:
         """What one of `shards` devices computes: its share of heads, feed-forward and vocabulary.
 
@@ -166,22 +201,27 @@ class ModelConfig:
         """
         if shards < 1:
             raise ConfigError(f"a model cannot be divided over {shards} devices")
+        inner_shards = self.feed_forward_shards(shards)
         sizes = {
-            "query heads": self.n_heads,
-            "feed-forward columns": self.intermediate_size,
-            "vocabulary entries": self.vocab_size,
+            "query heads": (self.n_heads, shards),
+            "feed-forward columns": (self.intermediate_size, inner_shards),
+            "vocabulary entries": (self.vocab_size, shards),
         }
         if self.n_kv_heads % shards and shards % self.n_kv_heads:
-            sizes = {"key-value heads": self.n_kv_heads}
-        uneven = [f"{size} {name}" for name, size in sizes.items() if size % shards]
+            sizes = {"key-value heads": (self.n_kv_heads, shards)}
+        uneven = [f"{size} {name}" for name, (size, parts) in sizes.items() if size % parts]
         if uneven:
             raise ConfigError(
                 f"tensor_parallel {shards} does not divide the model's {' and '.join(uneven)}"
             )
+        experts = self.experts
+        if experts is not None and experts.groups > 1:
+            experts = replace(experts, held=experts.n_experts // experts.groups)
         return replace(
             self,
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
-            intermediate_size=self.intermediate_size // shards,
+            intermediate_size=self.intermediate_size // inner_shards,
+            experts=experts,
             shards=shards,
         )

@@ -221,7 +221,8 @@ def _split(config: Config) -> Iterator[_Finding]:
 
     name, parts = config.model.id, config.engine.tensor_parallel
     if not is_repository(name):
-        own = resolve(name).config.local(parts)
+        whole = resolve(name).config.in_groups(config.engine.expert_parallel)
+        own = whole.local(parts)
         heads = f"{own.n_heads} query and {own.n_kv_heads} key-value heads"
         yield _Finding("model on each", heads, True)
 
@@ -291,6 +292,7 @@ _TINY_ENGINE = {
     "pages": 64,
     "seat_buckets": (4,),
     "token_buckets": (64,),
+    "expert_parallel": 1,
     "coordinator": "",
     "n_hosts": 1,
     "host_id": 0,

@@ -214,7 +214,7 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "-pp": AlwaysSo("a model is split by its heads alone", ("1",)),
     "--data-parallel-size": AlwaysSo("one server is one engine", ("1",)),
     "-dp": AlwaysSo("one server is one engine", ("1",)),
-    "--enable-expert-parallel": Refused("each device has a share of every expert"),
+    "--enable-expert-parallel": Refused("use --expert-parallel N, N as many as --tensor-parallel"),
     "--distributed-executor-backend": _BY_JAX,
     "--nnodes": Mapped("n_hosts"),
     "--node-rank": Mapped("host_id"),

@@ -427,6 +427,15 @@ class EngineSection(Section):
             "vocabulary; of several hosts, all of them together"
         ),
     )
+    expert_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description=(
+            "of a mixture of experts over several devices: groups of devices that hold different "
+            "experts, each whole within its group; 1: every device has a share of every expert"
+        ),
+    )
     coordinator: str = Field(
         default="",
         description=(
@@ -507,6 +516,15 @@ class EngineSection(Section):
             if self.n_hosts > 1:
                 wanted += f" has on each of {self.n_hosts} hosts"
             raise ValueError(f"device {self.device} must name as many different chips as {wanted}")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_even(self) -> EngineSection:
+        if self.tensor_parallel % self.expert_parallel:
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel} counts the devices of all groups: it must "
+                f"be a multiple of expert_parallel ({self.expert_parallel})"
+            )
         return self
 
     @model_validator(mode="after")

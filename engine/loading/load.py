@@ -29,7 +29,7 @@ from jitney.engine.models.layers import DType, Linear
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, greatest, group_size, quantise
 from jitney.engine.models.registry import abstract_model, model_class, random_model
-from jitney.engine.models.sharding import BY_INPUTS, Shares, largest
+from jitney.engine.models.sharding import BY_INPUTS, Shares, device_number, largest_of_group
 
 log = logging.getLogger("jitney.core")
 
@@ -157,7 +157,7 @@ class _Loader:
         most = None
         if self._rounds(target):
             work = _rounding(work, target.path, stored.shape[1], self.storage.scheme, shares)
-            if work.sums:
+            if work.groups:
                 most = _most_elsewhere(target.path, stored, shares)
         pieces = shares.send(target.path, stored, transposed=target.transpose)
         finished = [_by_path(target.path, own) for own in shares.on_each(work, pieces, most)]
@@ -222,49 +222,59 @@ class _Finish:
     scheme: str = "plain"
     #: R of int4.
     group: int = 0
-    #: The scale of an output is that of its inputs on all devices.
-    sums: bool = False
+    #: The scale of an output is that of its inputs on all devices with the same number, one for
+    #: each device of this host; empty: that of its own inputs.
+    groups: tuple[int, ...] = ()
 
     def __call__(self, part: Array, most: Array | None) -> Packed:
-        """See `Shares.on_each`; most: float32 [O], the greatest magnitudes on other hosts."""
+        """See `Shares.on_each`; most: float32 [groups, O], the greatest magnitudes on other
+        hosts.
+        """
         dtype = self.dtype
         if self.scheme != "plain":
             dtype = jnp.dtype(jnp.float32)
         floats = _fuse([part], dtype=dtype, transpose=self.transpose, offset=self.offset)
-        if self.sums:
-            own = largest(greatest(floats))
-            most = own if most is None else jnp.maximum(own, most)
+        if self.groups:
+            own = largest_of_group(greatest(floats), self.groups)
+            group = jnp.array(self.groups)[device_number()]
+            most = own if most is None else jnp.maximum(own, most[group])
         return quantise(floats, scheme=self.scheme, dtype=dtype, group=self.group, most=most)
 
 
 def _rounding(work: _Finish, path: Path, inputs: int, scheme: str, shares: Shares) -> _Finish:
     """The same work with rounding to the scheme at its end; inputs: of the whole matrix."""
-    splits_inputs = bool(set(BY_INPUTS) & set(path))
-    if scheme != "int4":
-        return replace(work, scheme=scheme, sums=splits_inputs)
-    return replace(work, scheme=scheme, group=_group(path, inputs, shares))
+    if scheme == "int4":
+        return replace(work, scheme=scheme, group=_group(path, inputs, shares))
+    groups: tuple[int, ...] = ()
+    if set(BY_INPUTS) & set(path):
+        groups = tuple(shares.group_of(path, number) for number in shares.own_numbers)
+    return replace(work, scheme=scheme, groups=groups)
 
 
 def _group(path: Path, inputs: int, shares: Shares | None) -> int:
     """Inputs of a group of int4; so few that each device has whole ones."""
     if shares is not None and set(BY_INPUTS) & set(path):
-        inputs //= shares.mesh.size
+        inputs //= shares.input_shards(path)
     return group_size(inputs)
 
 
 def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray | None:
-    """The greatest magnitude of each output, float32 [O], among the inputs that other hosts hold;
-    None if there are none.
+    """The greatest magnitude of each output among the inputs that other hosts hold, float32
+    [groups, O], see `Shares.group_of`; None if there are none.
 
     Read here too, a share at a time: hosts load each at their own pace, and a collective would bind
     them together.
     """
     most = None
+    n_groups = shares.mesh.size // shares.input_shards(path)
     for number in range(shares.mesh.size):
         if number not in shares.own_numbers:
             part = jnp.asarray(shares.cut(path, stored, number, transposed=True))
             found = np.asarray(greatest(part.T))
-            most = found if most is None else np.maximum(most, found)
+            if most is None:
+                most = np.zeros((n_groups, found.size), np.float32)
+            group = shares.group_of(path, number)
+            most[group] = np.maximum(most[group], found)
     return most
 
 

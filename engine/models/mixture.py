@@ -29,7 +29,7 @@ from jitney.engine.models.layers import MLP, DType, Linear, RowFacts, gated_prod
 from jitney.engine.models.llama import Block, Llama
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, product
-from jitney.engine.models.sharding import AXIS, total
+from jitney.engine.models.sharding import AXIS, device_number, total
 from jitney.kernels.experts import Blocks, Stack
 from jitney.kernels.interface import Arrange, Kernels, OneOf
 
@@ -81,25 +81,29 @@ class Routes(NamedTuple):
         return Blocks(self.rows, self.experts, self.count)
 
 
-def route(scores: Array, config: ExpertsConfig, n_rows: Array) -> Routes:
+def route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | int = 0) -> Routes:
     """scores float32 [T, X], the router's. n_rows int32: rows from there on pad the step, and go
-    through no expert.
+    through no expert. first: of the experts that are here, `config.own` of them; they are numbered
+    from there on.
     """
-    n_padded, n_experts = scores.shape
+    n_padded, n_experts = scores.shape[0], config.own
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.n_chosen)
     if config.renormalised:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+    here = chosen - first
     real = jnp.arange(n_padded)[:, None] < n_rows
+    mine = real & (here >= 0) & (here < n_experts)
+    at = jnp.clip(here, 0, n_experts - 1)
     numbers = jnp.arange(n_experts)
-    goes = jnp.any((chosen[:, :, None] == numbers) & real[:, :, None], axis=1)
+    goes = jnp.any((here[:, :, None] == numbers) & mine[:, :, None], axis=1)
     block = config.block_rows(n_padded)
     sizes = jnp.sum(goes, axis=0, dtype=jnp.int32)
     blocks = -(-sizes // block)
     ends = jnp.sum(jnp.where(numbers[:, None] >= numbers, blocks, 0), axis=1)
-    within = jnp.take_along_axis(_rows_before(goes), chosen, axis=1)
+    within = jnp.take_along_axis(_rows_before(goes), at, axis=1)
     most = config.most_blocks(n_padded)
     nowhere = most * block
-    places = jnp.where(real, (ends - blocks)[chosen] * block + within, nowhere)
+    places = jnp.where(mine, (ends - blocks)[at] * block + within, nowhere)
     rows = jnp.broadcast_to(jnp.arange(n_padded)[:, None], chosen.shape)
     return Routes(
         rows=jnp.full(nowhere, n_padded, jnp.int32).at[places].set(rows, mode="drop"),
@@ -239,26 +243,29 @@ def _set_apart(w: Array, n_experts: int, arrange: Arrange | None, parts: int) ->
 class Experts(MLP):
     """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
     [E, 2F], and down [F, E].
+
+    Of a model over several devices in groups (`ExpertsConfig.groups`) X experts are chosen from,
+    and those of the device's group are here; what the groups' experts give is added up as what the
+    shares of one expert give.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
         experts = config.experts
         assert experts is not None
-        size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
+        size, inner, own = config.hidden_size, config.intermediate_size, experts.own
         self.experts = experts
-        self.router = nnx.Param(normal(rngs, (size, n_experts), 1.5 * size**-0.5, dtype))
+        self.group_size = config.feed_forward_shards(config.shards)
+        self.router = nnx.Param(normal(rngs, (size, experts.n_experts), 1.5 * size**-0.5, dtype))
         self.gate_up = ExpertLinear(
-            n_experts, size, 2 * inner, dtype=dtype, rngs=rngs, activation=config.activation
+            own, size, 2 * inner, dtype=dtype, rngs=rngs, activation=config.activation
         )
-        self.down = ExpertLinear(
-            n_experts, inner, size, dtype=dtype, rngs=rngs, summed=config.shards > 1
-        )
+        self.down = ExpertLinear(own, inner, size, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]; rows of padding are 0."""
         scores = kernels.matmul(x, self.router[...], jnp.float32)
         count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
-        routes = route(scores[:, : self.experts.n_experts], self.experts, count)
+        routes = route(scores[:, : self.experts.n_experts], self.experts, count, self._first())
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
@@ -292,6 +299,12 @@ class Experts(MLP):
 
         return jax.lax.fori_loop(0, routes.count, add_block, jnp.zeros(x.shape, jnp.float32))
 
+    def _first(self) -> Array | int:
+        """The number of the first expert that this device has a share of."""
+        if self.experts.groups == 1:
+            return 0
+        return device_number() // self.group_size * self.experts.own
+
     def arrange(self, kernels: Kernels) -> None:
         """See `MLP.arrange`; the router gets columns of zeros up to whole vectors."""
         if self._at_once(kernels):
@@ -318,15 +331,17 @@ def _weighed(answers: Array, routes: Routes) -> Array:
     Added from the greatest share on, one after the other: the order is the row's own.
     """
     n_rows, n_chosen = routes.places.shape
-    # Choice by choice, so that what is added lies in one piece. What rows of padding find may be
-    # no number, and is left out at the end: at each gather that would be another pass.
+    # Choice by choice, so that what is added lies in one piece. What rows of padding find, or who
+    # goes to experts elsewhere, may be no number, and is left out as it is added: at each gather
+    # that would be another pass.
     places = routes.places.T.reshape(-1)
     found = answers.at[places].get(mode="clip").reshape(n_chosen, n_rows, -1)
+    is_here = routes.places < len(answers)
     sums = jnp.zeros(found.shape[1:], jnp.float32)
     for choice in range(n_chosen):
-        sums = sums + found[choice] * routes.shares[:, choice, None]
-    real = routes.places[:, :1] < len(answers)
-    return jnp.where(real, sums, 0.0)
+        weighed = found[choice] * routes.shares[:, choice, None]
+        sums = sums + jnp.where(is_here[:, choice, None], weighed, 0.0)
+    return sums
 
 
 class _MixtureBlock(Block):

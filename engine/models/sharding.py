@@ -45,6 +45,11 @@ def make_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,))
 
 
+def device_number() -> Array:
+    """int32: which of the mesh's devices this one is; inside the step only."""
+    return jax.lax.axis_index(AXIS)
+
+
 def total(x: Array) -> Array:
     """Sum of every device's x, on every device; inside the step only."""
     return jax.lax.psum(x, AXIS)
@@ -53,6 +58,14 @@ def total(x: Array) -> Array:
 def largest(x: Array) -> Array:
     """The greatest of every device's x, number by number, on every device; as `total`."""
     return jax.lax.pmax(x, AXIS)
+
+
+def largest_of_group(x: Array, groups: Sequence[int]) -> Array:
+    """The same among the devices of the own group; groups: the one of each device of the axis."""
+    everybodys = jax.lax.all_gather(x, AXIS)
+    numbers = jnp.array(groups)
+    mine = numbers == numbers[device_number()]
+    return jnp.max(jnp.where(mine[:, None], everybodys, -jnp.inf), axis=0)
 
 
 def gather(x: Array) -> Array:
@@ -67,7 +80,7 @@ def lookup(table: Array, tokens: Array) -> Array:
     Every device but one adds zeros. Inside the step only.
     """
     rows = table.shape[0]
-    own = tokens - jax.lax.axis_index(AXIS) * rows
+    own = tokens - device_number() * rows
     mine = (own >= 0) & (own < rows)
     return total(jnp.where(mine[:, None], jnp.take(table, own, axis=0, mode="clip"), 0))
 
@@ -79,7 +92,7 @@ def first_best(best: Array, token: Array, columns: int) -> Array:
     Two numbers a row travel instead of all logits. -1 where the best is not finite. Inside the step
     only.
     """
-    token += jax.lax.axis_index(AXIS) * columns
+    token += device_number() * columns
     pairs = jax.lax.all_gather(
         jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), token]), AXIS
     )
@@ -89,8 +102,10 @@ def first_best(best: Array, token: Array, columns: int) -> Array:
     return jnp.where(jnp.isfinite(top), first, -1)
 
 
-def _axis_of(path: Path, ndim: int) -> int | None:
-    """Which axis of a weight is split; None: every device has all of it."""
+def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
+    """Which axis of a weight is split; None: every device has all of it. groups: of experts, see
+    `ExpertsConfig`.
+    """
     if path == ("embed",) or path[-1] == "kv_scales":
         return 0
     names = set(path)
@@ -99,21 +114,24 @@ def _axis_of(path: Path, ndim: int) -> int | None:
     if names & set(BY_INPUTS) and ndim >= 2:
         # The first axis, but for experts that are set apart, [X, I, O].
         return None if path[-2:] == ("adapters", "b") else ndim - 2
+    if groups > 1 and "down" in names:
+        return 0  # every group has other experts' scales
     # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
     return None
 
 
-def _sharding_of(path: Path, ndim: int, mesh: Mesh) -> NamedSharding:
-    axis = _axis_of(path, ndim)
+def _sharding_of(path: Path, ndim: int, mesh: Mesh, groups: int = 1) -> NamedSharding:
+    """Who holds what of a weight."""
+    axis = _axis_of(path, ndim, groups)
     if axis is None:
         return NamedSharding(mesh, WHOLE)
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
 
 
-def _whole_shape(path: Path, own: Sequence[int], shards: int) -> tuple[int, ...]:
+def _whole_shape(path: Path, own: Sequence[int], shards: int, groups: int = 1) -> tuple[int, ...]:
     """A weight's shape over all devices, given that of one device's share."""
     whole = list(own)
-    axis = _axis_of(path, len(own))
+    axis = _axis_of(path, len(own), groups)
     if axis is not None:
         whole[axis] *= shards
     return tuple(whole)
@@ -152,6 +170,28 @@ class Shares:
         """The model that one device runs."""
         return self.config.local(self.mesh.size)
 
+    @cached_property
+    def groups(self) -> int:
+        """Groups of devices that hold experts of their own; 1 without experts."""
+        if self.config.experts is None:
+            return 1
+        return self.config.experts.groups
+
+    @cached_property
+    def group_size(self) -> int:
+        """Devices of a group."""
+        return self.mesh.size // self.groups
+
+    def input_shards(self, path: Path) -> int:
+        """Devices among which the inputs of a matrix are split."""
+        if "down" in path:
+            return self.group_size
+        return self.mesh.size
+
+    def group_of(self, path: Path, device: int) -> int:
+        """Number of the devices that have its other inputs, of a matrix whose inputs are split."""
+        return device // self.input_shards(path)
+
     def ranges(self, path: Path, size: int, device: int) -> list[slice]:
         """Which indices along the split axis, of `size` in the checkpoint's order, the device
         holds, in its own order.
@@ -166,12 +206,16 @@ class Shares:
             return self._heads(device)
         if "gate_up" in path:
             return self._gates(device)
-        if size % own.shards:
+        parts = own.shards
+        if set(path) & set(BY_INPUTS):
+            parts = self.input_shards(path)
+        number = device % parts
+        if size % parts:
             raise ConfigError(
                 f"tensor_parallel {own.shards} does not divide the {size} groups of inputs of "
                 f"quantised {'.'.join(map(str, path))}"
             )
-        return [_run(device * size // own.shards, size // own.shards)]
+        return [_run(number * size // parts, size // parts)]
 
     def _first_kv(self, device: int) -> int:
         """The device's first KV head; devices beyond the KV heads share them."""
@@ -192,22 +236,39 @@ class Shares:
     def _gates(self, device: int) -> list[slice]:
         """Columns of the fused gate and up projection; of a mixture, of every expert's."""
         own, whole = self.own.intermediate_size, self.config.intermediate_size
-        matrices = 2
-        if self.config.experts is not None:
-            matrices *= self.config.experts.n_experts
-        return [_run(matrix * whole + device * own, own) for matrix in range(matrices)]
+        n_experts = 1
+        if self.own.experts is not None:
+            n_experts = self.own.experts.own
+        group, number = divmod(device, self.group_size)
+        matrices = range(2 * group * n_experts, 2 * (group + 1) * n_experts)
+        return [_run(matrix * whole + number * own, own) for matrix in matrices]
+
+    def _answers(self, size: int, device: int) -> slice:
+        """Columns of the products that close a feed-forward, of `size` over all experts: those of
+        the group's own.
+        """
+        own = size // self.groups
+        return _run(device // self.group_size * own, own)
 
     def cut(self, path: Path, array: Any, device: int, *, transposed: bool = False) -> Any:
         """One device's share of a weight in the checkpoint's order, numpy, jax or still in its file
         (`loading.slices`), of which no more is read; transposed: a matrix [O, I].
         """
-        axis = _axis_of(path, array.ndim)
+        axis = _axis_of(path, array.ndim, self.groups)
         if axis is None:
             return array[...]
+        outputs = array.ndim - 1
         if transposed:
-            axis = array.ndim - 1 - axis
-        before = (slice(None),) * axis
-        parts = [array[(*before, part)] for part in self.ranges(path, array.shape[axis], device)]
+            axis, outputs = outputs - axis, 0
+        index = [slice(None)] * array.ndim
+        if "down" in path and self.groups > 1:
+            index[outputs] = self._answers(array.shape[outputs], device)
+            if axis == outputs:
+                return array[tuple(index)]
+        parts = []
+        for part in self.ranges(path, array.shape[axis], device):
+            index[axis] = part
+            parts.append(array[tuple(index)])
         if len(parts) == 1:
             return parts[0]
         if isinstance(parts[0], np.ndarray):
@@ -265,7 +326,7 @@ class Shares:
         """
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(
-            _whole_shape(path, own, self.mesh.size),
-            _sharding_of(path, len(own), self.mesh),
+            _whole_shape(path, own, self.mesh.size, self.groups),
+            _sharding_of(path, len(own), self.mesh, self.groups),
             list(pieces),
         )

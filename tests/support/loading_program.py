@@ -224,7 +224,8 @@ def fullest(scheme: str) -> np.ndarray:
     split = NamedSharding(mesh, PartitionSpec(AXIS))
     for outs, ins, by_inputs in ((57344, 8192, False), (8192, 28672, True), (128256, 8192, False)):
         rows, columns = (4 * outs, ins // 4) if by_inputs else (outs, ins)
-        work = load._Finish(jnp.dtype(jnp.bfloat16), True, 0.0, scheme, 128, by_inputs)
+        together = (0,) * 4 if by_inputs else ()
+        work = load._Finish(jnp.dtype(jnp.bfloat16), True, 0.0, scheme, 128, together)
         part = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16, sharding=split)
         compiled = _run_on_each.lower(part, None, work=work, mesh=mesh).compile()
         memory = compiled.memory_analysis()

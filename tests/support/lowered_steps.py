@@ -33,7 +33,10 @@ def lower_step(
     graph, state = nnx.split(model)
     if mesh is not None:
         flat: Any = nnx.to_flat_state(state)
-        placed = [(path, leaf.replace(_on_mesh(path, leaf, mesh))) for path, leaf in flat]
+        groups = 1
+        if model.config.experts is not None:
+            groups = model.config.experts.groups
+        placed = [(path, leaf.replace(_on_mesh(path, leaf, mesh, groups))) for path, leaf in flat]
         state = nnx.from_flat_state(placed)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh, sizes.logprobs)
@@ -41,12 +44,12 @@ def lower_step(
     return program.lower(layout, leaves, sizes.shapes(model.config, kernels, mesh))
 
 
-def _on_mesh(path: Path, own: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _on_mesh(path: Path, own: Any, mesh: Mesh, groups: int) -> jax.ShapeDtypeStruct:
     """A weight as it lies on the mesh, given anything with the shape and dtype of one device's
-    share.
+    share; groups: of experts.
     """
     return jax.ShapeDtypeStruct(
-        _whole_shape(path, own.shape, mesh.size),
+        _whole_shape(path, own.shape, mesh.size, groups),
         own.dtype,
-        sharding=_sharding_of(path, len(own.shape), mesh),
+        sharding=_sharding_of(path, len(own.shape), mesh, groups),
     )

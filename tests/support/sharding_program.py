@@ -56,17 +56,17 @@ def logits(
     dtype: str = "float32",
     scheme: str = "plain",
     kv_dtype: str = "",
+    groups: int = 1,
 ) -> np.ndarray:
     """Logits of every row of one prompt, float32 [len(tokens), V], by the engine's own step on so
     many devices.
 
-    kv_dtype: of quantised pools, whose factors the same prompt gives.
+    kv_dtype: of quantised pools, whose factors the same prompt gives. groups: of experts.
     """
     source = resolve(folder)
+    config = source.config.in_groups(groups)
     mesh = make_mesh(jax.devices()[:devices]) if devices > 1 else None
-    model = load_model(
-        source, source.config, jnp.dtype(dtype), storage=WeightStorage(scheme), mesh=mesh
-    )
+    model = load_model(source, config, jnp.dtype(dtype), storage=WeightStorage(scheme), mesh=mesh)
     if kv_dtype:
         calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
     graph, state = nnx.split(model)
@@ -192,12 +192,13 @@ def adapted(devices: int) -> np.ndarray:
     return np.array([output.outputs[0].token_ids for output in outputs])
 
 
-def generated(family: str, devices: int) -> np.ndarray:
+def generated(family: str, devices: int, groups: int = 1) -> np.ndarray:
     """The characters that `jitney generate` prints for three prompts, drawn by chance: int32; of a
-    family's tiny random model with 8 query heads.
+    family's tiny random model with 8 query heads. groups: of experts.
     """
     flags = (
-        f"--model tiny-random:{family} --tensor-parallel {devices} --dtype float32 --max-seats 4 "
+        f"--model tiny-random:{family} --tensor-parallel {devices} --expert-parallel {groups} "
+        "--dtype float32 --max-seats 4 "
         "--token-budget 32 --context 128 --seat-buckets 4 --token-buckets 32 "
         "--no-compilation-cache --temperature 1 --seed 5 --max-tokens 24 --json"
     )
@@ -220,10 +221,12 @@ def many_heads() -> Iterator[None]:
         families.TINY = before
 
 
-def program(devices: int, plain: bool, bucket: list[int], family: str = "llama") -> np.ndarray:
+def program(
+    devices: int, plain: bool, bucket: list[int], family: str = "llama", groups: int = 1
+) -> np.ndarray:
     """Of a step compiled from shapes alone: all-reduces, all-gathers, widest all-gather (elements),
-    bytes of a device's pools, and of what is aliased."""
-    config, mesh = tiny_config(family), make_mesh(jax.devices()[:devices])
+    bytes of a device's pools, and of what is aliased. groups: of experts."""
+    config, mesh = tiny_config(family).in_groups(groups), make_mesh(jax.devices()[:devices])
     sizes = StateSizes(seats=4, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.float32)
     model = abstract_model(config.local(devices), dtype=jnp.float32)
     compiled = lower_step(model, Bucket(*bucket), plain, KERNELS, sizes, mesh).compile()

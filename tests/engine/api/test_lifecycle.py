@@ -358,6 +358,7 @@ def test_models_version_and_slots():
         "platform",
         "device",
         "tensor_parallel",
+        "expert_parallel",
         "kernels",
         "kernels_out",
         "dtype",

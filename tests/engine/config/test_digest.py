@@ -54,6 +54,7 @@ COUNTED = {
     "canary_every",
     "platform",
     "tensor_parallel",
+    "expert_parallel",
     "threads",
     "n_hosts",
     "generation_config",

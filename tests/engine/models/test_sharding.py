@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from safetensors.numpy import save_file
 from jitney.engine import LLM
 from jitney.engine.build import sized_runner
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.model_config import ExpertsConfig, ModelConfig
 from jitney.engine.cli import doctor
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import platform_environment
@@ -35,6 +36,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import likely_temp_bytes
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.sampling import greedy
+from jitney.engine.loading.load import _most_elsewhere
 from jitney.engine.models.sharding import AXIS, Shares, first_best, lookup
 from jitney.engine.scheduler.buckets import make_buckets
 
@@ -48,6 +50,12 @@ CASES = (
     ("qwen3_moe", 4),
     ("mixtral", 2),
 )
+
+
+#: What a job is told of dtype, scheme and pools.
+PLAIN, INT8 = ("float32", "plain", ""), ("float32", "int8", "")
+#: Of these, with whole experts on each group of devices: devices and groups.
+GROUPED = (("qwen3_moe", 4, 2), ("mixtral", 2, 2))
 
 
 def write_folder(folder: Path, case: dict[str, Any]) -> str:
@@ -65,6 +73,16 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
     found: list[tuple[str, str, list[Any]]] = [
         (f"{case} {n}", "logits", [folders[case], n, prompt]) for case, n in CASES
     ]
+    found += [
+        (f"{case} {n} in {groups}", "logits", [folders[case], n, prompt, *PLAIN, groups])
+        for case, n, groups in GROUPED
+    ]
+    # The rows of experts' products in int8, whose scales those of a group find together.
+    found += [
+        (f"int8 experts {n}", "logits", [folders["qwen3_moe"], n, prompt, *INT8, groups])
+        for n, groups in ((1, 1), (4, 2), (2, 2))
+    ]
+    found.append(("program in 2", "program", [2, True, [4, 4], "mixtral", 2]))
     found += [
         (f"bfloat16 {n}", "logits", [folders["qwen3"], n, prompt, "bfloat16"]) for n in (1, 2)
     ]
@@ -114,6 +132,29 @@ def test_logits_equal_transformers(results: dict[str, np.ndarray], case: str, co
     np.testing.assert_allclose(
         results[f"{case} {count}"][DATA["rows"]], expected, atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize(("case", "count", "groups"), GROUPED)
+def test_groups_of_devices_with_whole_experts_give_the_same_logits(
+    results: dict[str, np.ndarray], case: str, count: int, groups: int
+):
+    expected = np.array(DATA["cases"][case]["logits"])
+    found = results[f"{case} {count} in {groups}"][DATA["rows"]]
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_group_rounds_its_experts_as_one_device_does(results: dict[str, np.ndarray], count: int):
+    one = results["int8 experts 1"]
+    np.testing.assert_allclose(results[f"int8 experts {count}"], one, atol=1e-4)
+    assert np.abs(one - results["qwen3_moe 4"]).max() > 1e-3
+
+
+def test_groups_send_no_more_than_shares_of_experts_do(results: dict[str, np.ndarray]):
+    reduces, gathers, widest, pools, aliased = results["program in 2"]
+    assert reduces == 2 * 2 + 1
+    assert gathers == 1 and widest == 2 * 2 * 4
+    assert aliased >= pools
 
 
 def test_bfloat16_sums_are_as_near_as_those_of_one_device(results: dict[str, np.ndarray]):
@@ -260,6 +301,75 @@ def test_each_device_gets_its_share_in_its_own_order(path, array, shares):
     assert share_of(SMALL, path, array, len(shares)) == shares
 
 
+#: One input and one output; four experts of two feed-forward columns, of which each has a number.
+MIXTURE = replace(
+    SMALL,
+    architecture="MixtralForCausalLM",
+    intermediate_size=2,
+    experts=ExpertsConfig(4, 1, renormalised=True, groups=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "array", "shares"),
+    [
+        # gate and up of expert e: 10 * e + (1, 2) and 10 * e + (5, 6)
+        (
+            ("gate_up", "kernel"),
+            np.array([[1, 2, 5, 6, 11, 12, 15, 16, 21, 22, 25, 26, 31, 32, 35, 36]]),
+            [[1, 5, 11, 15], [2, 6, 12, 16], [21, 25, 31, 35], [22, 26, 32, 36]],
+        ),
+        (
+            ("down", "kernel"),
+            np.array([[1, 11, 21, 31], [2, 12, 22, 32]]),
+            [[1, 11], [2, 12], [21, 31], [22, 32]],
+        ),
+        (("down", "scale"), np.array([1, 2, 3, 4]), [[1, 2], [1, 2], [3, 4], [3, 4]]),
+        (("router",), np.array([[1, 2, 3, 4]]), [[1, 2, 3, 4]] * 4),
+    ],
+    ids=str,
+)
+def test_each_device_of_a_group_gets_its_share_of_the_groups_experts(path, array, shares):
+    assert share_of(MIXTURE, ("layers", 0, "mlp", *path), array, 4) == shares
+
+
+def test_a_share_is_cut_from_a_matrix_of_rows_of_outputs_as_well():
+    shares = Shares(MIXTURE, AbstractMesh((4,), (AXIS,)))  # pyright: ignore[reportArgumentType]
+    path = ("layers", 0, "mlp", "down", "kernel")
+    stored = np.array([[1, 2], [11, 12], [21, 22], [31, 32]])
+    found = [shares.cut(path, stored, n, transposed=True).ravel().tolist() for n in range(4)]
+    assert found == [[1, 11], [2, 12], [21, 31], [22, 32]]
+
+
+@pytest.mark.parametrize(
+    ("here", "most"),
+    [
+        ((0, 1), [[0, 0], [22, 32]]),  # the other host has all of the second group
+        ((0, 2), [[2, 12], [22, 32]]),  # it has the second inputs of both
+        ((0, 1, 2), [[0, 0], [22, 32]]),
+    ],
+    ids=str,
+)
+def test_the_greatest_elsewhere_is_that_of_the_group(here: tuple[int, ...], most: list[list[int]]):
+    shares = Shares(MIXTURE, AbstractMesh((4,), (AXIS,)))  # pyright: ignore[reportArgumentType]
+    shares.__dict__["own_numbers"] = here
+    stored = np.array([[1, -2], [11, 12], [21, 22], [31, -32]], np.float32)
+    found = _most_elsewhere(("layers", 0, "mlp", "down", "kernel"), stored, shares)
+    np.testing.assert_array_equal(found, most)
+
+
+@pytest.mark.parametrize(
+    ("family", "groups", "message"),
+    [
+        ("llama", 2, "expert_parallel 2 deals out experts, and this model has none: leave it out"),
+        ("mixtral", 3, "expert_parallel 3 does not divide the model's 4 experts"),
+    ],
+)
+def test_experts_that_cannot_be_dealt_out(family: str, groups: int, message: str):
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(family).in_groups(groups)
+
+
 def test_groups_of_int4_inputs_are_not_torn():
     with pytest.raises(
         ConfigError, match="tensor_parallel 2 does not divide the 3 groups of inputs"
@@ -307,6 +417,10 @@ def test_a_model_that_cannot_be_divided(shards: int, message: str):
             r"device 0,1 must name as many different chips as tensor_parallel \(1\)",
         ),
         ({"device": "0,"}, "device"),
+        (
+            {"tensor_parallel": 4, "expert_parallel": 3},
+            r"tensor_parallel 4 .* must be a multiple of expert_parallel \(3\)",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str):
