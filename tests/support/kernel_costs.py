@@ -107,6 +107,16 @@ def kernel_cost(
     return cost
 
 
+def rows_going(load: Load, experts: ExpertsConfig, places: int) -> int:
+    """Rows of a call whose blocks have so many places: all of the step, or, in the last layer,
+    those that logits are wanted of.
+    """
+    for rows in (load.rows, load.decode + (load.prompt > 0)):
+        if experts.block_rows(rows) * experts.most_blocks(rows) == places:
+            return rows
+    raise ValueError(f"{places} places are of no rows of {load}")
+
+
 def expert_cost(
     load: Load, experts: ExpertsConfig, taken: list[Array], y: Array, matrices: int
 ) -> tuple[float, float]:
@@ -120,10 +130,9 @@ def expert_cost(
     size_in = weights.elements // (weights.dims[0] * columns)
     x = next(one for one in taken if one is not weights and one.dims[-1:] == (size_in,))
     scales = 4.0 * columns if weights.itemsize == 1 else 0.0
-    going = load.rows * experts.n_chosen
-    moved = blocks_read(experts, load.rows, load.rows) * (
-        size_in * columns * weights.itemsize + scales
-    )
+    rows = rows_going(load, experts, y.dims[0])
+    going = rows * experts.n_chosen
+    moved = blocks_read(experts, rows, rows) * (size_in * columns * weights.itemsize + scales)
     moved += going * (size_in * x.itemsize + y.dims[1] * y.itemsize)
     return moved, 2.0 * going * size_in * columns
 
