@@ -1,9 +1,10 @@
 """What tests of several rooms share."""
 
+import fcntl
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ settings.load_profile("patient")
 
 # Servers that tests start take the usual sizes, not half a minute to choose their own.
 os.environ["JITNEY_MEASURED_SIZES"] = "false"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The processes of a run read a file one after the other: the first one compiles what it
+    imports, the others find it compiled. All at once would each compile nearly all of it.
+    """
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    with collector.path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
