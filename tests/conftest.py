@@ -97,6 +97,16 @@ def compiled_in_a_hurry() -> Iterator[None]:
     """XLA leaves out most of what makes code fast: for files that compile much and do not ask how
     exact or how fast the numbers are.
     """
+    yield from _in_a_hurry()
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """The same for one test, in a file where others ask for the same bits in every step."""
+    yield from _in_a_hurry()
+
+
+def _in_a_hurry() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

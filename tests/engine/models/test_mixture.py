@@ -79,6 +79,7 @@ def rows_read(routes: Routes, n_padded: int) -> list[list[int]]:
     return [[int(owners[p // routes.block]) for p in own if p < most] for own in places]
 
 
+@pytest.mark.usefixtures("hurried")
 @given(
     seed=st.integers(0, 2**32 - 1),
     n_padded=st.sampled_from([1, 3, 16, 40, 200]),
@@ -145,6 +146,7 @@ def naive(layer: Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
     return found
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("arranged", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -339,6 +341,7 @@ def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path):
         engine("tiny-random:mixtral", adapters=(f"own={tmp_path}",))
 
 
+@pytest.mark.usefixtures("hurried")
 def test_the_canary_judges_a_mixture_in_float32_alone():
     """In bfloat16 rounding sends some tokens through other experts: log-probabilities of random
     models move by up to 4.
