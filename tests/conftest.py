@@ -113,6 +113,14 @@ def _in_a_hurry() -> Iterator[None]:
 
 
 @pytest.fixture
+def hurried_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `compiled_in_a_hurry`, for processes that the test starts. They find what others of the
+    run have compiled in the user's cache: a flag of XLA's own would be part of each program's key.
+    """
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+
+
+@pytest.fixture
 def rash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds pages for its prompt boards, whatever comes of it: for tests of what then must
     go right.

@@ -36,14 +36,13 @@ FLAGS = (
 
 
 @pytest.fixture
-def served_url(tmp_path) -> Iterator[str]:
+def served_url(tmp_path, hurried_processes: None) -> Iterator[str]:
     port = free_port()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")}
-    environ["JITNEY_CACHE"] = str(tmp_path)
-    environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiled in a hurry
     code = "import sys; from jitney.engine.cli import main; sys.exit(main())"
+    own = ("--port", str(port), "--data-dir", str(tmp_path))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code, "serve", *FLAGS, "--port", str(port)],
+        [sys.executable, "-P", "-c", code, "serve", *FLAGS, *own],
         env=environ,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -544,6 +544,7 @@ def test_a_process_that_dies_becomes_a_row(tmp_path: Path):
     )
 
 
+@pytest.mark.usefixtures("hurried_processes")
 def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (
         run(

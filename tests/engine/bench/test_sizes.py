@@ -226,11 +226,9 @@ def test_many_prompt_rows_are_several_prompts():
     assert prompt_chunks(Bucket(tokens=2048, seats=32), 512, 2) == ((0, 512),) * 2
 
 
-def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-):
+@pytest.mark.usefixtures("hurried_processes")
+def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own():
     """A pool of 8 pages has room for 4 and for 8 sequences."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiled in a hurry
     engine = EngineSection(
         platform="cpu",
         kernels="reference",

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jitney.engine.cli import main
 
 FLAGS = (
@@ -38,6 +40,7 @@ def endless_grammar() -> str:
     return "start:r0\n" + "\n".join(rules)
 
 
+@pytest.mark.usefixtures("hurried_processes")
 def test_lines_are_held_to_grammars_and_one_that_ends_its_compiler_costs_no_other(tmp_path: Path):
     held = {
         "type": "json_schema",

@@ -109,6 +109,7 @@ async def _complete(http: httpx.AsyncClient, model: str, prompt: str) -> str:
     return told["choices"][0]["text"]
 
 
+@pytest.mark.usefixtures("hurried_processes")
 def test_a_pipeline_says_what_its_stages_say_one_by_one(file: Path):
     """And the adapter's name is answered by the adapter."""
 
