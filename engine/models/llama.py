@@ -105,8 +105,11 @@ class Llama(nnx.Module):
         pools = []
         ropes = self.ropes(meta.positions)
         for block, rope, pool in zip(self.layers, ropes, kv, strict=True):
-            run = _attend_last if block is self.layers[-1] else _run_block
-            x, added, pool = run(*nnx.split(block), x, added, rope, pool, meta, kernels)
+            graph, weights = nnx.split(block)
+            is_last = block is self.layers[-1]
+            x, added, pool = _run_block(
+                graph, weights, x, added, rope, pool, meta, kernels, attend_only=is_last
+            )
             pools.append(pool)
         return Hidden(x + added, meta.adapted), pools
 
@@ -179,7 +182,7 @@ class Llama(nnx.Module):
         return replace(GGUF, paired_rows=config.architecture == "LlamaForCausalLM")
 
 
-@partial(jax.jit, static_argnames=("graph", "kernels"))
+@partial(jax.jit, static_argnames=("graph", "kernels", "attend_only"))
 def _run_block(
     graph: nnx.GraphDef[Block],
     weights: Any,
@@ -189,25 +192,14 @@ def _run_block(
     kv: Array,
     meta: AttentionMeta,
     kernels: Kernels,
+    *,
+    attend_only: bool,
 ) -> tuple[Array, Array, Array]:
-    """One block as a function of its weights: layers of the same make are traced once per bucket,
-    not once each.
+    """One block, or its first half, as a function of its weights: layers of the same make are
+    traced once per bucket, not once each.
 
     The calls are inlined when the step is compiled, so the program is the unrolled one.
     """
-    return nnx.merge(graph, weights)(x, added, rope, kv, meta, kernels)
-
-
-@partial(jax.jit, static_argnames=("graph", "kernels"))
-def _attend_last(
-    graph: nnx.GraphDef[Block],
-    weights: Any,
-    x: Array,
-    added: Array,
-    rope: Rope,
-    kv: Array,
-    meta: AttentionMeta,
-    kernels: Kernels,
-) -> tuple[Array, Array, Array]:
-    """As `_run_block`, the first half alone."""
-    return nnx.merge(graph, weights).attended(x, added, rope, kv, meta, kernels)
+    block = nnx.merge(graph, weights)
+    run = block.attended if attend_only else block
+    return run(x, added, rope, kv, meta, kernels)

@@ -111,10 +111,10 @@ def rows_going(load: Load, experts: ExpertsConfig, places: int) -> int:
     """Rows of a call whose blocks have so many places: all of the step, or, in the last layer,
     those that logits are wanted of.
     """
-    for rows in (load.rows, load.decode + (load.prompt > 0)):
-        if experts.block_rows(rows) * experts.most_blocks(rows) == places:
-            return rows
-    raise ValueError(f"{places} places are of no rows of {load}")
+    wanted = load.decode + (load.prompt > 0)
+    if experts.block_rows(wanted) * experts.most_blocks(wanted) == places:
+        return wanted
+    return load.rows
 
 
 def expert_cost(
