@@ -19,7 +19,14 @@ from jax import Array
 from jax.lax import bitcast_convert_type
 
 from jitney.engine.executor.sampling import LANES, Vocabulary, greedy, in_lanes, pick_token, top
-from jitney.engine.models.sharding import AXIS, first_best, gather, largest, total
+from jitney.engine.models.sharding import (
+    AXIS,
+    device_number,
+    first_best,
+    gather,
+    largest,
+    total,
+)
 from jitney.kernels.interface import Threshold
 
 #: Bits of a float32's magnitude that a pass of the search for a cut tells apart.
@@ -36,10 +43,10 @@ class SplitVocabulary(Vocabulary):
 
     def columns(self, x: Array) -> Array:
         own = x.shape[-1] // self.devices
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * own, own, axis=-1)
+        return jax.lax.dynamic_slice_in_dim(x, device_number() * own, own, axis=-1)
 
     def places(self, ids: Array, columns: int) -> Array:
-        own = ids - jax.lax.axis_index(AXIS) * columns
+        own = ids - device_number() * columns
         return jnp.where(own >= 0, own, columns)  # a negative place would count from the end
 
     def greedy(self, logits: Array) -> Array:
@@ -97,7 +104,7 @@ class SplitVocabulary(Vocabulary):
         def lane_of(block: Array) -> Array:
             place = jnp.asarray(places)[block]
             lane = jnp.take_along_axis(lanes, place[:, None, None], axis=1)[:, 0]
-            mine = jnp.asarray(owners)[block] == jax.lax.axis_index(AXIS)
+            mine = jnp.asarray(owners)[block] == device_number()
             return total(jnp.where(mine[:, None], lane, 0.0))
 
         return pick_token(sums, lane_of, u)
@@ -111,7 +118,7 @@ class SplitVocabulary(Vocabulary):
         most = int(_lane_places(columns, self.devices)[1].max()) + 1
         spare = max(0, LANES + most * LANES - columns - rest.shape[-1])
         row = jnp.pad(jnp.concatenate([weights, rest], axis=-1), ((0, 0), (0, spare)))
-        skip = -(jax.lax.axis_index(AXIS) * columns) % LANES
+        skip = -(device_number() * columns) % LANES
         return in_lanes(jax.lax.dynamic_slice_in_dim(row, skip, most * LANES, axis=-1), 0)
 
     def log_total(self, logits: Array) -> Array:
@@ -121,7 +128,7 @@ class SplitVocabulary(Vocabulary):
     def top(self, logits: Array, k: int) -> tuple[Array, Array]:
         columns = logits.shape[-1]
         best, ids = top(logits, min(k, columns))
-        first = jax.lax.axis_index(AXIS) * columns
+        first = device_number() * columns
         candidates, ids = gather(best), gather(ids + first)  # equal ones stay in order of their ids
         best, at = jax.lax.top_k(candidates, min(k, columns * self.devices))
         return best, jnp.take_along_axis(ids, at, axis=-1)

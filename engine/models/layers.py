@@ -8,8 +8,6 @@ out; sums and norms are computed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +19,7 @@ from jitney.engine.checkpoints.model_config import Activation, ModelConfig
 from jitney.engine.models.adapters import Adapters
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import total
+from jitney.kernels.experts import ACTIVATIONS
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
 
@@ -28,10 +27,6 @@ DType = Any
 #: From so many on, rows of a product whose results are summed over devices are many: half of the
 #: outputs take longer to send than to set out.
 _ROWS_IN_HALVES = 256
-_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) -> Array:
@@ -199,7 +194,7 @@ def _gates_dtype(x: Array, kernels: Kernels) -> DType:
 def _gate(both: Array, activation: Activation, dtype: DType) -> Array:
     """activation(first half of [T, O]) * the other half, [T, O // 2] in `dtype`."""
     gates, ups = jnp.split(both.astype(jnp.float32), 2, axis=-1)
-    return (_ACTIVATIONS[activation](gates) * ups).astype(dtype)
+    return (ACTIVATIONS[activation](gates) * ups).astype(dtype)
 
 
 class RMSNorm(nnx.Module):

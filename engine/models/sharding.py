@@ -171,16 +171,14 @@ class Shares:
         return self.config.local(self.mesh.size)
 
     @cached_property
-    def groups(self) -> int:
-        """Groups of devices that hold experts of their own; 1 without experts."""
-        if self.config.experts is None:
-            return 1
-        return self.config.experts.groups
-
-    @cached_property
     def group_size(self) -> int:
-        """Devices of a group."""
-        return self.mesh.size // self.groups
+        """Devices of a group that holds experts of its own; all of them without experts."""
+        return self.config.feed_forward_shards(self.mesh.size)
+
+    @property
+    def groups(self) -> int:
+        """How many groups there are."""
+        return self.mesh.size // self.group_size
 
     def input_shards(self, path: Path) -> int:
         """Devices among which the inputs of a matrix are split."""
