@@ -67,8 +67,9 @@ Index tiles_of_chunk(const Panels<Kind>& of, Index first) {
 template <class Kind, class Finish>
 void multiply_panel(const Panels<Kind>& of, Index panel, Index first, const Finish& finish) {
   const Index tall = of.tall(), wide = of.wide(), tiles = tiles_of_chunk(of, first);
-  const auto alone = tile_for<Kind, kPanelAhead>(tall, wide);
-  const auto opening = tile_for<Kind, kPanelAhead, true>(tall, wide);
+  // A single tile is done before anything could come that it asked for.
+  const auto opening = tiles == 1 ? tile_for<Kind, kPanelAhead>(tall, wide)
+                                  : tile_for<Kind, kPanelAhead, true>(tall, wide);
   const auto following = tile_for<Kind, 0, true>(tall, wide);
   const auto* here = of.w + panel * of.depth * of.columns;
   const auto* next = of.w + (panel + 1) % of.panels * of.depth * of.columns;
@@ -88,17 +89,15 @@ void multiply_panel(const Panels<Kind>& of, Index panel, Index first, const Fini
     for (Index i = 0; i < tiles; ++i) {
       const Index row = row_of(of, first, i);
       const auto* x = of.x + row * of.depth + start;
-      const auto multiply = tiles == 1 ? alone : i == 0 ? opening : following;
+      const auto multiply = i == 0 ? opening : following;
       float* sums = all_sums + i * kept;
       for (Index column = 0; column < of.columns; column += wide * kLanes) {
         multiply(x, of.depth, here + start * of.columns + column, of.columns, sums + column,
                  of.columns, deep, start > 0, {later, step});
         later += deep * step;
       }
-      if (start + deep < of.depth) {
-        continue;
-      }
-      for (Index r = 0; r < tall; ++r) {
+      const Index finished = start + deep == of.depth ? tall : 0;
+      for (Index r = 0; r < finished; ++r) {
         finish(row + r, sums + r * of.columns);
       }
     }
