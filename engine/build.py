@@ -160,7 +160,7 @@ def build_follower(
 ) -> tuple[Follower, EngineInfo]:
     """As `build_engine`, on a host that follows the first one."""
     built = _build(config, source, progress, hosts)
-    return Follower(built.runner, hosts), built.info
+    return Follower(built.runner), built.info
 
 
 def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts | None) -> _Built:

@@ -22,7 +22,7 @@ from jitney.engine.executor.program import StepOutput
 from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.sampling import Sampled
 from jitney.engine.hosts import messages
-from jitney.engine.hosts.link import FirstHost, OtherHost
+from jitney.engine.hosts.link import FirstHost
 from jitney.engine.hosts.messages import Board, Choose, PackedArray, Step
 from jitney.engine.scheduler.buckets import Bucket
 
@@ -59,10 +59,6 @@ class LeadingRunner(Runner):
 
     def restore(self, error: Exception) -> None:
         """Whether a step failed on all hosts alike nobody knows, so all start anew."""
-        # A device that waits for a lost host fails in its own words, when the step's results are
-        # fetched or already when the next one is launched.
-        if self._hosts is not None:
-            self._hosts.wait_for_loss()
         raise EngineDead(
             f"a step failed ({type(error).__name__}), and several hosts do not go on after that"
         ) from error
@@ -76,9 +72,8 @@ class LeadingRunner(Runner):
 class Follower:
     """One of the other hosts, while it serves."""
 
-    def __init__(self, runner: Runner, hosts: OtherHost):
+    def __init__(self, runner: Runner):
         self._runner = runner
-        self._hosts = hosts
         #: Logits of the step that was run last, if it leaves any.
         self._logits: Any = None
         #: What it brings; nobody reads it, but it says when the step is done.
@@ -86,13 +81,6 @@ class Follower:
 
     def do(self, message: messages.Message) -> None:
         """Do what the first host does."""
-        try:
-            self._do(message)
-        except Exception:
-            self._hosts.wait_for_loss()
-            raise
-
-    def _do(self, message: messages.Message) -> None:
         match message:
             case Step():
                 self._run(message)

@@ -76,8 +76,52 @@ class Hosts(Protocol):
         ...
 
     def leave(self, reason: str, *, failed: bool) -> None:
-        """Tell the others that this host ends, and let them go first."""
+        """Tell the others that this host ends, and let them go first. Where a loss was noticed
+        before, that is why it ends: returns only if `Lost` did.
+        """
         ...
+
+
+class _Ending:
+    """Why this host ends is told once, by whoever comes first: a thread that notices a loss, or the
+    one that leaves. Else the one that leaves ends the process while the other still tells.
+    """
+
+    def __init__(self, lost: Lost):
+        self._lost = lost
+        #: Held while it is decided who comes first.
+        self._deciding = threading.Lock()
+        #: This host ends.
+        self._begun = False
+        #: It ends because another is gone; and that has been told.
+        self._noticed, self._told = threading.Event(), threading.Event()
+
+    def notice(self) -> bool:
+        """Another host is gone; False: that is not why this one ends."""
+        with self._deciding:
+            if self._begun:
+                return False
+            self._begun = True
+            self._noticed.set()
+            return True
+
+    def tell(self, reason: str, failed: bool) -> None:
+        """Of the loss that was noticed."""
+        try:
+            self._lost(reason, failed)
+        finally:
+            self._told.set()
+
+    def wait_for_loss(self) -> None:
+        """See `Hosts`."""
+        self._noticed.wait(_NOTICE_S)
+
+    def leave(self) -> None:
+        """This host ends by itself; or else wait until the loss has been told."""
+        with self._deciding:
+            self._begun = True
+        if self._noticed.is_set():
+            self._told.wait()
 
 
 @dataclass(eq=False)
@@ -152,9 +196,7 @@ class FirstHost:
         """connections: to the others, by their ids."""
         self.n_hosts = len(connections) + 1
         self.jax_address = jax_address
-        self._lost = lost
-        self._leaving = False
-        self._loss = threading.Event()
+        self._ending = _Ending(lost)
         self._others = [
             _Watched(connection, f"host {number}")
             for number, connection in sorted(connections.items())
@@ -194,11 +236,11 @@ class FirstHost:
 
     def wait_for_loss(self) -> None:
         """See `Hosts`."""
-        self._loss.wait(_NOTICE_S)
+        self._ending.wait_for_loss()
 
     def leave(self, reason: str, *, failed: bool) -> None:
         """See `Hosts`."""
-        self._leaving = True
+        self._ending.leave()
         self.tell(Goodbye(reason, failed))
         until = time.monotonic() + _FAREWELL_S
         for other in self._others:
@@ -207,12 +249,9 @@ class FirstHost:
 
     def _ended(self, other: _Watched, reason: str, failed: bool) -> None:
         """By the thread that reads a host."""
-        if self._leaving:
-            return
-        self._leaving = True
-        self._loss.set()
-        self.tell(Goodbye(reason, True))
-        self._lost(reason, failed)
+        if self._ending.notice():
+            self.tell(Goodbye(reason, True))
+            self._ending.tell(reason, failed)
 
 
 class OtherHost:
@@ -222,9 +261,7 @@ class OtherHost:
         self.host_id = own.host_id
         self.n_hosts = n_hosts
         self.jax_address = address
-        self._lost = lost
-        self._leaving = False
-        self._loss = threading.Event()
+        self._ending = _Ending(lost)
         self._first = _Watched(connection, "host 0")
         self._first.start(self._ended)
         threading.Thread(target=_beat, args=([self._first],), daemon=True).start()
@@ -261,21 +298,18 @@ class OtherHost:
 
     def wait_for_loss(self) -> None:
         """See `Hosts`."""
-        self._loss.wait(_NOTICE_S)
+        self._ending.wait_for_loss()
 
     def leave(self, reason: str, *, failed: bool) -> None:
         """See `Hosts`."""
-        self._leaving = True
+        self._ending.leave()
         _send(self._first, framed(Goodbye(reason, failed)))
         self._first.connection.close()
 
     def _ended(self, first: _Watched, reason: str, failed: bool) -> None:
         """By the thread that reads the first host."""
-        if self._leaving or self.dismissed:
-            return
-        self._leaving = True
-        self._loss.set()
-        self._lost(reason, failed)
+        if not self.dismissed and self._ending.notice():
+            self._ending.tell(reason, failed)
 
 
 def _send(other: _Watched, frame: bytes) -> None:

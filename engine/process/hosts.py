@@ -19,7 +19,7 @@ from jitney.engine.checkpoints.identity import model_identity
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.digest import configuration_digest, short
 from jitney.engine.config.schema import Config
-from jitney.engine.errors import ErrorInfo
+from jitney.engine.errors import ConfigError, ErrorInfo, ModelError
 from jitney.engine.hosts.link import FirstHost, Lost, OtherHost, gather, join
 from jitney.engine.hosts.messages import Goodbye, Hello
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Code of the error of a core whose engine has lost a host; no request is to blame for that.
 HOST_LOST = "host_lost"
+#: What a host finds wrong by itself, or all of them alike, whether or not another is gone.
+_FOUND_ALONE = (ConfigError, ModelError)
 #: Seconds between two ticks of a follower.
 _TICK_S = 1.0
 #: Seconds that a follower listens to the first host before it looks whether it is to end.
@@ -44,12 +46,18 @@ def met(
 ) -> Iterator[FirstHost | OtherHost]:
     """The other hosts of the engine, once all are there; they hear of it when this one ends.
     address: where the parent hears us. Raises ConfigError if they do not come, or do not want us.
+
+    Whatever fails inside may have failed because one of them is gone, which is then the reason.
     """
     hosts = _meet(config, source, report, _ender(address))
     name = f"host {hosts.host_id}"
     try:
         yield hosts
     except BaseException as error:
+        # A device that waits for a lost host fails in its own words, at any point of a start or of
+        # a step: before the connection's end is noticed, or just after.
+        if not isinstance(error, _FOUND_ALONE):
+            hosts.wait_for_loss()
         hosts.leave(f"{name} cannot go on: {error}", failed=True)
         raise
     hosts.leave(f"{name} was told to end", failed=False)

@@ -34,13 +34,22 @@ class Meeting:
     #: (who noticed, why, whether the lost one said so itself)
     losses: queue.SimpleQueue[tuple[int, str, bool]] = field(default_factory=queue.SimpleQueue)
     reports: list[tuple[int, int, str]] = field(default_factory=list)
+    #: Cleared: a host that noticed a loss is still about telling it.
+    told: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.told.set()
 
     @property
     def coordinator(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     def lost_by(self, number: int) -> Callable[[str, bool], None]:
-        return lambda reason, failed: self.losses.put((number, reason, failed))
+        def lost(reason: str, failed: bool) -> None:
+            self.losses.put((number, reason, failed))
+            self.told.wait(LIMIT_S)
+
+        return lost
 
     def report(self, done: int, total: int, detail: str) -> None:
         self.reports.append((done, total, detail))
@@ -245,6 +254,22 @@ def test_a_host_that_is_killed_is_noticed_by_all(meeting: Meeting):
     losses = {meeting.losses.get(timeout=LIMIT_S) for _ in hosts}
     gone = "host 2 is gone: its connection ended"
     assert {(0, gone, False), (1, gone, True)} < losses
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_nobody_leaves_while_a_loss_is_told(meeting: Meeting, number: int):
+    """It ends the process, and a step that failed for it would end it in other words."""
+    pair = meeting.pair()
+    meeting.told.clear()
+    pair[1]._first.connection.close()
+    assert {meeting.losses.get(timeout=LIMIT_S)[0] for _ in pair} == {0, 1}
+    host = pair[number]
+    host.wait_for_loss()
+    leaving = meeting.pool.submit(host.leave, "a step failed", failed=True)
+    with pytest.raises(TimeoutError):
+        leaving.result(0.2)
+    meeting.told.set()
+    leaving.result(LIMIT_S)
 
 
 def test_a_host_that_says_nothing_is_gone(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
