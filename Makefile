@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-compile test-ray lint wheel clean
+.PHONY: help serve test test-compile test-arm test-ray lint wheel clean
 
 ARGS ?=
 EXTRA ?=
@@ -80,6 +80,12 @@ test-compile: $(DEV) build/cuda build/tpu
 	@$(BIN)/python -m pytest tests/kernels/triton_gpu/test_triton_compiled.py tests/kernels/pallas_tpu/test_pallas_compiled.py \
 	  tests/compiled $(ARGS)
 	@$(BIN)/python docs/benchmarks/compiled_programs.py
+
+# The CPU kernels for ARM, compiled by a cross compiler (g++-aarch64-linux-gnu, or ziglang) and run by an emulator, which
+# takes half an hour: see tests/support/emulated_arm.sh.
+test-arm: $(DEV) | build/typing/jitney
+	@PYTHON=$(BIN)/python tests/support/emulated_arm.sh build/arm >/dev/null
+	@JITNEY_ARM_PYTHON=$(CURDIR)/build/arm/python $(BIN)/python -m pytest -n 0 tests/kernels/cpu/test_native_cpus.py -k arm $(ARGS)
 
 # A fleet on a cluster of Ray's, whose dozen processes would make whatever runs beside them late: half a minute, alone.
 test-ray: export JITNEY_TEST_RAY := 1

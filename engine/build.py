@@ -63,7 +63,7 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineInfo, KernelProof, pooling_of
 from jitney.kernels.interface import KernelError, KernelSet
-from jitney.kernels.select import reference, reference_of, select
+from jitney.kernels.select import reference, reference_of, select, with_product_rows
 
 log = logging.getLogger("jitney.core")
 
@@ -167,6 +167,7 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
     defaults = sampling_defaults(config.sampling, source)
     setup = _set_up(config, source, hosts)
     kernels = choose_kernels(setup.device.platform, config.engine.kernels)
+    kernels = with_product_rows(kernels, config.engine.product_rows)
     if setup.mesh is not None:
         kernels = replace(kernels, fp8=None)  # its layout is not split
     model = _load(setup, kernels, progress)

@@ -72,6 +72,7 @@ def native() -> KernelSet:
         level = library.load().level
     except library.NoLibrary as error:
         raise KernelError(f"kernels native cannot run here: {error}") from error
+    usual = products.up_to(products.USUAL_ROWS)
     return replace(
         reference(),
         name="native",
@@ -82,12 +83,24 @@ def native() -> KernelSet:
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
         arrange=products.arrange,
-        matmul=products.matmul,
-        gated=products.gated,
-        project=products.project,
+        matmul=usual.matmul,
+        gated=usual.gated,
+        project=usual.project,
         int8=Int8Products(int8.arrange, int8.matmul, int8.gated),
         takes_one_of=True,
     )
+
+
+def with_product_rows(kernels: KernelSet, rows: int) -> KernelSet:
+    """The same kernels, with products of up to so many rows their own where weights are not
+    arranged for them; of sets that have no such choice, as they are.
+    """
+    if kernels.name != "native":
+        return kernels
+    from jitney.kernels.cpu import products
+
+    chosen = products.up_to(rows)
+    return replace(kernels, matmul=chosen.matmul, gated=chosen.gated, project=chosen.project)
 
 
 def triton() -> KernelSet:

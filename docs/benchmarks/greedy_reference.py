@@ -88,9 +88,7 @@ def compiled_for(cpu: str) -> tuple[library.Library | None, str]:
     missing = sorted(level.needs - build.cpu_flags())
     if missing:
         return None, f"compiled; this CPU lacks {', '.join(missing)}"
-    made = library.Library(cpu, "avx512_bf16" in level.needs, leaves_amx=False)
-    library.register(made, path)
-    return made, ""
+    return library.register(path, cpu), ""
 
 
 def main() -> None:

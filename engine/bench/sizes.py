@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from jitney.engine.bench.other_work import OtherWork
+from jitney.engine.config.kept_sizes import Value
 from jitney.engine.config.layers import settings
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import JitneyError
@@ -30,7 +31,7 @@ _ALMOST = 1.5
 #: A size up to the usual one must bring this share of the rows a second of the best: where all
 #: bring about as many, small steps only keep prompts waiting.
 _AS_GOOD = 0.9
-#: A bucket is left out where the next one is hardly slower.
+#: A bucket is left out where the next one is hardly slower; products are ours where they are.
 _HARDLY = 1.03
 #: Half the threads are enough where they need no more than so many times as long.
 _AS_FAST = 1.05
@@ -43,6 +44,8 @@ _MOST_SEATS, _MOST_ROWS = 128, 2048
 #: Share of the processors' time that other programs may use meanwhile, and seconds of a look at
 #: that before anything is timed.
 _OTHER_WORK, _LOOK_S = 0.1, 0.5
+#: Rows of a product, no limit.
+_ANY_ROWS = 1 << 20
 #: Seconds of a step beyond which no larger one is timed.
 LONGEST_S = 1.0
 #: Seconds that one process of measuring gets.
@@ -84,6 +87,10 @@ class SizeTimes(msgspec.Struct, frozen=True):
     prompts: tuple[Timed, ...]
     #: Of the processors' time meanwhile, what other programs used, 0 to 1.
     other_work: float = 0.0
+    #: Products of more rows than `product_rows` were XLA's and could be ours.
+    rows_choose: bool = False
+    #: The kernels were never measured beside the reference on a CPU like this one.
+    untried: bool = False
 
 
 def _usual(name: str) -> int:
@@ -99,13 +106,13 @@ _ROWS = Rule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth=1.03
 
 #: Times the steps of an engine with these settings.
 _Time = Callable[[Config], Awaitable[SizeTimes]]
-_Values = dict[str, int | tuple[int, ...]]
+_Values = dict[str, Value]
 
 
 class Measured(msgspec.Struct, frozen=True):
     """What was measured and chosen."""
 
-    #: With all threads first, then with the fewer ones that were tried.
+    #: With all threads first, in the sizes that were tried last, then with the fewer threads.
     times: tuple[SizeTimes, ...]
     #: Settings by flat name, but for those that came out as they are by default.
     values: _Values
@@ -128,12 +135,17 @@ async def measure_sizes(config: Config, time_steps: _Time) -> Measured:
     """
     seats, rows = config.engine.max_seats, config.engine.token_budget
     times = await _alone(time_steps, _of_sizes(config, seats, rows))
+    products = await _choose_products(config, times, time_steps)
+    if products:
+        config = _with(config, **products)
+        times = await _alone(time_steps, _of_sizes(config, seats, rows))
     while (larger := _larger(times, seats, rows)) != (seats, rows):
         seats, rows = larger
         times = await _alone(time_steps, _of_sizes(config, seats, rows))
     seats = max(_best_seats(times), _LEAST_SEATS)
     rows = max(_best_rows(times), 2 * seats)
     values: _Values = {
+        **products,
         "max_seats": seats,
         "token_budget": rows,
         "seat_buckets": _seat_buckets(times.decode, seats),
@@ -144,6 +156,47 @@ async def measure_sizes(config: Config, time_steps: _Time) -> Measured:
         fewer = await _try_fewer_threads(_with(config, **values), times, time_steps)
         values["threads"] = _fewest_as_fast(times, fewer, seats, rows)
     return Measured((times, *fewer), _but_defaults(values))
+
+
+async def _choose_products(config: Config, times: SizeTimes, time_steps: _Time) -> _Values:
+    """Who multiplies: settings that make steps quicker than in `times`, if there are any."""
+    engine = config.engine
+    sizes = _of_sizes(config, engine.max_seats, engine.token_budget)
+    if times.untried and engine.kernels == "auto":
+        plain = await _alone(time_steps, _with(sizes, kernels="reference"))
+        if _slower_with(times, plain):
+            return {"kernels": "reference"}
+    if times.rows_choose and engine.product_rows == _usual("product_rows"):
+        ours = await _alone(time_steps, _with(sizes, product_rows=_ANY_ROWS))
+        rows = _rows_as_fast(ours, times, engine.product_rows)
+        if rows > engine.product_rows:
+            return {"product_rows": rows}
+    return {}
+
+
+def _slower_with(kernels: SizeTimes, plain: SizeTimes) -> bool:
+    """Whether the largest steps of both kinds take longer with kernels than with the reference."""
+    decode = min(len(kernels.decode), len(plain.decode)) - 1
+    prompts = min(len(kernels.prompts), len(plain.prompts)) - 1
+    return (
+        kernels.decode[decode].seconds > plain.decode[decode].seconds
+        and kernels.prompts[prompts].seconds > plain.prompts[prompts].seconds
+    )
+
+
+def _rows_as_fast(ours: SizeTimes, xlas: SizeTimes, few: int) -> int:
+    """Up to how many rows steps are hardly slower with our products than with XLA's, which had
+    those of more than `few`; _ANY_ROWS if all are.
+    """
+    pairs = [
+        *zip(ours.decode, xlas.decode, strict=False),
+        *zip(ours.prompts, xlas.prompts, strict=False),
+    ]
+    tried = [(one, other) for one, other in pairs if one.size > few]
+    slower = [one.size for one, other in tried if one.seconds > _HARDLY * other.seconds]
+    if not slower:
+        return _ANY_ROWS
+    return max((one.size for one, _ in tried if one.size < min(slower)), default=few)
 
 
 async def _alone(time_steps: _Time, config: Config) -> SizeTimes:
@@ -265,7 +318,7 @@ def _of_sizes(config: Config, seats: int, rows: int) -> Config:
     )
 
 
-def _with(config: Config, **sizes: int | tuple[int, ...]) -> Config:
+def _with(config: Config, **sizes: Value) -> Config:
     engine = config.engine.model_copy(update=sizes)
     return config.model_copy(update={"engine": engine})
 

@@ -25,6 +25,7 @@ from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.executor.threads import own_processors
 from jitney.engine.llm import LLM
 from jitney.engine.scheduler.buckets import Bucket
+from jitney.kernels.cpu.build import is_measured
 
 #: KV positions of each decoding sequence, where the pool has room for them.
 _CONTEXT = 384
@@ -79,7 +80,27 @@ def measure(llm: LLM) -> SizeTimes:
     processors = own_processors()
     others = OtherWork(processors)
     decoded, prompted = tuple(_timed(llm, decode)), tuple(_timed(llm, prompts))
-    return SizeTimes(len(processors), decoded, prompted, others.share())
+    return SizeTimes(
+        threads=len(processors),
+        decode=decoded,
+        prompts=prompted,
+        other_work=others.share(),
+        rows_choose=_rows_choose(llm.core.runner),
+        untried=_untried(llm.core.runner),
+    )
+
+
+def _rows_choose(runner: Any) -> bool:
+    """Whether any of the model's products would be others' with more `product_rows`."""
+    if runner.program.kernels.name != "native":
+        return False
+    linears = runner.program.model(runner.leaves).linears()
+    return any(one.packed.scheme == "plain" and one.kernel.ndim == 2 for one in linears)
+
+
+def _untried(runner: Any) -> bool:
+    kernels = runner.program.kernels
+    return kernels.name == "native" and not is_measured(kernels.instructions)
 
 
 def prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:

@@ -12,6 +12,7 @@ from jitney.engine.cli.display import Display
 from jitney.engine.config.kept_sizes import (
     FROM_MEASURED,
     KeptSizes,
+    Value,
     are_measured,
     keep_sizes,
     read_sizes,
@@ -88,12 +89,12 @@ def described(sizes: KeptSizes) -> str:
     return f"sizes by this machine's steps, timed on {sizes.measured}: {words}"
 
 
-def as_flags(values: Mapping[str, int | tuple[int, ...]]) -> str:
+def as_flags(values: Mapping[str, Value]) -> str:
     """As they would be given on the command line."""
     return " ".join(f"{settings()[name].flag} {_text(value)}" for name, value in values.items())
 
 
-def _text(value: int | tuple[int, ...]) -> str:
+def _text(value: Value) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)

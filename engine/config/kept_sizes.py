@@ -22,7 +22,15 @@ from jitney.engine.config.schema import Config, cache_dir
 #: Where a value comes from that was chosen by measuring.
 FROM_MEASURED = "measured here"
 #: Settings that are chosen so.
-MEASURED = {"max_seats", "token_budget", "seat_buckets", "token_buckets", "threads"}
+MEASURED = {
+    "max_seats",
+    "token_budget",
+    "seat_buckets",
+    "token_buckets",
+    "threads",
+    "product_rows",
+    "kernels",
+}
 #: Settings that the time of a step depends on, beside the sizes.
 _MATTER = (
     "dtype",
@@ -35,14 +43,19 @@ _MATTER = (
     "kernels",
     "kv_dtype",
     "threads",
+    "product_rows",
 )
+
+
+#: Of one such setting.
+type Value = int | str | tuple[int, ...]
 
 
 class KeptSizes(msgspec.Struct, frozen=True):
     """What was chosen, and when."""
 
     #: Settings by flat name.
-    values: dict[str, int | tuple[int, ...]]
+    values: dict[str, Value]
     #: The day, such as "2026-11-23".
     measured: str
 

@@ -410,12 +410,21 @@ class EngineSection(Section):
             "use (not the second hyperthread), as many as its container's quota holds; else all"
         ),
     )
+    product_rows: int = Field(
+        default=8,
+        ge=1,
+        description=(
+            "on a CPU, where weights are not laid out for its own kernels (in float32, or without "
+            "instructions that multiply pairs of bfloat16): products of up to so many rows are "
+            "theirs, of more XLA's"
+        ),
+    )
     measured_sizes: bool = Field(
         default=True,
         description=(
             "on a CPU, where none of the sizes is given: have jitney serve time this machine's "
-            "steps at its first start, and choose threads, max_seats, token_budget and buckets by "
-            "them"
+            "steps at its first start, and choose threads, max_seats, token_budget, buckets and "
+            "product_rows by them"
         ),
     )
     tensor_parallel: int = Field(

@@ -44,6 +44,9 @@ _FLAGS = (
     "-pthread",
     "-w",
 )
+#: On ARM GCC would load all that a tile multiplies before it multiplies, and then lack registers
+#: for sums. Clang takes the flag and ignores it.
+_ARM_FLAGS = ("-fno-schedule-insns",)
 #: Without the compiler's own runtime libraries a library runs beside whatever versions of them are
 #: loaded already.
 _STATIC = ("-static-libstdc++", "-static-libgcc")
@@ -66,15 +69,21 @@ class Level:
     march: str  # as GCC and Clang name the CPU
     features: tuple[str, ...]  # that the CPU's name does not include
     needs: frozenset[str]  # flags of /proc/cpuinfo
+    machine: str = "x86_64"
+    #: Whether its kernels were measured beside the reference on such a CPU; where not, the first
+    #: start of a server does.
+    measured: bool = True
 
 
+#: What systems call the machines that levels are for.
+_MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "aarch64": "aarch64"}
 V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 _AMX = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
 #: Linux's system call on x86-64, what is asked of it, and for which part of the registers.
 _ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-#: Greatest first.
+#: Greatest first, of each machine.
 LEVELS = (
     Level(
         "amx",
@@ -92,6 +101,15 @@ LEVELS = (
     Level("avx512", "x86-64-v4", (), _V4),
     Level("avx_vnni", "x86-64-v3", ("avxvnni",), V3 | {"avx_vnni"}),
     Level("avx2", "x86-64-v3", (), V3),
+    Level(
+        "neon_mmla",
+        "armv8.2-a",
+        ("bf16", "i8mm"),
+        frozenset(("asimd", "bf16", "i8mm")),
+        "aarch64",
+        measured=False,
+    ),
+    Level("neon", "armv8-a", (), frozenset(("asimd",)), "aarch64", measured=False),
 )
 
 
@@ -104,7 +122,7 @@ def cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     for line in lines:
-        if line.startswith("flags"):
+        if line.startswith(("flags", "Features")):
             flags = frozenset(line.partition(":")[2].split())
             if flags & _AMX and not _may_use_amx():
                 flags -= _AMX
@@ -121,19 +139,33 @@ def _may_use_amx() -> bool:
     return ask(_ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA) == 0
 
 
+def is_measured(name: str) -> bool:
+    """Whether the kernels of a level, by its name, were measured on such a CPU."""
+    return any(level.measured for level in LEVELS if level.name == name)
+
+
+def levels_of_machine() -> list[Level]:
+    """The levels that CPUs of this kind may run, greatest first. Raises BuildError if there are
+    none.
+    """
+    machine = _MACHINES.get(platform.machine())
+    if platform.system() != "Linux" or machine is None:
+        raise BuildError(
+            f"they are for Linux on x86-64 and on 64-bit ARM; this is {platform.system()} on "
+            f"{platform.machine()}"
+        )
+    return [level for level in LEVELS if level.machine == machine]
+
+
 def levels_here() -> list[Level]:
     """The levels that this CPU runs, greatest first. Raises BuildError with the reason if there is
     none.
     """
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise BuildError(
-            f"they are measured on Linux on x86-64 alone; this is {platform.system()} on "
-            f"{platform.machine()}"
-        )
     flags = cpu_flags()
-    levels = [level for level in LEVELS if level.needs <= flags]
+    of_machine = levels_of_machine()
+    levels = [level for level in of_machine if level.needs <= flags]
     if not levels:
-        raise BuildError(f"this CPU lacks {', '.join(sorted(V3 - flags))}")
+        raise BuildError(f"this CPU lacks {', '.join(sorted(of_machine[-1].needs - flags))}")
     return levels
 
 
@@ -143,7 +175,7 @@ def _sources() -> list[Path]:
 
 def digest() -> str:
     """Of the sources that lie here, and of how they are compiled."""
-    compiled_as = [_FLAGS, *((level.march, level.features) for level in LEVELS)]
+    compiled_as = [_FLAGS, _ARM_FLAGS, *((level.march, level.features) for level in LEVELS)]
     made_of = blake2b(repr(compiled_as).encode(), digest_size=16)
     for source in [*sorted(_NATIVE.glob("*.h")), *_sources()]:
         made_of.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -195,10 +227,19 @@ def headers() -> Path:
 
 def machine_flags(level: Level, command: Sequence[str]) -> list[str]:
     """The level, as this compiler names it."""
+    on_arm = level.machine == "aarch64"
     if "ziglang" in command or Path(command[0]).name == "zig":
-        names = [level.march.replace("-", "_"), *level.features]
-        return [f"-mcpu={'+'.join(names)}"]
+        cpu = _zig_arm(level.march) if on_arm else level.march.replace("-", "_")
+        return [f"-mcpu={'+'.join([cpu, *level.features])}"]
+    if on_arm:
+        return [f"-march={'+'.join([level.march, *level.features])}", *_ARM_FLAGS]
     return [f"-march={level.march}", *(f"-m{feature}" for feature in level.features)]
+
+
+def _zig_arm(march: str) -> str:
+    """An architecture of ARM's, armv8.2-a, as a CPU of zig's: generic+v8_2a."""
+    version = march.removeprefix("arm").replace(".", "_").replace("-", "")
+    return f"generic+{version}"
 
 
 def run(command: Sequence[str]) -> None:

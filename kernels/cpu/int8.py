@@ -1,10 +1,10 @@
 """Products of rows rounded to int8 with weights in int8, for CPUs: `native/int8.cc`.
 
-Weights are laid out once, when a model is loaded, in panels of quads, whatever the instruction set:
-four neighbouring inputs of a column in 32 bits. One instruction multiplies quads where the CPU has
-VNNI; elsewhere they are taken apart on their way. It wants one operand without a sign, so weights
-are stored 128 greater, and what that adds to a sum, 128 times the sum of the row's codes, is
-taken off again.
+Weights are laid out once, when a model is loaded, in panels whose elements are four neighbouring
+inputs of a column, or eight where the CPU has ARM's I8MM. One instruction multiplies them there,
+and where the CPU has VNNI; elsewhere they are taken apart on their way. It wants one operand
+without a sign, so weights are stored 128 greater, and what that adds to a sum, 128 times the sum of
+the row's codes, is taken off again.
 """
 
 from __future__ import annotations
@@ -16,29 +16,26 @@ import jax.numpy as jnp
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
-from jitney.kernels.cpu.products import operands, panel_vectors
+from jitney.kernels.cpu.products import in_panels, operands
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import OneOf
 
-#: Columns of the widest vector; inputs are whole ones too.
+#: Rows of so many inputs are rounded at once, and are whole ones.
 _LANES = 16
-#: Neighbouring inputs in 32 bits.
-_QUAD = 4
 _FLOATS = (jnp.bfloat16, jnp.float32)
 
 
 def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
-    """int8 w [I, O] -> panels int8 [O / C, I / 4, C, 4] of C columns each, 128 greater as uint8.
+    """int8 w [I, O] -> panels int8 [O / C, I / B, C, B] of C columns each, B neighbouring inputs
+    side by side, 128 greater as uint8.
 
     parts = 2: w is gates and what they gate, and a panel has C / 2 columns of each. As it is where
     inputs or outputs are no whole vectors.
     """
-    size_in, size_out = w.shape
-    if size_in % _LANES or size_out % (_LANES * parts):
+    if w.shape[0] % _LANES:
         return w
-    columns = _LANES * panel_vectors(size_out // parts, parts)
-    split = _shifted(w).reshape(size_in // _QUAD, _QUAD, parts, -1, columns)
-    return split.transpose(3, 0, 2, 4, 1).reshape(-1, size_in // _QUAD, parts * columns, _QUAD)
+    panels = in_panels(w, parts, library.load().layout.int8)
+    return w if panels is w else _shifted(panels)
 
 
 def _shifted(w: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -33,15 +34,30 @@ class NoLibrary(RuntimeError):
     """No compiled kernels can run here; says why, and what to install."""
 
 
+class PanelLayout(NamedTuple):
+    """How weights lie in panels, as a library multiplies them."""
+
+    #: Neighbouring inputs of a column side by side, in bfloat16 (0: none are multiplied so) and in
+    #: int8.
+    bfloat16: int
+    int8: int
+    #: Most columns of a panel.
+    columns: int
+
+
 @dataclass(frozen=True)
 class Library:
     """A loaded library, its handlers registered with XLA."""
 
     level: str
-    #: Pairs of bfloat16, in one instruction.
-    multiplies_pairs: bool
+    layout: PanelLayout
     #: XLA multiplies with AMX, and these kernels do not: their compiler is too old for it.
-    leaves_amx: bool
+    leaves_amx: bool = False
+
+    @property
+    def multiplies_pairs(self) -> bool:
+        """Whether one instruction multiplies two or more neighbouring bfloat16 of a row."""
+        return self.layout.bfloat16 > 0
 
     def target(self, handler: str) -> str:
         """The custom call of one of HANDLERS. Its name says the level, so that no program is
@@ -113,17 +129,20 @@ def opened(level: Level) -> Library:
     refuses it.
     """
     leaves_amx = "amx_bf16" in build.cpu_flags() - level.needs
-    library = Library(level.name, "avx512_bf16" in level.needs, leaves_amx)
     try:
-        register(library, build.library(level))
-    except (OSError, AttributeError, RuntimeError) as error:
+        return register(build.library(level), level.name, leaves_amx)
+    except (OSError, AttributeError, RuntimeError, ValueError) as error:
         raise NoLibrary(f"their library cannot be loaded: {error}") from error
-    return library
 
 
-def register(library: Library, path: Path) -> None:
-    """Make the handlers of the file known to XLA under the library's names."""
+def register(path: Path, level: str, leaves_amx: bool = False) -> Library:
+    """The library in a file; its handlers are known to XLA from now on, under names that say the
+    level.
+    """
     code = ctypes.CDLL(str(path))
+    numbers = (ctypes.c_int * len(PanelLayout._fields)).in_dll(code, "jitney_panel_layout")
+    library = Library(level, PanelLayout(*numbers), leaves_amx)
     for handler in _HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(code, f"jitney_{handler}"))
         jax.ffi.register_ffi_target(library.target(handler), capsule, platform="cpu")
+    return library

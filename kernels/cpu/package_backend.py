@@ -9,7 +9,6 @@ same: then the reference runs, and says so.
 from __future__ import annotations
 
 import importlib.util
-import platform
 import sys
 import sysconfig
 import tomllib
@@ -41,11 +40,20 @@ def _build_module() -> ModuleType:
     return module
 
 
+def _has_levels() -> bool:
+    """Whether the kernels are for machines of this kind at all."""
+    build = _build_module()
+    try:
+        return bool(build.levels_of_machine())
+    except build.BuildError:
+        return False
+
+
 def _requirements() -> list[str]:
     """What compiling needs besides setuptools: jaxlib as the package asks for jax, and a compiler
     if there is none.
     """
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
+    if not _has_levels():
         return []
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     jax = next(line for line in project["dependencies"] if line.startswith("jax>"))
@@ -68,7 +76,7 @@ def _compile_kernels(every_level: bool) -> bool:
     build = _build_module()
     made = []
     try:
-        levels = build.LEVELS if every_level else build.levels_here()[:1]
+        levels = build.levels_of_machine() if every_level else build.levels_here()[:1]
     except build.BuildError as error:
         print(f"the CPU kernels are not compiled: {error}", file=sys.stderr)
         return False
@@ -85,11 +93,7 @@ def build_wheel(
 ) -> str:
     """A wheel for this platform with every library that compiled, for any platform if none did."""
     settings = dict(config_settings or {})
-    if (
-        platform.system() == "Linux"
-        and platform.machine() == "x86_64"
-        and _compile_kernels(every_level=True)
-    ):
+    if _compile_kernels(every_level=True):
         name = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         settings["--build-option"] = ["--plat-name", name]
     return build_meta.build_wheel(wheel_directory, settings, metadata_directory)

@@ -23,6 +23,8 @@ from jitney.kernels.cpu import int8, library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
 from jitney.kernels.int8 import Int8
 
+#: As they are where no machine was asked.
+OURS = products.up_to(products.USUAL_ROWS)
 #: Query heads, key heads, head dim: three rows a key head, one, many, seven, and the widest head.
 LAYOUTS = [(9, 3, 64), (8, 8, 64), (32, 8, 128), (14, 2, 64), (4, 1, 256)]
 #: Contexts on both sides of a page's edge and of a chunk's (96 keys); prompts whole, cut, and of
@@ -128,13 +130,11 @@ def check_products(size_in: int, size_out: int, dtype: str) -> None:
         exact = np.asarray(x, np.float64) @ wide
         close = 1e-5 * np.abs(exact).max()
         for weights in (w, laid_out):
-            np.testing.assert_allclose(
-                jax.jit(products.matmul)(x, weights), exact, rtol=0, atol=close
-            )
+            np.testing.assert_allclose(jax.jit(OURS.matmul)(x, weights), exact, rtol=0, atol=close)
         gates, ups = np.split(exact, 2, axis=1)
         silu = gates / (1 + np.exp(-gates)) * ups
         rounding = 2**-8 if dtype == "bfloat16" else 1e-5
-        result = np.asarray(jax.jit(products.gated)(x, in_parts), np.float64)
+        result = np.asarray(jax.jit(OURS.gated)(x, in_parts), np.float64)
         np.testing.assert_allclose(result, silu, rtol=rounding, atol=close * np.abs(ups).max())
 
 
@@ -175,7 +175,7 @@ def check_projection(words: int, size: int, dtype: str) -> None:
     for rows in (1, 2, 3, 4, 7, 8, 21):
         x = numbers(4, dtype, rows, size)
         exact = np.asarray(x, np.float64) @ np.asarray(table, np.float64).T
-        result = jax.jit(products.project)(x, table)
+        result = jax.jit(OURS.project)(x, table)
         np.testing.assert_allclose(result, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
 
 
@@ -232,17 +232,15 @@ def check_all() -> None:
         check_rest(dtype)
 
 
-def use(path: Path, name: str, multiplies_pairs: bool) -> library.Library:
+def use(path: Path, name: str) -> library.Library:
     """Register a compiled library under a name of its own; put what is returned in the place of
     `library.load()`.
     """
-    made = library.Library(name, multiplies_pairs, leaves_amx=False)
-    library.register(made, path)
-    return made
+    return library.register(path, name)
 
 
 if __name__ == "__main__":
-    loaded = use(Path(sys.argv[1]), sys.argv[2], sys.argv[3:] == ["pairs"])
+    loaded = use(Path(sys.argv[1]), sys.argv[2])
     library.load = lambda: loaded
     check_all()
     print(f"{sys.argv[2]}: right")

@@ -171,16 +171,16 @@ struct Decoding {
     const Index asked = padded(kSpan * call.width() * sizeof(Number) / call.heads, kLine);
     for (Index head = 0; head < call.heads; ++head) {
       const auto* key = reinterpret_cast<const Key*>(keys + 2 * (head / call.group()) * call.size);
-      for (Index j = 0; j < kSpan; j += kLanes) {
+      for (Index j = 0; j < kSpan; j += kDots) {
         const Query* query = queries + head * words;
         float* to = scores + head * kSpan + j;
         // Straight code for the sizes that most models have.
         if (words == 32) {
-          dots<Keys, 1, kLanes>(query, 0, key + j * stride, stride, to, 0, 32);
+          dots<Keys, 1, kDots>(query, 0, key + j * stride, stride, to, 0, 32);
         } else if (words == 64) {
-          dots<Keys, 1, kLanes>(query, 0, key + j * stride, stride, to, 0, 64);
+          dots<Keys, 1, kDots>(query, 0, key + j * stride, stride, to, 0, 64);
         } else {
-          dots<Keys, 1, kLanes>(query, 0, key + j * stride, stride, to, 0, words);
+          dots<Keys, 1, kDots>(query, 0, key + j * stride, stride, to, 0, words);
         }
       }
       if (later != nullptr) {
@@ -573,7 +573,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv,
   if (dtype == ffi::DataType::F32) {
     run<float, Single, Single>(pool, call, count[2], qs[0]);
   } else if (dtype == ffi::DataType::BF16) {
-#if defined(__AVX512BF16__)
+#if JITNEY_PAIRS
     if (qs[2] % (2 * kLanes) == 0) {
       run<Bfloat16, Pairs, Pairs>(pool, call, count[2], qs[0]);
       return ffi::Error::Success();

@@ -89,7 +89,7 @@ void scale_row(const float* sums, std::int32_t shift, float step, const float* s
 // What becomes of the sums of a row with a panel: [rows, panels * width] of `To`.
 template <class To>
 struct Finish {
-  const Panels<Quads>& of;
+  const Panels<Int8Panels>& of;
   const Rounded& x;
   const float* scales;
   To* out;
@@ -111,7 +111,7 @@ struct Finish {
 };
 
 template <class To>
-void multiply_int8(ffi::ThreadPool& pool, const Panels<Quads>& of, const Rounded& x,
+void multiply_int8(ffi::ThreadPool& pool, const Panels<Int8Panels>& of, const Rounded& x,
                    const ffi::AnyBuffer& scales, ffi::AnyBuffer& y, bool gated) {
   auto* out = static_cast<To*>(y.untyped_data());
   const auto* steps = static_cast<const float*>(scales.untyped_data());
@@ -122,18 +122,20 @@ bool is_float(ffi::DataType kind) {
   return kind == ffi::DataType::F32 || kind == ffi::DataType::BF16;
 }
 
-// x [T, I] float32 or bfloat16, w int8 [P, I / 4, C, 4] (or `Chosen` of many) whose bits are those
-// of the weight + 128 as uint8, scales float32 [P * C] -> y [T, P * C] in float32 or bfloat16, or,
-// gated, [T, P * C / 2].
+// x [T, I] float32 or bfloat16, w int8 [P, I / B, C, B] (or `Chosen` of many), B inputs side by
+// side, whose bits are those of the weight + 128 as uint8, scales float32 [P * C] -> y [T, P * C]
+// in float32 or bfloat16, or, gated, [T, P * C / 2].
 ffi::Error int8_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                        ffi::AnyBuffer scales, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> y, bool gated) {
   const auto xs = x.dimensions(), ys = y->dimensions(), ss = scales.dimensions();
   const auto [ws, weights] = chosen(w, rest);
-  if (xs.size() != 2 || !weights || ys.size() != 2 || ss.size() != 1 || xs[1] != 4 * ws[1] ||
-      ws[3] != 4 || ys[0] != xs[0] || ss[0] != ws[0] * ws[2] ||
+  using Element = Int8Panels::Left;
+  constexpr Index beside = sizeof(Element);
+  if (xs.size() != 2 || !weights || ys.size() != 2 || ss.size() != 1 ||
+      xs[1] != beside * ws[1] || ws[3] != beside || ys[0] != xs[0] || ss[0] != ws[0] * ws[2] ||
       ys[1] * (gated ? 2 : 1) != ss[0]) {
-    return refused("panels of int8 take x [T, I], w [P, I / 4, C, 4] and scales [P * C]");
+    return refused("panels of int8 take x [T, I], w [P, I / B, C, B] and scales [P * C]");
   }
   if (!is_float(x.element_type()) || !is_float(y->element_type()) ||
       w.element_type() != ffi::DataType::S8 || scales.element_type() != ffi::DataType::F32) {
@@ -148,8 +150,12 @@ ffi::Error int8_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   } else {
     round_rows(pool, static_cast<const Bfloat16*>(x.untyped_data()), xs[0], xs[1], rows);
   }
-  const Panels<Quads> of{rows.codes, static_cast<const Quad*>(weights), xs[0], ws[0],
-                         ws[1],      ws[2]};
+  const Panels<Int8Panels> of{reinterpret_cast<const Element*>(rows.codes),
+                              static_cast<const Element*>(weights),
+                              xs[0],
+                              ws[0],
+                              ws[1],
+                              ws[2]};
   if (y->element_type() == ffi::DataType::F32) {
     multiply_int8<float>(pool, of, rows, scales, *y, gated);
   } else {

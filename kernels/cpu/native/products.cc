@@ -15,18 +15,18 @@ constexpr int kWeightsAhead = 48, kTableAhead = 16;
 // Rows of a table per task.
 constexpr Index kStripe = 512;
 
-// x bfloat16 [T, I], w bfloat16 [P, I / 2, C, 2] (or `Chosen` of many) -> y [T, P * C] in float32
-// or bfloat16, or, gated, [T, P * C / 2].
+// x bfloat16 [T, I], w bfloat16 [P, I / B, C, B] (or `Chosen` of many), B inputs side by side -> y
+// [T, P * C] in float32 or bfloat16, or, gated, [T, P * C / 2].
 ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, bool gated) {
   const auto xs = x.dimensions(), ys = y->dimensions();
   const auto [ws, weights] = chosen(w, rest);
-  if (!kMultipliesPairs) {
-    return refused("panels are for CPUs that multiply pairs of bfloat16");
-  }
-  if (xs.size() != 2 || !weights || ys.size() != 2 || xs[1] != 2 * ws[1] || ws[3] != 2 ||
-      ys[0] != xs[0] || ys[1] * (gated ? 2 : 1) != ws[0] * ws[2]) {
-    return refused("panels take x [T, I] and w [P, I / 2, C, 2]");
+#if JITNEY_PAIRS
+  using Element = Bfloat16Panels::Left;
+  constexpr Index beside = sizeof(Element) / sizeof(Bfloat16);
+  if (xs.size() != 2 || !weights || ys.size() != 2 || xs[1] != beside * ws[1] ||
+      ws[3] != beside || ys[0] != xs[0] || ys[1] * (gated ? 2 : 1) != ws[0] * ws[2]) {
+    return refused("panels take x [T, I] and w [P, I / B, C, B]");
   }
   const ffi::DataType kind = y->element_type();
   const bool narrow = kind == ffi::DataType::BF16;
@@ -34,16 +34,15 @@ ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
       !(narrow || (kind == ffi::DataType::F32 && !gated))) {
     return refused("panels multiply bfloat16 into float32 or bfloat16");
   }
-  if (ws[2] % (gated ? 2 * kLanes : kLanes) != 0 || ws[2] > kLanes * kMostVectors) {
-    return refused("a panel has 1 to 6 whole vectors of columns");
+  if (ws[2] % (gated ? 2 * kLanes : kLanes) != 0) {
+    return refused("a panel has whole vectors of columns");
   }
-#if defined(__AVX512BF16__)
-  const Panels<Pairs> of{static_cast<const Pair*>(x.untyped_data()),
-                         static_cast<const Pair*>(weights),
-                         xs[0],
-                         ws[0],
-                         ws[1],
-                         ws[2]};
+  const Panels<Bfloat16Panels> of{static_cast<const Element*>(x.untyped_data()),
+                                  static_cast<const Element*>(weights),
+                                  xs[0],
+                                  ws[0],
+                                  ws[1],
+                                  ws[2]};
   void* out = y->untyped_data();
   const Index width = gated ? of.columns / 2 : of.columns;
   multiply_panels(pool, of, [&, width](Index panel, Index row, const float* sums) {
@@ -56,13 +55,15 @@ ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
       copy_row(sums, static_cast<float*>(out) + at, width);
     }
   });
-#else
-  (void)pool;
-#endif
   return ffi::Error::Success();
+#else
+  return refused("panels are for CPUs that multiply pairs of bfloat16");
+#endif
 }
 
-// Two runs of columns a thread, each a multiple of its tile's width.
+// Two runs of columns a thread, each a multiple of its tile's width. Of more rows than a tile has,
+// each tile's columns are multiplied with all of them while they are near; the last rows overlap
+// those before, and are the same bits again.
 template <class Kind>
 void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
                    ffi::AnyBuffer& y) {
@@ -70,19 +71,26 @@ void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::An
   const auto* left = static_cast<const typename Kind::Left*>(x.untyped_data());
   const auto* right = static_cast<const typename Kind::Right*>(w.untyped_data());
   auto* to = static_cast<float*>(y.untyped_data());
-  const Index vectors = vectors_for(rows, outs / kLanes), width = vectors * kLanes;
-  const auto multiply = tile_for<Kind, kWeightsAhead>(rows, vectors);
+  const Index tall = std::min<Index>(rows, kMostRows);
+  const Index vectors = vectors_for(tall, outs / kLanes), width = vectors * kLanes;
+  const auto opening = tile_for<Kind, kWeightsAhead>(tall, vectors);
+  const auto following = tile_for<Kind, 0>(tall, vectors);
   const Index runs = 2 * threads();
   const Index run = parts(outs / width, runs) * width;
   share(pool, parts(outs, run), rows, [=](Index ticket) {
     const Index end = std::min(outs, (ticket + 1) * run);
     for (Index column = ticket * run; column < end; column += width) {
-      multiply(left, depth, right + column, outs, to + column, outs, depth, false, {});
+      for (Index begin = 0; begin < rows; begin += tall) {
+        const Index row = std::min(begin, rows - tall);
+        const auto multiply = begin == 0 ? opening : following;
+        multiply(left + row * depth, depth, right + column, outs, to + row * outs + column, outs,
+                 depth, false, {});
+      }
     }
   });
 }
 
-// x float32 [T, I], T at most 8, w float32 or bfloat16 [I, O] -> y float32 [T, O].
+// x float32 [T, I], w float32 or bfloat16 [I, O] -> y float32 [T, O].
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::Result<ffi::AnyBuffer> y) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
@@ -90,8 +98,8 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
       ys[1] != ws[1]) {
     return refused("a product takes x [T, I] and w [I, O]");
   }
-  if (xs[0] < 1 || xs[0] > kMostRows || ws[1] % kLanes != 0) {
-    return refused("a product takes 1 to 8 rows, and whole vectors of columns");
+  if (xs[0] < 1 || ws[1] % kLanes != 0) {
+    return refused("a product takes at least a row, and whole vectors of columns");
   }
   if (x.element_type() != ffi::DataType::F32 || y->element_type() != ffi::DataType::F32) {
     return refused("x and the product are float32");
@@ -106,17 +114,17 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   return ffi::Error::Success();
 }
 
-// Rows of x, at most kLanes of them and a power of two, times kLanes rows of a table.
+// Rows of x, a power of two, times kDots rows of a table.
 template <class Kind, int kRows, int kAhead>
 void table_block(const typename Kind::Left* x, const typename Kind::Right* table, Index size,
                  float* to, Index words) {
-  constexpr int others = kLanes / kRows;
-  for (int j = 0; j < kLanes; j += others) {
+  constexpr int others = kDots / kRows;
+  for (int j = 0; j < kDots; j += others) {
     dots<Kind, kRows, others, kAhead>(x, size, table + j * size, size, to + j, words, size);
   }
 }
 
-// All rows of x times kLanes rows of a table, which the first rows ask for ahead.
+// All rows of x times kDots rows of a table, which the first rows ask for ahead.
 template <class Kind>
 void table_rows(const typename Kind::Left* x, Index rows, const typename Kind::Right* table,
                 Index size, float* to, Index words) {
@@ -156,7 +164,7 @@ void project_stripes(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::
   auto* to = static_cast<float*>(y.untyped_data());
   share(pool, parts(words, kStripe), rows, [=](Index ticket) {
     const Index end = std::min(words, (ticket + 1) * kStripe);
-    for (Index word = ticket * kStripe; word < end; word += kLanes) {
+    for (Index word = ticket * kStripe; word < end; word += kDots) {
       table_rows<Kind>(left, rows, right + word * size, size, to + word, words);
     }
   });
@@ -224,7 +232,7 @@ ffi::Error project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer table,
   const ffi::DataType of_x = x.element_type(), of_table = table.element_type();
   const bool pairs =
       of_x == ffi::DataType::BF16 && of_table == ffi::DataType::BF16 && kMultipliesPairs;
-  if (ts[0] % kLanes != 0 || ts[1] % (pairs ? 2 * kLanes : kLanes) != 0) {
+  if (ts[0] % kDots != 0 || ts[1] % (pairs ? 2 * kLanes : kLanes) != 0) {
     return refused("a table has whole vectors of rows and of columns");
   }
   if (y->element_type() != ffi::DataType::F32) {
@@ -233,7 +241,7 @@ ffi::Error project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer table,
   if (pairs) {
 #if JITNEY_AMX
     project_amx(pool, x, table, *y, ts[1] / 2);
-#elif defined(__AVX512BF16__)
+#elif JITNEY_PAIRS
     project_stripes<Pairs>(pool, x, table, *y, ts[1] / 2);
 #endif
   } else if (of_x == ffi::DataType::F32 && of_table == ffi::DataType::F32) {
@@ -246,10 +254,22 @@ ffi::Error project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer table,
   return ffi::Error::Success();
 }
 
+// How panels are laid out: inputs side by side in bfloat16 (0: they are not multiplied so) and in
+// int8, and the most columns of a panel, which are whole tiles.
+#if JITNEY_PAIRS
+constexpr int kBfloat16Beside = sizeof(Bfloat16Panels::Left) / sizeof(Bfloat16);
+#else
+constexpr int kBfloat16Beside = 0;
+#endif
+constexpr int kBytesBeside = sizeof(Int8Panels::Left);
+constexpr int kPanelColumns = kLanes == 4 ? 32 : 96;
+
 }  // namespace
 }  // namespace jitney
 
 #pragma GCC visibility push(default)
+extern "C" const int jitney_panel_layout[] = {jitney::kBfloat16Beside, jitney::kBytesBeside,
+                                              jitney::kPanelColumns};
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_panels, jitney::panels,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()

@@ -140,7 +140,7 @@ inline void help() {
     } else if (Clock::now() >= leave) {
       break;
     } else {
-      _mm_pause();
+      pause();
     }
   }
   board.present.fetch_sub(1);
@@ -192,7 +192,7 @@ void share(xla::ffi::ThreadPool& pool, std::int64_t tickets, std::int64_t rows, 
   work(block);
   for (int spins = 0; block->done.load() < tickets; ++spins) {
     if (spins < kSpins) {
-      _mm_pause();
+      pause();
     } else {
       std::this_thread::yield();
     }

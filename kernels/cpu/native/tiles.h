@@ -34,7 +34,7 @@ struct Widened {
   static Floats add(Floats x, Floats y, Floats sum) { return multiply_add(x, y, sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if JITNEY_PAIRS
 // Pairs of bfloat16 times pairs of bfloat16: two products an element.
 struct Pairs {
   using Left = Pair;
@@ -58,6 +58,35 @@ struct Quads {
     return as_floats(multiply_add_quads(as_ints(x), as_ints(y), as_ints(sum)));
   }
 };
+
+#if JITNEY_SQUARES
+// Four bfloat16 times four bfloat16, two rows times two columns at once.
+struct Bfloat16Squares {
+  using Left = Eight;
+  using Right = Eight;
+  static Floats add(Floats x, Floats y, Floats sum) { return multiply_add_square(x, y, sum); }
+};
+
+// Eight int8 times eight uint8 likewise; sums are int32 under the names of floats.
+struct Int8Squares {
+  using Left = Eight;
+  using Right = Eight;
+  static Floats add(Floats x, Floats y, Floats sum) {
+    return as_floats(multiply_add_square(as_ints(x), as_ints(y), as_ints(sum)));
+  }
+};
+#endif
+
+// What panels of weights are multiplied as: an element is neighbouring inputs of a column.
+#if JITNEY_SQUARES
+using Bfloat16Panels = Bfloat16Squares;
+using Int8Panels = Int8Squares;
+#else
+#if JITNEY_PAIRS
+using Bfloat16Panels = Pairs;
+#endif
+using Int8Panels = Quads;
+#endif
 
 // Registers that may hold sums, by what is multiplied.
 template <class Kind>
@@ -102,20 +131,86 @@ void tile(const typename Kind::Left* a, Index lda, const typename Kind::Right* b
   });
 }
 
+#if JITNEY_SQUARES
+template <class Kind>
+constexpr bool kSquare = std::is_same_v<Kind, Bfloat16Squares> || std::is_same_v<Kind, Int8Squares>;
+
+// Two rows' sums in four columns as squares hold them: two columns each, and of a column the first
+// row's sum before the second's.
+struct Squares {
+  Floats first, second;
+
+  static Squares of_rows(Floats upper, Floats lower) {
+    return {pick<0, 4, 1, 5>(upper, lower), pick<2, 6, 3, 7>(upper, lower)};
+  }
+  Floats upper() const { return pick<0, 2, 4, 6>(first, second); }
+  Floats lower() const { return pick<1, 3, 5, 7>(first, second); }
+};
+
+// The same by instructions that multiply two rows with two columns. A row without another one is
+// multiplied twice, and both sums are written to its place.
+template <class Kind, int kRows, int kVectors, int kAhead, bool kLater>
+void square_tile(const Eight* a, Index lda, const Eight* b, Index ldb, float* c, Index ldc,
+                 Index n, bool add, Later later) {
+  constexpr int couples = (kRows + 1) / 2;
+  const auto lower_of = [](int couple) { return std::min(2 * couple + 1, kRows - 1); };
+  Squares sums[couples][kVectors];
+  repeat<couples>([&](auto r) {
+    repeat<kVectors>([&](auto v) {
+      sums[r][v] = Squares{};
+      if (add) {
+        sums[r][v] = Squares::of_rows(load(c + 2 * r * ldc + v * kLanes),
+                                      load(c + lower_of(r) * ldc + v * kLanes));
+      }
+    });
+  });
+  for (Index k = 0; k < n; ++k) {
+    const Eight* row = b + k * ldb;
+    if constexpr (kAhead > 0) {
+      prefetch_near(row + kAhead * ldb, kVectors * kLanes * sizeof *row);
+    }
+    if constexpr (kLater) {
+      prefetch_second(later.from + k * later.step, later.step);
+    }
+    Floats left[couples];
+    repeat<couples>([&](auto r) {
+      left[r] = side_by_side(a[2 * r * lda + k], a[lower_of(r) * lda + k]);
+    });
+    repeat<kVectors>([&](auto v) {
+      const Floats first = load(row + v * kLanes), second = load(row + v * kLanes + kLanes / 2);
+      repeat<couples>([&](auto r) {
+        sums[r][v].first = Kind::add(left[r], first, sums[r][v].first);
+        sums[r][v].second = Kind::add(left[r], second, sums[r][v].second);
+      });
+    });
+  }
+  repeat<couples>([&](auto r) {
+    repeat<kVectors>([&](auto v) {
+      store(sums[r][v].upper(), c + 2 * r * ldc + v * kLanes);
+      store(sums[r][v].lower(), c + lower_of(r) * ldc + v * kLanes);
+    });
+  });
+}
+#endif
+
 template <class Kind>
 using Tile = void (*)(const typename Kind::Left*, Index, const typename Kind::Right*, Index, float*,
                       Index, Index, bool, Later);
 
 // Tiles have up to so many rows and vectors, as far as their sums fit the registers.
-constexpr int kMostRows = 8, kMostVectors = kLanes == 16 ? 6 : 3;
+constexpr int kMostRows = 8, kMostVectors = kLanes == 8 ? 3 : 6;
 
 template <class Kind, int kAhead, bool kLater, int kShape>
 constexpr Tile<Kind> tile_of_shape() {
   constexpr int rows = kShape / kMostVectors + 1, vectors = kShape % kMostVectors + 1;
-  if constexpr (rows * vectors <= kSumsOf<Kind>) {
-    return tile<Kind, rows, vectors, kAhead, kLater>;
-  } else {
+  if constexpr (rows * vectors > kSumsOf<Kind>) {
     return nullptr;
+#if JITNEY_SQUARES
+  } else if constexpr (kSquare<Kind>) {
+    return square_tile<Kind, rows, vectors, kAhead, kLater>;
+#endif
+  } else {
+    return tile<Kind, rows, vectors, kAhead, kLater>;
   }
 }
 
@@ -174,14 +269,14 @@ inline Index divisor(Index number, Index most) {
 }
 
 // out[r, j] = sum of A[r, :] * B[j, :] over `size` elements, a multiple of kLanes. kRows * kOthers
-// = kLanes. The rows that lie kAhead after those of B are asked for meanwhile; 0: not.
+// = kDots. The rows that lie kAhead after those of B are asked for meanwhile; 0: not.
 template <class Kind, int kRows, int kOthers, int kAhead = 0>
 __attribute__((always_inline)) inline void dots(const typename Kind::Left* a, Index lda,
                                                 const typename Kind::Right* b, Index ldb,
                                                 float* out, Index ldo, Index size) {
-  static_assert(kRows * kOthers == kLanes);
-  Floats sums[kLanes];
-  repeat<kLanes>([&](auto i) { sums[i] = Floats{}; });
+  static_assert(kRows * kOthers == kDots);
+  Floats sums[kDots];
+  repeat<kDots>([&](auto i) { sums[i] = Floats{}; });
   for (Index i = 0; i < size; i += kLanes) {
     Floats right[kOthers];
     repeat<kOthers>([&](auto j) {
@@ -197,10 +292,12 @@ __attribute__((always_inline)) inline void dots(const typename Kind::Left* a, In
       });
     });
   }
-  const Floats totals = total_of_each(sums);
+  float totals[kDots];
+  repeat<kDots / kLanes>([&](auto i) {
+    store(total_of_each(sums + i * kLanes), totals + i * kLanes);
+  });
   for (int r = 0; r < kRows; ++r) {
-    std::memcpy(out + r * ldo, reinterpret_cast<const char*>(&totals) + 4 * r * kOthers,
-                4 * kOthers);
+    std::memcpy(out + r * ldo, totals + r * kOthers, 4 * kOthers);
   }
 }
 

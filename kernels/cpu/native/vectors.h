@@ -1,215 +1,46 @@
-// Vectors of float32 as wide as a register of the instruction set that this file is compiled for:
-// AVX-512 or AVX2.
+// Vectors of float32: what is made of the instructions of each kind of CPU.
 //
 // Arithmetic is written with the operators that GCC and Clang give vector types; instructions that
-// have no operator are named here and nowhere else. Nothing is contracted behind our back
-// (-ffp-contract=off): a product and a sum are fused exactly where `multiply_add` says so.
+// have no operator are named in `instructions_*.h` and, of AVX-512 alone, here. Nothing is
+// contracted behind our back (-ffp-contract=off): a product and a sum are fused exactly where
+// `multiply_add` says so.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <utility>
+#if defined(__aarch64__)
+#include "instructions_arm.h"
+#else
+#include "instructions_x86.h"
+#endif
 
 namespace jitney {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-constexpr int kLanes = 16;
-// Registers that hold the sums of a product's tile; the rest hold what is multiplied.
-constexpr int kSums = 24;
-#elif defined(__AVX2__) && defined(__FMA__)
-constexpr int kLanes = 8;
-constexpr int kSums = 12;
-#else
-#error "these kernels need AVX2 and FMA (x86-64-v3) or more"
-#endif
+// kLanes bfloat16 from an address of any alignment, as float32.
+inline Floats load(const Bfloat16* from) { return as_floats(load_halves(from) << 16); }
 
-// Whether one instruction multiplies and adds pairs of bfloat16.
-#if defined(__AVX512BF16__)
-constexpr bool kMultipliesPairs = true;
-#else
-constexpr bool kMultipliesPairs = false;
-#endif
-
-// Whether one instruction multiplies and adds quads of bytes, and the registers that hold the sums
-// of them: without that, what is multiplied takes twice as many registers.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr bool kMultipliesQuads = true;
-constexpr int kQuadSums = kSums;
-#else
-constexpr bool kMultipliesQuads = false;
-constexpr int kQuadSums = kSums * 2 / 3;
-#endif
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef std::int16_t Shorts __attribute__((vector_size(4 * kLanes)));
-typedef std::uint16_t Halves __attribute__((vector_size(4 * kLanes)));
-
-constexpr int kLine = 64;  // bytes of a cache line
-
-// Straight code: body(0) to body(kCount - 1), each with its number as a constant. A loop over
-// vectors of an array would keep GCC from holding them in registers.
-template <class Body, int... kNumber>
-__attribute__((always_inline)) inline void repeat(std::integer_sequence<int, kNumber...>,
-                                                  const Body& body) {
-  (body(std::integral_constant<int, kNumber>{}), ...);
-}
-
-template <int kCount, class Body>
-__attribute__((always_inline)) inline void repeat(const Body& body) {
-  repeat(std::make_integer_sequence<int, kCount>{}, body);
-}
-
-struct Bfloat16 {
-  std::uint16_t bits;
-};
-
-// Two neighbouring bfloat16, the first in the lower half.
-struct Pair {
-  std::uint32_t bits;
-};
-
-// Four neighbouring bytes, the first in the lowest.
-struct Quad {
-  std::uint32_t bits;
-};
-
-inline Floats splat(float number) { return Floats{} + number; }
-
-inline Floats as_floats(Ints bits) { return reinterpret_cast<Floats>(bits); }
-
-inline Ints as_ints(Floats numbers) { return reinterpret_cast<Ints>(numbers); }
-
-// kLanes elements from an address of any alignment, as float32. A pair is loaded as its 32 bits.
-inline Floats load(const float* from) {
-  Floats numbers;
-  std::memcpy(&numbers, from, sizeof numbers);
-  return numbers;
-}
-
-inline Floats load(const Pair* from) {
-  Floats bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return bits;
-}
-
-inline Floats load(const Quad* from) {
-  Floats bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return bits;
-}
-
-inline Floats load(const Bfloat16* from) {
-#if defined(__AVX512F__)
-  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return as_floats((Ints)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-#else
-  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return as_floats((Ints)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-#endif
-}
-
-inline void store(Floats numbers, float* to) { std::memcpy(to, &numbers, sizeof numbers); }
-
-// Rounds to nearest, ties to even; a NaN stays one. With avx512_bf16 numbers below 1e-38 become 0.
+// Rounds to nearest, ties to even; a NaN stays one. Where an instruction does it, numbers below
+// 1e-38 may become 0.
 inline void store(Floats numbers, Bfloat16* to) {
-#if defined(__AVX512BF16__)
-  const __m512bh narrow_pairs =
-      (__m512bh)_mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh((__m512)numbers));
-  const __m256i narrow = _mm512_castsi512_si256((__m512i)narrow_pairs);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
+#if JITNEY_PAIRS
+  store_rounded(numbers, to);
 #else
   const Ints bits = as_ints(numbers);
   const Ints upper = (bits >> 16) & 0xFFFF;
-  const Ints rounded = ((bits + 0x7FFF + (upper & 1)) >> 16) & 0xFFFF;
-  const Ints chosen = (numbers != numbers) ? (upper | 0x40) : rounded;
-#if defined(__AVX512F__)
-  const __m256i narrow = _mm512_cvtepi32_epi16((__m512i)chosen);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
-#else
-  const __m256i packed = _mm256_packus_epi32((__m256i)chosen, (__m256i)chosen);
-  const __m256i in_order = _mm256_permute4x64_epi64(packed, 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(in_order));
-#endif
+  const Ints nearest = ((bits + 0x7FFF + (upper & 1)) >> 16) & 0xFFFF;
+  store_halves((numbers != numbers) ? (upper | 0x40) : nearest, to);
 #endif
 }
 
-// x * y + z, rounded once.
-inline Floats multiply_add(Floats x, Floats y, Floats z) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
-#else
-  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
-#endif
-}
-
-#if defined(__AVX512BF16__)
-// z + the products of kLanes pairs of bfloat16.
-inline Floats multiply_add_pairs(Floats x, Floats y, Floats z) {
-  return (Floats)_mm512_dpbf16_ps((__m512)z, (__m512bh)(__m512i)as_ints(x),
-                                  (__m512bh)(__m512i)as_ints(y));
-}
-#endif
-
-// z + the products of two neighbouring int16 each.
-inline Ints multiply_add_shorts(Shorts x, Shorts y, Ints z) {
-#if defined(__AVX512F__)
-  return z + (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)y);
-#else
-  return z + (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y);
-#endif
-}
-
+#if !(defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8))
 // z + the products of kLanes quads of int8, x, with quads of uint8, y; modulo 2**32.
 inline Ints multiply_add_quads(Ints x, Ints y, Ints z) {
-#if defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)z, (__m512i)y, (__m512i)x);
-#elif defined(__AVXVNNI__)
-  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)z, (__m256i)y, (__m256i)x);
-#else
   const Shorts even_x = (Shorts)((Halves)x << 8) >> 8, odd_x = (Shorts)x >> 8;
   const Halves even_y = (Halves)y & 0xFF, odd_y = (Halves)y >> 8;
   return multiply_add_shorts(odd_x, (Shorts)odd_y,
                              multiply_add_shorts(even_x, (Shorts)even_y, z));
-#endif
 }
-
-// To the nearest whole numbers, ties to even.
-inline Ints rounded(Floats numbers) {
-#if defined(__AVX512F__)
-  return (Ints)_mm512_cvtps_epi32((__m512)numbers);
-#else
-  return (Ints)_mm256_cvtps_epi32((__m256)numbers);
 #endif
-}
 
 inline Floats as_numbers(Ints whole) { return __builtin_convertvector(whole, Floats); }
-
-// The lowest byte of each lane, one after the other.
-inline void store_bytes(Ints numbers, Quad* to) {
-#if defined(__AVX512F__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)numbers));
-#else
-  const __m256i shorts = _mm256_packs_epi32((__m256i)numbers, (__m256i)numbers);
-  const __m256i bytes = _mm256_packs_epi16(shorts, shorts);
-  const int low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
-  std::memcpy(to, &low, sizeof low);
-  std::memcpy(to + 1, &high, sizeof high);
-#endif
-}
-
-// The greater of each two; the second where either is a NaN.
-inline Floats greater(Floats x, Floats y) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_max_ps((__m512)x, (__m512)y);
-#else
-  return (Floats)_mm256_max_ps((__m256)x, (__m256)y);
-#endif
-}
 
 // Elements of two vectors by constant number: 0 to kLanes - 1 from the first, the rest from the
 // second.
@@ -253,8 +84,10 @@ inline void exchange(Floats* square) {
 inline void transpose(Floats* square) {
   exchange<1>(square);
   exchange<2>(square);
-  exchange<4>(square);
-  if constexpr (kLanes == 16) {
+  if constexpr (kLanes > 4) {
+    exchange<4>(square);
+  }
+  if constexpr (kLanes > 8) {
     exchange<8>(square);
   }
 }
@@ -270,26 +103,15 @@ inline void add_halves(Floats* sums) {
 // One vector of the totals of kLanes vectors, each total added up in the same order. Overwrites its
 // argument.
 inline Floats total_of_each(Floats* sums) {
-  if constexpr (kLanes == 16) {
+  if constexpr (kLanes > 8) {
     add_halves<8>(sums);
   }
-  add_halves<4>(sums);
+  if constexpr (kLanes > 4) {
+    add_halves<4>(sums);
+  }
   add_halves<2>(sums);
   add_halves<1>(sums);
   return sums[0];
-}
-
-// The lanes of one vector added up, always in the same order.
-inline float total(Floats numbers) {
-#if defined(__AVX512F__)
-  const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)numbers, 1));
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)numbers), upper);
-#else
-  const __m256 eight = (__m256)numbers;
-#endif
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 // The lanes of a vector of whole numbers added up.
@@ -299,19 +121,6 @@ inline std::int32_t total(Ints numbers) {
     sum += numbers[i];
   }
   return sum;
-}
-
-// The greatest lane of a vector.
-inline float greatest(Floats numbers) {
-#if defined(__AVX512F__)
-  const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)numbers, 1));
-  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256((__m512)numbers), upper);
-#else
-  const __m256 eight = (__m256)numbers;
-#endif
-  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
 // Terms of x, from the first one given to the last.
@@ -344,7 +153,7 @@ inline Floats exp2_of(Floats x) {
   return (Floats)_mm512_scalef_ps((__m512)exp2_of_part<To>(part), (__m512)x);
 #else
   const Floats within = greater(splat(-126.0f), x);
-  const Floats whole = (Floats)_mm256_floor_ps((__m256)within);
+  const Floats whole = floor_of(within);
   const Ints power = (rounded(whole) + 127) << 23;
   return exp2_of_part<To>(within - whole) * as_floats(power);
 #endif

@@ -51,6 +51,12 @@ class Machine:
     alone: float = 1.9
     #: Share of the processors that other programs use in the second measurement.
     other_work: float = 0.0
+    #: Times as long that a step of so many rows takes if its products are ours; None: no product
+    #: has a choice.
+    ours: Seconds | None = None
+    #: Times as long that a step takes with the reference, where nobody measured that; 0: somebody
+    #: did.
+    plain: float = 0.0
     #: Settings whose steps were timed, in turn.
     asked: list[EngineSection] = field(default_factory=list)
 
@@ -59,6 +65,8 @@ class Machine:
         self.asked.append(engine)
         threads = engine.threads or 2
         slower = self.alone if threads == 1 else 1.0
+        if engine.kernels == "reference":
+            slower *= self.plain
         buckets = make_buckets(
             max_seats=engine.max_seats,
             token_budget=engine.token_budget,
@@ -67,11 +75,19 @@ class Machine:
         )
         decode = [bucket.tokens for bucket in buckets.decode]
         prompts = [bucket.tokens for bucket in buckets.mixed]
+
+        def seconds(rows: int, of: Seconds) -> float:
+            if self.ours is None or not 8 < rows <= engine.product_rows:
+                return slower * of(rows)
+            return slower * of(rows) * self.ours(rows)
+
         return SizeTimes(
             threads,
-            tuple(Timed(rows, slower * self.decode(rows)) for rows in decode),
-            tuple(Timed(rows, slower * self.prompts(rows)) for rows in prompts),
+            tuple(Timed(rows, seconds(rows, self.decode)) for rows in decode),
+            tuple(Timed(rows, seconds(rows, self.prompts)) for rows in prompts),
             self.other_work if len(self.asked) == 2 else 0.0,
+            rows_choose=self.ours is not None and engine.kernels == "auto",
+            untried=self.plain > 0 and engine.kernels == "auto",
         )
 
     def chosen(self, engine: EngineSection | None = None) -> Mapping[str, object]:
@@ -166,6 +182,33 @@ def test_a_bucket_that_saves_nothing_is_no_program():
 def test_a_second_thread_that_does_not_help_is_left_to_others():
     assert Machine(alone=1.02).chosen()["threads"] == 1
     assert "threads" not in Machine(alone=1.2).chosen()
+
+
+def test_products_are_ours_up_to_the_rows_where_xlas_are_quicker():
+    machine = Machine(ours=lambda rows: 0.9 if rows <= 64 else 1.2)
+    assert machine.chosen()["product_rows"] == 64
+    assert [engine.product_rows for engine in machine.asked][:3] == [8, 1 << 20, 64]
+
+
+def test_products_of_any_number_of_rows_are_ours_where_none_of_xlas_is_quicker():
+    assert Machine(ours=lambda rows: 1.02).chosen()["product_rows"] == 1 << 20
+    assert "product_rows" not in Machine(ours=lambda rows: 1.2).chosen()
+    assert "product_rows" not in Machine().chosen()
+
+
+def test_product_rows_that_are_given_stay():
+    machine = Machine(ours=lambda rows: 0.5)
+    assert "product_rows" not in machine.chosen(EngineSection(product_rows=16))
+    assert {engine.product_rows for engine in machine.asked} == {16}
+
+
+def test_kernels_that_nobody_measured_serve_where_they_are_quicker():
+    assert "kernels" not in Machine(plain=1.3).chosen()
+    machine = Machine(plain=0.9)
+    assert machine.chosen()["kernels"] == "reference"
+    assert [engine.kernels for engine in machine.asked][:3] == ["auto", "reference", "reference"]
+    # Who asks for them gets them.
+    assert "kernels" not in Machine(plain=0.9).chosen(EngineSection(kernels="native"))
 
 
 def test_threads_that_are_given_stay():

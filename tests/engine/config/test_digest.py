@@ -49,6 +49,7 @@ COUNTED = {
     "max_waiting_tokens",
     "background_seats",
     "kernels",
+    "product_rows",
     "embedding_pooling",
     "max_logprobs",
     "canary_every",

@@ -14,6 +14,7 @@ from jitney.engine.cli.sizes import as_flags, as_served, described, machine
 from jitney.engine.config.kept_sizes import (
     FROM_MEASURED,
     KeptSizes,
+    Value,
     are_measured,
     keep_sizes,
     read_sizes,
@@ -152,7 +153,7 @@ def test_what_was_chosen_is_said_as_the_flags_that_set_it():
 
 
 @pytest.mark.parametrize("values", [{"max_seats": 0}, {"max_seats": 8, "token_budget": 4}])
-def test_sizes_that_no_engine_can_have_count_as_none(values: dict[str, int | tuple[int, ...]]):
+def test_sizes_that_no_engine_can_have_count_as_none(values: dict[str, Value]):
     layered = given()
     keep_sizes(layered.config, machine(layered.config), KeptSizes(values, "2026-01-02"))
     assert as_served(layered) is layered

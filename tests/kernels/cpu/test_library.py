@@ -19,6 +19,7 @@ from jitney.kernels.cpu import build, library, products
 from jitney.kernels.interface import KernelError
 from jitney.kernels.select import select
 
+OURS = products.up_to(products.USUAL_ROWS)
 CPU_FLAGS = build.cpu_flags
 
 
@@ -67,10 +68,25 @@ def test_a_cpu_below_avx2_gets_the_reference(monkeypatch, caplog):
     assert "this CPU lacks avx2, fma" in caplog.text
 
 
-def test_a_machine_that_nobody_measured_gets_the_reference(monkeypatch, caplog):
-    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+def test_a_machine_that_no_level_is_for_gets_the_reference(monkeypatch, caplog):
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
     assert select("cpu").name == "reference"
-    assert "measured on Linux on x86-64 alone; this is Linux on aarch64" in caplog.text
+    assert "for Linux on x86-64 and on 64-bit ARM; this is Linux on riscv64" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("features", "levels"),
+    [
+        ("fp asimd evtstrm aes crc32 atomics", ["neon"]),
+        ("fp asimd asimddp i8mm bf16", ["neon_mmla", "neon"]),
+    ],
+)
+def test_an_arm_cpu_has_the_levels_of_its_features(monkeypatch, features, levels):
+    monkeypatch.setattr(build, "cpu_flags", CPU_FLAGS)
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    text = f"processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: {features}\n"
+    monkeypatch.setattr(build.Path, "read_text", lambda *_: text)
+    assert [level.name for level in build.levels_here()] == levels
 
 
 def test_a_library_of_other_sources_is_not_used(caplog):
@@ -126,14 +142,14 @@ def test_a_file_that_is_no_library_is_refused(caplog):
 
 def test_where_only_xla_has_amx_weights_stay_and_row_counts_choose(monkeypatch):
     """It multiplies 16 rows and more 1.5 to 5 times as fast as kernels without."""
-    amx = library.Library("avx512_bf16", multiplies_pairs=True, leaves_amx=True)
+    amx = library.Library("avx512_bf16", library.PanelLayout(2, 4, 96), leaves_amx=True)
     monkeypatch.setattr(library, "load", lambda: amx)
     w = jnp.ones((64, 96), jnp.bfloat16)
     assert products.arrange(w) is w
     for rows, ours in ((8, True), (9, False), (16, False)):
         x = jnp.ones((rows, 64), jnp.bfloat16)
-        assert ("jitney_product" in jax.jit(products.matmul).lower(x, w).as_text()) == ours
-        assert ("jitney_project" in jax.jit(products.project).lower(x, w.T).as_text()) == ours
+        assert ("jitney_product" in jax.jit(OURS.matmul).lower(x, w).as_text()) == ours
+        assert ("jitney_project" in jax.jit(OURS.project).lower(x, w.T).as_text()) == ours
     arranged = replace(amx, leaves_amx=False)
     monkeypatch.setattr(library, "load", lambda: arranged)
     assert products.arrange(w).shape == (1, 32, 96, 2)

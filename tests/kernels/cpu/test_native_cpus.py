@@ -3,12 +3,17 @@ but this is needed.
 
 The suite does it for the instruction set levels that ship; `JITNEY_TEST_COMPILE=1` for every CPU
 named here, and once more with the compiler's address and undefined behaviour checks.
+`make test-arm` does it for ARM, on an emulated CPU.
 """
 
+import importlib.util
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import native_checks
@@ -19,6 +24,10 @@ from jitney.kernels.cpu import build, library
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 WHOLE = os.environ.get("JITNEY_TEST_COMPILE") == "1"
+#: A Python of an ARM machine that an emulator runs, with jax: `tests/support/emulated_arm.sh`.
+ARM_PYTHON = os.environ.get("JITNEY_ARM_PYTHON", "")
+#: Where it finds jitney.
+TYPING = Path(__file__).parents[3] / "build" / "typing"
 #: As GCC and Clang name them; the first three have no AVX-512.
 CPUS = [
     "haswell",
@@ -61,6 +70,18 @@ def compiler() -> list[str]:
     return command
 
 
+def compiler_for(level: build.Level) -> list[str]:
+    """A compiler that makes libraries of a level, also one of another machine's."""
+    if level.machine == "x86_64":
+        return compiler()
+    cross = f"{level.machine}-linux-gnu-g++"
+    if shutil.which(cross):
+        return [cross]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++", "-target", f"{level.machine}-linux-gnu"]
+    pytest.skip(f"neither {cross} nor ziglang")
+
+
 def level_of(cpu: str) -> build.Level:
     """What a compiler makes of a CPU's name, as a level."""
     level = build.Level(cpu, cpu, (), frozenset())
@@ -89,16 +110,16 @@ def shipped(request) -> library.Library:
     level = next(level for level in build.LEVELS if level.name == request.param)
     if not level.needs <= build.cpu_flags():
         pytest.skip(f"this CPU does not run {level.name}")
-    compiler()
+    compiler_for(level)
     (path,) = build.build([level])
-    return native_checks.use(path, f"checked_{level.name}", "avx512_bf16" in level.needs)
+    return native_checks.use(path, f"checked_{level.name}")
 
 
 @pytest.mark.parametrize("level", build.LEVELS, ids=lambda level: level.name)
 def test_the_sources_of_a_level_that_this_cpu_does_not_run_are_valid(level, tmp_path):
     if level.needs <= build.cpu_flags():
         pytest.skip("it is compiled and run")
-    compiling = build._compiling(level, compiler())
+    compiling = build._compiling(level, compiler_for(level))
     for half in build._halves(tmp_path):
         build.run([*compiling, "-fsyntax-only", str(half)])
 
@@ -139,7 +160,7 @@ def test_kernels_compiled_for_a_named_cpu_match_float64(cpu, tmp_path):
     missing = level.needs - build.cpu_flags()
     if missing:
         pytest.skip(f"compiled; this CPU cannot run it, it lacks {', '.join(sorted(missing))}")
-    checked(path, cpu, "avx512_bf16" in level.needs)
+    checked(path, cpu)
 
 
 @pytest.mark.skipif(not WHOLE, reason="a minute: JITNEY_TEST_COMPILE=1")
@@ -167,20 +188,34 @@ def test_kernels_touch_no_memory_but_their_own(tmp_path):
     checked(
         path,
         "sanitized",
-        "avx512_bf16" in level.needs,
         LD_PRELOAD=":".join(runtime),
         ASAN_OPTIONS="detect_leaks=0",
     )
 
 
-def checked(path: Path, name: str, pairs: bool, **environment: str) -> None:
+@pytest.mark.skipif(not ARM_PYTHON, reason="an emulated Python on ARM: make test-arm")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "level", [one for one in build.LEVELS if one.machine == "aarch64"], ids=lambda level: level.name
+)
+def test_kernels_for_arm_match_float64_on_an_emulated_cpu(level, tmp_path):
+    """On one that has just the instructions of the level."""
+    path = tmp_path / f"{level.name}.so"
+    build.compile_level(level, path, compiler_for(level))
+    cpu = "max" if "i8mm" in level.needs else "cortex-a72"
+    checked(path, level.name, [*shlex.split(ARM_PYTHON)], QEMU_CPU=cpu, PYTHONPATH=str(TYPING))
+
+
+def checked(
+    path: Path, name: str, python: Sequence[str] = (sys.executable,), **environment: str
+) -> None:
     """Every check, in a process of its own."""
     here = Path(native_checks.__file__)
     done = subprocess.run(
-        [sys.executable, here, path, name, *(["pairs"] if pairs else [])],
+        [*python, here, path, name],
         text=True,
         capture_output=True,
-        timeout=500,
+        timeout=3500,
         cwd=here.parent,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
     )
