@@ -22,6 +22,7 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import at_once
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
+from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.simulation.replay import RecordedEngine, ReplayJob, delivered, seen_until, work
 from jitney.engine.telemetry.request_record import RequestRecord
 
@@ -222,6 +223,14 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     engine = RecordedEngine(settings, 64, 32, (2, 4), (12, 16), on_device=True)
     own = engine.shape({}).buckets
     assert [str(bucket) for bucket in own.all()] == ["decode-2", "decode-4", "mixed-12", "mixed-16"]
+    wide = RecordedEngine(settings | {"max_seats": 16, "token_budget": 64}, 64, 32)
+    sizes = {"seat_buckets": (4, 16), "token_buckets": (8, 16, 64)}
+    small = msgspec.structs.replace(wide, **sizes).shape({}).buckets
+    compiled = make_buckets(
+        max_seats=16, token_budget=64, seat_sizes=(4, 16), token_sizes=(8, 16, 64)
+    )
+    assert small == compiled, "with no more rows than seats a bucket has a seat for four rows"
+    assert [bucket.seats for bucket in small.mixed] == [2, 4, 16]
     more = engine.shape({"max_seats": 8, "token_budget": 64}).buckets
     assert [b.seats for b in more.decode] == [1, 4, 8], "those of a device, not of a CPU"
     client = served_client()
