@@ -231,7 +231,9 @@ class _Comparison:
 
     def _capacity(self) -> tuple[float, OfflineRun]:
         """As `compare.capacity`."""
-        return capacity(self.bench, self.first.requests, self.bench.limits.max_seats, self.watch)
+        first, seats = self.first, self.bench.limits.max_seats
+        seed = first.args.seed
+        return capacity(self.bench, first.arrivals, seats, seed=seed, watch=self.watch)
 
     def _expectation(self, table: StepTable) -> str:
         """How many runs come, and how long they will take."""
@@ -536,7 +538,7 @@ def _case_tables(
     """(title, table)."""
     from jitney.engine.report import tables
 
-    yield "", tables.figures_table(case["policies"])
+    yield "", tables.figures_table(case["policies"], case["share_of_capacity"])
     if case["ratios"]:
         yield "", tables.ratio_table(case["ratios"])
     yield "Ledger", tables.ledgers_table(bills_of(runs), price_per_hour)
