@@ -24,6 +24,7 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.simulation.replay import RecordedEngine, ReplayJob, delivered, seen_until, work
+from jitney.engine.simulation.shipped_errors import shipped
 from jitney.engine.telemetry.request_record import RequestRecord
 
 ENGINE = EngineSection(max_seats=4, token_budget=16, page_size=8, prefill_share=1.0)
@@ -187,13 +188,12 @@ def test_the_prediction_tells_its_error():
     frame, found = work_of(served_client(40), Experiment(policies=["static", "continuous"]))
     assert frame["measured"]["policy"] == "continuous" and set(found["errors"]) == {"continuous"}
     assert abs(found["errors"]["continuous"]["output_tok_s"]) < 0.2
-    assert (
-        "% for continuous, error unknown for static" in found["verdict"] and "±" in found["verdict"]
-    )
+    where = shipped().learned_from("continuous").where
+    assert f" % (for static measured on {where})." in found["verdict"]
     _, few = work_of(served_client(12), Experiment(policies=["static", "continuous"]))
-    assert few["errors"]["continuous"] == {} and "error unknown" in few["verdict"], (
-        "too few to tell"
-    )
+    assert few["errors"]["continuous"] == {} and few["verdict"].endswith(
+        f"(measured on {where})."
+    ), "too few to tell"
 
 
 def test_clients_that_wait_are_replayed_as_such():

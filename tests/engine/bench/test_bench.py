@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -40,6 +41,7 @@ from jitney.engine.report.tables import curve_table, figures_table, ledgers_tabl
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import read_runs
+from jitney.engine.simulation.shipped_errors import PolicyErrors
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import (
@@ -526,7 +528,7 @@ def test_the_command_compares_the_policies_on_a_real_engine(
 ):
     # Thirty simulated runs for the curve, whose shape is a test of its own.
     monkeypatch.setattr("jitney.engine.cli.bench_policies.CURVE_REQUESTS", 50)
-    out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz")}
+    out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz", "e.json")}
     status = main(
         [
             "bench",
@@ -558,6 +560,8 @@ def test_the_command_compares_the_policies_on_a_real_engine(
             str(out["p.html"]),
             "--records",
             str(out["p.npz"]),
+            "--errors",
+            str(out["e.json"]),
             "--traces",
             str(tmp_path / "t"),
             "--price-per-hour",
@@ -575,6 +579,8 @@ def test_the_command_compares_the_policies_on_a_real_engine(
     assert status == 0
     report = json.loads(out["p.json"].read_text())
     assert list(report["cases"]) == ["given"]
+    told = msgspec.json.decode(out["e.json"].read_bytes(), type=PolicyErrors)
+    assert told == PolicyErrors.of_report(report) and told.machine == cpu_name()
     case = report["cases"]["given"]
     assert list(case["policies"]) == list(POLICIES) and case["same_tokens"] is True
     assert set(case["cross_errors"]["continuous"]) == set(POLICIES)
