@@ -28,7 +28,7 @@ from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.cache_folder import open_compilation_cache
 from jitney.engine.config.digest import configuration_digest
-from jitney.engine.config.platforms import DEVICE_PLATFORMS, INSTALL
+from jitney.engine.config.platforms import DEVICE_PLATFORMS, EXTRAS, how_to_have
 from jitney.engine.config.presets import runs_on_device
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.core import EngineCore
@@ -483,8 +483,8 @@ def devices_of(name: str) -> list[Any]:
     actual = devices[0].platform
     if name != "auto" and actual not in DEVICE_PLATFORMS[name]:
         how = ""
-        if name in INSTALL:
-            how = f": {INSTALL[name]}"
+        if name in EXTRAS:
+            how = f": {how_to_have(name)}"
         raise ConfigError(
             f"platform {name}: jax runs on {actual} here; see what jitney doctor says, and install "
             f"what the platform needs{how}"

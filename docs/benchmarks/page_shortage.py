@@ -1,18 +1,20 @@
 """More seats than pages: output tokens a second, the longest stall of a stream that began, and what
 preemption cost.
 
-    python docs/benchmarks/page_shortage.py [--model smollm2-135m] [--pages 200] [--seats 8 32]
-    [--requests 64]
-        [--outputs 50 800]
+    python docs/benchmarks/page_shortage.py [--model smollm2-135m] [--pages 200]
+        [--seats 8 10 12 32] [--requests 64] [--outputs 50 800] [--repeats 3]
 
 32 streams in a closed loop, prompts around 96 tokens, outputs drawn evenly; greedy, end-of-sequence
-ignored, prefix cache off. Every number of seats gets the same requests, one after the other.
+ignored, prefix cache off. Every number of seats gets the same requests, one after the other, and
+all that as often as --repeats says; at the end the medians stand, and each beside the best one's.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections import defaultdict
 
 import numpy as np
 from closed_loop import lengths
@@ -62,23 +64,39 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--pages", type=int, default=200)
-    parser.add_argument("--seats", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--seats", type=int, nargs="+", default=[8, 10, 12, 32])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--outputs", type=int, nargs=2, default=[50, 800])
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     outputs = rng.integers(*args.outputs, args.requests, endpoint=True).tolist()
     prompts = [
         rng.integers(100, 40000, count).tolist() for count in lengths(rng, 96, args.requests)
     ]
-    for seats in args.seats:
-        llm = LLM(args.model, prefix_cache=False, max_seats=seats, pages=args.pages + 1)
-        figures = measure(llm, list(zip(prompts, outputs, strict=True)))
-        print(
-            f"{seats} seats:",
-            " ".join(f"{name}={value:.4g}" for name, value in figures.items()),
-            flush=True,
-        )
+    work = list(zip(prompts, outputs, strict=True))
+    runs = defaultdict(list)
+    for _ in range(args.repeats):
+        for seats in args.seats:
+            llm = LLM(args.model, prefix_cache=False, max_seats=seats, pages=args.pages + 1)
+            figures = measure(llm, work)
+            llm.close()
+            runs[seats].append(figures)
+            show(f"{seats} seats", figures)
+    medians = {seats: median_of(figures) for seats, figures in runs.items()}
+    best = max(figures["output_tok_s"] for figures in medians.values())
+    for seats, figures in medians.items():
+        share = figures["output_tok_s"] / best
+        show(f"{seats} seats, median of {args.repeats}", figures | {"of_best": share})
+
+
+def median_of(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def show(title: str, figures: dict[str, float]) -> None:
+    values = " ".join(f"{name}={value:.4g}" for name, value in figures.items())
+    print(f"{title}: {values}", flush=True)
 
 
 if __name__ == "__main__":

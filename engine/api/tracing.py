@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from jitney.engine.api.context import Context, context_of
+from jitney.engine.config.extras import how_to_install
 from jitney.engine.errors import ConfigError
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import EngineRequest
@@ -58,7 +59,7 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError:
-            raise ConfigError("otel needs OpenTelemetry: pip install 'jitney[otel]'") from None
+            raise ConfigError(f"otel needs OpenTelemetry: {how_to_install('otel')}") from None
         resource = Resource.create()
         if not os.environ.get("OTEL_SERVICE_NAME"):
             resource = Resource({SERVICE_NAME: _SERVICE}).merge(_without_default(resource))

@@ -9,13 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PolicyRuns, PromptedArrival
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import JsonDict, JsonObject
 
 POLICIES = ("static", "dynamic", "continuous")
 #: What others report for in-flight batching over each of these, as (least, most) times the
 #: throughput; over dynamic batching at high concurrency.
 PUBLISHED = {"static": (1.6, 3.4), "dynamic": (3.0, 5.0)}
+#: Requests that the capacity is measured with, for each seat.
+_CAPACITY_ROUNDS = 4
 #: Called with what runs (a policy, or "capacity"), and how many of how many requests have ended.
 NamedWatch = Callable[[str, int, int], None]
 
@@ -123,27 +129,56 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 def capacity(
     bench: OfflineBench,
-    requests: Sequence[PromptedArrival],
+    arrivals: Sequence[Arrival],
     seats: int,
+    *,
+    seed: int = 0,
     watch: NamedWatch = lambda policy, done, total: None,
 ) -> tuple[float, OfflineRun]:
     """(requests a second that continuous batching serves when there is always a next one, the run
     that showed it).
 
-    Measured on the first requests, four for each seat at most, as a closed loop with twice as many
-    open as seats; only the time in which all seats could be busy counts.
+    Measured on four requests for each seat, the first again after the last, as a closed loop with
+    twice as many open as seats. seed: as in `OfflineBench.requests`.
     """
+    coming = _again_and_again(arrivals, _CAPACITY_ROUNDS * seats)
     run = bench.run(
-        requests[: 4 * seats],
+        bench.requests(coming, seed),
         concurrency=2 * seats,
         policy="continuous",
         watch=partial(watch, "capacity"),
     )
-    return _rate_while_full(run, 2 * seats), run
+    mean = sum(arrival.n_output for arrival in arrivals) / len(arrivals)
+    return _tokens_while_full(run, seats) / mean, run
 
 
-def _rate_while_full(run: OfflineRun, concurrency: int) -> float:
-    """Requests a second until the queue is empty, when seats begin to stay free."""
-    ends = sorted(request.end for request in run.requests)
-    full = max(1, len(ends) - concurrency)
-    return full / max(1e-9, ends[full - 1] - run.started)
+def _again_and_again(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
+    """So many of them. A conversation that comes again is another one: its prompts are not in the
+    prefix cache yet.
+    """
+    talks = max(arrival.conversation for arrival in arrivals)
+    coming = []
+    for number in range(count):
+        again, first = divmod(number, len(arrivals))
+        arrival = arrivals[first]
+        if arrival.conversation:
+            other = arrival.conversation + again * talks
+            arrival = msgspec.structs.replace(arrival, conversation=other)
+        coming.append(arrival)
+    return coming
+
+
+def _tokens_while_full(run: OfflineRun, seats: int) -> float:
+    """Output tokens a second from when as many have boarded as there are seats to when the last
+    one boards: until then somebody waits for every seat that comes free.
+
+    Tokens, not ends: of long answers few end in so short a time.
+    """
+    boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
+    start, end = boarded[seats - 1], boarded[-1]
+    tokens = sum(_tokens_between(request, start, end) for request in run.requests)
+    return tokens / (end - start)
+
+
+def _tokens_between(request: RequestRecord, start: float, end: float) -> int:
+    return sum(start < time <= end for time in request.token_times or ())

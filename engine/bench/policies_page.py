@@ -82,7 +82,7 @@ def _example(difference: JsonObject) -> str:
 
 
 def _figures(name: str, case: JsonObject) -> PageSection:
-    shown = [tables.figures_table(case["policies"])]
+    shown = [tables.figures_table(case["policies"], case["share_of_capacity"])]
     if case["ratios"]:
         shown.append(tables.ratio_table(case["ratios"]))
     notes = [*case_lines(case), "Latencies count from the time a request should have come."]

@@ -11,6 +11,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -62,12 +63,14 @@ from jitney.engine.cli.bench_flags import (
     traffic_from,
     traffic_line,
     write_report,
+    write_text,
 )
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from, say
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import cross_errors
+from jitney.engine.simulation.shipped_errors import PolicyErrors
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
@@ -128,6 +131,12 @@ _FILES = (
     Flag.of(
         "--records",
         "write step records, times and seats of all runs to an .npz file",
+        metavar="FILE",
+    ),
+    Flag.of(
+        "--errors",
+        "write how far off it is to predict each policy from another's run, as the package "
+        "ships it (engine/simulation/policy_errors.json)",
         metavar="FILE",
     ),
     Flag.of(
@@ -231,7 +240,9 @@ class _Comparison:
 
     def _capacity(self) -> tuple[float, OfflineRun]:
         """As `compare.capacity`."""
-        return capacity(self.bench, self.first.requests, self.bench.limits.max_seats, self.watch)
+        first, seats = self.first, self.bench.limits.max_seats
+        seed = first.args.seed
+        return capacity(self.bench, first.arrivals, seats, seed=seed, watch=self.watch)
 
     def _expectation(self, table: StepTable) -> str:
         """How many runs come, and how long they will take."""
@@ -324,7 +335,7 @@ def _static_timeout_ms(args: Namespace, config: Config) -> float:
 
 def _check(args: Namespace, cases: _Cases) -> None:
     """Bad flags are reported before the model loads."""
-    check_writable(args, "json", "html", "records", "traces")
+    check_writable(args, "json", "html", "records", "errors", "traces")
     check_numbers(args, rate=0.001, load=0.001, concurrency=0, warmup_s=0)
     slo_from(args)
     for flags, _ in cases.values():
@@ -410,6 +421,7 @@ def _make_report(
         "cases": {name: _case_report(args, traffics[name], runs[name]) for name in runs},
         "load_curve": _curve(traffics[first], runs[first]),
         "published": PUBLISHED,
+        "date": date.today().isoformat(),
         "engine": msgspec.to_builtins(info),
     }
 
@@ -479,6 +491,9 @@ def _deliver(args: Namespace, report: JsonObject, runs: _CaseRuns) -> None:
     from jitney.engine.bench.policies_page import write_policies_page
 
     _write_runs(args, _by_file_name(runs))
+    if args.errors:
+        found = msgspec.json.encode(PolicyErrors.of_report(report))
+        write_text("--errors", args.errors, msgspec.json.format(found).decode() + "\n")
     if args.html:
         summary = [_engine_line(report["engine"])]
         write_policies_page(args.html, report, runs, summary, args.price_per_hour)
@@ -536,7 +551,7 @@ def _case_tables(
     """(title, table)."""
     from jitney.engine.report import tables
 
-    yield "", tables.figures_table(case["policies"])
+    yield "", tables.figures_table(case["policies"], case["share_of_capacity"])
     if case["ratios"]:
         yield "", tables.ratio_table(case["ratios"])
     yield "Ledger", tables.ledgers_table(bills_of(runs), price_per_hour)

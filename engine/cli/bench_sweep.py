@@ -281,8 +281,13 @@ class _InProcess:
     def capacity(self, first: list[Arrival], watch: Watch) -> float:
         from jitney.engine.bench.compare import capacity
 
-        requests, seats = self._requests(first), self._bench.limits.max_seats
-        rate, _ = capacity(self._bench, requests, seats, lambda name, *counts: watch(*counts))
+        rate, _ = capacity(
+            self._bench,
+            first,
+            self._bench.limits.max_seats,
+            seed=self._args.seed,
+            watch=lambda name, *counts: watch(*counts),
+        )
         return rate
 
     def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:

@@ -21,6 +21,7 @@ from jitney.engine.cli.listen import (
     read_key_file,
     read_keys,
 )
+from jitney.engine.config.extras import how_to_install
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 
@@ -86,7 +87,7 @@ def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
-        raise ConfigError("--on ray needs Ray Serve: pip install 'jitney[ray]'") from None
+        raise ConfigError(f"--on ray needs Ray Serve: {how_to_install('ray')}") from None
     from jitney.dashboard import with_page
     from jitney.engine.cli.serve import limits
     from jitney.engine.fleet.local import LOCALHOST

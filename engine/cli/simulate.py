@@ -42,6 +42,7 @@ from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     from jitney.engine.report.page import Table
+    from jitney.engine.simulation.accuracy import ErrorsElsewhere
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape, SimulatedRun
     from jitney.engine.simulation.step_table import StepTimes
@@ -130,9 +131,18 @@ def deliver(args: Namespace, report: JsonDict) -> None:
     for policy, measured in report["measured"].items():
         if policy in predicted:
             report["errors"][policy] = errors(predicted[policy], measured)
-    report["verdict"] = verdict_of(predicted, report["errors"])
+    report["verdict"] = verdict_of(predicted, report["errors"], _errors_elsewhere(args))
     if write_report(args, report):
         _show(report)
+
+
+def _errors_elsewhere(args: Namespace) -> ErrorsElsewhere | None:
+    """What is known of predictions by the steps of a run under the policy that was recorded; None
+    where step times come from no such run.
+    """
+    from jitney.engine.simulation.shipped_errors import shipped
+
+    return shipped().learned_from(args.measured_policy) if args.records else None
 
 
 _SUBJECT = (
@@ -183,7 +193,8 @@ _SUBJECT = (
     ),
     Flag.of(
         "--measured-policy",
-        "the policy that --trace was recorded under, whose prediction is compared with it",
+        "the policy that --trace and --records were recorded under; its prediction is compared "
+        "with the trace",
         "continuous",
         metavar="NAME",
     ),

@@ -15,14 +15,12 @@ import os
 import pkgutil
 from pathlib import Path
 
+from jitney.engine.config.extras import how_to_install
 from jitney.engine.config.schema import EngineSection, platform_environment
 from jitney.engine.errors import ConfigError
 
-#: What to install for a platform, as one types it in a clone.
-INSTALL = {
-    "cuda": 'pip install -e ".[cuda12]" (or cuda13)',
-    "tpu": 'pip install -e ".[tpu]"',
-}
+#: The extras that bring what a platform needs, the usual one first.
+EXTRAS = {"cuda": ("cuda12", "cuda13"), "tpu": ("tpu",)}
 #: What jax calls the devices of a platform.
 DEVICE_PLATFORMS = {"cpu": ("cpu",), "cuda": ("gpu", "cuda"), "tpu": ("tpu",)}
 #: NVIDIA's driver, which CUDA programs load.
@@ -55,23 +53,30 @@ def check_platform(platform: str) -> None:
 
 def _check_cuda() -> None:
     if not any("cuda" in name for name in jax_plugins()):
-        raise ConfigError(f"platform cuda: jax's CUDA plugin is not installed: {INSTALL['cuda']}")
+        raise ConfigError(
+            f"platform cuda: jax's CUDA plugin is not installed: {how_to_have('cuda')}"
+        )
     problem = _gpu_problem()
     if problem:
         raise ConfigError(
             f"platform cuda: {problem}; choose another platform, or see to the GPU and its driver "
-            f"(the extra that brings jax's CUDA plugin: {INSTALL['cuda']})"
+            f"(the extra that brings jax's CUDA plugin: {how_to_have('cuda')})"
         )
 
 
 def _check_tpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(f"platform tpu: libtpu is not installed: {INSTALL['tpu']}")
+        raise ConfigError(f"platform tpu: libtpu is not installed: {how_to_have('tpu')}")
     if not tpu_chips_shown():
         raise ConfigError(
             "platform tpu: this machine shows no TPU chip; choose another platform, or run on a "
-            f"TPU VM (the extra that brings libtpu: {INSTALL['tpu']})"
+            f"TPU VM (the extra that brings libtpu: {how_to_have('tpu')})"
         )
+
+
+def how_to_have(platform: str) -> str:
+    """What to type to have what a platform of EXTRAS needs."""
+    return how_to_install(*EXTRAS[platform])
 
 
 def jax_plugins() -> set[str]:

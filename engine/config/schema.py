@@ -278,11 +278,11 @@ class EngineSection(Section):
     )
     static_timeout_ms: float = Field(
         default=5000.0,
-        gt=0,
+        ge=0,
         description=(
             "milliseconds without an arrival after which static lets fewer than batch_size board, "
-            "so that the last few of "
-            "a server need not wait for ever; comparisons of policies use none unless it is given"
+            "so that the last few of a server need not wait for ever; 0: it waits for its number, "
+            "for ever; comparisons of policies use none unless it is given"
         ),
     )
     order: OrderName = Field(

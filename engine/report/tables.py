@@ -60,10 +60,18 @@ _CROSS_FIGURES = {
 }
 
 
-def figures_table(figures: Mapping[str, JsonObject]) -> Table:
-    """One column for each run, from `summary.summarise`; a row that no run knows is left out."""
+def figures_table(
+    figures: Mapping[str, JsonObject], loads: Mapping[str, float] | None = None
+) -> Table:
+    """One column for each run, from `summary.summarise`; a row that no run knows is left out.
+
+    loads: what each run was offered, in times what it can serve, as far as that is known.
+    """
     columns = list(map(_figure_cells, figures.values()))
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
+    rows.append(
+        ["offered / what it can serve", *(_times((loads or {}).get(run)) for run in figures)]
+    )
     return Table(["", *figures], [row for row in rows if any(row[1:])])
 
 

@@ -53,6 +53,8 @@ _BACKGROUND_SLOWER, _BACKGROUND_STRETCH = 2.0, 1.2
 PATIENCE = 4
 #: Share AUTO: the least that prompts get, and how many different shares there are.
 LEAST_SHARE, _LEVELS = 0.25, 16
+#: Times the tokens a second that a larger decode bucket must give where several fill it together.
+_FILL = 1.2
 #: A bucket that was seen fewer times does not tell how soon a step of it may be done.
 _FEWEST_SEEN = 3
 
@@ -183,17 +185,24 @@ class StepTimeEstimate:
         self._take_in()
         return bucket in self._seen
 
-    def pays(self, sequences: int) -> bool:
-        """Whether one more beside so many decoding sequences gives more tokens a second; True where
-        it is not known.
+    def needed_to_pay(self, sequences: int) -> int | None:
+        """How many more beside so many decoding sequences it takes to give more tokens a second; 1
+        where it is not known, None if the next bucket does not hold as many.
 
-        It gives fewer where it takes a larger bucket that is far from full.
+        One more gives fewer where it takes a larger bucket that is far from full. Several that come
+        together must bring _FILL times the tokens, since some of them soon leave a gap again.
         """
         now, then = (self._decode_bucket(count) for count in (sequences, sequences + 1))
         self._take_in()
         if now is then or now not in self._seen or then not in self._seen:
-            return True
-        return (sequences + 1) * self._typical(now) >= sequences * self._typical(then)
+            return 1
+        quick, slow = self._typical(now), self._typical(then)
+        if (sequences + 1) * quick >= sequences * slow:
+            return 1
+        for count in range(sequences + 2, then.seats + 1):
+            if count * quick >= _FILL * sequences * slow:
+                return count - sequences
+        return None
 
     def soonest(self, bucket: Bucket) -> float | None:
         """The least seconds that the newest steps of a bucket took; None where too few were seen to

@@ -1,4 +1,4 @@
-"""Whether pages will last for all who ride if one more boards: foreseen from their answers' likely
+"""Whether pages will last for all who ride if more board: foreseen from their answers' likely
 lengths.
 
 Method: that of Past-Future scheduling (Gong et al., ASPLOS 2025, arXiv 2507.10150): board whom the
@@ -37,12 +37,11 @@ class PageDemand:
     def fits(
         self,
         riders: Iterable[Sequence],
-        newcomer: Sequence,
-        fresh: int,
+        newcomers: Iterable[tuple[Sequence, int]],
         yielding: Iterable[Sequence] = (),
     ) -> bool:
-        """Whether the pool should last if the newcomer, who needs `fresh` pages now, rides with the
-        riders. yielding: who rides too, and gives way to all of these.
+        """Whether the pool should last if the newcomers ride with the riders. newcomers: each with
+        the pages that it needs now. yielding: who rides too, and gives way to all of these.
 
         Costs O(riders); to be asked only where the pages would not last if everybody took all that
         it may.
@@ -54,7 +53,8 @@ class PageDemand:
             own += held
             groups[self._outlook(seq)].append(self._row(seq, held))
         own += sum(map(_own_pages, yielding))
-        groups[self._outlook(newcomer)].append(self._row(newcomer, fresh))
+        for newcomer, fresh in newcomers:
+            groups[self._outlook(newcomer)].append(self._row(newcomer, fresh))
         room = self.pool.capacity - (self.pool.used - own)
         rows = np.array([row for group in groups.values() for row in group], np.float64)
         times = times_ahead(rows[:, 3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sized
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -42,11 +42,7 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         """Enter the queue; a preempted sequence goes to the front of its class."""
-        group, number, index = seq.rank
-        place = (group, True, number, index)
-        if seq.preemptions:  # among these who lost its seat first
-            place = (group, False, seq.unseated_at, 0)
-        heappush(self._heap, (place, next(self._entries), seq))
+        heappush(self._heap, (_place_of(seq), next(self._entries), seq))
         self._waiting.add(seq)
         self.expected += seq.expected
 
@@ -56,6 +52,12 @@ class WaitingQueue:
         while heap and heap[0][2] not in self._waiting:
             heappop(heap)
         return heap[0][2] if heap else None
+
+    def following(self, head: Sequence, count: int) -> list[Sequence]:
+        """The first `count` behind the head, or all if there are fewer; turns that tenants take are
+        not foreseen.
+        """
+        return nsmallest(count, self._waiting - {head}, key=_place_of)
 
     def claimant(self, seats: int) -> Sequence | None:
         """Who may take a seat of somebody else's, of so many seats. Nobody may here; see
@@ -109,6 +111,13 @@ class WaitingQueue:
     def members(self) -> set[Sequence]:
         """All who wait."""
         return self._waiting
+
+
+def _place_of(seq: Sequence) -> _Place:
+    group, number, index = seq.rank
+    if seq.preemptions:  # among these who lost its seat first
+        return (group, False, seq.unseated_at, 0)
+    return (group, True, number, index)
 
 
 class RequestWork(NamedTuple):

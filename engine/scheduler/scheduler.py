@@ -624,9 +624,10 @@ class Scheduler:
         """Whether the pool should last until the end of all who ride if a sequence, in need of
         fresh pages, rides too.
 
-        Certainly if it lasts though all get as long as they may, or if nobody else rides. Whoever
-        was turned away is not looked at again before somebody has left: those who go on only come
-        to need more.
+        Certainly if it lasts though all get as long as they may, or if nobody else rides. Where it
+        takes several to fill a larger bucket, only if it lasts for all of these. Whoever was turned
+        away is not looked at again before somebody has left: those who go on only come to need
+        more.
         """
         state = self.state
         n_riders, most_pages = state.live.n_seated, state.live.most_pages
@@ -639,18 +640,26 @@ class Scheduler:
             return True
         if self._turned_away == (seq, state.departures):
             return False
-        if self.step_times.pays(n_riders) and self._fits(seq, fresh):
+        needed = self.step_times.needed_to_pay(n_riders)
+        if needed is not None and self._fit(seq, fresh, needed):
             return True
         self._turned_away = seq, state.departures
         return False
 
-    def _fits(self, seq: Sequence, fresh: int) -> bool:
-        """Whether the pool should last beside who sits; the background gives way to a live one."""
+    def _fit(self, seq: Sequence, fresh: int, count: int) -> bool:
+        """Whether so many have seats, and the pool should last beside who sits: the sequence, and
+        those behind it. The background gives way to a live one.
+        """
+        others = self.state.lane_of(seq).queue.following(seq, count - 1) if count > 1 else []
+        if len(others) < count - 1 or count > len(self.state.free_seats):
+            return False
+        newcomers = [(seq, fresh)]
+        newcomers += [(other, self.pool.pages_for(len(other.tokens))) for other in others]
         riders, yielding = self.state.seated, list[Sequence]()
         if not seq.background and self.state.background.n_seated:
             yielding = [rider for rider in riders if rider.background]
             riders = [rider for rider in riders if not rider.background]
-        return self._demand.fits(riders, seq, fresh, yielding)
+        return self._demand.fits(riders, newcomers, yielding)
 
     def _find_scores(self, seq: Sequence, keys: list[bytes]) -> None:
         """A prompt that is to be scored boards for the first time: take over what is known of its

@@ -179,48 +179,75 @@ def speed_error(off: Mapping[str, float]) -> float | None:
     return max(known, default=None)
 
 
-def verdict(output_tok_s: Mapping[str, float], off: Mapping[str, float | None]) -> str:
+class ErrorsElsewhere(NamedTuple):
+    """What is known of predictions like these from another machine."""
+
+    #: Which machine, and when.
+    where: str
+    #: `speed_error` of each policy.
+    errors: Mapping[str, float]
+
+
+def verdict(
+    output_tok_s: Mapping[str, float],
+    off: Mapping[str, float | None],
+    elsewhere: ErrorsElsewhere | None = None,
+) -> str:
     """Who makes most tokens and how many times those of the slowest, with the error of saying so.
 
     output_tok_s: of each policy, predicted. off: `speed_error` of each policy, as far as it was
-    measured.
+    measured here; elsewhere: for those that were not.
     """
     if len(output_tok_s) < 2:
         return ""
     best, worst = (end(output_tok_s, key=output_tok_s.__getitem__) for end in (max, min))
-    return f"By simulation {_gain(output_tok_s, best, worst, off)}"
-
-
-def verdict_of(predicted: Mapping[str, JsonObject], off: Mapping[str, Mapping[str, float]]) -> str:
-    """The verdict on policies by their predicted figures. off: `errors` of those measured."""
-    speeds = {name: figures["output_tok_s"] for name, figures in predicted.items()}
-    return verdict(speeds, {name: speed_error(by_figure) for name, by_figure in off.items()})
-
-
-def _gain(
-    output_tok_s: Mapping[str, float], best: str, worst: str, off: Mapping[str, float | None]
-) -> str:
     slowest, fastest = output_tok_s[worst], output_tok_s[best]
     if slowest <= 0:
-        return f"{worst} makes no token here."
+        return f"By simulation {worst} makes no token here."
     if slowest == fastest:
-        return "all make the same tokens a second."
-    times = f"{fastest / slowest:.2f}x"
-    return f"{best} makes {times} the tokens of {worst}{_certainty(best, worst, off)}"
+        return "By simulation all make the same tokens a second."
+    gain = f"{best} makes {fastest / slowest:.2f}x the tokens of {worst}"
+    return f"By simulation {gain}{_certainty(best, worst, off, elsewhere)}"
 
 
-def _certainty(best: str, worst: str, off: Mapping[str, float | None]) -> str:
+def verdict_of(
+    predicted: Mapping[str, JsonObject],
+    off: Mapping[str, Mapping[str, float]],
+    elsewhere: ErrorsElsewhere | None = None,
+) -> str:
+    """The verdict on policies by their predicted figures. off: `errors` of those measured."""
+    speeds = {name: figures["output_tok_s"] for name, figures in predicted.items()}
+    here = {name: speed_error(by_figure) for name, by_figure in off.items()}
+    return verdict(speeds, here, elsewhere)
+
+
+def _certainty(
+    best: str,
+    worst: str,
+    off: Mapping[str, float | None],
+    elsewhere: ErrorsElsewhere | None,
+) -> str:
     """How far off saying so may be, as the end of the sentence."""
-    known = {name: off[name] for name in (best, worst) if off.get(name) is not None}
+    here = _known_of((best, worst), off)
+    foreign = {} if elsewhere is None else _known_of((best, worst), elsewhere.errors)
+    foreign = {name: error for name, error in foreign.items() if name not in here}
+    known = here | foreign
     if not known:
         return "; error unknown: neither was measured."
-    error = sum(filter(None, known.values()))
-    spread = f"±{max(1, round(100 * error))} %"
-    if len(known) == 2:
+    spread = f"±{max(1, round(100 * sum(known.values())))} %"
+    if len(known) == 1:
+        (sure,) = known
+        unsure = worst if sure == best else best
+        return f", {spread} for {sure}, error unknown for {unsure}, which was not measured."
+    if elsewhere is None or not foreign:
         return f", {spread}."
-    (sure,) = known
-    unsure = worst if sure == best else best
-    return f", {spread} for {sure}, error unknown for {unsure}, which was not measured."
+    whose = "" if len(foreign) == 2 else f"for {next(iter(foreign))} "
+    return f", {spread} ({whose}measured on {elsewhere.where})."
+
+
+def _known_of(names: Iterable[str], errors: Mapping[str, float | None]) -> dict[str, float]:
+    found = {name: errors.get(name) for name in names}
+    return {name: error for name, error in found.items() if error is not None}
 
 
 #: Of closed-loop traffic: shares of the time in which all its requests are open, and of arrivals

@@ -18,8 +18,9 @@ import numpy as np
 
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import JitneyError
-from jitney.engine.scheduler.buckets import Bucket, Buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets, mixed_bucket
 from jitney.engine.simulation.accuracy import closed_concurrency, errors, verdict_of
+from jitney.engine.simulation.shipped_errors import shipped
 from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, weighted_spread
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
@@ -67,7 +68,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
         if asked != (max(self.seat_buckets, default=0), max(self.token_buckets, default=0)):
             return None
         decode = [Bucket(size, size) for size in self.seat_buckets]
-        mixed = [Bucket(size, settings.max_seats) for size in self.token_buckets]
+        mixed = [mixed_bucket(size, settings.max_seats) for size in self.token_buckets]
         return Buckets(tuple(decode), tuple(mixed))
 
 
@@ -136,7 +137,11 @@ def work(job: ReplayJob) -> JsonDict:
         "measured": measured,
         "errors": off,
         "closed_loop": clients,
-        "verdict": verdict_of({name: run["figures"] for name, run in policies.items()}, off),
+        "verdict": verdict_of(
+            {name: run["figures"] for name, run in policies.items()},
+            off,
+            shipped().learned_from(job.recorded),
+        ),
     }
 
 

@@ -22,7 +22,9 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import at_once
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
+from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.simulation.replay import RecordedEngine, ReplayJob, delivered, seen_until, work
+from jitney.engine.simulation.shipped_errors import shipped
 from jitney.engine.telemetry.request_record import RequestRecord
 
 ENGINE = EngineSection(max_seats=4, token_budget=16, page_size=8, prefill_share=1.0)
@@ -186,13 +188,12 @@ def test_the_prediction_tells_its_error():
     frame, found = work_of(served_client(40), Experiment(policies=["static", "continuous"]))
     assert frame["measured"]["policy"] == "continuous" and set(found["errors"]) == {"continuous"}
     assert abs(found["errors"]["continuous"]["output_tok_s"]) < 0.2
-    assert (
-        "% for continuous, error unknown for static" in found["verdict"] and "±" in found["verdict"]
-    )
+    where = shipped().learned_from("continuous").where
+    assert f" % (for static measured on {where})." in found["verdict"]
     _, few = work_of(served_client(12), Experiment(policies=["static", "continuous"]))
-    assert few["errors"]["continuous"] == {} and "error unknown" in few["verdict"], (
-        "too few to tell"
-    )
+    assert few["errors"]["continuous"] == {} and few["verdict"].endswith(
+        f"(measured on {where})."
+    ), "too few to tell"
 
 
 def test_clients_that_wait_are_replayed_as_such():
@@ -222,6 +223,14 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     engine = RecordedEngine(settings, 64, 32, (2, 4), (12, 16), on_device=True)
     own = engine.shape({}).buckets
     assert [str(bucket) for bucket in own.all()] == ["decode-2", "decode-4", "mixed-12", "mixed-16"]
+    wide = RecordedEngine(settings | {"max_seats": 16, "token_budget": 64}, 64, 32)
+    sizes = {"seat_buckets": (4, 16), "token_buckets": (8, 16, 64)}
+    small = msgspec.structs.replace(wide, **sizes).shape({}).buckets
+    compiled = make_buckets(
+        max_seats=16, token_budget=64, seat_sizes=(4, 16), token_sizes=(8, 16, 64)
+    )
+    assert small == compiled, "with no more rows than seats a bucket has a seat for four rows"
+    assert [bucket.seats for bucket in small.mixed] == [2, 4, 16]
     more = engine.shape({"max_seats": 8, "token_budget": 64}).buckets
     assert [b.seats for b in more.decode] == [1, 4, 8], "those of a device, not of a CPU"
     client = served_client()

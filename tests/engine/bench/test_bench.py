@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -40,6 +41,7 @@ from jitney.engine.report.tables import curve_table, figures_table, ledgers_tabl
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import read_runs
+from jitney.engine.simulation.shipped_errors import PolicyErrors
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import (
@@ -181,12 +183,40 @@ def test_a_request_that_cannot_fit_is_named_before_anything_runs():
 
 def test_capacity_is_what_full_seats_serve():
     bench = make_bench(seats=4)
-    requests = bench.requests(synthesise(40, Fixed(4), Fixed(12), Closed(), 0))
-    rate, measured = capacity(bench, requests, 4)
+    arrivals = synthesise(40, Fixed(4), Fixed(12), Closed(), 0)
+    rate, measured = capacity(bench, arrivals, 4)
     assert len(measured.requests) == 16 and len(measured.records)
-    saturated = bench.run(requests, concurrency=8).figures()["req_s"]
-    assert rate == pytest.approx(saturated, rel=0.35)
+    saturated = bench.run(bench.requests(arrivals), concurrency=8).figures()["req_s"]
+    assert rate == pytest.approx(saturated, rel=0.1)
     assert [a.at for a in at_load([Arrival(2.0, 1, 1), Arrival(6.0, 1, 1)], 4.0)] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("few", [36, 12])
+def test_few_requests_tell_the_capacity_that_many_do(few: int):
+    """Long answers, of which the first end late: with as many seats as these there is no second
+    round without going through them again.
+    """
+    bench = make_bench(seats=16, pages=600, context=128, budget=32)
+    arrivals = synthesise(256, Fixed(4), Uniform(30, 90), Closed(), 0)
+    tokens = {}
+    for count in (few, 256):
+        rate, measured = capacity(bench, arrivals[:count], 16)
+        lengths = [request.n_output for request in measured.requests]
+        assert len(lengths) == 64 and lengths[:few] == [a.n_output for a in arrivals[:few]]
+        tokens[count] = rate * np.mean([arrival.n_output for arrival in arrivals[:count]])
+    assert tokens[few] == pytest.approx(tokens[256], rel=0.04)
+
+
+def test_conversations_that_come_again_are_others():
+    """Their prompts would be in the prefix cache, and the engine would seem faster than it is."""
+    bench = make_bench(context=256, pages=257, seats=2)
+    talks = Conversations(n_shared=0, turns=Fixed(1), live=1)
+    arrivals = talks.requests(8, Fixed(16), Fixed(4), Closed(), 1)
+    computed = []
+    for count in (2, 8):
+        _, measured = capacity(bench, arrivals[:count], 2)
+        computed.append(int(measured.records["prefill"].sum()))
+    assert computed[0] == computed[1]
 
 
 TABLE = StepTable([Curve(1, 1, 0.006), Curve(4, 4, 0.01), Curve(16, 4, 0.02)])
@@ -406,7 +436,10 @@ def measured(policies: Sequence[str] = POLICIES) -> dict[str, OfflineRun]:
 
 def test_tables_have_a_column_for_each_run():
     runs = measured()
-    table = figures_table({name: run.figures() for name, run in runs.items()})
+    figures = {name: run.figures() for name, run in runs.items()}
+    table = figures_table(figures, {"static": 1.234})
+    assert table.rows[-1] == ["offered / what it can serve", "1.23x", "", ""]
+    table = figures_table(figures)
     assert list(table.heads) == ["", *POLICIES] and all(len(row) == 4 for row in table.rows)
     assert "goodput, requests/s" not in [row[0] for row in table.rows], (
         "nobody named a service level"
@@ -495,7 +528,7 @@ def test_the_command_compares_the_policies_on_a_real_engine(
 ):
     # Thirty simulated runs for the curve, whose shape is a test of its own.
     monkeypatch.setattr("jitney.engine.cli.bench_policies.CURVE_REQUESTS", 50)
-    out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz")}
+    out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz", "e.json")}
     status = main(
         [
             "bench",
@@ -527,6 +560,8 @@ def test_the_command_compares_the_policies_on_a_real_engine(
             str(out["p.html"]),
             "--records",
             str(out["p.npz"]),
+            "--errors",
+            str(out["e.json"]),
             "--traces",
             str(tmp_path / "t"),
             "--price-per-hour",
@@ -544,6 +579,8 @@ def test_the_command_compares_the_policies_on_a_real_engine(
     assert status == 0
     report = json.loads(out["p.json"].read_text())
     assert list(report["cases"]) == ["given"]
+    told = msgspec.json.decode(out["e.json"].read_bytes(), type=PolicyErrors)
+    assert told == PolicyErrors.of_report(report) and told.machine == cpu_name()
     case = report["cases"]["given"]
     assert list(case["policies"]) == list(POLICIES) and case["same_tokens"] is True
     assert set(case["cross_errors"]["continuous"]) == set(POLICIES)

@@ -40,7 +40,7 @@ ray = { cpus = 0.1, max_replicas = 3 }
 @pytest.fixture(autouse=True)
 def ray() -> Any:
     """Imported where these tests run, and nowhere else: it takes a second."""
-    return pytest.importorskip("ray", reason="Ray is not installed: pip install 'jitney[ray]'")
+    return pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
 
 @pytest.fixture

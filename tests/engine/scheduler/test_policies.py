@@ -4,6 +4,7 @@ the same tokens.
 
 from __future__ import annotations
 
+import math
 import random
 from typing import get_args
 
@@ -21,9 +22,9 @@ from fakes import (
     watch,
 )
 
-from jitney.engine.config.schema import OrderName, PolicyName
+from jitney.engine.config.schema import EngineSection, OrderName, PolicyName
 from jitney.engine.core import EngineCore
-from jitney.engine.scheduler.limits import Batches
+from jitney.engine.scheduler.limits import Batches, SchedulerLimits
 from jitney.engine.scheduler.policies import ORDERS, POLICIES, Situation, make_policy
 from jitney.engine.types import SequenceOutput
 
@@ -169,6 +170,25 @@ def test_a_static_server_waits_for_the_batch_or_for_quiet():
     clock.now += core.pause_s
     core.step()
     assert boarding_order(plans) == ["r0", "r1"] and core.pause_s == 0.0
+
+
+def test_a_static_server_without_a_timeout_waits_for_its_number():
+    settings = EngineSection(max_seats=4, policy="static", batch_size=3, static_timeout_ms=0)
+    assert SchedulerLimits.of(settings, context_length=64).batches.timeout_s == math.inf
+    clock = FakeClock()
+    core = make_core(
+        seats=4, eos=(), policy="static", batch_size=3, static_timeout_ms=0.0, clock=clock
+    )
+    plans = watch(core)
+    for number in range(2):
+        core.add(make_request(f"r{number}", [1]))
+    core.step()
+    clock.now = 1e6
+    core.step()
+    assert not plans and core.pause_s == math.inf
+    core.add(make_request("r2", [1], arrival=clock.now))
+    core.step()
+    assert boarding_order(plans) == ["r0", "r1", "r2"]
 
 
 def test_dynamic_waits_for_the_oldest_alone():

@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from jitney.engine.bench.saved import RIDES_DTYPE, TIMES_DTYPE
+from jitney.engine.bench.saved import RIDES_DTYPE, TIMES_DTYPE, write_recording
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import (
     COMPARED,
+    ErrorsElsewhere,
     RunNote,
     closed_concurrency,
     cross_errors,
@@ -30,11 +31,13 @@ from jitney.engine.simulation.accuracy import (
     speed_error,
     verdict,
 )
+from jitney.engine.simulation.shipped_errors import PolicyErrors, shipped
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
 from jitney.engine.simulation.workload import Arrival, Poisson, TraceLine, Uniform, synthesise
 from jitney.engine.telemetry.request_record import RequestRecord
 
+ROOT = Path(__file__).parents[3]
 POLICIES = ("static", "dynamic", "continuous")
 TABLE = StepTable(
     [Curve(4, 4, 0.02, 1e-5), Curve(8, 8, 0.03, 1e-5), Curve(64, 8, 0.05, 0.0, 0.0, 1e-4)],
@@ -177,9 +180,45 @@ def test_a_verdict_is_never_without_its_error():
     assert verdict(rates, {"dynamic": 0.01, "static": None}).endswith(
         "error unknown: neither was measured."
     )
+    elsewhere = ErrorsElsewhere("A CPU, 2 cores, 2026-11-22", {"static": 0.09, "continuous": 0.2})
+    assert verdict(rates, {"continuous": 0.08}, elsewhere).endswith(
+        "2.90x the tokens of static, ±17 % (for static measured on A CPU, 2 cores, 2026-11-22)."
+    )
+    assert verdict(rates, {}, elsewhere).endswith(
+        "2.90x the tokens of static, ±29 % (measured on A CPU, 2 cores, 2026-11-22)."
+    )
+    assert verdict(rates, {"continuous": 0.05, "static": 0.03}, elsewhere).endswith(", ±8 %.")
     assert verdict({"static": 1.0}, {}) == "" and "same" in verdict(
         {"static": 2.0, "dynamic": 2.0}, {}
     )
+
+
+def test_the_errors_that_are_shipped_are_the_published_ones():
+    report = json.loads((ROOT / "docs/benchmarks/policies.json").read_text())
+    assert shipped() == PolicyErrors.of_report(report)
+    known = shipped().learned_from("continuous")
+    assert known.where == "AMD EPYC (family 26, model 2), 2 cores, 2026-11-22"
+    # The largest of the three cases: its throughput in the heavy one, ITL in the light one.
+    assert known.errors["static"] == pytest.approx(0.0896, abs=1e-4)
+    assert set(known.errors) == set(POLICIES)
+    assert shipped().learned_from("other").errors == {}
+
+
+def test_a_recording_under_one_policy_says_the_error_of_predicting_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    measured_file(tmp_path / "r.npz")
+    run = read_runs(tmp_path / "r.npz")["continuous"]
+    np.save(tmp_path / "steps.npy", run.records)
+    write_recording(str(tmp_path / "t.jsonl"), run.requests, 0.0)
+    (tmp_path / "table.json").write_text(json.dumps({"table": TABLE.contents()}))
+    words = ["simulate", "--trace", str(tmp_path / "t.jsonl"), "--seats", "8", "--json", "-"]
+    assert main([*words, "--records", str(tmp_path / "steps.npy")]) == 0
+    told = json.loads(capsys.readouterr().out)["verdict"]
+    assert f"(for static measured on {shipped().learned_from('continuous').where})." in told
+    assert main([*words, "--table", str(tmp_path / "table.json")]) == 0
+    told = json.loads(capsys.readouterr().out)["verdict"]
+    assert "error unknown for static" in told, "a table of steps was learned from no such run"
 
 
 def test_the_error_of_speed_is_not_that_of_the_traffic():
