@@ -52,7 +52,7 @@ def ray() -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Of this machine, for all tests of this file."""
+    """Of this machine, for all tests of this file; it is told of chips that are not there."""
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         paths = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
@@ -62,6 +62,8 @@ def cluster() -> Iterator[None]:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # real engines start sooner
         ray.init(
             num_cpus=4,
+            num_gpus=2,
+            resources={"TPU": 2},
             include_dashboard=False,
             namespace="jitney",
             log_to_driver=False,
@@ -182,6 +184,29 @@ def test_an_engine_of_the_default_model_killed_under_load_changes_no_text(tmp_pa
 
 def _asking(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, trust_env=False, headers=KEY)
+
+
+_CHIPS = """
+[models.gpu]
+replicas = 2
+ray = { cpus = 0.1, gpus = 1 }
+[models.tpu]
+replicas = 2
+ray = { cpus = 0.1, resources = { TPU = 1 } }
+"""
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_each_engine_sees_a_chip_of_its_own(ray: Any, tmp_path: Path):
+    """Two engines on GPUs and two on TPU chips, of a node that has two of each."""
+    variables = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
+    with _served(tmp_path, _CHIPS) as http:
+        for model, variable in variables.items():
+            engines = _ready(http, model)
+            seen = [_process(engine["url"]).environ().get(variable) for engine in engines]
+            assert sorted(map(str, seen)) == ["0", "1"]
+            assert not ray.available_resources().get(model.upper()), "all are given away"
 
 
 def test_any_free_port_is_refused(tmp_path: Path):
