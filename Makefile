@@ -81,7 +81,7 @@ test-compile: $(DEV) build/cuda build/tpu
 	  tests/compiled $(ARGS)
 	@$(BIN)/python docs/benchmarks/compiled_programs.py
 
-# A fleet on a cluster of Ray's, whose dozen processes would make whatever runs beside them late: two minutes, alone.
+# A fleet on a cluster of Ray's, whose dozen processes would make whatever runs beside them late: two or three minutes, alone.
 test-ray: export JITNEY_TEST_RAY := 1
 test-ray: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),cpu)
 test-ray: $(DEV)

@@ -8,10 +8,12 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,6 +60,7 @@ def cluster() -> Iterator[None]:
         paths = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
         patch.setenv("PYTHONPATH", paths)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
         patch.delenv("JITNEY_TEST_RAY")  # real engines would not know it
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # real engines start sooner
         ray.init(
@@ -207,6 +210,60 @@ def test_each_engine_sees_a_chip_of_its_own(ray: Any, tmp_path: Path):
             seen = [_process(engine["url"]).environ().get(variable) for engine in engines]
             assert sorted(map(str, seen)) == ["0", "1"]
             assert not ray.available_resources().get(model.upper()), "all are given away"
+
+
+_GROWING = """
+[fleet]
+poll_s = 0.1
+drain_s = 60
+[models.m]
+replicas = 1
+router = "round-robin"
+ray = { cpus = 0.1, max_replicas = 2, target_wait_s = 0.5 }
+"""
+#: Serve would take half a minute to see a load, and ten minutes to believe that it is over.
+_QUICKLY = {"look_back_period_s": 2, "upscale_delay_s": 1, "downscale_delay_s": 2}
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_a_load_makes_an_engine_and_one_that_is_let_go_ends_its_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from jitney.engine.fleet import ray_app
+
+    scaling = ray_app._scaling
+    monkeypatch.setattr(ray_app, "_scaling", lambda section: scaling(section) | _QUICKLY)
+    with _served(tmp_path, _GROWING) as http, ThreadPoolExecutor(24) as clients:
+        _ready(http, count=1)
+        grown = Event()
+
+        def ask_again_and_again() -> None:
+            while not grown.is_set():
+                http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 80})
+
+        asking = [clients.submit(ask_again_and_again) for _ in range(24)]
+        try:
+            both = _ready(http, count=2)
+        finally:
+            grown.set()
+        for each in asking:
+            each.result()
+        processes = {engine["name"]: _process(engine["url"]) for engine in both}
+        slowly = {"messages": [{"role": "user", "content": "slowly"}], "stream": True}
+        body = CHAT | slowly | {"max_tokens": 80}
+        streams = [clients.submit(http.post, "/v1/chat/completions", json=body) for _ in range(4)]
+        [kept] = _ready(http, count=1)
+        [gone] = processes.keys() - {kept["name"]}
+        assert not any(stream.done() for stream in streams)
+        assert processes[gone].is_running()
+        answers = [stream.result() for stream in streams]
+        assert {_text(answer) for answer in answers} == {ANSWER}
+        by_whom = Counter(answer.headers["x-jitney-replica"] for answer in answers)
+        assert by_whom == {gone: 2, kept["name"]: 2}
+        assert 'outcome="resumed"' not in http.get("/metrics").text
+        processes[gone].wait(60)
+        assert processes[kept["name"]].is_running()
 
 
 def test_any_free_port_is_refused(tmp_path: Path):
