@@ -100,6 +100,7 @@ MODEL = "[models.m]\nreplicas = 1\n"
         ("[models.m]\nurls = ['gpu:8000']\n", "'gpu:8000' is not the URL of an engine"),
         ("[models.m]\nurls = ['http://a', 'http://a/']\n", "names one engine twice"),
         ("[models.m]\nurls = ['http://u:p@a']\n", "a key stands in a file"),
+        ("[models.m]\nurls = ['dns+http://pods:80/v1']\n", "dns+http://NAME:PORT, without a path"),
         ("[models.'a b']\nreplicas = 1\n", "a model's name has 1 to 128 characters"),
         ("[models]\nm = 1\n", "[models.m] must be a table"),
         (MODEL + "adapters = ['fr']\n", "adapters is for engines of urls"),
