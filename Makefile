@@ -87,7 +87,7 @@ test-arm: $(DEV) | build/typing/jitney
 	@PYTHON=$(BIN)/python tests/support/emulated_arm.sh build/arm >/dev/null
 	@JITNEY_ARM_PYTHON=$(CURDIR)/build/arm/python $(BIN)/python -m pytest -n 0 tests/kernels/cpu/test_native_cpus.py -k arm $(ARGS)
 
-# A fleet on a cluster of Ray's, whose dozen processes would make whatever runs beside them late: half a minute, alone.
+# A fleet on a cluster of Ray's, whose dozen processes would make whatever runs beside them late: two or three minutes, alone.
 test-ray: export JITNEY_TEST_RAY := 1
 test-ray: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),cpu)
 test-ray: $(DEV)

@@ -27,6 +27,7 @@ from jitney.engine.errors import ConfigError
 
 if TYPE_CHECKING:
     import uvicorn
+    from ray.serve import Application
 
     from jitney.engine.fleet.build import FleetParts
     from jitney.engine.fleet.config import FleetConfig
@@ -83,23 +84,42 @@ def run(arguments: Sequence[str]) -> int:
 def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
     """Raises ConfigError where Ray is not installed."""
     try:
-        from jitney.engine.fleet.ray_app import build_application, is_one_machine, run_on_ray
+        from jitney.engine.fleet.ray_app import is_one_machine, run_on_ray
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ConfigError(f"--on ray needs Ray Serve: {how_to_install('ray')}") from None
-    from jitney.dashboard import with_page
-    from jitney.engine.cli.serve import limits
     from jitney.engine.fleet.local import LOCALHOST
 
-    settings = with_page(limits(Config(server=config.server), keys), _PAGE)
-    url_key = _engine_key(config)
-    host = LOCALHOST if is_one_machine() else ""
-    application = build_application(
-        config, settings, keys.users, keys.admins, url_key=url_key, host=host
-    )
+    application = _application(config, keys, LOCALHOST if is_one_machine() else "")
     run_on_ray(application, config.server.host, config.server.port)
     return 0
+
+
+def _application(config: FleetConfig, keys: AcceptedKeys, host: str) -> Application:
+    """host: where engines listen; empty: at their node's address."""
+    from jitney.dashboard import with_page
+    from jitney.engine.cli.serve import limits
+    from jitney.engine.fleet.ray_app import build_application
+
+    settings = with_page(limits(Config(server=config.server), keys), _PAGE)
+    return build_application(
+        config, settings, keys.users, keys.admins, url_key=_engine_key(config), host=host
+    )
+
+
+def ray_application(args: dict[str, str]) -> Application:
+    """What `import_path` names in a file of Ray Serve's own, such as that of a RayService: the
+    fleet of args["file"], a fleet.toml that is there on every node. Keys come from the environment.
+    Raises ConfigError.
+    """
+    from jitney.engine.fleet.config import read_fleet
+
+    if set(args) != {"file"}:
+        raise ConfigError("args of jitney's application are { file: FLEET_TOML }, no others")
+    config = read_fleet(args["file"], os.environ)
+    check_tls(config.server)
+    return _application(config, read_keys(config.server), "")
 
 
 def _engine_key(config: FleetConfig) -> str:

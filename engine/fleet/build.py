@@ -16,13 +16,14 @@ from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import Patience
+from jitney.engine.fleet.found import FoundEngines
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, Watch, name_of
 from jitney.engine.fleet.rollout import Rollout
-from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.fleet.sections import FOUND, ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
 
 
@@ -44,6 +45,8 @@ class FleetParts:
     arms: dict[str, ReplicatedModel] = field(default_factory=dict)
     #: What looks at the candidates of models that have one.
     rollouts: list[RolloutKeeper] = field(default_factory=list)
+    #: What looks for engines behind names.
+    found: list[FoundEngines] = field(default_factory=list)
 
     @property
     def patience(self) -> Patience:
@@ -74,6 +77,8 @@ def _replicated(
 
 def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> ReplicatedModel:
     """Engines that are started here are added when they start. arm: what they are called."""
+    looked_for = tuple(url for url in section.urls if url.startswith(FOUND))
+    given = [Replica(name_of(url), url, parts.key) for url in section.urls if url not in looked_for]
     model = ReplicatedModel(
         name,
         section,
@@ -82,9 +87,12 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> Re
         parts.patience,
         parts.config.fleet.repeat_streams,
         parts.key if section.urls else "",
-        ReplicaSet([Replica(name_of(url), url, parts.key) for url in section.urls]),
+        ReplicaSet(given),
     )
     parts.watch.begin(model.replicas)
+    if looked_for:
+        names = frozenset(replica.name for replica in given)
+        parts.found.append(FoundEngines(model, parts.watch, looked_for, parts.key, names))
     parts.arms[arm] = model
     return model
 
@@ -128,6 +136,8 @@ async def open_fleet(
             async with AsyncExitStack() as looking:
                 for keeper in parts.rollouts:
                     await looking.enter_async_context(keeper.running())
+                for engines in parts.found:
+                    await looking.enter_async_context(engines.running())
                 yield Fleet(models, metrics, _quotas(config.server), config.adapters), parts
         finally:
             await watch.close()

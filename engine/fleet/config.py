@@ -70,6 +70,14 @@ _DECIDED = (
     "ssl_keyfile",
     "root_path",
 )
+#: Settings of one engine over several hosts. Engines of a fleet would all get the same coordinator
+#: and be the same host: each would wait for the others for ever.
+_OF_HOSTS = ("coordinator", "n_hosts", "host_id")
+#: What to do instead.
+_START_BY_HAND = (
+    "is for one engine over several hosts, which a fleet cannot start; start it on its hosts and "
+    "give its address in urls"
+)
 #: Limits of a key that hold for all engines together, in [fleet].
 _KEY_LIMITS = ("key_max_concurrent", "key_tokens_per_minute")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
@@ -114,6 +122,7 @@ def read_fleet(
     served = {name: value for name, value in fields.items() if name in AS_OF_A_SERVER}
     names = [*FleetSection.model_fields, *AS_OF_A_SERVER]
     models = _models(file, tables.get("models", {}))
+    _check_environ(environ or {}, models)
     return FleetConfig(
         Path(file).absolute(),
         _checked(file, "fleet", ServerSection, served, names),
@@ -121,6 +130,16 @@ def read_fleet(
         models,
         _adapters(file, models),
     )
+
+
+def _check_environ(environ: JsonObject, models: Mapping[str, Section]) -> None:
+    """Engines that are started inherit it. Raises ConfigError."""
+    if not any(isinstance(each, ReplicasSection) and each.replicas for each in models.values()):
+        return
+    for setting in _OF_HOSTS:
+        name = settings()[setting].env
+        if name in environ:
+            raise ConfigError(f"{name}: {setting} {_START_BY_HAND}")
 
 
 def _adapters(file: str | Path, models: Mapping[str, Section]) -> dict[str, str]:
@@ -216,6 +235,8 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
     for setting in section.settings:
         if setting in _DECIDED:
             raise ConfigError(f"{where}: {setting} is the fleet's to decide; leave it out")
+        if setting in _OF_HOSTS:
+            raise ConfigError(f"{where}: {setting} {_START_BY_HAND}")
         if setting not in settings():
             raise ConfigError(f"{where}: {unknown_word(setting, list(settings()))}")
         if settings()[setting].secret:
@@ -225,6 +246,8 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
         config = load_config(given, flags=section.settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    if config.engine.coordinator:
+        raise ConfigError(f"{given}: coordinator {_START_BY_HAND}")
     for setting in _KEY_LIMITS:
         if getattr(config.server, setting):
             raise ConfigError(

@@ -32,6 +32,7 @@ from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.fleet.autoscaling import LOAD, SEATS, WAIT, WaitPolicy
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.found import meet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.local import ENGINE_MODULE, engine_arguments, engine_keys
 from jitney.engine.fleet.models import ReplicatedModel
@@ -266,21 +267,8 @@ class IngressApp:
             except RayError as error:
                 _log.warning("the directory of engines does not answer: %s", error)
             else:
-                await self._meet(parts, model, known)
+                await meet(model, parts.watch, known, self._fleet.key)
             await asyncio.sleep(_TELL_S)
-
-    async def _meet(self, parts: FleetParts, model: ReplicatedModel, known: dict[str, str]) -> None:
-        """known: name -> URL, of those that there are."""
-        for replica in list(model.replicas):
-            if replica.name not in known:
-                model.engines.remove(replica)
-                await parts.watch.end(replica)
-        here = {replica.name for replica in model.replicas}
-        for name, url in known.items():
-            if name not in here:
-                replica = Replica(name, url, self._fleet.key)
-                model.engines.add(replica)
-                parts.watch.begin([replica])
 
 
 def _ingress_deployment(fleet: RayFleet, models: Sequence[Any]) -> Any:

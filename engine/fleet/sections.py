@@ -13,6 +13,8 @@ from jitney.engine.fleet.comparison import FIGURES, LEAST_REQUESTS
 from jitney.engine.fleet.rollout import Rule
 from jitney.engine.fleet.routing import BRAKE
 
+#: Begins the URL of a name whose addresses are engines: dns+http://NAME:PORT.
+FOUND = "dns+http"
 RouterName = Literal["prefix", "least-wait", "round-robin"]
 
 
@@ -124,7 +126,11 @@ class ReplicasSection(Section):
     kind: Literal["replicas"] = Field(default="replicas", description="engines that answer alike")
     replicas: int = Field(default=0, ge=0, le=1024, description="engines that are started here")
     urls: _Texts = Field(
-        default=(), description="engines that run already, such as http://10.0.0.1:8000"
+        default=(),
+        description=(
+            "engines that run already, such as http://10.0.0.1:8000; dns+http://NAME:PORT: every "
+            "address that NAME has, looked up every 5 s"
+        ),
     )
     config: str = Field(
         default="",
@@ -310,7 +316,9 @@ ReplicasSection.model_rebuild()
 
 def _check_url(url: str) -> None:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https", FOUND) or not parts.hostname:
         raise ValueError(f"{url!r} is not the URL of an engine: give http://HOST:PORT")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError("the URL of an engine is http://HOST:PORT; a key stands in a file")
+    if parts.scheme == FOUND and parts.path:
+        raise ValueError(f"{url!r}: engines behind a name are {FOUND}://NAME:PORT, without a path")

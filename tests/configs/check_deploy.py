@@ -2,7 +2,8 @@
 
     python tests/configs/check_deploy.py [--wheel]
 
-hadolint, promtool, kubernetes-validate and systemd-analyze, those of them that are on the PATH.
+hadolint, promtool, kubernetes-validate and systemd-analyze, those of them that are on the PATH:
+`pip install 'jitney[deploy]'` has two of them, Debian's package prometheus has promtool.
 --wheel: run the Dockerfile's own lines for the wheel and for the target cpu, in an empty folder and
 an empty environment: minutes, and what pip fetches.
 """
@@ -24,7 +25,7 @@ from deploy_files import documents, run_lines, stages
 from places import DEPLOY, ROOT
 
 #: API groups that kubernetes-validate knows nothing of.
-_OTHERS = ("monitoring.coreos.com", "keda.sh")
+_OTHERS = ("monitoring.coreos.com", "keda.sh", "ray.io")
 
 
 def main() -> int:
@@ -37,8 +38,8 @@ def main() -> int:
 
 
 def _checks() -> Iterator[tuple[str, list[str]]]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         yield "hadolint", ["hadolint", str(DEPLOY / "Dockerfile")]
         prometheus = DEPLOY / "prometheus"
         settings = str(prometheus / "prometheus.yml")
@@ -47,19 +48,20 @@ def _checks() -> Iterator[tuple[str, list[str]]]:
         yield "promtool check", ["promtool", "check", "rules", str(prometheus / "rules.yml")]
         yield "promtool test", ["promtool", "test", "rules", str(prometheus / "rules_test.yml")]
         manifests = [str(DEPLOY / "kubernetes" / file) for file in ("gpu.yaml", "tpu.yaml")]
-        manifests.append(str(_known_parts(folder)))
+        for name in ("common.yaml", "fleet.yaml", "ray.yaml"):
+            manifests.append(str(_known_parts(folder, name)))
         yield "kubernetes-validate", ["kubernetes-validate", "--strict", *manifests]
         yield "systemd-analyze", ["systemd-analyze", "verify", str(_unit_here(folder))]
 
 
-def _known_parts(folder: Path) -> Path:
-    """Those of common.yaml that Kubernetes itself has."""
+def _known_parts(folder: Path, name: str) -> Path:
+    """Those of a file's parts that Kubernetes itself has."""
     parts = [
         part
-        for part in documents("kubernetes/common.yaml")
+        for part in documents(f"kubernetes/{name}")
         if not part["apiVersion"].startswith(_OTHERS)
     ]
-    file = folder / "common.yaml"
+    file = folder / name
     file.write_text(yaml.safe_dump_all(parts))
     return file
 

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import tomllib
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -25,12 +29,20 @@ from places import DEPLOY, ROOT
 
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.cli import main
+from jitney.engine.cli.fleet_serve import ray_application
 from jitney.engine.config.layers import settings
+from jitney.engine.errors import ConfigError
+from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.ingress import FLEET_ROUTES
+from jitney.engine.fleet.sections import ReplicasSection
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 COMMANDS = list(serve_commands())
 MANIFESTS = ("kubernetes/gpu.yaml", "kubernetes/tpu.yaml")
+COMMON, FLEET, RAY = (f"kubernetes/{name}.yaml" for name in ("common", "fleet", "ray"))
+#: Of our images: targets of the Dockerfile, and what one is built with beside its own.
+TAGS = ("cpu", "cuda12", "tpu", "fleet", "fleet-cuda12")
 #: Seconds that preStop waits.
 PRE_STOP_S = 5
 
@@ -174,7 +186,14 @@ def test_what_compose_mounts_is_there():
 
 def test_the_stages_of_the_image():
     found = stages()
-    assert list(found) == ["wheel", "base", "cuda12", "tpu", "cpu"], "the last is the default"
+    assert list(found) == [
+        "wheel",
+        "base",
+        "cuda12",
+        "tpu",
+        "fleet",
+        "cpu",
+    ], "the last is the default"
     for target in ("cuda12", "tpu", "cpu"):
         stage = found[target]
         assert stage.base == "base"
@@ -192,11 +211,109 @@ def test_the_stages_of_the_image():
     assert "VOLUME" in dict(found["base"].lines) and "HEALTHCHECK" in dict(found["base"].lines)
 
 
+def test_the_image_of_a_fleet_has_ray_and_whatever_else_it_is_given():
+    stage = stages()["fleet"]
+    assert stage.base == "base"
+    assert stage.all("ARG") == [f"VERSION={VERSION}", "EXTRAS=ray"]
+    assert stage.all("USER") == ["10001"]
+    (install,) = run_lines("fleet")
+    assert "[${EXTRAS}]" in install and {"ray", "cuda12"} <= set(EXTRAS)
+    (command,) = stage.all("CMD")
+    (pod,) = (part for part in documents(FLEET) if part["kind"] == "Deployment")
+    (container_of_it,) = pod["spec"]["template"]["spec"]["containers"]
+    assert json.loads(command) == container_of_it["args"]
+
+
+def fleet_toml(file: str, folder: Path) -> Path:
+    """What a file's ConfigMap holds, reading our own files in place of those of the image."""
+    (text,) = (
+        part["data"]["fleet.toml"] for part in documents(file) if part["kind"] == "ConfigMap"
+    )
+    written = folder / "fleet.toml"
+    written.write_text(text.replace("/etc/jitney/", f"{ROOT}/configs/"))
+    return written
+
+
+def test_the_fleet_finds_the_pods_and_drains_in_its_time(tmp_path: Path):
+    config = read_fleet(fleet_toml(FLEET, tmp_path), {"JITNEY_API_KEYS": "k"})
+    (model,) = config.models.values()
+    assert isinstance(model, ReplicasSection)
+    (url,) = model.urls
+    found = urlsplit(url)
+    services = {part["metadata"]["name"]: part["spec"] for part in documents(COMMON)}
+    assert services[found.hostname]["clusterIP"] == "None", "its addresses are the pods'"
+    assert services[found.hostname]["publishNotReadyAddresses"]
+    assert container(MANIFESTS[0])["ports"][0]["containerPort"] == found.port
+    for file in MANIFESTS:
+        words = with_files_here(container(file)["args"])
+        settings_of_it = tomllib.loads(Path(words[words.index("--config") + 1]).read_text())
+        assert settings_of_it["model"]["id"] in config.models, "what the engines call it"
+    parts = {part["kind"]: part for part in documents(FLEET)}
+    labels = {"app": "jitney-fleet"}
+    assert parts["Service"]["spec"]["selector"] == labels
+    assert parts["PodMonitor"]["spec"]["selector"]["matchLabels"] == labels
+    pod = parts["Deployment"]["spec"]["template"]
+    assert pod["metadata"]["labels"] == parts["Deployment"]["spec"]["selector"]["matchLabels"]
+    assert pod["metadata"]["labels"] == labels
+    grace_s = pod["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > PRE_STOP_S + config.server.drain_s
+    (served,) = pod["spec"]["containers"]
+    assert served["args"][-1] == mounted(served, "config") + "/fleet.toml"
+    for probe in ("livenessProbe", "readinessProbe"):
+        assert served[probe]["httpGet"]["path"] in {route.path for route in FLEET_ROUTES}
+    (key,) = pod["spec"]["initContainers"]
+    assert key["command"][-1] == config.fleet.engine_key_file
+    assert mounted(served, "run") == str(Path(config.fleet.engine_key_file).parent)
+
+
+def mounted(container: dict[str, Any], volume: str) -> str:
+    """Where a container has a volume."""
+    return next(each["mountPath"] for each in container["volumeMounts"] if each["name"] == volume)
+
+
+def test_ray_serve_is_told_of_an_application_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is built of the ConfigMap's fleet.toml, by what Serve reads in a RayService."""
+    schema = pytest.importorskip("ray.serve.schema")
+    monkeypatch.setenv("JITNEY_ADMIN_KEYS", "a-boss-s-key")
+    (service,) = (part for part in documents(RAY) if part["kind"] == "RayService")
+    told = schema.ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    assert (told.http_options.host, told.http_options.port) == ("0.0.0.0", 8000)
+    (application,) = told.applications
+    module, _, name = application.import_path.partition(":")
+    build = getattr(importlib.import_module(module), name)
+    cluster = service["spec"]["rayClusterConfig"]
+    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for pod in pods:
+        (each,) = pod["template"]["spec"]["containers"]
+        assert application.args == {"file": mounted(each, "config") + "/fleet.toml"}
+    built = build({"file": str(fleet_toml(RAY, tmp_path))})
+    assert type(built).__name__ == "Application"
+    config = read_fleet(tmp_path / "fleet.toml", {"JITNEY_ADMIN_KEYS": "k"})
+    (model,) = config.models.values()
+    assert isinstance(model, ReplicasSection)
+    (workers,) = cluster["workerGroupSpecs"]
+    (worker,) = workers["template"]["spec"]["containers"]
+    asked = worker["resources"]["requests"]
+    assert (float(asked["cpu"]), float(asked["nvidia.com/gpu"])) == (model.ray.cpus, model.ray.gpus)
+    assert workers["maxReplicas"] == model.ray.max_replicas
+    grace_s = workers["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > config.server.drain_s
+    lowest = next(each for each in EXTRAS["ray"] if each.startswith("ray")).partition(">=")[2]
+    assert cluster["rayVersion"].startswith(lowest)
+
+
+def test_a_ray_service_that_is_told_more_says_so():
+    with pytest.raises(ConfigError, match="args of jitney's application are"):
+        ray_application({"file": "fleet.toml", "port": "1"})
+
+
 def test_images_have_our_version_and_no_registry():
     texts = [file.read_text() for file in DEPLOY.rglob("*") if file.suffix in (".yaml", ".yml")]
     images = set(re.findall(r"image: (\S+)", "\n".join(texts)))
     ours = {image for image in images if image.startswith("jitney")}
-    assert ours == {f"jitney:{VERSION}-{target}" for target in ("cpu", "cuda12", "tpu")}
+    assert ours == {f"jitney:{VERSION}-{target}" for target in TAGS}
     assert all(
         re.fullmatch(r"(prom|grafana)/\w+:v?\d+\.\d+\.\d+", image) for image in images - ours
     )

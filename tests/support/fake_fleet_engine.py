@@ -1,5 +1,5 @@
 """A scripted engine as a process of its own, started as `jitney serve` is: a fleet's engine without
-a model.
+a model. To a prompt that says "slowly" it answers for half a minute.
 """
 
 from __future__ import annotations
@@ -7,11 +7,39 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import AsyncIterator
 
 import uvicorn
 from api_fakes import FakeClient, Script, make_app
 
 from jitney.engine.api.settings import digest_key
+from jitney.engine.types import EngineRequest, SequenceOutput
+
+_TEXT = "Hello, wörld! " * 4
+#: Seconds before each token, as a rule, and where the prompt asks for it.
+_DELAY_S, _SLOWLY_S = 0.01, 0.5
+
+
+class _Client(FakeClient):
+    """Beyond its seats, each open request makes a newcomer wait a second, and waits itself."""
+
+    async def _outputs(
+        self, request: EngineRequest, script: Script
+    ) -> AsyncIterator[SequenceOutput]:
+        self._note_waits()
+        if b"slowly" in bytes(token for token in request.prompt if token < 256):
+            script = Script(_TEXT, delay_s=_SLOWLY_S)
+        try:
+            async for output in super()._outputs(request, script):
+                yield output
+        finally:
+            self.open.discard(request.id)
+            self._note_waits()
+
+    def _note_waits(self) -> None:
+        assert self.info is not None
+        self.counters.waiting = max(0, len(self.open) - self.info.seats)
+        self.counters.predicted_wait = float(self.counters.waiting)
 
 
 def _flag(name: str) -> str:
@@ -30,7 +58,7 @@ def main() -> None:
     if "broken" in sys.argv:
         raise SystemExit(3)
     app = make_app(
-        FakeClient(Script("Hello, wörld! " * 4, delay_s=0.01)),
+        _Client(Script(_TEXT, delay_s=_DELAY_S)),
         model=name,
         admin_keys=tuple(keys),
     )

@@ -86,11 +86,21 @@ MODEL = "[models.m]\nreplicas = 1\n"
         (MODEL + "devices = ['0', '1']\n", "devices must name 1"),
         (MODEL + "settings = { max_seat = 1 }\n", "max_seat is unknown; did you mean max_seats?"),
         (MODEL + "settings = { port = 1 }\n", "port is the fleet's to decide"),
+        (
+            MODEL + "settings = { n_hosts = 2, coordinator = '10.0.0.1:9000' }\n",
+            "[models.m] settings: n_hosts is for one engine over several hosts, which a fleet",
+        ),
+        (MODEL + "settings = { coordinator = 'auto' }\n", "give its address in urls"),
+        (
+            MODEL + "[models.m.candidate]\nreplicas = 1\nsettings = { host_id = 1 }\n",
+            "[models.m.candidate] settings: host_id is for one engine over several hosts",
+        ),
         (MODEL + "settings = { max_seats = 0 }\n", "--max-seats: must be greater than or equal"),
         (MODEL + "config = 'no.toml'\n", "no.toml: cannot be read"),
         ("[models.m]\nurls = ['gpu:8000']\n", "'gpu:8000' is not the URL of an engine"),
         ("[models.m]\nurls = ['http://a', 'http://a/']\n", "names one engine twice"),
         ("[models.m]\nurls = ['http://u:p@a']\n", "a key stands in a file"),
+        ("[models.m]\nurls = ['dns+http://pods:80/v1']\n", "dns+http://NAME:PORT, without a path"),
         ("[models.'a b']\nreplicas = 1\n", "a model's name has 1 to 128 characters"),
         ("[models]\nm = 1\n", "[models.m] must be a table"),
         (MODEL + "adapters = ['fr']\n", "adapters is for engines of urls"),
@@ -107,6 +117,21 @@ def test_a_mistake_is_one_line_that_names_its_place(tmp_path: Path, text: str, s
         read_fleet(file)
     message = str(error.value)
     assert message.startswith(str(file)) and said in message and "\n" not in message
+
+
+def test_several_hosts_are_refused_in_an_engines_own_file_and_in_the_environment(tmp_path: Path):
+    """Every engine would be the same host of the same coordinator, and wait for ever."""
+    hosts = '[engine]\nn_hosts = 2\ntensor_parallel = 2\ncoordinator = "10.0.0.1:9000"\n'
+    (tmp_path / "engine.toml").write_text(hosts)
+    file = written(tmp_path, MODEL + "config = 'engine.toml'\n")
+    with pytest.raises(ConfigError, match=r"engine\.toml: coordinator is for one engine over"):
+        read_fleet(file)
+    file = written(tmp_path, MODEL)
+    environ = {"JITNEY_N_HOSTS": "2", "JITNEY_COORDINATOR": "10.0.0.1:9000"}
+    with pytest.raises(ConfigError, match=r"^JITNEY_COORDINATOR: coordinator is for one engine"):
+        read_fleet(file, environ)
+    elsewhere = written(tmp_path, "[models.m]\nurls = ['http://a']\n")
+    assert read_fleet(elsewhere, environ).models  # they start nothing
 
 
 def test_every_field_is_described():

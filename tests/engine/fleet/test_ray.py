@@ -1,24 +1,32 @@
-"""A fleet on Ray Serve, with scripted engines: two actors of one model behind one ingress."""
+"""A fleet on Ray Serve: actors of one model behind one ingress, with scripted engines and with real
+ones.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import pytest
+from default_model_load import SETTINGS, texts_over_a_kill
 from fleet_engines import CHAT, said
 
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.local import ENGINE_MODULE
 from jitney.engine.ports import free_port
 
 pytestmark = pytest.mark.skipif(
@@ -26,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 SUPPORT = Path(__file__).parents[2] / "support"
 ANSWER = "Hello, wörld! " * 4
+KEY = {"authorization": "Bearer boss"}
 _FLEET = """
 [fleet]
 poll_s = 0.1
@@ -43,52 +52,68 @@ def ray() -> Any:
     return pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
 
-@pytest.fixture
-def endpoint(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """URL of the ingress; a cluster of this machine for as long."""
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Of this machine, for all tests of this file; it is told of chips that are not there."""
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        paths = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+        patch.setenv("PYTHONPATH", paths)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
+        patch.delenv("JITNEY_TEST_RAY")  # real engines would not know it
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # real engines start sooner
+        ray.init(
+            num_cpus=4,
+            num_gpus=2,
+            resources={"TPU": 2},
+            include_dashboard=False,
+            namespace="jitney",
+            log_to_driver=False,
+            object_store_memory=100 << 20,
+        )
+        yield
+        ray.shutdown()
+
+
+@contextmanager
+def _served(folder: Path, text: str, module: str = "fake_fleet_engine") -> Iterator[httpx.Client]:
+    """A client of the ingress, for as long as the application is there. module: runs an engine."""
     from ray import serve
 
     from jitney.engine.fleet.ray_app import build_application
 
-    paths = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", paths)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    file = tmp_path / "fleet.toml"
-    file.write_text(_FLEET)
+    file = folder / "fleet.toml"
+    file.write_text(text)
     application = build_application(
-        read_fleet(file),
-        ServerSettings(),
-        admins=("boss",),
-        module="fake_fleet_engine",
-        host="127.0.0.1",
-    )
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        namespace="jitney",
-        log_to_driver=False,
-        object_store_memory=100 << 20,
+        read_fleet(file), ServerSettings(), admins=("boss",), module=module, host="127.0.0.1"
     )
     try:
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(application, name="jitney")
-        yield f"http://127.0.0.1:{port}"
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False, headers=KEY
+        ) as http:
+            yield http
     finally:
         serve.shutdown()
-        ray.shutdown()
 
 
-def _ready(http: httpx.Client, but: str = "") -> list[dict[str, str]]:
-    """Both engines, as the ingress knows them. but: the name of one that is not meant."""
+def _ready(
+    http: httpx.Client, model: str = "m", but: str = "", count: int = 2
+) -> list[dict[str, str]]:
+    """So many engines of a model, as the ingress knows them, once they are ready. but: the name of
+    one that is not meant.
+    """
     until = time.monotonic() + 100
     while time.monotonic() < until:
-        known = http.get("/fleet/replicas").json()["models"]["m"]
+        known = http.get("/fleet/replicas").json()["models"][model]
         ready = [each for each in known if each["state"] == "ready" and each["name"] != but]
-        if len(ready) == 2:
+        if len(ready) == count:
             return ready
         time.sleep(0.2)
-    raise AssertionError(f"two engines were never ready: {known}")
+    raise AssertionError(f"{count} engines were never ready: {known}")
 
 
 def _until_open(http: httpx.Client, name: str) -> None:
@@ -106,22 +131,25 @@ def _text(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
-def _kill(url: str) -> None:
-    """The engine's process: a child of a child of Ray's."""
-    port = urlsplit(url).port
+def _process(url: str) -> psutil.Process:
+    """The engine's: a child of a child of Ray's."""
+    port = str(urlsplit(url).port)
     for process in psutil.Process().children(recursive=True):
         words = process.cmdline()
-        if "fake_fleet_engine" in words and str(port) in words:
-            os.kill(process.pid, signal.SIGKILL)
-            return
+        if "--port" in words and words[words.index("--port") + 1] == port:
+            return process
     raise AssertionError(f"no engine listens to {port}")
 
 
+def _kill(url: str) -> None:
+    os.kill(_process(url).pid, signal.SIGKILL)
+
+
 @pytest.mark.timeout(280)
-def test_an_engine_killed_under_load_loses_no_request_and_is_replaced(endpoint: str):
+@pytest.mark.usefixtures("cluster")
+def test_an_engine_killed_under_load_loses_no_request_and_is_replaced(tmp_path: Path):
     """Plain answers and streams, half of them at the one that is killed."""
-    key = {"authorization": "Bearer boss"}
-    with httpx.Client(base_url=endpoint, timeout=60, trust_env=False, headers=key) as http:
+    with _served(tmp_path, _FLEET) as http:
         first, _ = _ready(http)
         assert urlsplit(first["url"]).hostname == "127.0.0.1"
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["m"]
@@ -138,6 +166,104 @@ def test_an_engine_killed_under_load_loses_no_request_and_is_replaced(endpoint: 
         assert [answer.text for answer in answers if answer.status_code != 200] == []
         assert {_text(answer) for answer in answers} == {ANSWER}
         assert first["name"] not in {each["name"] for each in _ready(http, but=first["name"])}
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster", "smollm2")
+def test_an_engine_of_the_default_model_killed_under_load_changes_no_text(tmp_path: Path):
+    """Every text is that of one engine which has all requests to itself."""
+
+    async def scene(fleet_url: str, first: str, second: str) -> None:
+        async with _asking(fleet_url) as fleet, _asking(first) as killed, _asking(second) as left:
+            expected, got = await texts_over_a_kill(fleet, killed, left, lambda: _kill(first))
+        assert got == expected
+
+    text = f"{_FLEET}[models.m.settings]\n{SETTINGS}".replace(", max_replicas = 3", "")
+    with _served(tmp_path, text, ENGINE_MODULE) as http:
+        first, second = _ready(http)
+        asyncio.run(scene(str(http.base_url), first["url"], second["url"]))
+        assert 'outcome="resumed"' in http.get("/metrics").text
+
+
+def _asking(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, trust_env=False, headers=KEY)
+
+
+_CHIPS = """
+[models.gpu]
+replicas = 2
+ray = { cpus = 0.1, gpus = 1 }
+[models.tpu]
+replicas = 2
+ray = { cpus = 0.1, resources = { TPU = 1 } }
+"""
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_each_engine_sees_a_chip_of_its_own(ray: Any, tmp_path: Path):
+    """Two engines on GPUs and two on TPU chips, of a node that has two of each."""
+    variables = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
+    with _served(tmp_path, _CHIPS) as http:
+        for model, variable in variables.items():
+            engines = _ready(http, model)
+            seen = [_process(engine["url"]).environ().get(variable) for engine in engines]
+            assert sorted(map(str, seen)) == ["0", "1"]
+            assert not ray.available_resources().get(model.upper()), "all are given away"
+
+
+_GROWING = """
+[fleet]
+poll_s = 0.1
+drain_s = 60
+[models.m]
+replicas = 1
+router = "round-robin"
+ray = { cpus = 0.1, max_replicas = 2, target_wait_s = 0.5 }
+"""
+#: Serve would take half a minute to see a load, and ten minutes to believe that it is over.
+_QUICKLY = {"look_back_period_s": 2, "upscale_delay_s": 1, "downscale_delay_s": 2}
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_a_load_makes_an_engine_and_one_that_is_let_go_ends_its_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from jitney.engine.fleet import ray_app
+
+    scaling = ray_app._scaling
+    monkeypatch.setattr(ray_app, "_scaling", lambda section: scaling(section) | _QUICKLY)
+    with _served(tmp_path, _GROWING) as http, ThreadPoolExecutor(24) as clients:
+        _ready(http, count=1)
+        grown = Event()
+
+        def ask_again_and_again() -> None:
+            while not grown.is_set():
+                http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 80})
+
+        asking = [clients.submit(ask_again_and_again) for _ in range(24)]
+        try:
+            both = _ready(http, count=2)
+        finally:
+            grown.set()
+        for each in asking:
+            each.result()
+        processes = {engine["name"]: _process(engine["url"]) for engine in both}
+        slowly = {"messages": [{"role": "user", "content": "slowly"}], "stream": True}
+        body = CHAT | slowly | {"max_tokens": 80}
+        streams = [clients.submit(http.post, "/v1/chat/completions", json=body) for _ in range(4)]
+        [kept] = _ready(http, count=1)
+        [gone] = processes.keys() - {kept["name"]}
+        assert not any(stream.done() for stream in streams)
+        assert processes[gone].is_running()
+        answers = [stream.result() for stream in streams]
+        assert {_text(answer) for answer in answers} == {ANSWER}
+        by_whom = Counter(answer.headers["x-jitney-replica"] for answer in answers)
+        assert by_whom == {gone: 2, kept["name"]: 2}
+        assert 'outcome="resumed"' not in http.get("/metrics").text
+        processes[gone].wait(60)
+        assert processes[kept["name"]].is_running()
 
 
 def test_any_free_port_is_refused(tmp_path: Path):

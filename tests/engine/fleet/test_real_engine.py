@@ -1,8 +1,12 @@
-"""A fleet whose engine is a real one: a pipeline over it, and its adapter."""
+"""A fleet whose engines are real ones: a pipeline and an adapter, and one killed under load."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,16 @@ import httpx
 import numpy as np
 import pytest
 from adapter_files import write_adapter
+from default_model_load import SETTINGS, texts_over_a_kill
 
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.local import LocalEngines
+from jitney.engine.fleet.replicas import Replica
 
 DOCUMENTS = ["cats sleep", "trams run all night", "the bread is baked at four"]
 QUESTION = "when do trams run?"
@@ -69,6 +76,21 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@asynccontextmanager
+async def _running(file: Path) -> AsyncIterator[tuple[Fleet, LocalEngines, httpx.AsyncClient]]:
+    """The fleet, its engines, which have started, and a client of its endpoint."""
+    config = read_fleet(file)
+    async with open_fleet(config) as (fleet, parts):
+        engines = LocalEngines(config, parts, (), ())
+        transport = httpx.ASGITransport(create_ingress(fleet, ServerSettings()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            try:
+                await engines.start()
+                yield fleet, engines, http
+            finally:
+                await engines.close()
+
+
 async def _told(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
     answer = await http.post(path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -114,17 +136,8 @@ def test_a_pipeline_says_what_its_stages_say_one_by_one(file: Path):
     """And the adapter's name is answered by the adapter."""
 
     async def scene() -> None:
-        config = read_fleet(file)
-        async with open_fleet(config) as (fleet, parts):
-            engines = LocalEngines(config, parts, (), ())
-            transport = httpx.ASGITransport(create_ingress(fleet, ServerSettings()))
-            url = "http://localhost"
-            async with httpx.AsyncClient(transport=transport, base_url=url) as http:
-                try:
-                    await engines.start()
-                    await _compare(http)
-                finally:
-                    await engines.close()
+        async with _running(file) as (_, _, http):
+            await _compare(http)
 
     asyncio.run(scene())
 
@@ -150,3 +163,42 @@ async def _compare(http: httpx.AsyncClient) -> None:
     assert told["choices"][0]["text"] == expected
     assert [stage["stage"] for stage in told["usage"]["stages"]][-1] == "answer"
     assert await _complete(http, "fr", QUESTION) != await _complete(http, "m", QUESTION)
+
+
+DEFAULT_MODEL = f"""
+[fleet]
+poll_s = 0.1
+drain_s = 1
+[models.m]
+replicas = 2
+router = "round-robin"
+[models.m.settings]
+{SETTINGS}
+"""
+
+
+@pytest.mark.usefixtures("hurried_processes", "smollm2")
+def test_an_engine_of_the_default_model_killed_under_load_changes_no_text(tmp_path: Path):
+    """Requests are under way at both; every text is that of one engine which has all to itself."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(DEFAULT_MODEL)
+
+    async def scene() -> None:
+        async with _running(file) as (fleet, engines, http):
+            first, second = engines.engines["m"]
+            assert first._process is not None
+            pid = first._process.pid
+            async with _asking(first.replica) as killed, _asking(second.replica) as left:
+                expected, got = await texts_over_a_kill(
+                    http, killed, left, lambda: os.kill(pid, signal.SIGKILL)
+                )
+            assert got == expected
+            assert first.replica.lost >= 2 and second.replica.lost == 0
+            resumed = fleet.metrics.attempts.labels("m", second.replica.name, "resumed")
+            assert resumed._value.get() >= 1
+
+    asyncio.run(scene())
+
+
+def _asking(replica: Replica) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=replica.url, trust_env=False)

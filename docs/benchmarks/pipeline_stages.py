@@ -1,0 +1,113 @@
+"""What pipeline stages over a slow link would give at decode, beside all-reduces over the same
+link: counted by the simulator's roofline, not measured, since Jitney has no stages.
+
+    python docs/benchmarks/pipeline_stages.py [--context 1024]
+
+Hosts of one chip each. Tensor parallelism computes every layer on all hosts and sums twice a layer
+over the link. Stages have each a part of the layers (the last one the output head too, so it is the
+slowest); a batch is cut into M microbatches, of which each stage computes one at a time, and a
+sequence's next token begins when the last stage is done with the one before. A cycle, in which
+every sequence gets a token, takes max(M, S) turns of a stage; with M < S stages idle 1 - M / S of
+the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.scheduler.plan import StepWork
+from jitney.engine.simulation.devices import Accelerator, find_device
+from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
+
+#: Model, weights, chip of each host, hosts.
+CASES = (
+    ("llama-3.1-8b", "bf16", "l4", 2),
+    ("llama-3.1-70b", "int8", "h100", 2),
+    ("llama-3.1-70b", "int8", "a100-40", 4),
+)
+#: Gbit/s, and seconds of one message: a network of the cloud with TCP, and one with RDMA.
+LINKS = ((25, 5e-5), (100, 1e-5))
+SEATS = (8, 32, 128)
+_BF16 = 2
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model over hosts of one chip each, at a context of so many tokens for each seat."""
+
+    cost: ModelCost
+    device: Accelerator
+    hosts: int
+    assumed: Assumptions
+    context: int
+
+    def tensor_parallel_s(self, rows: int) -> float:
+        """Of a step."""
+        return self._seconds(self.cost, self.hosts, rows)
+
+    def sums_s(self, rows: int) -> float:
+        """Of that, in all-reduces."""
+        return Roofline(self.cost, self.device, self.hosts, self.assumed).link_seconds(rows)
+
+    def cycle_s(self, rows: int, microbatches: int) -> float:
+        """Until every sequence has a token more, in stages."""
+        config = self.cost.config
+        layers = config.n_layers // self.hosts
+        part = replace(config, n_layers=layers, windows=config.windows[:layers])
+        part_rows = rows // microbatches
+        turn_s = self._seconds(replace(self.cost, config=part), 1, part_rows)
+        hop_s = self.assumed.hop_s + self.hop_bytes(part_rows) / self.device.link
+        return max(microbatches, self.hosts) * (turn_s + hop_s)
+
+    def hop_bytes(self, rows: int) -> float:
+        """Hidden states that a stage sends to the next one."""
+        return rows * self.cost.config.hidden_size * _BF16
+
+    def sum_bytes(self, rows: int) -> float:
+        """What each host sends in the all-reduces of a step."""
+        share = 2 * (self.hosts - 1) / self.hosts
+        return 2 * self.cost.config.n_layers * share * self.hop_bytes(rows)
+
+    def _seconds(self, cost: ModelCost, count: int, rows: int) -> float:
+        work = StepWork(keys=rows * self.context)
+        roofline = Roofline(cost, self.device, count, self.assumed)
+        return roofline.seconds(Bucket(rows, rows), work)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
+    args = parser.parse_args()
+    print("| model, hosts | Gbit/s | seats | sums send | a hop sends | all-reduces: step | of it "
+          "sums | stages, M = 1 | stages, M = S |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|")
+    for model, weights, chip, hosts in CASES:
+        for gigabits, hop_s in LINKS:
+            device = replace(find_device(chip), link=gigabits / 8 * 1e9)
+            cost = ModelCost(SHAPES[model], weights=weights)
+            split = Split(cost, device, hosts, Assumptions(hop_s=hop_s), args.context)
+            for seats in SEATS:
+                print(_row(f"{model} {weights}, {hosts} x {chip}", gigabits, split, seats))
+
+
+def _row(what: str, gigabits: int, split: Split, seats: int) -> str:
+    whole, sums = split.tensor_parallel_s(seats), split.sums_s(seats)
+    alone, filled = split.cycle_s(seats, 1), split.cycle_s(seats, split.hosts)
+    cells = (
+        what,
+        f"{gigabits}",
+        f"{seats}",
+        f"{split.sum_bytes(seats) / 1e6:.1f} MB",
+        f"{split.hop_bytes(seats) / 1e3:.0f} KB",
+        f"{whole * 1e3:.1f} ms",
+        f"{sums * 1e3:.1f} ms",
+        f"{alone * 1e3:.1f} ms",
+        f"{filled * 1e3:.1f} ms",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

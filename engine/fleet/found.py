@@ -1,0 +1,96 @@
+"""Engines that are found while the fleet runs: every address of a name is one, such as those of the
+pods behind a headless service of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from jitney.engine.fleet.models import ReplicatedModel
+from jitney.engine.fleet.replicas import Replica, Watch
+
+_log = logging.getLogger("jitney.fleet")
+
+_HTTP_PORT = 80
+#: Seconds between two looks at a name's addresses: Kubernetes lets resolvers keep them as long.
+_LOOK_S = 5.0
+
+
+async def meet(
+    model: ReplicatedModel,
+    watch: Watch,
+    known: Mapping[str, str],
+    key: str,
+    given: frozenset[str] = frozenset(),
+) -> None:
+    """Ask engines that came, and no more those that went. known: name -> URL, of those that there
+    are. key: that they are looked at with. given: names of engines that are not looked for.
+    """
+    for replica in list(model.replicas):
+        if replica.name not in known and replica.name not in given:
+            model.engines.remove(replica)
+            await watch.end(replica)
+    here = {replica.name for replica in model.replicas}
+    for name, url in known.items():
+        if name not in here:
+            replica = Replica(name, url, key)
+            model.engines.add(replica)
+            watch.begin([replica])
+
+
+async def addresses(name: str, port: int) -> list[str]:
+    """All that a name has now, each as HOST:PORT. Raises OSError where it has none."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    hosts = {str(address[0]) for *_, address in found}
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in sorted(hosts)]
+
+
+@dataclass(slots=True)
+class FoundEngines:
+    """Of one model, behind names."""
+
+    model: ReplicatedModel
+    watch: Watch
+    #: Each dns+http://NAME:PORT.
+    urls: tuple[str, ...]
+    #: That engines are looked at with.
+    key: str
+    #: Names of the model's other engines.
+    given: frozenset[str]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Look for them until the context is left."""
+        task = asyncio.create_task(self._look_regularly())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _look_regularly(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Once. Where a name is not answered for, all stay: whether each can be had, the watch on
+        it knows better.
+        """
+        known: dict[str, str] = {}
+        for url in self.urls:
+            parts = urlsplit(url)
+            try:
+                found = await addresses(parts.hostname or "", parts.port or _HTTP_PORT)
+            except OSError as error:
+                _log.warning("%s: its engines are not found: %s", url, error)
+                return
+            known |= {address: f"http://{address}" for address in found}
+        await meet(self.model, self.watch, known, self.key, self.given)

@@ -1,0 +1,78 @@
+"""Requests to two engines of the default model, one of which is killed with some of them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from fleet_engines import said
+
+#: Of the engines, as lines of fleet.toml: small, so that one starts in seconds.
+SETTINGS = """
+model = "smollm2-135m"
+context = 128
+log_level = "warning"
+max_seats = 4
+token_budget = 64
+seat_buckets = [4]
+token_buckets = [64]
+"""
+_REQUESTS, _TOKENS = 8, 48
+
+
+def _asked(number: int) -> dict[str, Any]:
+    """Streams and plain answers; greedy ones and, with a seed, random ones."""
+    return {
+        "model": "m",
+        "messages": [{"role": "user", "content": f"Count from {number} upwards."}],
+        "max_tokens": _TOKENS,
+        "ignore_eos": True,
+        "stream": number % 4 < 2,
+        "temperature": number % 3 / 2,
+        "seed": number,
+    }
+
+
+async def _texts(http: httpx.AsyncClient) -> list[str]:
+    """What is answered to all requests, which are open at once."""
+    asked = [_asked(number) for number in range(_REQUESTS)]
+    answers = await asyncio.gather(
+        *(http.post("/v1/chat/completions", json=body, timeout=120) for body in asked)
+    )
+    assert [answer.text for answer in answers if answer.status_code != 200] == []
+    return [
+        said(answer.text) if body["stream"] else answer.json()["choices"][0]["message"]["content"]
+        for body, answer in zip(asked, answers, strict=True)
+    ]
+
+
+async def _generated(engine: httpx.AsyncClient) -> float:
+    """Tokens, since it started."""
+    metrics = await engine.get("/metrics")
+    found = re.search(r"^jitney_generated_tokens_total (\S+)$", metrics.text, re.MULTILINE)
+    assert found is not None, metrics.text
+    return float(found[1])
+
+
+async def texts_over_a_kill(
+    fleet: httpx.AsyncClient,
+    killed: httpx.AsyncClient,
+    left: httpx.AsyncClient,
+    kill: Callable[[], object],
+) -> tuple[list[str], list[str]]:
+    """(what the engine that is left says, with all requests to itself, what the fleet says while
+    the other one is killed). Four requests go to each, in turn; the one is killed when it has said
+    a quarter of their tokens.
+    """
+    expected = await _texts(left)
+    assert len(set(expected)) == _REQUESTS
+    before = await _generated(killed)
+    asked = asyncio.create_task(_texts(fleet))
+    async with asyncio.timeout(100):
+        while await _generated(killed) < before + _TOKENS:
+            await asyncio.sleep(0.01)
+    kill()
+    return expected, await asked
