@@ -91,8 +91,8 @@ def test_the_share_by_hand():
 
 
 def test_a_short_prompt_first_gets_a_slower_step_and_a_long_one_does_not():
-    """Beside 31 streams at 38 ms a step 100 ms are within 3.5 of them and a share of a half; beside
-    8 at 20 ms only 58 ms are, which are not within 2.7.
+    """256 rows take 100 ms, five steps of 8 streams at 20 ms and less of 31 at 38: they are a short
+    prompt's. A long one gets what is within 2.7 of them, 58 ms are not beside 8.
     """
     step_times = StepTimeEstimate(make_buckets(max_seats=32, token_budget=512))
     budget = PrefillBudget(step_times, AUTO, 0.0)
@@ -101,7 +101,12 @@ def test_a_short_prompt_first_gets_a_slower_step_and_a_long_one_does_not():
         step_times.observe(bucket, times[bucket.tokens] / 1000)
     assert [budget.is_short(rest) for rest in (1, 256, 257)] == [True, True, False]
     assert budget.most(31, short=True) == 256 - 31 and budget.most(31) == 128 - 31
-    assert budget.most(8, short=True) == 128 - 8 and budget.most(8) == 64 - 8
+    assert budget.most(8, short=True) == 256 - 8 and budget.most(8) == 64 - 8
+    for bucket in step_times.buckets.mixed[-2:]:
+        for _ in range(15):
+            step_times.observe(bucket, 0.150)
+    # Seven and a half steps of 8 streams, and less than four of 31.
+    assert budget.most(8, short=True) == 128 - 8 and budget.most(31, short=True) == 256 - 31
     assert PrefillBudget(step_times, 0.25, 0.0).most(31, short=True) == 128 - 31
 
 
