@@ -5,7 +5,7 @@ the same tokens.
 from __future__ import annotations
 
 import random
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 from fakes import (
@@ -184,6 +184,18 @@ def test_dynamic_waits_for_the_oldest_alone():
     clock.now = 0.5
     core.step()
     assert boarding_order(plans) == ["r0.0", "r0.4"]
+
+
+def test_an_order_of_ones_own_boards(monkeypatch: pytest.MonkeyPatch):
+    """Its name and its entry are all that an order takes."""
+    latest = ORDERS["fcfs"]._replace(key=lambda request, expected: -request.arrival)
+    monkeypatch.setitem(cast("dict[str, object]", ORDERS), "latest", latest)
+    core = make_core(seats=1, eos=(), order="latest")
+    plans = watch(core)
+    for number in range(3):
+        core.add(make_request(f"r{number}", [1], arrival=0.1 * number, max_tokens=2))
+    core.run_until_idle()
+    assert boarding_order(plans) == ["r2", "r1", "r0"]
 
 
 def test_a_pause_ends_with_a_deadline():
