@@ -407,7 +407,7 @@ def test_a_drain_gives_lines_up_and_the_next_start_goes_on(folder: Path):
         batch = begin(client, [line(f"r{i}") for i in range(8)])
         until(lambda: len(engine.requests) == 4, 30)
         app.state.service.begin_drain()
-        assert app.state.service._open.is_idle, "a drain does not wait for a batch"
+        assert not app.state.service._open._count, "a drain does not wait for a batch"
         until(lambda: not engine.open, 30)
     again = FakeClient(Script(text="c"))
     with serving(folder, again) as client:
