@@ -32,7 +32,7 @@ from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
 from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.types import JsonDict
 
-log = logging.getLogger("jitney.dashboard")
+_log = logging.getLogger("jitney.dashboard")
 
 #: Rises with every change that an older page would not understand.
 _FLEET_VERSION = 1
@@ -286,7 +286,7 @@ class Fleet:
                 n_bytes = self._tell_once()
                 await asyncio.sleep(max(1 / _HZ, n_bytes / MOST_BYTES_PER_S))
         except Exception:
-            log.exception("the fleet's feed failed")
+            _log.exception("the fleet's feed failed")
         for viewer in self._viewers:
             viewer.close(sse.bye("the fleet's feed failed; the server's log says why"))
 

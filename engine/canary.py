@@ -26,7 +26,7 @@ from jitney.engine.types import (
     TokenLogprobs,
 )
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Largest difference of two log-probabilities that rounding explains, by dtype of the activations.
 LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
@@ -163,12 +163,14 @@ class CanaryCore(EngineCore):
             return []
         del self._waiting[output.request_id]
         if output.prompt_logprobs is None:
-            log.error("canary: %s could not be computed again: %s", output.request_id, output.error)
+            _log.error(
+                "canary: %s could not be computed again: %s", output.request_id, output.error
+            )
             return [CanaryFinding(math.inf, False)]
         scored = list(output.prompt_logprobs)[len(watched.request.prompt) :]
         apart = _largest_difference(watched.logprobs, scored)
         if apart > self.limit:
-            log.error(
+            _log.error(
                 "CANARY: request %s was answered with log-probabilities %.3g away from the "
                 "reference's; rounding explains %g",
                 output.request_id,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jitney.engine.scheduler.scheduler import Scheduler
     from jitney.engine.structured.desk import GrammarDesk
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 type _NewMatcher = Callable[[], Matcher] | None
 _NO_GRAMMARS = ErrorInfo(
@@ -241,7 +241,7 @@ class EngineCore:
                 tokenizer, scheduler.request_limits.vocab_size, scheduler.eos_ids
             )
         except ValueError as error:
-            log.warning("no answer can be held to a grammar: %s", error)
+            _log.warning("no answer can be held to a grammar: %s", error)
 
     def _let_in(self, request: EngineRequest, new_matcher: _NewMatcher = None) -> None:
         try:
@@ -366,7 +366,9 @@ class EngineCore:
         """Go on after a step that failed, and without the one launched behind it."""
         plan, error = failure.plan, failure.error
         self._flight = self._ready = None
-        log.error("step %d failed with %d sequences", plan.number, len(plan.chunks), exc_info=error)
+        _log.error(
+            "step %d failed with %d sequences", plan.number, len(plan.chunks), exc_info=error
+        )
         self.runner.restore(error)
         out_of_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY in str(error)
         self.scheduler.step_failed(plan, self.clock(), out_of_memory=out_of_memory)
@@ -385,7 +387,7 @@ class EngineCore:
         launched = self.clock()
         compiled = self.runner.compiles > compiles
         if compiled and not compiles:
-            log.warning(
+            _log.warning(
                 "STEP %d WAITED FOR THE COMPILER while serving (on a GPU XLA then times products, "
                 "too), which should have ended before the start; the metric "
                 "jitney_compiles_total counts them as late",

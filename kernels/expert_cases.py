@@ -68,7 +68,7 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True)
-class ExpertInputs:
+class _ExpertInputs:
     """Random arrays of a case."""
 
     x: np.ndarray  # [T, E]
@@ -82,13 +82,13 @@ class ExpertInputs:
         return np.flatnonzero(self.blocks.rows < len(self.x))
 
 
-def make_inputs(case: ExpertCase) -> ExpertInputs:
+def make_inputs(case: ExpertCase) -> _ExpertInputs:
     """The arrays, in numpy."""
     rng = np.random.default_rng(case.size + case.inner + case.rows)
     x = _uniform(rng, (case.rows, case.size), case.dtype)
     opening = _stack(rng, case, case.schemes[0], (case.size, 2 * case.inner))
     closing = _stack(rng, case, case.schemes[1], (case.inner, case.size))
-    return ExpertInputs(x, opening, closing, _blocks(rng, case))
+    return _ExpertInputs(x, opening, closing, _blocks(rng, case))
 
 
 def _uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:

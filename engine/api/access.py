@@ -44,7 +44,7 @@ NOBODY = Identity(Role.ANYBODY)
 #: Finds out who sent a request. Raises HttpError for a key that is none of ours.
 type Identify = Callable[[Scope], Identity]
 #: The role that a request's route needs.
-type RoleOf = Callable[[Scope], Role]
+type _RoleOf = Callable[[Scope], Role]
 
 
 class Keys:
@@ -129,7 +129,7 @@ class AccessControl:
     """
 
     app: ASGIApp
-    role_of: RoleOf
+    role_of: _RoleOf
     identify: Identify
     missing: Callable[[], HttpError]
 

@@ -75,7 +75,7 @@ class EngineAbout(NamedTuple):
 
 
 #: An endpoint without such a page.
-UNKNOWN_ENGINE = EngineAbout()
+_UNKNOWN_ENGINE = EngineAbout()
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class OnlineRun:
     #: Mean wait in its queue, seconds; None likewise.
     queue_mean_s: float | None = None
     #: What the endpoint says of itself.
-    about: EngineAbout = UNKNOWN_ENGINE
+    about: EngineAbout = _UNKNOWN_ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ async def read_about(client: httpx.AsyncClient, base: str) -> EngineAbout:
     """What the endpoint's /version says; nothing where there is no such page."""
     about = await _read_json(client, f"{base}/version")
     if not isinstance(about, dict):
-        return UNKNOWN_ENGINE
+        return _UNKNOWN_ENGINE
     return EngineAbout(*[str(about.get(name) or "") for name in EngineAbout._fields])
 
 

@@ -20,7 +20,7 @@ from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove, without
 from jitney.kernels.proof_shapes import Matrix, Mixture, ServedShapes
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 
 def proven(
@@ -45,7 +45,7 @@ def _report_wrong(kernels: KernelSet, wrong: str, *, named: bool) -> None:
             f"kernels {kernels.label} compute wrong numbers on this machine: {wrong}; use "
             "--kernels auto, which leaves out what is wrong, or --kernels reference"
         )
-    log.error(
+    _log.error(
         "KERNELS TAKEN OUT: %s of kernels %s; the slower reference serves in their place. "
         "Please report this with the output of `jitney doctor`.",
         wrong,

@@ -47,7 +47,7 @@ LEAST_REQUESTS, LEAST_CLUSTERS = 30, 20
 
 ArmName = Literal["stable", "candidate"]
 ARMS: tuple[ArmName, ...] = ("stable", "candidate")
-Verdict = Literal["better", "worse", "no difference seen yet"]
+_Verdict = Literal["better", "worse", "no difference seen yet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Interval:
     low: float
     high: float
 
-    def verdict(self, figure: Figure) -> Verdict:
+    def verdict(self, figure: Figure) -> _Verdict:
         if self.low <= figure.equal <= self.high:
             return "no difference seen yet"
         is_more = self.low > figure.equal

@@ -248,13 +248,13 @@ def _other(path: str, summary: str) -> HttpRoute:
     return HttpRoute(path, _POST, _to_model, summary, body=NamedBody, answer=AnyAnswer)
 
 
-PASSED_ROUTES = (
+_PASSED_ROUTES = (
     *_engine_routes(),
     _other("/v1/rerank", "texts in the order of their fitness, where the engines have that"),
     _other("/v1/score", "the fitness of texts, where the engines have that"),
 )
-FLEET_ROUTES = (
-    *PASSED_ROUTES,
+_FLEET_ROUTES = (
+    *_PASSED_ROUTES,
     HttpRoute("/v1/models", _GET, _list_models, "all models", answer=FleetModelList),
     HttpRoute("/v1/models/{model:path}", _GET, _show_model, "one model", answer=FleetModelCard),
     probe("/livez", _livez, "this process answers"),
@@ -281,14 +281,14 @@ FLEET_ROUTES = (
     ),
     *ROLLOUT_ROUTES,
 )
-_PASSED_PATHS = frozenset(route.path for route in PASSED_ROUTES)
+_PASSED_PATHS = frozenset(route.path for route in _PASSED_ROUTES)
 
 
 def create_ingress(
     fleet: Fleet,
     settings: ServerSettings,
     *,
-    routes: Sequence[HttpRoute] = FLEET_ROUTES,
+    routes: Sequence[HttpRoute] = _FLEET_ROUTES,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The application; `app.state.fleet` is the fleet. extra_routes stand behind the same keys and

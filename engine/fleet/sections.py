@@ -13,7 +13,7 @@ from jitney.engine.fleet.comparison import FIGURES, LEAST_REQUESTS
 from jitney.engine.fleet.rollout import Rule
 from jitney.engine.fleet.routing import BRAKE
 
-RouterName = Literal["prefix", "least-wait", "round-robin"]
+_RouterName = Literal["prefix", "least-wait", "round-robin"]
 
 
 def _tuple_from_list(value: object) -> object:
@@ -158,7 +158,7 @@ class ReplicasSection(Section):
             "theirs in `settings`"
         ),
     )
-    router: RouterName = Field(
+    router: _RouterName = Field(
         default="prefix",
         description=(
             "who gets a request: prefix by the beginning of its prompt, so that turns of one "

@@ -12,7 +12,7 @@ from jitney.engine.config.schema import AUTO, Config, EngineSection
 from jitney.engine.errors import ConfigError
 
 #: The port at the first host where the environment names none.
-PORT = 8477
+_PORT = 8477
 #: Nodes of a Slurm job, such as gpu[01-04,07]: only the first one is needed.
 _SLURM_NODES = re.compile(r"(?P<prefix>[^\[,]+)(?:\[(?P<first>[0-9]+)[^\]]*\])?")
 
@@ -36,7 +36,7 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
         update: dict[str, object] = {"coordinator": ""}
     else:
         update = {
-            "coordinator": f"{_bracketed(place.first)}:{PORT}",
+            "coordinator": f"{_bracketed(place.first)}:{_PORT}",
             "n_hosts": place.n_hosts,
             "host_id": place.host_id,
         }

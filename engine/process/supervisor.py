@@ -37,7 +37,7 @@ from jitney.engine.records import step_of
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, EngineState, FinishReason, SequenceOutput
 
-log = logging.getLogger("jitney.process")
+_log = logging.getLogger("jitney.process")
 
 #: Restarts are counted within this many seconds; the wait before one doubles from the first to the
 #: second number.
@@ -223,7 +223,7 @@ class ProcessClient:
                 self._give_up(end)
                 return
             went_on, ended = self._lose_core(end)
-            log.error(
+            _log.error(
                 "%s; starting it again in %.1f s (restart %d of at most %d in ten minutes); "
                 "%d open requests go on in the new one, %d have ended",
                 end.why,
@@ -369,7 +369,7 @@ class ProcessClient:
                 self._take(link, await link.receive())
                 await asyncio.sleep(0)  # `receive` lets nobody else run while messages are there
         except Exception:  # a message we cannot follow leaves requests hanging; a new core does not
-            log.exception("lost track of the engine process")
+            _log.exception("lost track of the engine process")
             link.kill()
 
     def _take(self, link: CoreLink, message: messages.FromCore) -> None:

@@ -75,7 +75,7 @@ def _figure_cells(run: JsonObject) -> dict[str, str]:
         **{label: number(run[name]) for name, label in _RATES.items()},
         **_latency_cells(run),
         "queue": queue(run.get("backlog")),
-        **{label: share(run[name]) for name, label in _SHARES.items()},
+        **{label: _share(run[name]) for name, label in _SHARES.items()},
         "cost per million output tokens": number(run["cost_per_million_tokens"]),
     }
 
@@ -114,7 +114,7 @@ def _label(kind: str) -> str:
 def _ledger_cells(line: Line, total: Line) -> list[str]:
     part = line.rows / max(1, total.rows)
     time = line.nanoseconds / max(1, total.nanoseconds)
-    return [f"{line.rows:,}", share(part), f"{line.seconds:.3f} s", share(time)]
+    return [f"{line.rows:,}", _share(part), f"{line.seconds:.3f} s", _share(time)]
 
 
 def ledgers_table(bills: Mapping[str, Bill], price_per_hour: float | None = None) -> Table:
@@ -286,7 +286,7 @@ def duration(seconds: float | None) -> str:
     return f"{1e3 * seconds:.{digits}f} ms"
 
 
-def share(value: float | None) -> str:
+def _share(value: float | None) -> str:
     """As a percentage."""
     return "" if value is None else f"{value:.1%}"
 

@@ -22,7 +22,7 @@ from jitney.engine.types import (
     TokenLogprobs,
 )
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 _NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this request")
 
@@ -104,7 +104,7 @@ class Results:
 
     def _drop(self, seq: Sequence) -> None:
         """Taking in a sequence's result failed: end it."""
-        log.exception(
+        _log.exception(
             "request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index
         )
         if seq.finish is None:

@@ -49,7 +49,7 @@ from jitney.engine.types import (
     pooling_of,
 )
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Seconds without a live request after which the background may take every seat.
 _CALM_S = 10.0
@@ -297,7 +297,7 @@ class Scheduler:
             return
         self._suspects.clear()
         if guilty.finish is None:
-            log.error("request %s made a step fail, also alone: it ends", guilty.request_id)
+            _log.error("request %s made a step fail, also alone: it ends", guilty.request_id)
             for seq in self.state.open_of(guilty.request_id):
                 self.state.end(seq, "error", _FAILED)
 
@@ -310,7 +310,7 @@ class Scheduler:
         if seq.seated:
             self.state.start_over(seq, now)
         if not self._suspects:
-            log.warning("a step failed, and none of its sequences fails alone")
+            _log.warning("a step failed, and none of its sequences fails alone")
 
     def forget_prefixes(self) -> None:
         """Let no later prompt find what was computed for an earlier one."""

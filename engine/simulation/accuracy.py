@@ -155,13 +155,13 @@ class MeasuredRun(NamedTuple):
 
 
 #: Of runs by name: {learned from: {predicted: `errors`}}.
-CrossErrors = dict[str, dict[str, dict[str, float]]]
+_CrossErrors = dict[str, dict[str, dict[str, float]]]
 
 
-def cross_errors(runs: Mapping[str, MeasuredRun], seed: int = 0) -> CrossErrors:
+def cross_errors(runs: Mapping[str, MeasuredRun], seed: int = 0) -> _CrossErrors:
     """Step times learned from the one run, the other predicted, for every pair."""
     measured = {name: run.figures() for name, run in runs.items()}
-    found: CrossErrors = {}
+    found: _CrossErrors = {}
     for source, run in runs.items():
         table = StepTable.from_records(run.records)
         predicted = {name: other.predicted(table, seed=seed) for name, other in runs.items()}

@@ -60,7 +60,7 @@ def lines_of(path: Path, most_bytes: int) -> list[Line]:
     return lines
 
 
-def answered_in(path: Path) -> dict[str, bool]:
+def _answered_in(path: Path) -> dict[str, bool]:
     """The custom_ids that a file of answers has, and whether each is an error; a line that was half
     written is cut off. Raises ConfigError for a file that is none.
     """
@@ -96,7 +96,7 @@ class OfflineRun:
         """Raises ConfigError if `out` has answers to other lines."""
         self._path = path
         self._out = out
-        answered = answered_in(out)
+        answered = _answered_in(out)
         strangers = answered.keys() - {line.custom_id for line in lines}
         if strangers:
             raise ConfigError(f"{out} has answers to other lines than those of {path}")

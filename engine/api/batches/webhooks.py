@@ -73,7 +73,7 @@ def _lies_under(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + "/")
 
 
-def signed(secret: str, id: str, sent_at: int, body: bytes) -> dict[str, str]:
+def _signed(secret: str, id: str, sent_at: int, body: bytes) -> dict[str, str]:
     """The headers of a message."""
     key = secret.encode()
     if secret.startswith(_SECRET_PREFIX):
@@ -158,7 +158,7 @@ class Webhooks:
         url, body = delivery.url, delivery.event.text()
         if not self._secret or not is_allowed(url, self._prefixes):
             return "its URL is not allowed any more"
-        headers = signed(self._secret, delivery.event.id, int(time.time()), body)
+        headers = _signed(self._secret, delivery.event.id, int(time.time()), body)
         try:
             # What is answered is not read.
             async with client.stream("POST", url, content=body, headers=headers) as response:
