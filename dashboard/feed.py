@@ -59,7 +59,7 @@ class Feed:
     """The live feed of one engine; lives on one asyncio loop.
 
     hz: frames a second while there is a viewer. needs_key, shows_text: for the page, see
-    `sse.Hello`.
+    `sse.FeedStart`.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class Card(TypedDict):
     progress: JsonDict | None
 
 
-class Place(NamedTuple):
+class ReplicaAddress(NamedTuple):
     """Where a replica is asked."""
 
     url: str

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.experts import Blocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.interface import ExpertProducts
 from jitney.kernels.proof_shapes import distance
 
@@ -74,7 +74,7 @@ class _ExpertInputs:
     x: np.ndarray  # [T, E]
     opening: Stack
     closing: Stack
-    blocks: Blocks
+    blocks: ExpertBlocks
 
     @property
     def real(self) -> np.ndarray:
@@ -111,7 +111,7 @@ def _stack(
     return Stack(codes, scale / np.float32(steps))  # pyright: ignore[reportArgumentType]
 
 
-def _blocks(rng: np.random.Generator, case: ExpertCase) -> Blocks:
+def _blocks(rng: np.random.Generator, case: ExpertCase) -> ExpertBlocks:
     going = rng.random((case.rows, case.n_experts)) < 0.4
     going[:, :3] = False
     going[:, 1] = True
@@ -131,7 +131,7 @@ def _blocks(rng: np.random.Generator, case: ExpertCase) -> Blocks:
     rows += [np.full(case.block, case.rows)] * _EMPTY
     owners += [case.n_experts] * _EMPTY
     arrays = np.concatenate(rows), np.array(owners), np.array(count)
-    return Blocks(*(array.astype(np.int32) for array in arrays))  # pyright: ignore[reportArgumentType]
+    return ExpertBlocks(*(array.astype(np.int32) for array in arrays))  # pyright: ignore[reportArgumentType]
 
 
 def case_errors(experts: ExpertProducts, case: ExpertCase) -> Iterator[float]:

@@ -18,7 +18,7 @@ from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.types import KernelProof
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove, without
-from jitney.kernels.proof_shapes import Matrix, Mixture, ServedShapes
+from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes
 
 _log = logging.getLogger("jitney.core")
 
@@ -105,13 +105,13 @@ def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
     return tuple({own.experts.block_rows(bucket.tokens) for bucket in steps})
 
 
-def _mixtures_of(model: Model, own: ModelConfig) -> tuple[Mixture, ...]:
+def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
     """The different layers of experts."""
     experts = [one for one in model.linears() if isinstance(one, ExpertLinear)]
     pairs = zip(experts[::2], experts[1::2], strict=True)  # what opens, and what closes
     return tuple(
         dict.fromkeys(
-            Mixture(
+            MixtureShape(
                 own.intermediate_size,
                 (opening.packed.scheme, closing.packed.scheme),
                 own.activation,

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from jitney.engine.config.schema import Section, ServerSection
-from jitney.engine.fleet.candidate import ModelWithCandidate, Prices, RolloutKeeper
+from jitney.engine.fleet.candidate import ArmPrices, ModelWithCandidate, RolloutKeeper
 from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, composed_of
 from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
 from jitney.engine.fleet.config import FleetConfig
@@ -64,7 +64,7 @@ def _replicated(
         stable,
         _arm(parts, name, other, f"{name}.candidate"),
         Rollout(name, other.name, other.rule),
-        Prices(other.stable_price_per_hour, other.price_per_hour),
+        ArmPrices(other.stable_price_per_hour, other.price_per_hour),
     )
     folder = parts.config.fleet.state_dir
     kept = parts.config.path(folder) if folder else None

@@ -24,7 +24,7 @@ from jitney.engine.fleet.comparison import (
     Comparison,
     Figure,
     Interval,
-    Outcome,
+    RequestOutcome,
 )
 from jitney.engine.types import JsonDict
 
@@ -50,7 +50,7 @@ _HOUR_S = 3600.0
 _VERSION = 1
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """Where a key belongs, for as long as the rollout runs."""
 
     arm: ArmName
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PromotionRule:
     """When a candidate is promoted or rolled back."""
 
     #: Of the keys, that the candidate gets while the rollout runs.
@@ -99,7 +99,7 @@ class Rollout:
     """One model's candidate. name: of the candidate; what is known belongs to it alone."""
 
     def __init__(
-        self, model: str, name: str, rule: Rule, clock: Callable[[], float] = time.time
+        self, model: str, name: str, rule: PromotionRule, clock: Callable[[], float] = time.time
     ) -> None:
         self.model = model
         self.name = name
@@ -113,7 +113,7 @@ class Rollout:
         self.since = clock()
         self._looks: list[_Look] = []
 
-    def place(self, key: bytes) -> Place:
+    def place(self, key: bytes) -> KeyPlace:
         """Where a key belongs: always the same, and with a larger share still the same or the
         candidate.
         """
@@ -121,14 +121,14 @@ class Rollout:
         digest = hashlib.blake2b(salt + key, digest_size=9).digest()
         part = int.from_bytes(digest[:8]) / 2**64
         arm: ArmName = "candidate" if part < self.share else "stable"
-        return Place(arm, digest[8] % CLUSTERS)
+        return KeyPlace(arm, digest[8] % CLUSTERS)
 
     @property
     def share(self) -> float:
         """Of the keys that the candidate gets now."""
         return {"running": self.rule.share, "promoted": 1.0, "rolled_back": 0.0}[self.state]
 
-    def observe(self, place: Place, outcome: Outcome) -> None:
+    def observe(self, place: KeyPlace, outcome: RequestOutcome) -> None:
         """A request is over. What comes after the decision compares nothing."""
         if self.state == "running":
             self.comparison.add(place.arm, place.cluster, outcome)

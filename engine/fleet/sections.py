@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from jitney.engine.config.layers import unknown_word
 from jitney.engine.config.schema import Section
 from jitney.engine.fleet.comparison import FIGURES, LEAST_REQUESTS
-from jitney.engine.fleet.rollout import Rule
+from jitney.engine.fleet.rollout import PromotionRule
 from jitney.engine.fleet.routing import BRAKE
 
 _RouterName = Literal["prefix", "least-wait", "round-robin"]
@@ -245,7 +245,7 @@ class CandidateSection(ReplicasSection):
         description="requests that it must have answered before the rule promotes it",
     )
     may_lose: dict[str, float] = Field(
-        default_factory=lambda: dict(Rule().may_lose),
+        default_factory=lambda: dict(PromotionRule().may_lose),
         description=(
             "by how much its figures may be worse: a share of tokens_per_s, first_token_s and "
             "token_cost, a difference of errors; figures that are not named are shown alone"
@@ -294,8 +294,8 @@ class CandidateSection(ReplicasSection):
         return self
 
     @property
-    def rule(self) -> Rule:
-        return Rule(
+    def rule(self) -> PromotionRule:
+        return PromotionRule(
             share=self.share,
             min_requests=self.min_requests,
             may_lose=self.may_lose,

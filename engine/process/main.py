@@ -251,7 +251,7 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
                 core.ask(message)  # answered after the next plan
             else:
                 outbox.send(messages.encode(core.seat_map(ticket, seats=seats)))
-        case messages.Tokenizer(json=tokenizer):
+        case messages.TokenizerJson(json=tokenizer):
             core.learn(tokenizer)
         case messages.Sleep(ticket=ticket):
             outbox.send(messages.encode(_done(ticket, lambda: core.sleep(alive))))

@@ -173,7 +173,7 @@ class ProcessClient:
     def _teach(self, link: CoreLink) -> None:
         """Tell a core that can hear us the tokenizer, once."""
         if self._tokenizer and not link.learned:
-            link.send(messages.Tokenizer(self._tokenizer))
+            link.send(messages.TokenizerJson(self._tokenizer))
             link.learned = True
 
     async def until(self, *states: EngineState) -> EngineState:

@@ -16,7 +16,7 @@ from jitney.engine.messages import GrammarWork
 from jitney.engine.scheduler.plan import MaskedRow, Plan
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.structured.compiling import token_trie
-from jitney.engine.structured.matchers import Matcher, Matchers
+from jitney.engine.structured.matchers import GrammarMatcher, Matchers
 from jitney.engine.structured.token_rules import RuledMatcher
 from jitney.engine.types import EngineRequest, FinishReason, Grammar, SamplingParams
 
@@ -44,7 +44,7 @@ class _Verdict(NamedTuple):
     request: EngineRequest
     #: Makes a matcher for each of its sequences; None: the grammar cannot be used, or all of them
     #: were ended.
-    new_matcher: Callable[[], Matcher] | None
+    new_matcher: Callable[[], GrammarMatcher] | None
     error: ErrorInfo | None
     #: Sequences that were ended meanwhile, and why.
     ended: dict[int, FinishReason]
@@ -151,7 +151,7 @@ class GrammarDesk:
     def _fill(self, seq: Sequence, masks: np.ndarray, row: int) -> _Ending | None:
         """Write the mask of a sequence's next token, or say why it gets none."""
         matcher = seq.matcher
-        assert isinstance(matcher, (Matcher, RuledMatcher))  # made here
+        assert isinstance(matcher, (GrammarMatcher, RuledMatcher))  # made here
         may_end = not seq.request.sampling.ignore_eos
         may_end = may_end and seq.n_output + 1 >= seq.request.sampling.min_tokens
         try:

@@ -16,7 +16,7 @@ from starlette.types import Message, Scope
 
 from jitney.engine.api.access import Identity
 from jitney.engine.api.batches.lines import LineRequest, request_in
-from jitney.engine.api.batches.records import Outcome
+from jitney.engine.api.batches.records import LineOutcome
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError, echo, error_form, error_response
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
@@ -32,7 +32,7 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 30.0
 class LineAnswer:
     """What a line brought, as a line of the output file or of the error file."""
 
-    outcome: Outcome
+    outcome: LineOutcome
     text: bytes
 
 
@@ -181,4 +181,4 @@ def _written(custom_id: str, request_id: str, reply: _Reply) -> LineAnswer:
             "error": None,
         }
     )
-    return LineAnswer(Outcome.COMPLETED if good else Outcome.FAILED, text)
+    return LineAnswer(LineOutcome.COMPLETED if good else LineOutcome.FAILED, text)

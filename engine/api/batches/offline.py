@@ -13,7 +13,7 @@ import orjson
 
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.lines import LineReader, read_line
-from jitney.engine.api.batches.records import Fault, Line, Outcome
+from jitney.engine.api.batches.records import Fault, Line, LineOutcome
 from jitney.engine.errors import ConfigError
 
 #: Faults of a file that are told.
@@ -89,7 +89,7 @@ def _answered(path: Path, raw: bytes) -> tuple[str, bool]:
         ) from None
 
 
-class OfflineRun:
+class OfflineBatch:
     """Answers the lines of a file that have no answer yet."""
 
     def __init__(self, path: Path, lines: list[Line], out: Path):
@@ -132,5 +132,5 @@ class OfflineRun:
         answer = await executor.answer(raw, line.custom_id, endpoint="", owner="")
         out.write(answer.text + b"\n")
         self._answered += 1
-        self._failed += answer.outcome is Outcome.FAILED
+        self._failed += answer.outcome is LineOutcome.FAILED
         on_answer(self.counts)

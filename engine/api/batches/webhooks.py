@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from jitney.engine.api.batches.deliveries import Deliveries, Delivery
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.errors import RequestError
 
 _log = logging.getLogger("jitney.api")
@@ -92,7 +92,11 @@ class Webhooks:
     """Sends what is due, again and again if need be, also after a restart."""
 
     def __init__(
-        self, keeper: Keeper, prefixes: tuple[str, ...], secret: str, queues: Sequence[Deliveries]
+        self,
+        keeper: StoreKeeper,
+        prefixes: tuple[str, ...],
+        secret: str,
+        queues: Sequence[Deliveries],
     ):
         self._keeper = keeper
         self._prefixes = prefixes

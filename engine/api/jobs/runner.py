@@ -11,7 +11,7 @@ from functools import partial
 import orjson
 
 from jitney.engine.api.batches.execution import LineExecutor
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineRequest
 from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.tasks import Tasks
@@ -26,7 +26,7 @@ class JobRunner:
     def __init__(
         self,
         service: Service,
-        keeper: Keeper,
+        keeper: StoreKeeper,
         executor: LineExecutor,
         on_end: Callable[[], None],
     ):

@@ -23,7 +23,7 @@ from fakes import (
 
 from jitney.engine.config.schema import OrderName, PolicyName
 from jitney.engine.core import EngineCore
-from jitney.engine.scheduler.limits import Batches
+from jitney.engine.scheduler.limits import BatchLimits
 from jitney.engine.scheduler.policies import ORDERS, POLICIES, Situation, make_policy
 from jitney.engine.types import SequenceOutput
 
@@ -75,7 +75,7 @@ def test_the_names_stand_in_one_place():
 def test_who_may_board(
     policy: str, now: float, arrivals: list[float], busy: int, boarders: int, boards_at: float
 ):
-    made = make_policy(policy, Batches(4, wait_s=1.5, timeout_s=1.75))
+    made = make_policy(policy, BatchLimits(4, wait_s=1.5, timeout_s=1.75))
     assert made.boarders(situation(now, arrivals, busy)) == boarders
     if boarders:
         assert made.boards_at(situation(now, arrivals, busy)) <= now
@@ -87,7 +87,7 @@ def test_static_waits_for_its_number_unless_nobody_else_can_come():
     """Nobody has come for an hour, and still three of four do not board; the end of the traffic is
     known to a bench.
     """
-    made = make_policy("static", Batches(4, wait_s=1.5))
+    made = make_policy("static", BatchLimits(4, wait_s=1.5))
     assert made.boarders(situation(3605.0, [5.0] * 3)) == 0
     assert made.boards_at(situation(3605.0, [5.0] * 3)) == float("inf")
     last = situation(5.0, [5.0] * 3)._replace(more_to_come=False)
