@@ -18,7 +18,7 @@ from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.passing import PASSED_METHODS, nothing_here, pass_on
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
-from jitney.engine.api.access import Keys
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.cross_site import cors
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.routing import Role
@@ -60,7 +60,7 @@ class _FleetPage(PageRoutes):
     index = "fleet.html"
 
     def __init__(self, fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None):
-        super().__init__(Keys(settings))
+        super().__init__(ApiKeys(settings))
         self.fleet = fleet
         self.rollouts = rollouts
         fleet.signed_in = self.sessions.needed

@@ -43,7 +43,7 @@ class _Watched:
     """A sequence that is served now and will be computed again."""
 
     request: EngineRequest  # as the client sent it
-    told: bool  # the client asked for log-probabilities itself
+    wants_logprobs: bool  # the client asked for log-probabilities itself
     tokens: list[int] = field(default_factory=list)  # generated so far
     logprobs: list[float] = field(default_factory=list)  # of each of them, natural log
 
@@ -103,9 +103,9 @@ class CanaryCore(EngineCore):
         had_before = request.resumed is not None
         if had_before or sampling.n != 1 or longest >= self.alone.scheduler.limits.context_length:
             return request
-        told = sampling.logprobs is not None
-        self._watched[request.id] = _Watched(request, told)
-        if told:
+        wants_logprobs = sampling.logprobs is not None
+        self._watched[request.id] = _Watched(request, wants_logprobs)
+        if wants_logprobs:
             return request
         asking = msgspec.structs.replace(sampling, logprobs=0)
         return msgspec.structs.replace(request, sampling=asking)
@@ -141,7 +141,7 @@ class CanaryCore(EngineCore):
             del self._watched[output.request_id]
             if output.error is None and watched.tokens:
                 self._compute_again(watched)
-        if watched.told:
+        if watched.wants_logprobs:
             return output
         return msgspec.structs.replace(output, logprobs=None)
 

@@ -47,7 +47,7 @@ type Identify = Callable[[Scope], Identity]
 type _RoleOf = Callable[[Scope], Role]
 
 
-class Keys:
+class ApiKeys:
     """The accepted keys. clock: seconds, for how often wrong ones come."""
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
@@ -88,7 +88,7 @@ class Keys:
         )
 
 
-def bearer(keys: Keys) -> Identify:
+def bearer(keys: ApiKeys) -> Identify:
     """Identifies by the header 'Authorization: Bearer KEY', or where there is none, by 'x-api-key:
     KEY', as Anthropic's clients send it. Two of either are none.
     """

@@ -314,7 +314,7 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | RefusedFlag] = {
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Have the parser understand them; its help does not list them."""
     for flag, what in VLLM_FLAGS.items():
-        options: dict[str, Any] = {"action": _Told, "what": what}
+        options: dict[str, Any] = {"action": _OfVllm, "what": what}
         if not _takes_value(what):
             options["nargs"] = 0
         elif isinstance(what, RefusedFlag):
@@ -342,7 +342,7 @@ def _dest(what: Mapped | AlwaysSo | RefusedFlag) -> str:
     return what.setting if isinstance(what, Mapped) else argparse.SUPPRESS
 
 
-class _Told(argparse.Action):
+class _OfVllm(argparse.Action):
     """Sets what the flag means here, or ends the program with what to use instead."""
 
     def __init__(self, *args: Any, what: Mapped | AlwaysSo | RefusedFlag, **kwargs: Any):

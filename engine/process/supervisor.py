@@ -93,7 +93,7 @@ class _CoreEnd:
     crashed: bool = False
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line for the page, without an exception's text."""
         if self.cause == "failed":
             return "the engine process stopped after an error, which the log names"
@@ -233,7 +233,7 @@ class ProcessClient:
                 went_on,
                 ended,
             )
-            self.history.outage_began(end.told, n_resumed=went_on, n_lost=ended)
+            self.history.outage_began(end.summary, n_resumed=went_on, n_lost=ended)
             self.counters.observe_restart(end.cause, went_on)
             self.progress = None  # it was the dead core's
             self._set_state("draining" if self._draining else "restarting")
@@ -266,7 +266,7 @@ class ProcessClient:
         """The engine is dead for good."""
         self.failure = end.why
         if self.info is not None:
-            self.history.outage_began(end.told, n_resumed=0, n_lost=len(self._streams))
+            self.history.outage_began(end.summary, n_resumed=0, n_lost=len(self._streams))
         if self._restarts:
             self.failure += f"; given up after {len(self._restarts)} restarts in ten minutes"
         self._end_streams(_LOST)

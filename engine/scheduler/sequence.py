@@ -53,7 +53,7 @@ class Replay:
     """
 
     #: All output tokens that were told.
-    told: list[int]
+    tokens: list[int]
     #: Tokens on their way that do not count: the one before them came out as another one.
     stale: int = 0
 

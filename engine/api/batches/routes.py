@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from jitney.engine.api.batches.find_or_404 import find_or_404
 from jitney.engine.api.batches.forms import (
     WEBHOOK_KEY,
     BatchAnswer,
@@ -28,7 +29,6 @@ from jitney.engine.api.batches.forms import (
     shown_list,
     window_s,
 )
-from jitney.engine.api.batches.found import found
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import Batch, StoredFile, new_id
 from jitney.engine.api.batches.service import Batches, now
@@ -158,7 +158,7 @@ async def _delete_file(service: Service, request: Request) -> Response:
 
 
 async def _file(keeper: StoreKeeper, request: Request) -> StoredFile:
-    return await found(keeper, request, "file", BatchStore.file)
+    return await find_or_404(keeper, request, "file", BatchStore.file)
 
 
 async def _create_batch(service: Service, request: Request) -> Response:
@@ -243,7 +243,7 @@ async def _cancel_batch(service: Service, request: Request) -> Response:
 
 
 async def _batch(keeper: StoreKeeper, request: Request) -> Batch:
-    return await found(keeper, request, "batch", BatchStore.batch)
+    return await find_or_404(keeper, request, "batch", BatchStore.batch)
 
 
 def _batches(service: Service) -> Batches:

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jitney.engine.api.batches.find_or_404 import find_or_404
 from jitney.engine.api.batches.forms import shown_list, window_s
-from jitney.engine.api.batches.found import found
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.service import now
@@ -149,7 +149,7 @@ async def _events(
     """The job now and at each change to its end, and comments where nothing changes for long."""
     status = ""
     while not runner.is_stopped:
-        news = runner.news(request.path_params["job_id"])
+        changed = runner.changed(request.path_params["job_id"])
         job = await _job(keeper, request)
         if job.status != status:
             status = job.status
@@ -158,7 +158,7 @@ async def _events(
             return
         try:
             async with asyncio.timeout(keep_alive_s):
-                await news.wait()
+                await changed.wait()
         except TimeoutError:
             yield b": still here\n\n"
 
@@ -182,7 +182,7 @@ class _EventAnswer:
 
 
 async def _job(keeper: StoreKeeper, request: Request) -> Job:
-    return await found(keeper, request, "job", table.find)
+    return await find_or_404(keeper, request, "job", table.find)
 
 
 def _jobs(service: Service) -> Jobs:

@@ -37,7 +37,7 @@ class JobRunner:
         self._places = Places(service)
         self._tasks = Tasks(self._changed)
         #: Set, and forgotten, at a job's next change.
-        self._news: dict[str, asyncio.Event] = {}
+        self._changes: dict[str, asyncio.Event] = {}
 
     @property
     def is_stopped(self) -> bool:
@@ -52,10 +52,10 @@ class JobRunner:
         """Work on a job."""
         self._tasks.begin(job.id, partial(self._work, job))
 
-    def news(self, id: str) -> asyncio.Event:
+    def changed(self, id: str) -> asyncio.Event:
         """An event that is set when the job changes; at once if it is not worked on."""
         if id in self._tasks:
-            return self._news.setdefault(id, asyncio.Event())
+            return self._changes.setdefault(id, asyncio.Event())
         event = asyncio.Event()
         event.set()
         return event
@@ -103,6 +103,6 @@ class JobRunner:
         return status, orjson.dumps(reply.shown(request_id))
 
     def _changed(self, id: str) -> None:
-        event = self._news.pop(id, None)
+        event = self._changes.pop(id, None)
         if event is not None:
             event.set()

@@ -12,7 +12,7 @@ from jitney.engine.api.context import context_of
 from jitney.engine.api.errors import HttpError, echo
 
 
-async def found[T](
+async def find_or_404[T](
     keeper: StoreKeeper,
     request: Request,
     kind: str,
