@@ -126,9 +126,9 @@ def crowded_core(clock: FakeClock, **limits: Any) -> EngineCore:
         core.add(make_request(f"sits{number}", [1], max_tokens=200))
     fetch = core.runner.fetch
 
-    def slow(ticket: Any) -> StepResult:
+    def slow(launched: Any) -> StepResult:
         clock.now += 0.01
-        return fetch(ticket)
+        return fetch(launched)
 
     core.runner.fetch = slow
     for _ in range(4):
