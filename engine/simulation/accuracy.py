@@ -336,7 +336,7 @@ def _runs_in(arrays: Mapping[str, np.ndarray]) -> dict[str, MeasuredRun]:
 def _run_of(arrays: Mapping[str, np.ndarray], name: str) -> MeasuredRun:
     note = msgspec.json.decode(str(arrays[f"note_{name}"]), type=RunNote)
     requests = {row["request"]: _request_of(row) for row in _rows(arrays[f"times_{name}"])}
-    for row in _rows(arrays[f"rides_{name}"]):
+    for row in _rows(arrays[f"stays_{name}"]):
         requests[row["request"]].stays.append(_stay_of(row))
     return MeasuredRun(list(requests.values()), arrays[f"records_{name}"], note)
 
