@@ -233,7 +233,16 @@ def _run_of(
 ) -> OfflineRun:
     tokens = list(map(_output_of, served))
     seconds = span(served)
-    return OfflineRun(served, tokens, log.records, owners, started, seconds, shape, concurrency)
+    return OfflineRun(
+        requests=served,
+        tokens=tokens,
+        records=log.records,
+        owners=owners,
+        started=started,
+        seconds=seconds,
+        shape=shape,
+        concurrency=concurrency,
+    )
 
 
 def _watched_records(watch: Watch, total: int) -> RequestRecords:

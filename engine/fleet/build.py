@@ -75,14 +75,14 @@ def _replicated(
 def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> ReplicatedModel:
     """Engines that are started here are added when they start. arm: what they are called."""
     model = ReplicatedModel(
-        name,
-        section,
-        parts.client,
-        parts.metrics,
-        parts.patience,
-        parts.config.fleet.repeat_streams,
-        parts.key if section.urls else "",
-        ReplicaSet([Replica(name_of(url), url, parts.key) for url in section.urls]),
+        name=name,
+        section=section,
+        client=parts.client,
+        metrics=parts.metrics,
+        patience=parts.patience,
+        repeat_streams=parts.config.fleet.repeat_streams,
+        key=parts.key if section.urls else "",
+        engines=ReplicaSet([Replica(name_of(url), url, parts.key) for url in section.urls]),
     )
     parts.watch.begin(model.replicas)
     parts.arms[arm] = model
@@ -121,7 +121,16 @@ async def open_fleet(
     ):
         section = config.fleet
         watch = Watch(client, poll_s=section.poll_s, lost_after_s=section.lost_after_s)
-        parts = FleetParts(config, client, metrics, watch, key, composed, models, rollouts=keepers)
+        parts = FleetParts(
+            config=config,
+            client=client,
+            metrics=metrics,
+            watch=watch,
+            key=key,
+            composed=composed,
+            models=models,
+            rollouts=keepers,
+        )
         try:
             for name, table in config.models.items():
                 models[name] = _MAKERS[type(table)](parts, name, table)
