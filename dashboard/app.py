@@ -24,7 +24,7 @@ from jitney.dashboard.queries import seconds, whole, word
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import core_seat_lists, page_cells, page_map
 from jitney.dashboard.view import View
-from jitney.engine.api.access import Keys, identity_of
+from jitney.engine.api.access import ApiKeys, identity_of
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jsonio import in_pieces, long_list
@@ -54,7 +54,7 @@ class _Dashboard(PageRoutes):
         engine: SettingsNow | None,
         decode: _Decode | None,
     ):
-        super().__init__(Keys(settings))
+        super().__init__(ApiKeys(settings))
         self.client = client
         self.decode = decode
         self.slices = Slices(_MOST_ANSWERS)

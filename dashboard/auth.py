@@ -50,7 +50,7 @@ REPORT_POLICY = (
 
 
 @dataclass(frozen=True, slots=True)
-class PageGuard:
+class _PageGuard:
     """Security headers on every answer, and no answer to pages of other sites.
 
     cors_origins: other origins whose pages may look too.
@@ -90,7 +90,7 @@ def page_middleware(
 ) -> list[Middleware]:
     """What stands before the routes of a page, outermost first."""
     return [
-        Middleware(PageGuard, cors_origins),
+        Middleware(_PageGuard, cors_origins),
         Middleware(AccessControl, partial(_role_of, lines), sessions.of_request, _not_signed_in),
     ]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jitney.engine.api.routing import Role
 
 
-class EngineRoute(NamedTuple):
+class _EngineRoute(NamedTuple):
     """One line of the table."""
 
     path: str
@@ -21,12 +21,12 @@ _GET = ("GET",)
 #: A new answer is its line here and its handler in `dashboard.app`; a dashboard elsewhere passes
 #: all of them on.
 ENGINE_ROUTES = (
-    EngineRoute("/slots", _GET, Role.USER),
-    EngineRoute("/frames", _GET, Role.USER),
-    EngineRoute("/timeline", _GET, Role.USER),
-    EngineRoute("/trace", _GET, Role.ADMIN),
-    EngineRoute("/requests", _GET, Role.USER),
-    EngineRoute("/request/{id}", _GET, Role.USER),
-    EngineRoute("/report", _GET, Role.ADMIN),
-    EngineRoute("/lab", ("GET", "POST", "DELETE"), Role.ADMIN),
+    _EngineRoute("/slots", _GET, Role.USER),
+    _EngineRoute("/frames", _GET, Role.USER),
+    _EngineRoute("/timeline", _GET, Role.USER),
+    _EngineRoute("/trace", _GET, Role.ADMIN),
+    _EngineRoute("/requests", _GET, Role.USER),
+    _EngineRoute("/request/{id}", _GET, Role.USER),
+    _EngineRoute("/report", _GET, Role.ADMIN),
+    _EngineRoute("/lab", ("GET", "POST", "DELETE"), Role.ADMIN),
 )

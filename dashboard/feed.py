@@ -39,7 +39,7 @@ from jitney.engine.messages import SequenceEvent
 from jitney.engine.process.client import EngineClient
 from jitney.engine.types import JsonDict
 
-log = logging.getLogger("jitney.dashboard")
+_log = logging.getLogger("jitney.dashboard")
 
 #: Seconds from one key frame to the next.
 KEY_FRAME_S = 2.0
@@ -59,7 +59,7 @@ class Feed:
     """The live feed of one engine; lives on one asyncio loop.
 
     hz: frames a second while there is a viewer. needs_key, shows_text: for the page, see
-    `sse.Hello`.
+    `sse.FeedStart`.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Feed:
             await _Sampler(self).run()
             reason = "the engine is dead"
         except Exception:
-            log.exception("the page's feed failed")
+            _log.exception("the page's feed failed")
         for viewer in self._viewers:
             viewer.close(sse.bye(reason))
 

@@ -19,7 +19,7 @@ from jitney.dashboard import sse
 from jitney.dashboard.fleet_member import (
     Card,
     Member,
-    Place,
+    ReplicaAddress,
     follow,
     in_order,
     price_of,
@@ -32,7 +32,7 @@ from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
 from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.types import JsonDict
 
-log = logging.getLogger("jitney.dashboard")
+_log = logging.getLogger("jitney.dashboard")
 
 #: Rises with every change that an older page would not understand.
 _FLEET_VERSION = 1
@@ -100,7 +100,7 @@ class _FleetDelta(TypedDict, total=False):
     sums: JsonDict
 
 
-class Fleet:
+class FleetView:
     """The replicas, and the feed of them; lives on one asyncio loop.
 
     price_per_hour: of one replica, in any currency. signed_in: visitors have shown a key. find:
@@ -111,7 +111,7 @@ class Fleet:
         self,
         replicas: Mapping[str, RemoteEngine] = MappingProxyType({}),
         *,
-        find: Callable[[], Mapping[str, Place]] | None = None,
+        find: Callable[[], Mapping[str, ReplicaAddress]] | None = None,
         price_per_hour: float | None = None,
         signed_in: bool = False,
         max_viewers: int = MAX_VIEWERS,
@@ -122,7 +122,7 @@ class Fleet:
         #: Arms of models are compared, and the page may ask how they do.
         self.compares = False
         self._find = find
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ReplicaAddress] = {}
         self._max_viewers = max_viewers
         self._viewers: set[Viewer] = set()
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -286,7 +286,7 @@ class Fleet:
                 n_bytes = self._tell_once()
                 await asyncio.sleep(max(1 / _HZ, n_bytes / MOST_BYTES_PER_S))
         except Exception:
-            log.exception("the fleet's feed failed")
+            _log.exception("the fleet's feed failed")
         for viewer in self._viewers:
             viewer.close(sse.bye("the fleet's feed failed; the server's log says why"))
 

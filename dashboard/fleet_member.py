@@ -22,7 +22,7 @@ from jitney.dashboard.sse import SEAT_STATES
 from jitney.engine.errors import ConfigError
 from jitney.engine.types import JsonDict
 
-log = logging.getLogger("jitney.dashboard")
+_log = logging.getLogger("jitney.dashboard")
 
 #: Seconds without a word after which a replica is gone. Pulses come once a second at least.
 _SILENCE_S = 3.0
@@ -71,7 +71,7 @@ class Card(TypedDict):
     progress: JsonDict | None
 
 
-class Place(NamedTuple):
+class ReplicaAddress(NamedTuple):
     """Where a replica is asked."""
 
     url: str
@@ -274,7 +274,7 @@ async def follow(member: Member) -> None:
         except Unreachable as error:
             member.lost(str(error))
         except Exception:
-            log.exception("the pulse of %s could not be read", member.engine.url)
+            _log.exception("the pulse of %s could not be read", member.engine.url)
             member.lost("its pulse could not be read; this server's log says why")
         await asyncio.sleep(wait)
         wait = min(_LONGEST_WAIT_S, 1.5 * wait)

@@ -14,11 +14,11 @@ from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
-from jitney.dashboard.fleet import Fleet
+from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.passing import PASSED_METHODS, nothing_here, pass_on
 from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
-from jitney.engine.api.access import Keys
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.cross_site import cors
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.routing import Role
@@ -59,8 +59,8 @@ class _FleetPage(PageRoutes):
 
     index = "fleet.html"
 
-    def __init__(self, fleet: Fleet, settings: ServerSettings, rollouts: Rollouts | None):
-        super().__init__(Keys(settings))
+    def __init__(self, fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None):
+        super().__init__(ApiKeys(settings))
         self.fleet = fleet
         self.rollouts = rollouts
         fleet.signed_in = self.sessions.needed
@@ -139,7 +139,7 @@ class _FleetPage(PageRoutes):
         return await pass_on(member.engine, request, request.path_params["path"])
 
 
-def _member(fleet: Fleet, scope: Scope) -> Member:
+def _member(fleet: FleetView, scope: Scope) -> Member:
     """The replica of a request's path. Raises HttpError 404."""
     # Nobody may have looked at the page before, who would have found this one.
     fleet.look_for_replicas()
@@ -152,7 +152,7 @@ def _member(fleet: Fleet, scope: Scope) -> Member:
 class _ReplicaFeed:
     """The feed of the replica that the path names."""
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: FleetView):
         self.fleet = fleet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,7 +161,7 @@ class _ReplicaFeed:
 
 
 def mounted_fleet_page(
-    fleet: Fleet, settings: ServerSettings, rollouts: Rollouts | None = None
+    fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None = None
 ) -> Starlette:
     """The page of these replicas, to be mounted under a path of its own.
 
@@ -180,7 +180,7 @@ def mounted_fleet_page(
 
 
 def create_fleet_page(
-    fleet: Fleet, settings: ServerSettings, rollouts: Rollouts | None = None
+    fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None = None
 ) -> Starlette:
     """The page of these replicas by itself; `fleet` is closed with it. settings: allowed_hosts,
     cors_origins and api_keys count here.

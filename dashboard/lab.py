@@ -330,7 +330,7 @@ def _basis(
         "from": round(traffic.first, 4),
         "to": round(traffic.last, 4),
         "requests": len(traffic.requests),
-        "counted": counted(traffic.requests),
+        "counted": _counted(traffic.requests),
         "on_board_before": len(before),
         "speed": experiment.speed,
         "settings": experiment.settings,
@@ -451,7 +451,7 @@ def _some_longer(request: RequestRecord, lengths: np.ndarray) -> int:
     return int(longer[draw])
 
 
-def counted(requests: list[RequestRecord]) -> dict[str, int]:
+def _counted(requests: list[RequestRecord]) -> dict[str, int]:
     """How many requests ended in which state. left: in the queue, but not refused."""
     counts: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
     for request in requests:

@@ -19,10 +19,10 @@ _BOUNDS = {"wait": _LONG_BOUNDS, "ttft": _LONG_BOUNDS, "itl": _ITL_BOUNDS}
 _PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 #: When, how many seconds, how often: three arrays of one length, by time.
-type Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
+type _Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def samples(history: History, start: float, end: float) -> dict[str, Samples]:
+def samples(history: History, start: float, end: float) -> dict[str, _Samples]:
     """wait, ttft and itl of what happened at start < t <= end.
 
     Every sequence that decodes has one token from each step, so the time between two tokens is the
@@ -34,7 +34,7 @@ def samples(history: History, start: float, end: float) -> dict[str, Samples]:
 
 def samples_of(
     history: History, records: np.ndarray, ready: np.ndarray, start: float, end: float
-) -> dict[str, Samples]:
+) -> dict[str, _Samples]:
     """The same; records, ready: of that time, from `RecordRing.between`."""
     return {
         "wait": _within(history.waits, start, end),
@@ -43,11 +43,11 @@ def samples_of(
     }
 
 
-def _gaps(decode_rows: np.ndarray, ready: np.ndarray) -> Samples:
+def _gaps(decode_rows: np.ndarray, ready: np.ndarray) -> _Samples:
     return ready[1:], np.diff(ready), decode_rows[1:].astype(np.int64)
 
 
-def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> Samples:
+def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> _Samples:
     t, seconds = np.fromiter(chain.from_iterable(values), np.float64).reshape(-1, 2).T
     kept = (t > start) & (t <= end)
     return t[kept], seconds[kept], np.ones(kept.sum(), np.int64)
@@ -74,7 +74,7 @@ def histograms(history: History, start: float, end: float) -> JsonDict:
     return {name: _histogram(_BOUNDS[name], column) for name, column in columns.items()}
 
 
-def _histogram(bounds: Sequence[float], column: Samples) -> JsonDict:
+def _histogram(bounds: Sequence[float], column: _Samples) -> JsonDict:
     _, values, weights = column
     places = np.searchsorted(bounds, values)
     counts = np.bincount(places, weights, minlength=len(bounds) + 1)

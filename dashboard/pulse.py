@@ -23,7 +23,7 @@ from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
-log = logging.getLogger("jitney.dashboard")
+_log = logging.getLogger("jitney.dashboard")
 
 #: Rises with every change that an older reader would not understand.
 PULSE_VERSION = 1
@@ -49,7 +49,7 @@ type _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 type _Word = Annotated[str, msgspec.Meta(max_length=500)]
 
 
-class Loading(msgspec.Struct, frozen=True):
+class _Loading(msgspec.Struct, frozen=True):
     """How far an engine that starts has come."""
 
     stage: _Word
@@ -87,10 +87,10 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Seconds since the core was last heard of, as whole ones.
     silent_s: _Count = 0
     #: None unless it loads.
-    progress: Loading | None = None
+    progress: _Loading | None = None
 
 
-def seat_letters(client: EngineClient, *, with_levels: bool) -> str:
+def _seat_letters(client: EngineClient, *, with_levels: bool) -> str:
     """All seats, a letter each. with_levels: with how far their sequences have come."""
     seats = seat_columns(client.history)
     levels = np.zeros(len(seats.state), np.int64)
@@ -109,7 +109,7 @@ def _levels(state: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -> Pulse:
-    """How the engine is; with_levels: see `seat_letters`."""
+    """How the engine is; with_levels: see `_seat_letters`."""
     counters, info = client.counters, client.info
     serves = info is not None and client.state in ("ready", "draining")
     useful = [kind.name for kind in ROW_KIND_TABLE.values() if kind.useful]
@@ -119,7 +119,7 @@ def pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -
         t=round(now, 3),
         state=client.state,
         model=info.model if info is not None else "",
-        seats=seat_letters(client, with_levels=with_levels) if serves else "",
+        seats=_seat_letters(client, with_levels=with_levels) if serves else "",
         seats_busy=counters.gauge("seats_busy"),
         waiting=counters.waiting,
         predicted_wait_s=round(counters.predicted_wait, 3),
@@ -134,11 +134,11 @@ def pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -
     )
 
 
-def _loading(client: EngineClient) -> Loading | None:
+def _loading(client: EngineClient) -> _Loading | None:
     progress = client.progress
     if progress is None or client.state not in ("loading", "restarting"):
         return None
-    return Loading(progress.stage, progress.done, progress.total)
+    return _Loading(progress.stage, progress.done, progress.total)
 
 
 class Pulses:
@@ -180,7 +180,7 @@ class Pulses:
         try:
             await self._send_changes()
         except Exception:
-            log.exception("the engine's pulse failed")
+            _log.exception("the engine's pulse failed")
         for viewer in self._viewers:
             viewer.close(sse.bye(reason))
 

@@ -14,7 +14,7 @@ from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
 from jitney.engine.api.access import EVERYBODY, Identity
 
-log = logging.getLogger("jitney.dashboard")
+_log = logging.getLogger("jitney.dashboard")
 
 _HELLO, _KEY_FRAME, _BYE = b"event: hello", b"event: key_frame", b"event: bye"
 #: Most events kept since the newest key frame; more than come between two of them.
@@ -77,7 +77,7 @@ class Relay:
         except Unreachable as error:
             last = sse.bye(str(error))
         except Exception:
-            log.exception("the feed of %s could not be passed on", self.engine.url)
+            _log.exception("the feed of %s could not be passed on", self.engine.url)
         self._forget()
         for viewer in self._viewers:
             viewer.close(last)

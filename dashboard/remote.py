@@ -19,7 +19,7 @@ from jitney.engine.errors import ConfigError, JitneyError
 _CONNECT_S = 5.0
 #: Seconds without a word on a feed, whose frames come once a second at least.
 _SILENCE_S = 10.0
-PATH = "/dashboard"
+_PATH = "/dashboard"
 
 
 class Unreachable(JitneyError):
@@ -33,7 +33,7 @@ def base_of(url: str) -> str:
     parts = urlsplit(url if "://" in url else f"http://{url}")
     _check_parts(parts)
     path = parts.path.rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path.removesuffix(PATH)}{PATH}"
+    return f"{parts.scheme}://{parts.netloc}{path.removesuffix(_PATH)}{_PATH}"
 
 
 def _check_parts(parts: SplitResult) -> None:
@@ -52,7 +52,7 @@ class RemoteEngine:
 
     def __init__(self, url: str, key: str = "", transport: httpx.AsyncBaseTransport | None = None):
         self.base = base_of(url)
-        self.url = self.base.removesuffix(PATH)
+        self.url = self.base.removesuffix(_PATH)
         self._key = key
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),

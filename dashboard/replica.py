@@ -8,7 +8,15 @@ import base64
 from dataclasses import dataclass, field
 from typing import Any
 
-from jitney.dashboard.sse import SEAT_NUMBERS, Delta, Hello, KeyFrame, Note, PageChanges, SeatLists
+from jitney.dashboard.sse import (
+    SEAT_NUMBERS,
+    Delta,
+    FeedStart,
+    KeyFrame,
+    Note,
+    PageChanges,
+    SeatLists,
+)
 from jitney.engine.types import JsonDict
 
 #: Newest notes that are kept.
@@ -38,11 +46,11 @@ class SeatView:
 
 
 @dataclass(slots=True)
-class Replica:
+class ReplicaView:
     """Fed with the feed's events in order; most fields are those of `sse.KeyFrame`."""
 
     #: None before the first.
-    hello: Hello | None = None
+    hello: FeedStart | None = None
     t: float = 0.0
     step: int = -1
     state: str = "unknown"

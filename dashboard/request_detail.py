@@ -15,7 +15,7 @@ from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord,
 from jitney.engine.types import JsonDict
 
 #: Makes JSON, with stops in between.
-type Work = Generator[None, None, JsonDict]
+type _Work = Generator[None, None, JsonDict]
 
 #: Requests that are looked at between two stops.
 _LOOKS = 64
@@ -70,7 +70,7 @@ def listing(
     now: float,
     *,
     identity: Identity = EVERYBODY,
-) -> Work:
+) -> _Work:
     """At most `limit` sequences that `identity` may see, the newest first, of those before number
     `cursor`; next: the cursor to go on with, null at the end.
     """
@@ -122,7 +122,7 @@ def _is_in(request: RequestRecord, state: str) -> bool:
     return request.state == state
 
 
-def detail(history: History, request: RequestRecord, now: float) -> Work:
+def detail(history: History, request: RequestRecord, now: float) -> _Work:
     """The row, and the phases, chunks, tokens, company and causes of a sequence (see `causes`)."""
     steps = Steps(history, request, now)
     yield
@@ -132,7 +132,7 @@ def detail(history: History, request: RequestRecord, now: float) -> Work:
         yield
     return _row(request) | {
         "adapter": history.adapter_of(request),
-        "phases": phases(request, now),
+        "phases": _phases(request, now),
         "chunks": chunks,
         "cadence": steps.cadence(),
         "shared": steps.shared(),
@@ -140,7 +140,7 @@ def detail(history: History, request: RequestRecord, now: float) -> Work:
     }
 
 
-def phases(request: RequestRecord, now: float) -> list[JsonDict]:
+def _phases(request: RequestRecord, now: float) -> list[JsonDict]:
     """queue, prefill and decode in order, again after each preemption; `to` is null for the one
     that goes on.
     """

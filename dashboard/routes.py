@@ -13,7 +13,7 @@ from starlette.routing import Mount, Route
 from jitney.dashboard.assets import PageFiles
 from jitney.dashboard.auth import PageLine
 from jitney.dashboard.sessions import COOKIE, LIFETIME_S, Sessions
-from jitney.engine.api.access import Keys, address_of
+from jitney.engine.api.access import ApiKeys, address_of
 from jitney.engine.api.errors import HttpError, error_response
 from jitney.engine.api.routing import Role
 from jitney.engine.errors import JitneyError, RequestError
@@ -35,7 +35,7 @@ class PageRoutes:
     #: The file at "/".
     index = "index.html"
 
-    def __init__(self, keys: Keys):
+    def __init__(self, keys: ApiKeys):
         self.keys = keys
         self.sessions = Sessions(keys.needed)
         self.files = PageFiles()

@@ -47,7 +47,7 @@ MOST_EVENT_BYTES = 8 << 20
 _RETRY_MS = 1000
 
 
-class Hello(TypedDict):
+class FeedStart(TypedDict):
     """The first event of a feed, and again whenever what runs has changed."""
 
     version: int  # FEED_VERSION
@@ -232,7 +232,7 @@ def hello(
     unix_time: float,
 ) -> bytes:
     """A feed's first event."""
-    data: Hello = {
+    data: FeedStart = {
         "version": FEED_VERSION,
         "run": run,
         "t": round(t, 4),

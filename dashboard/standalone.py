@@ -18,7 +18,7 @@ from jitney.dashboard.passing import PASSED_METHODS, pass_on
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import HANDLERS, PageRoutes
-from jitney.engine.api.access import Keys
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.cross_site import cors
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
@@ -34,7 +34,7 @@ class _Standalone(PageRoutes):
     """Handlers for one engine. settings.api_keys: what visitors of this page must know."""
 
     def __init__(self, engine: RemoteEngine, settings: ServerSettings):
-        super().__init__(Keys(settings))
+        super().__init__(ApiKeys(settings))
         self.engine = engine
         self.relay = Relay(engine)
 

@@ -65,7 +65,7 @@ from jitney.engine.types import EngineInfo, KernelProof, pooling_of
 from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.select import reference, reference_of, select, with_product_rows
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -255,7 +255,7 @@ def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, 
 def _say_if_widened(model: Model, kernels: KernelSet) -> None:
     """One line where fp8 weights save memory only."""
     if kernels.fp8 is None and any(one.packed.scheme == "fp8" for one in model.linears()):
-        log.warning(
+        _log.warning(
             "fp8 weights are widened in every product here: they save memory and bandwidth, not "
             "arithmetic; one NVIDIA GPU of compute capability 8.9 or later multiplies fp8"
         )
@@ -603,7 +603,7 @@ def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) 
     devices = ""
     if n_devices > 1:
         devices = f" on each of {n_devices} devices"
-    log.info(
+    _log.info(
         "KV pool: %d pages of %d tokens = %d tokens in %.2f GiB%s; %d sequences of the whole "
         "context (%d), or %d tokens for each of %d seats",
         n_pages - 1,

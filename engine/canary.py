@@ -26,7 +26,7 @@ from jitney.engine.types import (
     TokenLogprobs,
 )
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Largest difference of two log-probabilities that rounding explains, by dtype of the activations.
 LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
@@ -43,7 +43,7 @@ class _Watched:
     """A sequence that is served now and will be computed again."""
 
     request: EngineRequest  # as the client sent it
-    told: bool  # the client asked for log-probabilities itself
+    wants_logprobs: bool  # the client asked for log-probabilities itself
     tokens: list[int] = field(default_factory=list)  # generated so far
     logprobs: list[float] = field(default_factory=list)  # of each of them, natural log
 
@@ -103,9 +103,9 @@ class CanaryCore(EngineCore):
         had_before = request.resumed is not None
         if had_before or sampling.n != 1 or longest >= self.alone.scheduler.limits.context_length:
             return request
-        told = sampling.logprobs is not None
-        self._watched[request.id] = _Watched(request, told)
-        if told:
+        wants_logprobs = sampling.logprobs is not None
+        self._watched[request.id] = _Watched(request, wants_logprobs)
+        if wants_logprobs:
             return request
         asking = msgspec.structs.replace(sampling, logprobs=0)
         return msgspec.structs.replace(request, sampling=asking)
@@ -141,7 +141,7 @@ class CanaryCore(EngineCore):
             del self._watched[output.request_id]
             if output.error is None and watched.tokens:
                 self._compute_again(watched)
-        if watched.told:
+        if watched.wants_logprobs:
             return output
         return msgspec.structs.replace(output, logprobs=None)
 
@@ -163,12 +163,14 @@ class CanaryCore(EngineCore):
             return []
         del self._waiting[output.request_id]
         if output.prompt_logprobs is None:
-            log.error("canary: %s could not be computed again: %s", output.request_id, output.error)
+            _log.error(
+                "canary: %s could not be computed again: %s", output.request_id, output.error
+            )
             return [CanaryFinding(math.inf, False)]
         scored = list(output.prompt_logprobs)[len(watched.request.prompt) :]
         apart = _largest_difference(watched.logprobs, scored)
         if apart > self.limit:
-            log.error(
+            _log.error(
                 "CANARY: request %s was answered with log-probabilities %.3g away from the "
                 "reference's; rounding explains %g",
                 output.request_id,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jitney.engine.scheduler.scheduler import Scheduler
     from jitney.engine.structured.desk import GrammarDesk
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 type _NewMatcher = Callable[[], Matcher] | None
 _NO_GRAMMARS = ErrorInfo(
@@ -63,19 +63,19 @@ class StepRunner(Protocol):
         ...
 
     def launch(self, batch: Any) -> Any:
-        """Start the step and return a ticket without waiting; steps run in the order of their
-        launches.
+        """Start the step without waiting, and return what `fetch` takes; steps run in the order of
+        their launches.
         """
         ...
 
-    def choose(self, ticket: Any, rows: list[MaskedRow], masks: Any) -> None:
+    def choose(self, launched: Any, rows: list[MaskedRow], masks: Any) -> None:
         """Choose the tokens of these rows of a step that was launched, under masks: int32 [rows,
         ceil(V / 32)], a bit for each token. Called before any other step is launched.
         """
         ...
 
-    def fetch(self, ticket: Any) -> StepResult:
-        """Wait for a step's result; called once per ticket, in order."""
+    def fetch(self, launched: Any) -> StepResult:
+        """Wait for a step's result; called once per launched step, in order."""
         ...
 
     def restore(self, error: Exception) -> None:
@@ -101,7 +101,7 @@ class _Flight:
 
     plan: Plan
     #: What `StepRunner.launch` returned for it.
-    ticket: Any
+    launched_step: Any
     #: Its plan was begun, and made.
     started: float
     planned: float
@@ -241,7 +241,7 @@ class EngineCore:
                 tokenizer, scheduler.request_limits.vocab_size, scheduler.eos_ids
             )
         except ValueError as error:
-            log.warning("no answer can be held to a grammar: %s", error)
+            _log.warning("no answer can be held to a grammar: %s", error)
 
     def _let_in(self, request: EngineRequest, new_matcher: _NewMatcher = None) -> None:
         try:
@@ -345,7 +345,7 @@ class EngineCore:
         if not masks.rows:
             return None
         try:
-            self.runner.choose(flight.ticket, masks.rows, masks.masks)
+            self.runner.choose(flight.launched_step, masks.rows, masks.masks)
         except Exception as error:
             return _Failure(flight.plan, error)
         return None
@@ -354,7 +354,7 @@ class EngineCore:
         """Fetch and commit a step."""
         waited = self.clock()
         try:
-            result = self.runner.fetch(flight.ticket)
+            result = self.runner.fetch(flight.launched_step)
         except Exception as error:
             return _Outcome(failure=_Failure(flight.plan, error))
         ready = self.clock()
@@ -366,7 +366,9 @@ class EngineCore:
         """Go on after a step that failed, and without the one launched behind it."""
         plan, error = failure.plan, failure.error
         self._flight = self._ready = None
-        log.error("step %d failed with %d sequences", plan.number, len(plan.chunks), exc_info=error)
+        _log.error(
+            "step %d failed with %d sequences", plan.number, len(plan.chunks), exc_info=error
+        )
         self.runner.restore(error)
         out_of_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY in str(error)
         self.scheduler.step_failed(plan, self.clock(), out_of_memory=out_of_memory)
@@ -381,17 +383,17 @@ class EngineCore:
         planned = self.clock()
         batch = self.runner.batch(plan)
         batched = self.clock()
-        ticket = self.runner.launch(batch)
+        launched_step = self.runner.launch(batch)
         launched = self.clock()
         compiled = self.runner.compiles > compiles
         if compiled and not compiles:
-            log.warning(
+            _log.warning(
                 "STEP %d WAITED FOR THE COMPILER while serving (on a GPU XLA then times products, "
                 "too), which should have ended before the start; the metric "
                 "jitney_compiles_total counts them as late",
                 plan.number,
             )
-        return _Flight(plan, ticket, started, planned, batched, launched, compiled)
+        return _Flight(plan, launched_step, started, planned, batched, launched, compiled)
 
     def _answer(self) -> None:
         """Answer as things stand after the plan."""

@@ -35,7 +35,7 @@ class AskSeatMap(msgspec.Struct, tag="ask_seat_map", frozen=True):
     seats: bool = True
 
 
-class Tokenizer(msgspec.Struct, tag="tokenizer", frozen=True):
+class TokenizerJson(msgspec.Struct, tag="tokenizer", frozen=True):
     """The model's tokenizer: from here on answers can be held to grammars."""
 
     #: As the `tokenizers` library writes it.
@@ -207,7 +207,7 @@ class Left(msgspec.Struct, tag="left", frozen=True):
     reason: str
 
 
-ToCore = Add | Abort | AskSeatMap | Tokenizer | Sleep | Wake | ResetPrefixCache | Shutdown
+ToCore = Add | Abort | AskSeatMap | TokenizerJson | Sleep | Wake | ResetPrefixCache | Shutdown
 FromCore = Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Done | Fatal | Left
 
 encode = msgspec.msgpack.encode

@@ -30,7 +30,7 @@ _PTX_VERSIONS = {
 }
 #: CUtensorMapDataType of TensorFloat-32, which jax-triton imports from Triton's driver; Triton >=
 #: 3.7 has it.
-TMA_TF32 = 11
+_TMA_TF32 = 11
 
 
 def compile_options(sm: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def name_tf32() -> None:
     """
     driver = importlib.import_module("triton.backends.nvidia.driver")
     if not hasattr(driver, "TMA_TF32"):
-        driver.TMA_TF32 = TMA_TF32  # pyright: ignore[reportAttributeAccessIssue]
+        driver.TMA_TF32 = _TMA_TF32  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def release(version: str) -> tuple[int, ...]:

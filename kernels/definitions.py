@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jitney.kernels.experts import Blocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack
 
 
 def attention(
@@ -114,7 +114,7 @@ def matmul_fp8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def experts(
-    x: np.ndarray, opening: Stack, closing: Stack, blocks: Blocks, activation: str
+    x: np.ndarray, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
 ) -> np.ndarray:
     """What the expert of each place of the blocks makes of the row that stands there, [N * B, E]; 0
     where none does. x [T, E], opening [X, E, 2F], closing [X, F, E].

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.experts import Blocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.interface import ExpertProducts
 from jitney.kernels.proof_shapes import distance
 
@@ -68,13 +68,13 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True)
-class ExpertInputs:
+class _ExpertInputs:
     """Random arrays of a case."""
 
     x: np.ndarray  # [T, E]
     opening: Stack
     closing: Stack
-    blocks: Blocks
+    blocks: ExpertBlocks
 
     @property
     def real(self) -> np.ndarray:
@@ -82,13 +82,13 @@ class ExpertInputs:
         return np.flatnonzero(self.blocks.rows < len(self.x))
 
 
-def make_inputs(case: ExpertCase) -> ExpertInputs:
+def make_inputs(case: ExpertCase) -> _ExpertInputs:
     """The arrays, in numpy."""
     rng = np.random.default_rng(case.size + case.inner + case.rows)
     x = _uniform(rng, (case.rows, case.size), case.dtype)
     opening = _stack(rng, case, case.schemes[0], (case.size, 2 * case.inner))
     closing = _stack(rng, case, case.schemes[1], (case.inner, case.size))
-    return ExpertInputs(x, opening, closing, _blocks(rng, case))
+    return _ExpertInputs(x, opening, closing, _blocks(rng, case))
 
 
 def _uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -111,7 +111,7 @@ def _stack(
     return Stack(codes, scale / np.float32(steps))  # pyright: ignore[reportArgumentType]
 
 
-def _blocks(rng: np.random.Generator, case: ExpertCase) -> Blocks:
+def _blocks(rng: np.random.Generator, case: ExpertCase) -> ExpertBlocks:
     going = rng.random((case.rows, case.n_experts)) < 0.4
     going[:, :3] = False
     going[:, 1] = True
@@ -131,7 +131,7 @@ def _blocks(rng: np.random.Generator, case: ExpertCase) -> Blocks:
     rows += [np.full(case.block, case.rows)] * _EMPTY
     owners += [case.n_experts] * _EMPTY
     arrays = np.concatenate(rows), np.array(owners), np.array(count)
-    return Blocks(*(array.astype(np.int32) for array in arrays))  # pyright: ignore[reportArgumentType]
+    return ExpertBlocks(*(array.astype(np.int32) for array in arrays))  # pyright: ignore[reportArgumentType]
 
 
 def case_errors(experts: ExpertProducts, case: ExpertCase) -> Iterator[float]:

@@ -24,7 +24,7 @@ class Stack(NamedTuple):
     scale: jax.Array | None = None
 
 
-class Blocks(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Which rows meet which expert; int32."""
 
     #: [N * B]: the row at each place; T: nobody's, whose numbers are 0.
@@ -45,7 +45,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximat
 
 
 def experts(
-    x: jax.Array, opening: Stack, closing: Stack, blocks: Blocks, activation: str
+    x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
 ) -> jax.Array:
     """See `jitney.kernels.interface.ExpertProducts`; block after block, those without rows too."""
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jitney.kernels.row_units import greatest_of_rows
 
 #: The greatest code of a row.
-GREATEST = 127.0
+_GREATEST = 127.0
 
 
 class Int8(NamedTuple):
@@ -36,5 +36,5 @@ def round_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     wide = x.astype(jnp.float32)
     most = greatest_of_rows(wide)
-    codes = jnp.rint(wide * (GREATEST / most))
-    return codes.astype(x.dtype), most / GREATEST
+    codes = jnp.rint(wide * (_GREATEST / most))
+    return codes.astype(x.dtype), most / _GREATEST

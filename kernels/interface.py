@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jitney.kernels.experts import Blocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4Matmul, matmul_int4
 from jitney.kernels.int8 import Int8
@@ -247,7 +247,7 @@ class ExpertProducts(Protocol):
     """
 
     def __call__(
-        self, x: jax.Array, opening: Stack, closing: Stack, blocks: Blocks, activation: str, /
+        self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str, /
     ) -> jax.Array:
         """x [T, E], opening [X, E, 2F] (gates, then ups), closing [X, F, E] -> float32 [N * B, E]:
         activation(gate) * up in x's dtype, times the closing matrix, at each place of the blocks.

@@ -37,7 +37,7 @@ from jitney.kernels.proof_products import (
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import reference
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 #: Largest error that rounding explains, by dtype of the activations, and with a pool of 8 bits.
 _LIMITS = {"bfloat16": 0.125, "float16": 0.125, "float32": 0.01}
@@ -65,7 +65,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 #: Yields errors, none if the engine never calls the kernel.
 _Check = Callable[[KernelSet, ServedShapes], Iterator[float]]
 
-CHECKS: dict[str, _Check] = {
+_CHECKS: dict[str, _Check] = {
     "attention": attention_errors,
     "norm": norm_errors,
     "products": product_errors,
@@ -106,12 +106,12 @@ def prove(kernels: KernelSet, shapes: ServedShapes) -> tuple[Proof, ...]:
     """
     proofs = []
     started = time.perf_counter()
-    for kernel in CHECKS:
+    for kernel in _CHECKS:
         if _replaces_reference(kernels, kernel):
             proofs += _proved(kernel, kernels, shapes)
     seconds = time.perf_counter() - started
     errors = ", ".join(f"{proof.kernel} {proof.error:.2g}" for proof in proofs)
-    log.info("kernels %s proved in %.2f s; errors: %s", kernels.label, seconds, errors or "none")
+    _log.info("kernels %s proved in %.2f s; errors: %s", kernels.label, seconds, errors or "none")
     return tuple(proofs)
 
 
@@ -136,7 +136,7 @@ def prove_experts(kernels: KernelSet, case: ExpertCase) -> Proof:
 
 def _proved(kernel: str, kernels: KernelSet, shapes: ServedShapes) -> list[Proof]:
     """The proof of one kernel; none if this engine never calls it."""
-    return _compared(kernel, shapes, lambda: CHECKS[kernel](kernels, shapes))
+    return _compared(kernel, shapes, lambda: _CHECKS[kernel](kernels, shapes))
 
 
 def _compared(

@@ -21,7 +21,7 @@ from jitney.kernels.proof_shapes import Matrix, ServedShapes, distance
 
 #: Most columns of a matrix and rows of a table, but for a remainder (`narrowed`): sixty vectors of
 #: 16, since tiles are chosen by divisors of up to six.
-COLUMNS = 960
+_COLUMNS = 960
 #: (top-k, top-p) at which the cut is compared; a k beyond the vocabulary is all of it.
 _CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (2000, 0.999))
 
@@ -165,7 +165,7 @@ def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         return
     rng = np.random.default_rng(11)
     x = _random_array(rng, (shapes.product_rows[-1], shapes.hidden_size), shapes.dtype)
-    table = _random_array(rng, (narrowed(shapes.table, COLUMNS), shapes.hidden_size), shapes.dtype)
+    table = _random_array(rng, (narrowed(shapes.table, _COLUMNS), shapes.hidden_size), shapes.dtype)
 
     def call_all(x: jax.Array, table: jax.Array) -> list[jax.Array]:
         return [kernels.project(x[:rows], table) for rows in shapes.product_rows]
@@ -202,7 +202,7 @@ def expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         for block in shapes.blocks:
             case = ExpertCase(
                 size=shapes.hidden_size,
-                inner=narrowed(mixture.inner, COLUMNS),
+                inner=narrowed(mixture.inner, _COLUMNS),
                 rows=block + 3,
                 block=block,
                 n_experts=4,
@@ -215,7 +215,7 @@ def expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
     """The matrix with at most some thousand outputs."""
-    size_out = narrowed(matrix.size_out, COLUMNS)
+    size_out = narrowed(matrix.size_out, _COLUMNS)
     groups = matrix.size_in // matrix.group
     packed = rng.integers(0, 256, (matrix.size_in // 2, size_out), np.uint8)
     scales = (rng.random((groups, size_out), np.float32) + 0.5).astype(np.float16)
@@ -227,7 +227,7 @@ def _random_product(shapes: ServedShapes, matrix: Matrix) -> tuple[np.ndarray, n
     """x [rows, I] and a matrix [I, O] of that scheme, O at most some two thousand."""
     rng = np.random.default_rng(matrix.size_in + matrix.size_out)
     x = _random_array(rng, (shapes.product_rows[-1], matrix.size_in), shapes.dtype)
-    size_out = narrowed(matrix.size_out, COLUMNS * (2 if matrix.gated else 1))
+    size_out = narrowed(matrix.size_out, _COLUMNS * (2 if matrix.gated else 1))
     match matrix.scheme:
         case "int8":
             return x, rng.integers(-127, 128, (matrix.size_in, size_out), np.int8)

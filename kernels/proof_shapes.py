@@ -23,7 +23,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureShape:
     """The experts of a layer, on one device."""
 
     inner: int  # F of one of them
@@ -56,7 +56,7 @@ class ServedShapes:
     softcap: float = 0.0  # of attention's scores, 0 for none
     norm_dtype: str = ""  # of the norms' weights, where it is not that of the activations
     blocks: tuple[int, ...] = ()  # rows that experts are multiplied with at a time
-    mixtures: tuple[Mixture, ...] = ()  # the different ones of the layers
+    mixtures: tuple[MixtureShape, ...] = ()  # the different ones of the layers
 
     @property
     def norm_weights(self) -> str:

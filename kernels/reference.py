@@ -278,11 +278,11 @@ def _attend_group(
     def chunk(i: jax.Array, carry: _Carry) -> _Carry:
         ids = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
         rows = _read_pages(kv, ids).reshape(n_seqs, n_keys, -1).astype(q.dtype)
-        scores = product("shw,scw->shc", wide, rows)
+        scores = _product("shw,scw->shc", wide, rows)
         position = i * n_keys + jnp.arange(n_keys)
         seen = (position < kv_lens[:, None]) & (position >= first_seen[:, None])
         scores = _finish_scores(scores, seen[:, None], how, how.keys)
-        return _merge(carry, scores, lambda p: product("shc,scw->shw", p.astype(rows.dtype), rows))
+        return _merge(carry, scores, lambda p: _product("shc,scw->shw", p.astype(rows.dtype), rows))
 
     present = kv_lens > 0
     start = jnp.min(jnp.where(present, first_seen, jnp.max(first_seen))) // n_keys
@@ -372,14 +372,14 @@ def _attend_block(
         rows = _read_pages(kv, ids).reshape(n_keys, n_kv, 2, dim).astype(q.dtype)
         keys = rows[:, :, 0].transpose(1, 0, 2)  # [K, C, D]
         values = rows[:, :, 1].transpose(1, 0, 2)  # [K, C, D]
-        scores = product("kmd,kcd->kmc", tall, keys)
+        scores = _product("kmd,kcd->kmc", tall, keys)
         key_position = i * n_keys + jnp.arange(n_keys)
         seen = (key_position <= position) & (key_position < kv_len)
         if how.window:
             seen &= key_position > position - how.window
         scores = _finish_scores(scores, jnp.tile(seen, (group, 1)), how, key_factors)
         return _merge(
-            carry, scores, lambda p: product("kmc,kcd->kmd", p.astype(values.dtype), values)
+            carry, scores, lambda p: _product("kmc,kcd->kmd", p.astype(values.dtype), values)
         )
 
     start = jnp.maximum(first - how.window + 1, 0) // n_keys if how.window else 0
@@ -405,7 +405,7 @@ def _per_row(factors: jax.Array | None, n_kv: int, n_rows: int) -> jax.Array | N
     return jnp.repeat(factors.reshape(n_kv, -1), n_rows, axis=1)
 
 
-def product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """einsum, summed in float32."""
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.float32)
 

@@ -10,7 +10,7 @@ import jax
 
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelError, KernelSet
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 #: Compute capability from which NVIDIA GPUs multiply fp8 numbers as they are.
 _FP8_SINCE = 89
@@ -58,7 +58,7 @@ def _as_it_is(w: jax.Array, parts: int = 1) -> jax.Array:
     return w
 
 
-def native() -> KernelSet:
+def _native() -> KernelSet:
     """Attention, norms and products, compiled from C++ for this CPU; the reference's for all else.
 
     Raises KernelError with the reason on another platform, on a CPU they are not for, and where
@@ -103,7 +103,7 @@ def with_product_rows(kernels: KernelSet, rows: int) -> KernelSet:
     return replace(kernels, matmul=chosen.matmul, gated=chosen.gated, project=chosen.project)
 
 
-def triton() -> KernelSet:
+def _triton() -> KernelSet:
     """Triton kernels for the NVIDIA GPU that jax sees. Raises KernelError where there is none or
     jax-triton fails.
     """
@@ -165,7 +165,7 @@ def compute_capability() -> int:
     return 10 * int(major) + int(minor)
 
 
-def pallas() -> KernelSet:
+def _pallas() -> KernelSet:
     """Our own Pallas kernels for the TPU that jax sees; the reference's products of floats and of 8
     bits, which XLA fuses well there.
 
@@ -178,7 +178,7 @@ def pallas() -> KernelSet:
 
 @cache
 def pallas_set(chip: str) -> KernelSet:
-    """What `pallas` chooses on a chip (v5e, v6e, v7x; "": any), also on a machine that has no TPU;
+    """What `_pallas` chooses on a chip (v5e, v6e, v7x; "": any), also on a machine that has no TPU;
     always the same object.
     """
     from jitney.kernels import reference as plain
@@ -212,9 +212,9 @@ def _on_tpu(kernels: KernelSet) -> KernelSet:
 
 KERNEL_SETS = {
     "reference": reference,
-    "native": native,
-    "triton": triton,
-    "pallas": pallas,
+    "native": _native,
+    "triton": _triton,
+    "pallas": _pallas,
 }
 #: The set that "auto" means, by platform; a platform not named here gets the reference.
 BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tpu": "pallas"}
@@ -227,13 +227,13 @@ def select(platform: str, name: str = "auto") -> KernelSet:
     run here.
     """
     if name == "auto":
-        return best(platform)
+        return _best(platform)
     if name not in KERNEL_SETS:
         raise KernelError(f"unknown kernels {name!r}; known: auto, {', '.join(KERNEL_SETS)}")
     return KERNEL_SETS[name]()
 
 
-def best(platform: str) -> KernelSet:
+def _best(platform: str) -> KernelSet:
     """The platform's own set. On a CPU the reference stands in for it, with a warning that says
     why; on a GPU or TPU, where it costs most of the speed that the device was bought for,
     KernelError says how to choose it by hand."""
@@ -244,5 +244,5 @@ def best(platform: str) -> KernelSet:
             raise KernelError(
                 f"{error}; or run the slow reference by its name, --kernels reference"
             ) from error
-        log.warning("%s; the slower reference kernels serve", error)
+        _log.warning("%s; the slower reference kernels serve", error)
         return reference()

@@ -61,8 +61,8 @@ class Instant:
     def launch(self, batch: Plan) -> int:
         return sum(chunk.sample for chunk in batch.chunks)
 
-    def fetch(self, ticket: int) -> StepResult:
-        return StepResult([7] * ticket)
+    def fetch(self, launched: int) -> StepResult:
+        return StepResult([7] * launched)
 
 
 def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from page_replicas import FakeReplica, engines_app  # noqa: E402
 
-from jitney.dashboard.fleet import MOST_BYTES_PER_S, Fleet  # noqa: E402
+from jitney.dashboard.fleet import MOST_BYTES_PER_S, FleetView  # noqa: E402
 from jitney.dashboard.fleet_page import create_fleet_page  # noqa: E402
 from jitney.dashboard.pulse import pulse_of  # noqa: E402
 from jitney.dashboard.remote import RemoteEngine  # noqa: E402
@@ -76,14 +76,14 @@ async def measure(n: int, seats: int, viewers: int, seconds: float) -> None:
         assert engines.stdout is not None
         port = int(await asyncio.to_thread(engines.stdout.readline))
         urls = {f"r{number}": f"http://127.0.0.1:{port}/r{number}" for number in range(n)}
-        fleet = Fleet({name: RemoteEngine(url) for name, url in urls.items()})
+        fleet = FleetView({name: RemoteEngine(url) for name, url in urls.items()})
         try:
             await _measure_page(fleet, n, viewers, seconds)
         finally:
             engines.kill()
 
 
-async def _measure_page(fleet: Fleet, n: int, viewers: int, seconds: float) -> None:
+async def _measure_page(fleet: FleetView, n: int, viewers: int, seconds: float) -> None:
     app = create_fleet_page(fleet, ServerSettings())
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     serving = asyncio.create_task(server.serve())

@@ -96,10 +96,10 @@ class StreamingRunner:
         self.device.start()
         return batch
 
-    def fetch(self, ticket: Any) -> StepResult:
+    def fetch(self, launched: Any) -> StepResult:
         """Wait for it; the next step's work begins at once."""
         self.device.start()
-        return StepResult([7] * ticket.logit_rows)
+        return StepResult([7] * launched.logit_rows)
 
 
 def streaming_core(idle: bool) -> EngineCore:

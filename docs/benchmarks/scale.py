@@ -28,7 +28,7 @@ from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simula
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
     FleetSizing,
-    Kind,
+    ReplicaKind,
     Targets,
     plan_fleet,
 )
@@ -55,8 +55,8 @@ LLAMA = ModelCost(SHAPES["llama-3.1-8b"])
 #: With prices of a chip an hour that are only there to compare: list prices on demand change, and
 #: everybody has others.
 KINDS = (
-    Kind("h100", Roofline(LLAMA, DEVICES["h100"]), chip_hour=2.5),
-    Kind("4xv5e", Roofline(LLAMA, DEVICES["v5e"], count=4), chip_hour=1.2),
+    ReplicaKind("h100", Roofline(LLAMA, DEVICES["h100"]), chip_hour=2.5),
+    ReplicaKind("4xv5e", Roofline(LLAMA, DEVICES["v5e"], count=4), chip_hour=1.2),
 )
 H100 = KINDS[0]
 PROMPT, OUTPUT = (
@@ -96,7 +96,7 @@ def engine_of(sizing: FleetSizing) -> EngineShape:
     return EngineShape(limits, buckets, sizing.pages)
 
 
-def sized(kind: Kind) -> FleetSizing:
+def sized(kind: ReplicaKind) -> FleetSizing:
     return plan_fleet(kind, day(100.0), TARGETS, HOW)
 
 
@@ -113,7 +113,7 @@ def accuracy() -> Iterator[list[str]]:
                 ]
 
 
-def compared(kind: Kind, prompt: str, output: str, pattern, load: float) -> list[str]:
+def compared(kind: ReplicaKind, prompt: str, output: str, pattern, load: float) -> list[str]:
     lengths = parse_lengths(prompt, "--prompt"), parse_lengths(output, "--output")
     drawn = Traffic.of(synthesise(2000, *lengths, Poisson(1.0), 1))
     demand = Demand(round(drawn.mean_prompt), round(drawn.mean_output), token_budget=BUDGET)
@@ -170,7 +170,9 @@ def fleets(requests: int) -> Iterator[list[str]]:
             yield fleet_row(kind, sizing, size, count, router)
 
 
-def fleet_row(kind: Kind, sizing: FleetSizing, size: int, count: int, router: str) -> list[str]:
+def fleet_row(
+    kind: ReplicaKind, sizing: FleetSizing, size: int, count: int, router: str
+) -> list[str]:
     traffic = day(1.0).sample(size * sizing.load_req_s, count, 1)
     plan = FleetPlan(engine_of(sizing), kind.roofline, size, router, failures=FAILURES)
     run, took = timed(traffic, plan)

@@ -32,7 +32,7 @@ from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import RequestError
 from jitney.engine.structured import grammar
 from jitney.engine.structured.compiling import new_matcher, token_trie
-from jitney.engine.structured.matchers import Matcher, Matchers
+from jitney.engine.structured.matchers import GrammarMatcher, Matchers
 from jitney.engine.text.tokenizer import load_tokenizer
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
@@ -181,7 +181,7 @@ class Suite:
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except UnicodeEncodeError:  # half of a surrogate pair: no text
             return False
-        place = Matcher(matcher.deep_copy())
+        place = GrammarMatcher(matcher.deep_copy())
         for number, token in enumerate(tokens):
             place.take(tokens[:number], 0)
             mask = self.matchers.masks(1)

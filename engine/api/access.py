@@ -44,10 +44,10 @@ NOBODY = Identity(Role.ANYBODY)
 #: Finds out who sent a request. Raises HttpError for a key that is none of ours.
 type Identify = Callable[[Scope], Identity]
 #: The role that a request's route needs.
-type RoleOf = Callable[[Scope], Role]
+type _RoleOf = Callable[[Scope], Role]
 
 
-class Keys:
+class ApiKeys:
     """The accepted keys. clock: seconds, for how often wrong ones come."""
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
@@ -88,7 +88,7 @@ class Keys:
         )
 
 
-def bearer(keys: Keys) -> Identify:
+def bearer(keys: ApiKeys) -> Identify:
     """Identifies by the header 'Authorization: Bearer KEY', or where there is none, by 'x-api-key:
     KEY', as Anthropic's clients send it. Two of either are none.
     """
@@ -129,7 +129,7 @@ class AccessControl:
     """
 
     app: ASGIApp
-    role_of: RoleOf
+    role_of: _RoleOf
     identify: Identify
     missing: Callable[[], HttpError]
 

@@ -260,14 +260,14 @@ def make_choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choi
             parser = None if request.make_parser is None else request.make_parser()
             choices.append(
                 Choice(
-                    len(choices),
-                    prompt,
-                    sequence,
-                    engine_request,
-                    stream,
-                    unsent,
-                    parser,
-                    request.most_calls,
+                    index=len(choices),
+                    prompt=prompt,
+                    sequence=sequence,
+                    engine_request=engine_request,
+                    stream=stream,
+                    unsent=unsent,
+                    parser=parser,
+                    most_calls=request.most_calls,
                 )
             )
     return choices

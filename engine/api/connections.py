@@ -31,7 +31,7 @@ _LOOK_S = 1.0
 _HURRY_S = 2.0
 
 
-class Connection(Protocol):
+class _Connection(Protocol):
     """What is asked of a connection."""
 
     @property
@@ -78,7 +78,7 @@ class Connections:
         self.most = settings.max_connections
         self.timeout_s = settings.write_timeout_s
         self._most_bytes = most_bytes
-        self._open: dict[Connection, _Mark] = {}
+        self._open: dict[_Connection, _Mark] = {}
         self._look: asyncio.TimerHandle | None = None
 
     @property
@@ -95,7 +95,7 @@ class Connections:
         """Bytes that wait for all clients together."""
         return sum(connection.waiting for connection in self._open)
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: _Connection) -> None:
         """A client has come; it is dropped at once if not even a refusal can be spared for it."""
         if len(self._open) >= self.most + _SPARE:
             connection.drop()
@@ -114,16 +114,16 @@ class Connections:
                 connection.close()
                 return
 
-    def _idle(self) -> list[Connection]:
+    def _idle(self) -> list[_Connection]:
         """Those between two requests, the one that is so for longest first."""
-        since: dict[Connection, float] = {}
+        since: dict[_Connection, float] = {}
         for connection in self._open:
             idle_since = connection.idle_since
             if idle_since is not None:
                 since[connection] = idle_since
         return sorted(since, key=since.__getitem__)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: _Connection) -> None:
         self._open.pop(connection, None)
 
     def hurry(self) -> None:
@@ -150,7 +150,7 @@ class Connections:
         if self._open:
             self._look_later()
 
-    def _let_go(self, connection: Connection, why: str) -> None:
+    def _let_go(self, connection: _Connection, why: str) -> None:
         _log.warning("a client %s: let go, with %d bytes unread", why, connection.waiting)
         self.closed(connection)
         connection.drop()

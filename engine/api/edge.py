@@ -10,26 +10,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from jitney.engine.api.access import AccessControl, Identify, Identity, Keys, bearer
+from jitney.engine.api.access import AccessControl, ApiKeys, Identify, Identity, bearer
 from jitney.engine.api.context import context_of
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.errors import HttpError, echo, error_response
-from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, Told
+from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, RequestObserver
 from jitney.engine.api.routing import Role, RouteTable, route_path
 from jitney.engine.api.settings import ServerSettings
 
 
-def edge(told: Told, settings: ServerSettings, table: RouteTable) -> list[Middleware]:
+def edge(
+    observer: RequestObserver, settings: ServerSettings, table: RouteTable
+) -> list[Middleware]:
     """What every request passes before a handler sees it, outermost first."""
     return [
         *cors(settings),
-        Middleware(ErrorMiddleware, service=told, table=table),
+        Middleware(ErrorMiddleware, service=observer, table=table),
         Middleware(HeaderLimits, settings=settings),
         Middleware(SiteGuard, settings=settings),
         Middleware(
             AccessControl,
             role_of=partial(_role_of, settings),
-            identify=_identify(Keys(settings)),
+            identify=_identify(ApiKeys(settings)),
             missing=_no_key,
         ),
         Middleware(BodyLimit, settings=settings),
@@ -50,7 +52,7 @@ def _is_public(settings: ServerSettings, path: str) -> bool:
     return path in settings.public_paths or path.startswith(settings.public_prefixes)
 
 
-def _identify(keys: Keys) -> Identify:
+def _identify(keys: ApiKeys) -> Identify:
     by_header = bearer(keys)
 
     def identify(scope: Scope) -> Identity:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from jitney.engine.api.answers import Described
 from jitney.engine.api.context import context_of
-from jitney.engine.api.endpoints import Answer, read_body
+from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.formats import Format
 from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.request import check_model, embedding_request
@@ -117,7 +117,7 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
     _check(body, service.info)
     fields = body.model_dump(exclude={"input", "encoding_format", "dimensions"}, exclude_none=True)
     wanted = await embedding_request(service, fields, context_of(request), body.input)
-    return Answer(service, wanted, _format_of(body), headers)
+    return GenerationAnswer(service, wanted, _format_of(body), headers)
 
 
 def _format_of(body: EmbeddingsBody) -> type[_Format]:

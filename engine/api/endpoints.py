@@ -38,13 +38,13 @@ _IGNORED_CHARS = 64
 async def completions(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, CompletionBody)
     wanted = await completion_request(service, body, context_of(request))
-    return Answer(service, wanted, CompletionFormat, headers)
+    return GenerationAnswer(service, wanted, CompletionFormat, headers)
 
 
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, ChatBody)
     wanted = await chat_request(service, body, context_of(request))
-    return Answer(service, wanted, ChatFormat, headers)
+    return GenerationAnswer(service, wanted, ChatFormat, headers)
 
 
 async def read_body[B: ModelBody](
@@ -73,7 +73,7 @@ def _shown(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GenerationAnswer:
     """Runs a request and sends what comes of it, whole or as a stream."""
 
     service: Service

@@ -14,9 +14,9 @@ from jitney.engine.conversation.events import (
     AssistantMessage,
     ContentDelta,
     ReasoningDelta,
-    ToolCall,
     ToolCallArguments,
     ToolCallStart,
+    WrittenCall,
     message_of,
 )
 from jitney.engine.text.detokenizer import TokenBytes
@@ -353,7 +353,7 @@ def _message(message: AssistantMessage) -> JsonDict:
     return shown
 
 
-def _whole_call(call: ToolCall) -> JsonDict:
+def _whole_call(call: WrittenCall) -> JsonDict:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

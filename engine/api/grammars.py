@@ -52,7 +52,7 @@ class Grammars:
             # It goes on when the client leaves: others may wait for the same.
             found = await asyncio.shield(self._checks.get(grammar) or self._begin(grammar))
         if found.grammar is None:
-            raise refusal(found.error, param)
+            raise _refusal(found.error, param)
         return found.grammar
 
     def _begin(self, grammar: Grammar) -> asyncio.Task[Checked]:
@@ -88,11 +88,11 @@ def check_here(setup: CheckerSetup, grammar: Grammar, param: str) -> Grammar:
 
     found = Checker(setup).check(grammar)
     if found.grammar is None:
-        raise refusal(found.error, param)
+        raise _refusal(found.error, param)
     return found.grammar
 
 
-def refusal(error: ErrorInfo | None, param: str) -> RequestError:
+def _refusal(error: ErrorInfo | None, param: str) -> RequestError:
     """Why a grammar cannot be used, blamed on the field that it came in."""
     if error is None:
         return RequestError("the grammar cannot be used", param=param)

@@ -53,7 +53,7 @@ class _CountsRequests(Protocol):
         ...
 
 
-class Told(Protocol):
+class RequestObserver(Protocol):
     """Who hears of every request: `Service`, or what is in its place."""
 
     @property
@@ -69,7 +69,7 @@ class ErrorMiddleware:
     """Gives each request its id and context, answers every error that comes up, logs one line."""
 
     app: ASGIApp
-    service: Told
+    service: RequestObserver
     table: RouteTable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,12 +15,8 @@ class OpenRequests:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def is_idle(self) -> bool:
-        """No request is open."""
-        return self._idle.is_set()
-
     async def until_idle(self) -> None:
+        """Returns when no request is open."""
         await self._idle.wait()
 
     @contextmanager

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jitney.engine.errors import RequestError
-from jitney.engine.scheduler.estimates import Kind, OutputLengths, kind_of
+from jitney.engine.scheduler.estimates import OutputLengths, RequestClasses, kind_of
 from jitney.engine.types import EngineRequest
 
 _MINUTE_S = 60.0
@@ -172,7 +172,7 @@ class Quotas:
         """A sequence ended after so many tokens."""
         self._lengths.observe(kind_of(key, n_prompt, max_tokens), 0, n_output, by_itself=True)
 
-    def _expected(self, kind: Kind, request: EngineRequest) -> int:
+    def _expected(self, kind: RequestClasses, request: EngineRequest) -> int:
         """Output tokens of all its sequences."""
         sampling = request.sampling
         most = sampling.max_tokens or 1
@@ -217,5 +217,5 @@ class Quotas:
         return usage
 
 
-def _kind(key: str, request: EngineRequest) -> Kind:
+def _kind(key: str, request: EngineRequest) -> RequestClasses:
     return kind_of(key, len(request.prompt), request.sampling.max_tokens)

@@ -53,7 +53,7 @@ _SAMPLING_FIELDS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RouteKind:
     """What differs between the routes."""
 
     id_prefix: str
@@ -69,16 +69,16 @@ class Kind:
     clamps: bool = False
 
 
-_COMPLETION = Kind("cmpl-", "prompt", 16, "logprobs")
-_CHAT = Kind("chatcmpl-", "messages")
-_EMBEDDING = Kind("embd-", "input")
+_COMPLETION = RouteKind("cmpl-", "prompt", 16, "logprobs")
+_CHAT = RouteKind("chatcmpl-", "messages")
+_EMBEDDING = RouteKind("embd-", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """What every route that continues a conversation makes of its body."""
 
-    kind: Kind
+    kind: RouteKind
     #: As chat templates know them.
     messages: list[JsonDict]
     #: What else the template is given.
@@ -256,7 +256,7 @@ async def conversation_text(service: Service, conversation: Conversation) -> str
 
 
 @contextmanager
-def _blaming(kind: Kind) -> Iterator[None]:
+def _blaming(kind: RouteKind) -> Iterator[None]:
     """Errors that blame a field of a chat blame what the route calls it."""
     try:
         yield
@@ -330,7 +330,7 @@ def _generation_request(
     service: Service,
     body: GenerationBody,
     context: Context,
-    kind: Kind,
+    kind: RouteKind,
     prompts: list[EncodedPrompt],
     sampling: SamplingParams,
 ) -> Work[GenerationRequest]:
@@ -409,7 +409,7 @@ def _engine_request(
 
 
 def _for_prompt(
-    wanted: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: Kind
+    wanted: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: RouteKind
 ) -> EngineRequest:
     """The engine request of one prompt. What the engine would refuse is refused here, and blamed on
     the field that the client sent.
@@ -433,7 +433,7 @@ def _for_prompt(
 
 
 def _with_max_tokens(
-    sampling: SamplingParams, prompt_tokens: int, info: EngineInfo, kind: Kind
+    sampling: SamplingParams, prompt_tokens: int, info: EngineInfo, kind: RouteKind
 ) -> SamplingParams:
     """The parameters with max_tokens made explicit, unless the prompt itself does not fit."""
     room = info.request_limits.longest - prompt_tokens
@@ -500,7 +500,7 @@ async def ids_request(
     service: Service,
     body: GenerationBody,
     context: Context,
-    kind: Kind,
+    kind: RouteKind,
     ids: list[int],
     sampling: SamplingParams,
 ) -> GenerationRequest:
@@ -527,7 +527,7 @@ def _wider(one: int | None, other: int | None) -> int | None:
 
 
 def _most_prompt_tokens(
-    body: GenerationBody, info: EngineInfo, kind: Kind, sampling: SamplingParams
+    body: GenerationBody, info: EngineInfo, kind: RouteKind, sampling: SamplingParams
 ) -> int | None:
     """What a longer prompt is cut to; None: it is not cut."""
     if body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:

@@ -126,15 +126,6 @@ class Slices:
         self._taken = False
 
 
-def at_once[T](work: Work[T]) -> T:
-    """Run `work` to its end, where nobody is kept waiting."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
-
-
 def _advance(work: Iterator[object], end: float) -> None:
     """Until time.perf_counter() is at `end`, at least once. Raises StopIteration at the work's
     own end.

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import httpx
 
 from jitney.engine.bench.client import read_page
-from jitney.engine.telemetry.cost import NANO, SPLIT_ORDER, Line, with_idle
+from jitney.engine.telemetry.cost import NANO, SPLIT_ORDER, CostLine, with_idle
 
 _SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -44,7 +44,7 @@ def _rows(samples: Samples, kind: str) -> float | None:
     return samples.get(("jitney_rows_total", (("kind", kind),)))
 
 
-def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, Line]:
+def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, CostLine]:
     """Rows and device time by kind between two readings, `seconds` apart.
 
     The server tells the time of all steps together, so it is split over the rows of all steps
@@ -52,7 +52,7 @@ def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, L
     """
     counts = [_rows_between(before, after, kind) for kind in SPLIT_ORDER]
     busy = round((_step_seconds(after) - _step_seconds(before)) * NANO)
-    lines = map(Line, counts, _shares(busy, counts))
+    lines = map(CostLine, counts, _shares(busy, counts))
     return with_idle(dict(zip(SPLIT_ORDER, lines, strict=True)), busy, seconds)
 
 

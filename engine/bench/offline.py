@@ -119,11 +119,11 @@ class _NotingRunner:
     def launch(self, batch: Any) -> Any:
         return self._runner.launch(batch)
 
-    def choose(self, ticket: Any, rows: list[MaskedRow], masks: Any) -> None:
-        self._runner.choose(ticket, rows, masks)
+    def choose(self, launched: Any, rows: list[MaskedRow], masks: Any) -> None:
+        self._runner.choose(launched, rows, masks)
 
-    def fetch(self, ticket: Any) -> StepResult:
-        return self._runner.fetch(ticket)
+    def fetch(self, launched: Any) -> StepResult:
+        return self._runner.fetch(launched)
 
     def restore(self, error: Exception) -> None:
         """A run with a step that failed measures nothing."""
@@ -233,7 +233,16 @@ def _run_of(
 ) -> OfflineRun:
     tokens = list(map(_output_of, served))
     seconds = span(served)
-    return OfflineRun(served, tokens, log.records, owners, started, seconds, shape, concurrency)
+    return OfflineRun(
+        requests=served,
+        tokens=tokens,
+        records=log.records,
+        owners=owners,
+        started=started,
+        seconds=seconds,
+        shape=shape,
+        concurrency=concurrency,
+    )
 
 
 def _watched_records(watch: Watch, total: int) -> RequestRecords:

@@ -26,7 +26,7 @@ from jitney.engine.bench.metrics import Samples, bill_between, queue_mean, read_
 from jitney.engine.bench.text import arrival_prose, prose
 from jitney.engine.errors import JitneyError
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.cost import Line
+from jitney.engine.telemetry.cost import CostLine
 
 #: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the
 #: longest prompt has, but no more than this.
@@ -75,7 +75,7 @@ class EngineAbout(NamedTuple):
 
 
 #: An endpoint without such a page.
-UNKNOWN_ENGINE = EngineAbout()
+_UNKNOWN_ENGINE = EngineAbout()
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ class OnlineRun:
     endpoint: RemoteEndpoint
     load: LoadResult
     #: The server's own ledger over the run; None where it publishes none.
-    bill: dict[str, Line] | None = None
+    bill: dict[str, CostLine] | None = None
     #: Mean wait in its queue, seconds; None likewise.
     queue_mean_s: float | None = None
     #: What the endpoint says of itself.
-    about: EngineAbout = UNKNOWN_ENGINE
+    about: EngineAbout = _UNKNOWN_ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ async def read_about(client: httpx.AsyncClient, base: str) -> EngineAbout:
     """What the endpoint's /version says; nothing where there is no such page."""
     about = await _read_json(client, f"{base}/version")
     if not isinstance(about, dict):
-        return UNKNOWN_ENGINE
+        return _UNKNOWN_ENGINE
     return EngineAbout(*[str(about.get(name) or "") for name in EngineAbout._fields])
 
 

@@ -29,7 +29,7 @@ TIMES_DTYPE = np.dtype(
         ("finished", "f8"),
     ]
 )
-RIDES_DTYPE = np.dtype(
+STAYS_DTYPE = np.dtype(
     [("seat", "i4"), ("request", "i8"), ("start", "f8"), ("first_token", "f8"), ("end", "f8")]
 )
 #: Fields of a request that a recording has too.
@@ -59,7 +59,7 @@ def _trace_line(request: RequestRecord, started: float) -> TraceLine:
 
 
 def write_records(path: str | Path, runs: PolicyRuns) -> None:
-    """An .npz with records_<name> (STEP_DTYPE), times_<name>, rides_<name> (seconds since the run's
+    """An .npz with records_<name> (STEP_DTYPE), times_<name>, stays_<name> (seconds since the run's
     start, NaN: never) and note_<name> (`accuracy.RunNote` as JSON) for each run.
 
     ConfigError if the file cannot be written.
@@ -76,7 +76,7 @@ def _arrays_of(name: str, run: OfflineRun) -> dict[str, np.ndarray]:
     return {
         f"records_{name}": run.records,
         f"times_{name}": _times_array(run),
-        f"rides_{name}": _rides_array(run),
+        f"stays_{name}": _stays_array(run),
         f"note_{name}": np.array(msgspec.json.encode(note).decode()),
     }
 
@@ -88,12 +88,12 @@ def _times_array(run: OfflineRun) -> np.ndarray:
     return _array(TIMES_DTYPE, columns, run.requests, run.started)
 
 
-def _rides_array(run: OfflineRun) -> np.ndarray:
-    """[stays] RIDES_DTYPE, seconds since the run's start."""
+def _stays_array(run: OfflineRun) -> np.ndarray:
+    """[stays] STAYS_DTYPE, seconds since the run's start."""
     stays = [stay for _, stay in run.stays]
     numbers = [request.number for request, _ in run.stays]
     columns = {"request": numbers, "seat": _column(stays, "seat")}
-    return _array(RIDES_DTYPE, columns, stays, run.started)
+    return _array(STAYS_DTYPE, columns, stays, run.started)
 
 
 def _array(

@@ -52,7 +52,7 @@ LONGEST_S = 1.0
 _LIMIT_S = 900.0
 
 
-class Rule(NamedTuple):
+class SizeRule(NamedTuple):
     """Which sizes are worth their steps."""
 
     #: The size that is taken where nothing speaks against it.
@@ -99,10 +99,10 @@ def _usual(name: str) -> int:
 
 
 #: Decoding sequences of a step: with each doubling every token of every stream comes later.
-_SEATS = Rule(_usual("max_seats"), limit_s=0.2, larger_limit_s=0.2, worth=1.1)
+_SEATS = SizeRule(_usual("max_seats"), limit_s=0.2, larger_limit_s=0.2, worth=1.1)
 #: Rows of a step with prompts, which others wait for. Steps beyond the usual size come only where
 #: so many rows wait, and then end sooner for all of them: a little more a second is enough.
-_ROWS = Rule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth=1.03)
+_ROWS = SizeRule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth=1.03)
 
 #: Times the steps of an engine with these settings.
 _Time = Callable[[Config], Awaitable[SizeTimes]]
@@ -217,7 +217,7 @@ def _check_other_work(share: float) -> None:
         )
 
 
-def best_size(timed: Sequence[Timed], rule: Rule) -> int:
+def best_size(timed: Sequence[Timed], rule: SizeRule) -> int:
     """The largest size that is worth its step."""
     best = timed[0]
     most = best.rate
@@ -241,7 +241,7 @@ def _larger(times: SizeTimes, seats: int, rows: int) -> tuple[int, int]:
     return seats * (1 + more_seats), rows * (1 + more_rows)
 
 
-def _quick(timed: Sequence[Timed], rule: Rule) -> bool:
+def _quick(timed: Sequence[Timed], rule: SizeRule) -> bool:
     """Whether a step of twice the largest size may keep the limit."""
     return timed[-1].seconds <= rule.larger_limit_s / 2
 

@@ -44,7 +44,7 @@ def main() -> int:
     config = Config.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
-        times = measure(LLM(config))
+        times = _measure(LLM(config))
     except JitneyError as error:
         print(error, file=sys.stderr)
         return 1
@@ -58,7 +58,7 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def measure(llm: LLM) -> SizeTimes:
+def _measure(llm: LLM) -> SizeTimes:
     """Steps of an engine that does nothing else, from small ones up to the first that is too long
     to be chosen. Raises ConfigError.
     """

@@ -223,8 +223,8 @@ def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
         in_flight = launched
         if following is not None:
             launched = _launch(runner, following)
-        ticket, since = in_flight
-        runner.fetch(ticket)
+        step, since = in_flight
+        runner.fetch(step)
         now = time.perf_counter()
         spent.append(now - max(since, ready))
         ready = now
@@ -232,9 +232,9 @@ def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
 
 
 def _launch(runner: Runner, plan: Plan) -> tuple[Any, float]:
-    """(the ticket to fetch it by, when it was launched)."""
-    ticket = runner.launch(runner.batch(plan))
-    return ticket, time.perf_counter()
+    """(the launched step to fetch, when it was launched)."""
+    launched = runner.launch(runner.batch(plan))
+    return launched, time.perf_counter()
 
 
 def _copy_bandwidth() -> float:

@@ -16,7 +16,7 @@ from jitney.engine.checkpoints.quantization_config import read_packing
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonObject
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> ModelConfig:
@@ -48,7 +48,7 @@ def _known_architecture(names: Any) -> str:
 def _refuse_unsupported(config: JsonObject) -> None:
     """Raise for settings that would change the answer in a way this engine does not compute."""
     if "auto_map" in config:
-        log.warning(
+        _log.warning(
             "config.json names custom code (auto_map); it is not run, the known architecture is "
             "used instead"
         )

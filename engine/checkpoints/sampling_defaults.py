@@ -23,7 +23,7 @@ from jitney.engine.config.schema import SamplingSection
 from jitney.engine.errors import ConfigError, ModelError, RequestError
 from jitney.engine.types import SAMPLING_DEFAULTS, JsonObject, SamplingParams
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Field of `SamplingParams` -> number.
 type _Defaults = dict[str, int | float]
@@ -94,7 +94,7 @@ def sampling_defaults(settings: SamplingSection, source: ModelSource) -> _Defaul
     defaults.update((name, value) for name, value in own.items() if value != -1)
     if defaults:
         shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        log.info("a request that does not say otherwise is sampled with %s", shown)
+        _log.info("a request that does not say otherwise is sampled with %s", shown)
     return defaults
 
 
@@ -144,7 +144,7 @@ def _from_values(
     """The defaults among a file's values; what else they ask for goes to the log, once."""
     ignored = [name for name, neutral in others.items() if values.get(name) not in (None, *neutral)]
     if ignored:
-        log.warning("%s also asks for %s, which is not done here", file, ", ".join(ignored))
+        _log.warning("%s also asks for %s, which is not done here", file, ", ".join(ignored))
     defaults = {}
     for name, key in names.items():
         if values.get(key) is not None:

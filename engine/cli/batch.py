@@ -17,7 +17,7 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead
 
 if TYPE_CHECKING:
-    from jitney.engine.api.batches.offline import Counts, OfflineRun
+    from jitney.engine.api.batches.offline import Counts, OfflineBatch
     from jitney.engine.api.service import Service
     from jitney.engine.process.supervisor import ProcessClient
 
@@ -42,20 +42,20 @@ _COMMAND = Command(
 
 def run(arguments: Sequence[str]) -> int:
     """Exit status: 0 if every line was answered with a 200, else 1."""
-    from jitney.engine.api.batches.offline import OfflineRun, lines_of
+    from jitney.engine.api.batches.offline import OfflineBatch, lines_of
 
     args = _COMMAND.parse(arguments)
     config = config_from(args)
     check_platform(config.engine.platform)
     path = Path(args.file)
-    work = OfflineRun(path, lines_of(path, config.server.body_limit), Path(args.out))
+    work = OfflineBatch(path, lines_of(path, config.server.body_limit), Path(args.out))
     _answer_rest(config, work)
     counts = work.counts
     say(f"{counts.answered} lines answered in {args.out}, {counts.failed} of them with an error")
     return 1 if counts.failed else 0
 
 
-def _answer_rest(config: Config, work: OfflineRun) -> None:
+def _answer_rest(config: Config, work: OfflineBatch) -> None:
     before = work.counts
     if before.answered:
         say(f"{before.answered} of {before.total} lines are answered already")
@@ -63,7 +63,7 @@ def _answer_rest(config: Config, work: OfflineRun) -> None:
         asyncio.run(_answer_all(config, work))
 
 
-async def _answer_all(config: Config, work: OfflineRun) -> None:
+async def _answer_all(config: Config, work: OfflineBatch) -> None:
     """Start an engine, answer, stop it. Raises EngineDead if it is lost for good."""
     from jitney.engine.process.supervisor import ProcessClient
 
@@ -105,7 +105,7 @@ def _service(config: Config, client: ProcessClient, model_name: str) -> Service:
     return create_app(client, None, settings, model_name).state.service
 
 
-async def _run(work: OfflineRun, service: Service, in_flight: int) -> None:
+async def _run(work: OfflineBatch, service: Service, in_flight: int) -> None:
     from jitney.engine.api.batches.execution import LineExecutor
     from jitney.engine.api.routes import ROUTES
     from jitney.engine.api.routing import RouteTable

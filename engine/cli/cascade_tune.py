@@ -20,12 +20,12 @@ from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.fleet.answering import Question
 from jitney.engine.fleet.cascade_tuning import (
     MEASURES,
-    Comparison,
     Cost,
     Ladder,
+    ModelComparison,
     Pair,
-    Prices,
     Rung,
+    TokenPrices,
     best_measure,
     ladder,
     read_questions,
@@ -152,7 +152,7 @@ def _check(args: Namespace) -> None:
 
 def _cost_of(args: Namespace) -> Cost:
     """Raises ConfigError."""
-    prices = Prices(args.small_price, args.large_price)
+    prices = TokenPrices(args.small_price, args.large_price)
     if args.cost == "price" and not prices.known:
         raise ConfigError("--cost price needs --small-price and --large-price")
     if args.cost:
@@ -198,10 +198,10 @@ async def _compare(args: Namespace, questions: Sequence[Question]) -> tuple[list
     endpoints = {
         name: endpoint_from(name, getattr(args, name), args.timeout_s) for name in (_SMALL, _LARGE)
     }
-    prices = Prices(args.small_price, args.large_price)
+    prices = TokenPrices(args.small_price, args.large_price)
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
         engines = HttpEngines(endpoints, client)
-        comparison = Comparison(engines, _SMALL, _LARGE, args.agree, prices)
+        comparison = ModelComparison(engines, _SMALL, _LARGE, args.agree, prices)
         return await comparison.run(questions, args.at_once, _teller(len(questions)))
 
 

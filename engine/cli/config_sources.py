@@ -27,7 +27,7 @@ _REFUSALS = {
 }
 
 
-class Untold(JitneyError):
+class _Untold(JitneyError):
     """A server does not tell its settings."""
 
 
@@ -77,10 +77,10 @@ def _asked(url: str, key: str) -> ConfigReport:
     except httpx.InvalidURL as error:
         raise ConfigError(f"{url!r} is not a URL: {error}") from None
     except httpx.HTTPError as error:
-        raise Untold(f"{url} does not answer: {str(error) or type(error).__name__}") from None
+        raise _Untold(f"{url} does not answer: {str(error) or type(error).__name__}") from None
     if answer.status_code != 200:
         why = _REFUSALS.get(answer.status_code, f"it answers {answer.status_code}")
-        raise Untold(f"{url}: {why}")
+        raise _Untold(f"{url}: {why}")
     return _read(url, answer.content)
 
 
@@ -88,4 +88,4 @@ def _read(url: str, answer: bytes) -> ConfigReport:
     try:
         return msgspec.json.decode(answer, type=ConfigReport)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise Untold(f"{url}: {_REFUSALS[404]}") from None
+        raise _Untold(f"{url}: {_REFUSALS[404]}") from None

@@ -151,14 +151,14 @@ def _page_of(
     engines: dict[str, RemoteEngine], settings: ServerSettings, price: float | None
 ) -> Starlette:
     """The page of the only engine, or that of all."""
-    from jitney.dashboard.fleet import Fleet
+    from jitney.dashboard.fleet import FleetView
     from jitney.dashboard.fleet_page import create_fleet_page
     from jitney.dashboard.standalone import create_standalone
 
     if len(engines) == 1:
         [engine] = engines.values()
         return create_standalone(engine, settings)
-    return create_fleet_page(Fleet(engines, price_per_hour=price), settings)
+    return create_fleet_page(FleetView(engines, price_per_hour=price), settings)
 
 
 async def _until_signal(server: uvicorn.Server, bound: socket.socket) -> None:

@@ -149,7 +149,7 @@ def _show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> Non
     title = f"{model} on {roofline.count} x {roofline.device.name}"
     tokens = f"{demand.prompt} prompt and {demand.output} output tokens"
     print_table(_curve_table(sizing), f"{title}: {tokens}")
-    print_lines(answers(roofline, demand, sizing))
+    print_lines(_answers(roofline, demand, sizing))
     print("assumed:")
     print_lines(f"  {line}" for line in _assumptions(roofline, demand))
 
@@ -181,7 +181,7 @@ def _mark(point: Operating, sizing: Sizing) -> str:
     return ", ".join(name for name, marked in marks.items() if marked == point)
 
 
-def answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]:
+def _answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]:
     """The answers, a line each."""
     yield _memory_line(sizing)
     if sizing.chosen is None:

@@ -19,7 +19,7 @@ from jitney.engine.simulation.fleet import Failures
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
     FleetSizing,
-    Kind,
+    ReplicaKind,
     Targets,
     plan_fleet,
 )
@@ -162,7 +162,7 @@ def _check(args: Namespace) -> None:
         raise ConfigError("--prompt and --output are for --rates: a trace has its own lengths")
 
 
-def _kinds_of(args: Namespace) -> list[Kind]:
+def _kinds_of(args: Namespace) -> list[ReplicaKind]:
     """The replicas to compare, with their prices."""
     prices = _prices_of(args.prices)
     kinds = [_kind_of(args, word, prices) for word in words_of(args.devices)]
@@ -174,7 +174,7 @@ def _kinds_of(args: Namespace) -> list[Kind]:
     return kinds
 
 
-def _kind_of(args: Namespace, word: str, prices: dict[str, float]) -> Kind:
+def _kind_of(args: Namespace, word: str, prices: dict[str, float]) -> ReplicaKind:
     """The replica that a word of --devices describes."""
     found = _DEVICE.fullmatch(word.lower())
     weights = (found and found["weights"]) or "bf16"
@@ -187,7 +187,7 @@ def _kind_of(args: Namespace, word: str, prices: dict[str, float]) -> Kind:
     assumed = Assumptions(args.bandwidth_efficiency, args.flops_efficiency, args.overhead_ms / 1e3)
     cost = ModelCost(find_shape(args.model), weights, args.kv)
     roofline = Roofline(cost, device, int(found["count"] or 1), assumed)
-    return Kind(word, roofline, prices.get(device.name))
+    return ReplicaKind(word, roofline, prices.get(device.name))
 
 
 def _prices_of(text: str) -> dict[str, float]:

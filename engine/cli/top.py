@@ -107,11 +107,11 @@ class _Watched:
 
     def __init__(self, url: str, key: str):
         from jitney.dashboard.remote import RemoteEngine
-        from jitney.dashboard.replica import Replica
+        from jitney.dashboard.replica import ReplicaView
         from jitney.engine.cli.topview import Rates
 
         self.engine = RemoteEngine(url, key)
-        self.replica = Replica()
+        self.replica = ReplicaView()
         self.rates = Rates()
 
     def picture(self, trouble: str = "") -> Group:

@@ -10,7 +10,7 @@ from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from jitney.dashboard.replica import Replica, SeatView
+from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.dashboard.sse import Note
 from jitney.engine.config.digest import short
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
@@ -44,7 +44,7 @@ class Rates:
         #: Time and totals of the frames within the window, the oldest first.
         self._frames: deque[tuple[float, JsonDict]] = deque()
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaView) -> None:
         """A new frame; times that go back mean another server."""
         frames = self._frames
         if frames and replica.t < frames[-1][0]:
@@ -110,7 +110,7 @@ def seat_cell(seat: SeatView) -> tuple[str, str]:
     return _LEVELS[level], "green"
 
 
-def picture(replica: Replica, rates: Rates, url: str, trouble: str = "") -> Group:
+def picture(replica: ReplicaView, rates: Rates, url: str, trouble: str = "") -> Group:
     """All of it. trouble: why the picture may be old."""
     parts: list[RenderableType] = [_title(replica, url), Text(headline(replica), "bold")]
     if trouble:
@@ -121,7 +121,7 @@ def picture(replica: Replica, rates: Rates, url: str, trouble: str = "") -> Grou
     return Group(*parts)
 
 
-def _running(replica: Replica, rates: Rates, seats: list[SeatView]) -> list[RenderableType]:
+def _running(replica: ReplicaView, rates: Rates, seats: list[SeatView]) -> list[RenderableType]:
     """What there is of an engine that runs."""
     ledger = _ledger(rates.rows())
     return [_figures(replica, rates), Text(), SeatGrid(seats), _legend(), Text(), ledger]
@@ -132,7 +132,7 @@ def _note(note: Note) -> Text:
     return Text(f"{note['level']}: {note['message']}", style)
 
 
-def _title(replica: Replica, url: str) -> Text:
+def _title(replica: ReplicaView, url: str) -> Text:
     text = Text("Jitney ", "bold")
     text.append(replica.state, _STATES.get(replica.state, ""))
     info = replica.info
@@ -160,7 +160,7 @@ def _is_right(proof: JsonDict) -> bool:
     return proof["error"] is not None and proof["error"] <= proof["limit"]
 
 
-def headline(replica: Replica) -> str:
+def headline(replica: ReplicaView) -> str:
     """Is it full, and does anybody wait?"""
     if replica.seats is None:
         return _loading(replica)
@@ -175,14 +175,14 @@ def _queue(waiting: int) -> str:
     return f"{waiting} waiting" if waiting else "nobody waits"
 
 
-def _loading(replica: Replica) -> str:
+def _loading(replica: ReplicaView) -> str:
     progress = replica.progress
     if not progress:
         return replica.state
     return f"{progress['stage']} {progress['done']} of {progress['total']}"
 
 
-def _figures(replica: Replica, rates: Rates) -> Columns:
+def _figures(replica: ReplicaView, rates: Rates) -> Columns:
     figures = _rates(rates) | _latencies(replica)
     tiles = [Text.assemble((name, _DIM), "\n", (value, "bold")) for name, value in figures.items()]
     return Columns(tiles, padding=(0, 3))
@@ -196,7 +196,7 @@ def _rates(rates: Rates) -> dict[str, str]:
     }
 
 
-def _latencies(replica: Replica) -> dict[str, str]:
+def _latencies(replica: ReplicaView) -> dict[str, str]:
     latency = replica.metrics.get("latency") or {}
     return {
         "pages used": _pages_used(replica.counts),

@@ -58,7 +58,7 @@ class AlwaysSo:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedFlag:
     """A flag that we do not have."""
 
     #: Why, or what to use instead.
@@ -102,21 +102,23 @@ def _adapter(text: str) -> str:
         raise ValueError("must be NAME=FOLDER, or an object with name and path") from None
 
 
-_TEXT_ONLY = Refused("models here read text only")
-_NO_DRAFTS = Refused("there is no speculative decoding")
-_BY_JAX = Refused(
+_TEXT_ONLY = RefusedFlag("models here read text only")
+_NO_DRAFTS = RefusedFlag("there is no speculative decoding")
+_BY_JAX = RefusedFlag(
     "hosts are joined by jax: give --coordinator, --n-hosts and --host-id (docs/devices.md)"
 )
-_NO_PLUGINS = Refused("no code is loaded from outside")
-_ONE_FAMILY_CONFIG = Refused("a model's configuration is read from its own files and not changed")
-_OWN_TOKENIZER = Refused("a model's tokenizer is read from its own files")
-_COMPILED = Refused(
+_NO_PLUGINS = RefusedFlag("no code is loaded from outside")
+_ONE_FAMILY_CONFIG = RefusedFlag(
+    "a model's configuration is read from its own files and not changed"
+)
+_OWN_TOKENIZER = RefusedFlag("a model's tokenizer is read from its own files")
+_COMPILED = RefusedFlag(
     "every step is compiled before the first request, for --seat-buckets and --token-buckets"
 )
 _OTHER_LEVEL = {"critical": "error", "trace": "debug"}
 
 #: vLLM's flag -> what becomes of it. Flags that have the same name and meaning here need no line.
-VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
+VLLM_FLAGS: dict[str, Mapped | AlwaysSo | RefusedFlag] = {
     # model
     "--max-model-len": Mapped("context", convert=_context),
     "--quantization": Mapped(
@@ -149,11 +151,11 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
         "the format is seen from the files: safetensors or GGUF", ("auto", "safetensors", "gguf")
     ),
     "--enable-auto-tool-choice": AlwaysSo("a model may call the tools that a request brings"),
-    "--trust-remote-code": Refused("no code of a model's is ever run"),
-    "--download-dir": Refused("set JITNEY_CACHE, the cache folder, in the environment"),
+    "--trust-remote-code": RefusedFlag("no code of a model's is ever run"),
+    "--download-dir": RefusedFlag("set JITNEY_CACHE, the cache folder, in the environment"),
     "--task": AlwaysSo("it generates", ("auto", "generate")),
     "--runner": AlwaysSo("it generates", ("auto", "generate")),
-    "--seed": Refused(
+    "--seed": RefusedFlag(
         "each request has a `seed`; one without it is drawn at random, whatever the server was "
         "started with"
     ),
@@ -161,19 +163,19 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "--tokenizer-mode": AlwaysSo("a model's tokenizer is read from its own files", ("auto",)),
     "--tokenizer-revision": _OWN_TOKENIZER,
     "--skip-tokenizer-init": _OWN_TOKENIZER,
-    "--code-revision": Refused("no code of a model's is ever run"),
+    "--code-revision": RefusedFlag("no code of a model's is ever run"),
     "--hf-overrides": _ONE_FAMILY_CONFIG,
     "--hf-config-path": _ONE_FAMILY_CONFIG,
     "--config-format": AlwaysSo("configurations are Hugging Face's or GGUF's", ("auto", "hf")),
     "--rope-scaling": _ONE_FAMILY_CONFIG,
     "--rope-theta": _ONE_FAMILY_CONFIG,
-    "--override-generation-config": Refused(
+    "--override-generation-config": RefusedFlag(
         "use --default-temperature, --default-top-p, --default-top-k, --default-min-p and "
         "--default-repetition-penalty"
     ),
     "--generation-config": Mapped("generation_config", values={"vllm": "none"}),
-    "--hf-token": Refused("set HF_TOKEN in the environment"),
-    "--disable-sliding-window": Refused("a model's windows are part of it"),
+    "--hf-token": RefusedFlag("set HF_TOKEN in the environment"),
+    "--disable-sliding-window": RefusedFlag("a model's windows are part of it"),
     "--enable-sleep-mode": AlwaysSo("an administrator may send POST /sleep and /wake_up"),
     "--model-impl": AlwaysSo("models are our own", ("auto", "vllm")),
     # memory and scheduling
@@ -190,22 +192,24 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "--num-gpu-blocks-override": Mapped("pages"),
     "--enable-prefix-caching": Mapped("prefix_cache", switch=True),
     "--no-enable-prefix-caching": Mapped("prefix_cache", switch=False),
-    "--prefix-caching-hash-algo": Refused("prefixes are found by their tokens; no hash is chosen"),
+    "--prefix-caching-hash-algo": RefusedFlag(
+        "prefixes are found by their tokens; no hash is chosen"
+    ),
     "--scheduling-policy": Mapped("order"),
     "--enable-chunked-prefill": AlwaysSo("prompts are read in chunks beside who decodes"),
-    "--no-enable-chunked-prefill": Refused(
+    "--no-enable-chunked-prefill": RefusedFlag(
         "prompts are always read in chunks: --prefill-share says how much of a step they may take"
     ),
-    "--long-prefill-token-threshold": Refused("use --prefill-share or --target-itl-ms"),
-    "--max-long-partial-prefills": Refused("use --prefill-share or --target-itl-ms"),
-    "--max-num-partial-prefills": Refused("use --prefill-share or --target-itl-ms"),
-    "--scheduler-delay-factor": Refused("use --policy dynamic with --max-wait-ms"),
-    "--num-scheduler-steps": Refused("the host works while the device computes the next step"),
-    "--multi-step-stream-outputs": Refused("tokens are sent as they come"),
+    "--long-prefill-token-threshold": RefusedFlag("use --prefill-share or --target-itl-ms"),
+    "--max-long-partial-prefills": RefusedFlag("use --prefill-share or --target-itl-ms"),
+    "--max-num-partial-prefills": RefusedFlag("use --prefill-share or --target-itl-ms"),
+    "--scheduler-delay-factor": RefusedFlag("use --policy dynamic with --max-wait-ms"),
+    "--num-scheduler-steps": RefusedFlag("the host works while the device computes the next step"),
+    "--multi-step-stream-outputs": RefusedFlag("tokens are sent as they come"),
     "--async-scheduling": AlwaysSo("the host works while the device computes the next step"),
     "--preemption-mode": AlwaysSo("who loses a seat is computed again", ("recompute",)),
-    "--swap-space": Refused("nothing is swapped: who loses a seat is computed again"),
-    "--cpu-offload-gb": Refused("weights stay on the device: use --weights int8 or int4"),
+    "--swap-space": RefusedFlag("nothing is swapped: who loses a seat is computed again"),
+    "--cpu-offload-gb": RefusedFlag("weights stay on the device: use --weights int8 or int4"),
     "--calculate-kv-scales": AlwaysSo("8-bit KV gets its factors from the checkpoint or at start"),
     # device
     "--tensor-parallel-size": Mapped("tensor_parallel"),
@@ -214,7 +218,9 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "-pp": AlwaysSo("a model is split by its heads alone", ("1",)),
     "--data-parallel-size": AlwaysSo("one server is one engine", ("1",)),
     "-dp": AlwaysSo("one server is one engine", ("1",)),
-    "--enable-expert-parallel": Refused("use --expert-parallel N, N as many as --tensor-parallel"),
+    "--enable-expert-parallel": RefusedFlag(
+        "use --expert-parallel N, N as many as --tensor-parallel"
+    ),
     "--distributed-executor-backend": _BY_JAX,
     "--nnodes": Mapped("n_hosts"),
     "--node-rank": Mapped("host_id"),
@@ -223,52 +229,54 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "--headless": _BY_JAX,
     "--api-server-count": AlwaysSo("one process answers HTTP, another computes", ("1",)),
     "--worker-cls": _NO_PLUGINS,
-    "--disable-custom-all-reduce": Refused("XLA chooses how devices exchange"),
-    "--attention-backend": Refused("use --kernels"),
+    "--disable-custom-all-reduce": RefusedFlag("XLA chooses how devices exchange"),
+    "--attention-backend": RefusedFlag("use --kernels"),
     "--enforce-eager": _COMPILED,
     "--no-enforce-eager": AlwaysSo("every step is compiled before the first request"),
     "--max-seq-len-to-capture": _COMPILED,
     "--compilation-config": _COMPILED,
     "-O": _COMPILED,
-    "--cudagraph-capture-sizes": Refused("use --seat-buckets and --token-buckets"),
-    "--cuda-graph-sizes": Refused("use --seat-buckets and --token-buckets"),
+    "--cudagraph-capture-sizes": RefusedFlag("use --seat-buckets and --token-buckets"),
+    "--cuda-graph-sizes": RefusedFlag("use --seat-buckets and --token-buckets"),
     # adapters
     "--enable-lora": AlwaysSo("adapters are served where --adapters names some"),
     "--lora-modules": Mapped("adapters", convert=_adapter),
-    "--max-loras": Refused("every step serves all adapters: leave it out"),
-    "--max-lora-rank": Refused("adapters have the ranks that they have: leave it out"),
+    "--max-loras": RefusedFlag("every step serves all adapters: leave it out"),
+    "--max-lora-rank": RefusedFlag("adapters have the ranks that they have: leave it out"),
     # what is not there
-    "--enable-prompt-adapter": Refused("there are no prompt adapters"),
+    "--enable-prompt-adapter": RefusedFlag("there are no prompt adapters"),
     "--speculative-config": _NO_DRAFTS,
     "--speculative-model": _NO_DRAFTS,
     "--num-speculative-tokens": _NO_DRAFTS,
     "--limit-mm-per-prompt": _TEXT_ONLY,
     "--mm-processor-kwargs": _TEXT_ONLY,
     "--allowed-local-media-path": _TEXT_ONLY,
-    "--kv-transfer-config": Refused("pages stay with the engine that computed them"),
+    "--kv-transfer-config": RefusedFlag("pages stay with the engine that computed them"),
     "--logits-processors": _NO_PLUGINS,
     "--logits-processor-pattern": _NO_PLUGINS,
     "--logprobs-mode": AlwaysSo(
         "log-probabilities are the model's own, before penalties", ("raw_logprobs",)
     ),
     "--guided-decoding-backend": AlwaysSo("llguidance makes the masks", ("auto", "guidance")),
-    "--structured-outputs-config": Refused("llguidance makes the masks; there is nothing to set"),
+    "--structured-outputs-config": RefusedFlag(
+        "llguidance makes the masks; there is nothing to set"
+    ),
     # the endpoint
-    "--api-key": Refused(
+    "--api-key": RefusedFlag(
         "a key on a command line can be read by others of this machine: use --api-key-file FILE, "
         "or JITNEY_API_KEYS in the environment"
     ),
     "--allowed-origins": Mapped("cors_origins", convert=_origins),
-    "--allow-credentials": Refused("the endpoint takes keys and no cookies"),
-    "--allowed-methods": Refused("use --cors-origins; methods follow from the routes"),
-    "--allowed-headers": Refused(
+    "--allow-credentials": RefusedFlag("the endpoint takes keys and no cookies"),
+    "--allowed-methods": RefusedFlag("use --cors-origins; methods follow from the routes"),
+    "--allowed-headers": RefusedFlag(
         "use --cors-origins; the headers that the routes read are allowed"
     ),
-    "--ssl-ca-certs": Refused("clients show a key, not a certificate"),
+    "--ssl-ca-certs": RefusedFlag("clients show a key, not a certificate"),
     "--ssl-cert-reqs": AlwaysSo("clients show a key, not a certificate", ("0",)),
-    "--ssl-ciphers": Refused("the ciphers are Python's own"),
-    "--enable-ssl-refresh": Refused("a new certificate needs a new start"),
-    "--uds": Refused("it listens on --host and --port"),
+    "--ssl-ciphers": RefusedFlag("the ciphers are Python's own"),
+    "--enable-ssl-refresh": RefusedFlag("a new certificate needs a new start"),
+    "--uds": RefusedFlag("it listens on --host and --port"),
     "--middleware": _NO_PLUGINS,
     "--tool-parser-plugin": _NO_PLUGINS,
     "--reasoning-parser-plugin": _NO_PLUGINS,
@@ -277,39 +285,39 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | Refused] = {
     "--chat-template-content-format": AlwaysSo(
         "templates are given a message's text as a string", ("auto", "string")
     ),
-    "--trust-request-chat-template": Refused("a request brings no template"),
-    "--return-tokens-as-token-ids": Refused("each request has `return_token_ids`"),
+    "--trust-request-chat-template": RefusedFlag("a request brings no template"),
+    "--return-tokens-as-token-ids": RefusedFlag("each request has `return_token_ids`"),
     "--enable-request-id-headers": AlwaysSo("every answer has an x-request-id"),
     "--enable-prompt-tokens-details": AlwaysSo("usage says what came from the prefix cache"),
-    "--enable-force-include-usage": Refused("each request has `stream_options.include_usage`"),
+    "--enable-force-include-usage": RefusedFlag("each request has `stream_options.include_usage`"),
     "--disable-fastapi-docs": AlwaysSo("there are no pages of documentation"),
-    "--h11-max-incomplete-event-size": Refused("the head of a request may have 64 KiB"),
+    "--h11-max-incomplete-event-size": RefusedFlag("the head of a request may have 64 KiB"),
     "--h11-max-header-count": AlwaysSo("a request may have 256 headers", ("256",)),
     # logs
     "--uvicorn-log-level": Mapped("log_level", values=_OTHER_LEVEL),
-    "--disable-uvicorn-access-log": Refused("use --log-level warning"),
+    "--disable-uvicorn-access-log": RefusedFlag("use --log-level warning"),
     "--disable-log-requests": AlwaysSo("the log never holds texts"),
     "--no-enable-log-requests": AlwaysSo("the log never holds texts"),
-    "--enable-log-requests": Refused("the log never holds texts"),
-    "--enable-log-outputs": Refused("the log never holds texts"),
-    "--max-log-len": Refused("the log never holds texts"),
+    "--enable-log-requests": RefusedFlag("the log never holds texts"),
+    "--enable-log-outputs": RefusedFlag("the log never holds texts"),
+    "--max-log-len": RefusedFlag("the log never holds texts"),
     "--disable-log-stats": AlwaysSo("figures are at /metrics and on the page, not in the log"),
-    "--log-config-file": Refused("use --log-level"),
-    "--otlp-traces-endpoint": Refused(
+    "--log-config-file": RefusedFlag("use --log-level"),
+    "--otlp-traces-endpoint": RefusedFlag(
         "use --otel, and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the environment"
     ),
-    "--collect-detailed-traces": Refused("use --otel: every phase is a span"),
-    "--show-hidden-metrics-for-version": Refused("use --metrics-compat vllm"),
+    "--collect-detailed-traces": RefusedFlag("use --otel: every phase is a span"),
+    "--show-hidden-metrics-for-version": RefusedFlag("use --metrics-compat vllm"),
 }
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Have the parser understand them; its help does not list them."""
     for flag, what in VLLM_FLAGS.items():
-        options: dict[str, Any] = {"action": _Told, "what": what}
+        options: dict[str, Any] = {"action": _OfVllm, "what": what}
         if not _takes_value(what):
             options["nargs"] = 0
-        elif isinstance(what, Refused):
+        elif isinstance(what, RefusedFlag):
             options["nargs"] = "?"
         elif isinstance(what, Mapped) and settings()[what.setting].several:
             options["nargs"] = "+"
@@ -320,24 +328,24 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _takes_value(what: Mapped | AlwaysSo | Refused) -> bool:
+def _takes_value(what: Mapped | AlwaysSo | RefusedFlag) -> bool:
     match what:
         case Mapped(switch=switch):
             return switch is None
         case AlwaysSo(values=values):
             return bool(values)
-        case Refused():
+        case RefusedFlag():
             return True
 
 
-def _dest(what: Mapped | AlwaysSo | Refused) -> str:
+def _dest(what: Mapped | AlwaysSo | RefusedFlag) -> str:
     return what.setting if isinstance(what, Mapped) else argparse.SUPPRESS
 
 
-class _Told(argparse.Action):
+class _OfVllm(argparse.Action):
     """Sets what the flag means here, or ends the program with what to use instead."""
 
-    def __init__(self, *args: Any, what: Mapped | AlwaysSo | Refused, **kwargs: Any):
+    def __init__(self, *args: Any, what: Mapped | AlwaysSo | RefusedFlag, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._what = what
 
@@ -351,7 +359,7 @@ class _Told(argparse.Action):
         words = [values] if isinstance(values, str) else list(values or ())
         text = " ".join(words)
         match self._what:
-            case Refused(reason=reason):
+            case RefusedFlag(reason=reason):
                 parser.error(f"{option_string} is vLLM's: {reason}")
             case AlwaysSo(reason=reason, values=allowed):
                 if allowed and text not in allowed:
@@ -382,7 +390,7 @@ def table() -> str:
     return "\n".join(f"| `{flag}` | {_said(what)} |" for flag, what in VLLM_FLAGS.items())
 
 
-def _said(what: Mapped | AlwaysSo | Refused) -> str:
+def _said(what: Mapped | AlwaysSo | RefusedFlag) -> str:
     match what:
         case Mapped(setting=setting, switch=False):
             return f"`--no-{setting.replace('_', '-')}`"
@@ -391,7 +399,7 @@ def _said(what: Mapped | AlwaysSo | Refused) -> str:
         case AlwaysSo(reason=reason, values=values):
             words = ", ".join(f"`{value}`" for value in values)
             return f"accepted{' with ' + words if words else ''}: {reason}"
-        case Refused(reason=reason):
+        case RefusedFlag(reason=reason):
             return f"refused: {reason}"
 
 

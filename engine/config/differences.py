@@ -11,7 +11,7 @@ from jitney.engine.config.digest import is_counted
 from jitney.engine.config.layers import Layered, Setting, settings
 
 #: Where a value is from that no layer names.
-DEFAULT = "default"
+_DEFAULT = "default"
 
 
 class SettingValue(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ def _value_of(layered: Layered, setting: Setting) -> SettingValue:
         section=setting.section,
         key=setting.key,
         value=value,
-        origin=layered.origins.get(setting.name, DEFAULT),
+        origin=layered.origins.get(setting.name, _DEFAULT),
         counted=is_counted(setting),
     )
 

@@ -17,7 +17,7 @@ from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict
 
 #: Characters of a digest that are enough for people to tell configurations apart.
-SHORT = 12
+_SHORT = 12
 #: Settings, by flat name, that are no part of a digest.
 LEFT_OUT = frozenset(
     (
@@ -95,7 +95,7 @@ def configuration_digest(config: Config, *, model: str, version: str) -> str:
 
 def short(digest: str) -> str:
     """As people read it; empty where there is none."""
-    return digest[:SHORT]
+    return digest[:_SHORT]
 
 
 def _counted(config: Config) -> JsonDict:

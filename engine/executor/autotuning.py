@@ -54,18 +54,3 @@ def _bring(shipped: Path, results: Path) -> None:
             partial = results / f".{source.name}.new"  # another process may start beside this one
             shutil.copyfile(source, partial)
             partial.rename(results / source.name)
-
-
-def shipped_options(word: str, capability: str, shipped: Path = SHIPPED) -> dict[str, str]:
-    """What tells XLA to compile with what was shipped for a card, without the card: options of the
-    compiler, none if nothing was shipped. word: in the card's name, "h100"."""
-    pattern = re.compile(
-        rf"(.*-)?{word}-(.*-)?{re.escape(capability)}-jaxlib-{re.escape(_RELEASE)}"
-    )
-    for folder in sorted(shipped.iterdir()):
-        if folder.is_dir() and pattern.fullmatch(folder.name):
-            return {
-                RESULTS: str(folder),
-                "xla_gpu_experimental_autotune_cache_mode": "AUTOTUNE_CACHE_MODE_READ",
-            }
-    return {}

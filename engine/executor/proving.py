@@ -18,9 +18,9 @@ from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.types import KernelProof
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove, without
-from jitney.kernels.proof_shapes import Matrix, Mixture, ServedShapes
+from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 
 def proven(
@@ -45,7 +45,7 @@ def _report_wrong(kernels: KernelSet, wrong: str, *, named: bool) -> None:
             f"kernels {kernels.label} compute wrong numbers on this machine: {wrong}; use "
             "--kernels auto, which leaves out what is wrong, or --kernels reference"
         )
-    log.error(
+    _log.error(
         "KERNELS TAKEN OUT: %s of kernels %s; the slower reference serves in their place. "
         "Please report this with the output of `jitney doctor`.",
         wrong,
@@ -105,13 +105,13 @@ def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
     return tuple({own.experts.block_rows(bucket.tokens) for bucket in steps})
 
 
-def _mixtures_of(model: Model, own: ModelConfig) -> tuple[Mixture, ...]:
+def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
     """The different layers of experts."""
     experts = [one for one in model.linears() if isinstance(one, ExpertLinear)]
     pairs = zip(experts[::2], experts[1::2], strict=True)  # what opens, and what closes
     return tuple(
         dict.fromkeys(
-            Mixture(
+            MixtureShape(
                 own.intermediate_size,
                 (opening.packed.scheme, closing.packed.scheme),
                 own.activation,

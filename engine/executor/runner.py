@@ -356,11 +356,11 @@ class Runner:
         _copy_to_host((output.broken, output.scores if step.scored else None))
         return step
 
-    def choose(self, ticket: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
+    def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
         """Dispatch the program that chooses the tokens of these rows of the step launched last, and
         start the copies.
         """
-        logits, ticket.logits = ticket.logits, None
+        logits, launched.logits = launched.logits, None
         computed = logits.shape[0]
         size = self.choices.size(len(rows))
         upload = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
@@ -368,13 +368,13 @@ class Runner:
             # Where all rows of the step are taken, each stays where it is.
             place = masked.row if size == computed else number
             self.builder.put_masked(upload, place, masked, mask)
-            ticket.chosen_rows.append((place, masked.row))
+            launched.chosen_rows.append((place, masked.row))
         numbers = None
         if size != computed:
             numbers = np.zeros(size, np.int32)
             numbers[: len(rows)] = [masked.row for masked in rows]
-        ticket.chosen = self.run_choice(logits, numbers, upload)
-        _copy_sampled(ticket.chosen, logprobs=_wants_logprobs(ticket.plan))
+        launched.chosen = self.run_choice(logits, numbers, upload)
+        _copy_sampled(launched.chosen, logprobs=_wants_logprobs(launched.plan))
 
     def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
         """One call of a program that chooses behind a step; replaces the donated state. numbers:
@@ -465,20 +465,20 @@ class Runner:
         self._asleep = []
         self._start_over()
 
-    def fetch(self, ticket: LaunchedStep) -> StepResult:
+    def fetch(self, launched: LaunchedStep) -> StepResult:
         """Wait for what a step brought."""
-        plan, (sampled, broken, scores, _) = ticket.plan, ticket.output
+        plan, (sampled, broken, scores, _) = launched.plan, launched.output
         result = _sampled(plan, sampled)
-        if ticket.chosen is not None:
-            _put_chosen(result, ticket.chosen, ticket.chosen_rows)
+        if launched.chosen is not None:
+            _put_chosen(result, launched.chosen, launched.chosen_rows)
         if broken is not None:
             chunks_broken = np.asarray(broken)[: len(plan.chunks)]
             if chunks_broken.any():
                 result.broken = chunks_broken.tolist()
-        if ticket.pooled is not None:
-            result.pooled = np.asarray(ticket.pooled)
-        if ticket.scored:
-            result.prompt_logprobs = _entries(scores, ticket.scored)
+        if launched.pooled is not None:
+            result.pooled = np.asarray(launched.pooled)
+        if launched.scored:
+            result.prompt_logprobs = _entries(scores, launched.scored)
         return result
 
 

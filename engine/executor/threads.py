@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jitney.engine.errors import ConfigError
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 _ROOT = Path("/")
 _TOPOLOGY = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -25,7 +25,7 @@ _GROUPS = "sys/fs/cgroup"
 
 
 @dataclass(frozen=True, slots=True)
-class Processors:
+class _Processors:
     """Those to compute on, and why no others."""
 
     #: Numbers, ascending.
@@ -63,10 +63,10 @@ def use_processors(wanted: int) -> None:
     processors = processors_here(wanted)
     if len(processors.chosen) < processors.allowed:
         os.sched_setaffinity(0, processors.chosen)
-    log.info("steps are computed with %s", processors)
+    _log.info("steps are computed with %s", processors)
 
 
-def processors_here(wanted: int) -> Processors:
+def processors_here(wanted: int) -> _Processors:
     """What `use_processors` would choose of those that this process may run on now; where the
     system tells nothing, all that there are. Raises ConfigError.
     """
@@ -80,7 +80,7 @@ def own_processors() -> Sequence[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> Processors:
+def choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> _Processors:
     """Of the processors that the process may run on: one of each core, as many as the quota holds;
     or as many as are wanted. ConfigError for more than are allowed.
     """
@@ -94,7 +94,7 @@ def choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -
     if quota is not None and not wanted:
         count = min(count, max(1, int(quota)))
     chosen = tuple(sorted((first + others)[:count]))
-    return Processors(chosen, len(allowed), len(first), quota, wanted)
+    return _Processors(chosen, len(allowed), len(first), quota, wanted)
 
 
 def _by_core(allowed: Sequence[int], root: Path) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from jitney.engine.config.schema import Section, ServerSection
-from jitney.engine.fleet.candidate import ModelWithCandidate, Prices, RolloutKeeper
+from jitney.engine.fleet.candidate import ArmPrices, ModelWithCandidate, RolloutKeeper
 from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, composed_of
 from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
 from jitney.engine.fleet.config import FleetConfig
@@ -67,7 +67,7 @@ def _replicated(
         stable,
         _arm(parts, name, other, f"{name}.candidate"),
         Rollout(name, other.name, other.rule),
-        Prices(other.stable_price_per_hour, other.price_per_hour),
+        ArmPrices(other.stable_price_per_hour, other.price_per_hour),
     )
     folder = parts.config.fleet.state_dir
     kept = parts.config.path(folder) if folder else None
@@ -80,14 +80,14 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> Re
     looked_for = tuple(url for url in section.urls if url.startswith(FOUND))
     given = [Replica(name_of(url), url, parts.key) for url in section.urls if url not in looked_for]
     model = ReplicatedModel(
-        name,
-        section,
-        parts.client,
-        parts.metrics,
-        parts.patience,
-        parts.config.fleet.repeat_streams,
-        parts.key if section.urls else "",
-        ReplicaSet(given),
+        name=name,
+        section=section,
+        client=parts.client,
+        metrics=parts.metrics,
+        patience=parts.patience,
+        repeat_streams=parts.config.fleet.repeat_streams,
+        key=parts.key if section.urls else "",
+        engines=ReplicaSet(given),
     )
     parts.watch.begin(model.replicas)
     if looked_for:
@@ -129,7 +129,16 @@ async def open_fleet(
     ):
         section = config.fleet
         watch = Watch(client, poll_s=section.poll_s, lost_after_s=section.lost_after_s)
-        parts = FleetParts(config, client, metrics, watch, key, composed, models, rollouts=keepers)
+        parts = FleetParts(
+            config=config,
+            client=client,
+            metrics=metrics,
+            watch=watch,
+            key=key,
+            composed=composed,
+            models=models,
+            rollouts=keepers,
+        )
         try:
             for name, table in config.models.items():
                 models[name] = _MAKERS[type(table)](parts, name, table)

@@ -23,12 +23,12 @@ import httpx
 from jitney.engine.api.errors import HttpError, answer_to
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked, prefix_key
-from jitney.engine.fleet.comparison import ARMS, ArmName, Outcome
-from jitney.engine.fleet.forwarding import Answer
+from jitney.engine.fleet.comparison import ARMS, ArmName, RequestOutcome
+from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.measuring import AnswerWatch, CostMeter, is_failure
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.fleet.rollout import Place, Rollout
+from jitney.engine.fleet.rollout import KeyPlace, Rollout
 from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.fleet")
@@ -43,7 +43,7 @@ _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class ArmPrices:
     """Of one engine of each arm, an hour; in a unit of the operator's."""
 
     stable: float = 1.0
@@ -64,7 +64,7 @@ class ModelWithCandidate:
     stable: ReplicatedModel
     candidate: ReplicatedModel
     rollout: Rollout
-    prices: Prices = field(default_factory=Prices)
+    prices: ArmPrices = field(default_factory=ArmPrices)
     #: Seconds.
     clock: Callable[[], float] = time.monotonic
     #: Puts what is known on disk, after a decision.
@@ -100,12 +100,12 @@ class ModelWithCandidate:
         return None
 
     @asynccontextmanager
-    async def answer(self, asked: Asked) -> AsyncIterator[Answer]:
+    async def answer(self, asked: Asked) -> AsyncIterator[ProxiedAnswer]:
         """See `FleetModel`."""
         async with AsyncExitStack() as stack:
             yield await self._answer_of(stack, asked)
 
-    async def _answer_of(self, stack: AsyncExitStack, asked: Asked) -> Answer:
+    async def _answer_of(self, stack: AsyncExitStack, asked: Asked) -> ProxiedAnswer:
         """What an arm says, to be left with the stack."""
         kept = self._keeping(asked)
         if kept is not None:
@@ -127,13 +127,13 @@ class ModelWithCandidate:
         return "candidate" if asked.keeper in names else "stable"
 
     async def _of_candidate(
-        self, stack: AsyncExitStack, place: Place, asked: Asked
-    ) -> Answer | None:
+        self, stack: AsyncExitStack, place: KeyPlace, asked: Asked
+    ) -> ProxiedAnswer | None:
         """None: the stable arm shall answer."""
         if not self._may_try():
             return None
         if not self.candidate.ready:
-            self._observe(place, asked, Outcome(ok=False))
+            self._observe(place, asked, RequestOutcome(ok=False))
             return None
         own = await stack.enter_async_context(AsyncExitStack())
         try:
@@ -154,8 +154,8 @@ class ModelWithCandidate:
 
     @asynccontextmanager
     async def _watched(
-        self, place: Place, asked: Asked
-    ) -> AsyncIterator[tuple[Answer, AnswerWatch]]:
+        self, place: KeyPlace, asked: Asked
+    ) -> AsyncIterator[tuple[ProxiedAnswer, AnswerWatch]]:
         """An arm's answer; what became of it is observed when it is over."""
         watch, costs = AnswerWatch(self.clock), self._costs[place.arm]
         begun = costs.begin(self.clock(), self._per_second(place.arm))
@@ -171,7 +171,7 @@ class ModelWithCandidate:
             if outcome is not None:
                 self._observe(place, asked, outcome)
 
-    def _observe(self, place: Place, asked: Asked, outcome: Outcome) -> None:
+    def _observe(self, place: KeyPlace, asked: Asked, outcome: RequestOutcome) -> None:
         if asked.route in _COMPARED:
             self.rollout.observe(place, outcome)
 

@@ -54,7 +54,7 @@ Cost = Literal["price", "seconds", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class TokenPrices:
     """Per million tokens, prompt and output alike; None: unknown."""
 
     small: float | None = None
@@ -203,14 +203,14 @@ def _read_question(where: str, line: bytes, defaults: JsonDict) -> Question:
 
 
 @dataclass(slots=True)
-class Comparison:
+class ModelComparison:
     """Asks both models. prices: of their tokens."""
 
     models: Answering
     small: str
     large: str
     agreement: _Agreement
-    prices: Prices
+    prices: TokenPrices
 
     async def run(
         self, questions: Sequence[Question], at_once: int, tell: Callable[[int], None]

@@ -47,11 +47,11 @@ LEAST_REQUESTS, LEAST_CLUSTERS = 30, 20
 
 ArmName = Literal["stable", "candidate"]
 ARMS: tuple[ArmName, ...] = ("stable", "candidate")
-Verdict = Literal["better", "worse", "no difference seen yet"]
+_Verdict = Literal["better", "worse", "no difference seen yet"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request, as the ingress saw it."""
 
     #: False: it was refused for lack of room, failed, or its stream broke off.
@@ -78,7 +78,7 @@ class Figure:
     #: that is found soonest.
     scale: float
     #: Its value of a request; None: that one has none.
-    read: Callable[[Outcome], float | None]
+    read: Callable[[RequestOutcome], float | None]
 
     @property
     def equal(self) -> float:
@@ -90,25 +90,25 @@ class Figure:
         return self.equal - margin if self.more_is_better else self.equal + margin
 
 
-def _tokens_per_s(outcome: Outcome) -> float | None:
+def _tokens_per_s(outcome: RequestOutcome) -> float | None:
     if not outcome.ok or outcome.tokens <= 0 or outcome.total_s <= 0:
         return None
     return outcome.tokens / outcome.total_s
 
 
-def _first_token_s(outcome: Outcome) -> float | None:
+def _first_token_s(outcome: RequestOutcome) -> float | None:
     if not outcome.ok or not outcome.first_token_s:
         return None
     return outcome.first_token_s
 
 
-def _token_cost(outcome: Outcome) -> float | None:
+def _token_cost(outcome: RequestOutcome) -> float | None:
     if not outcome.ok or outcome.tokens <= 0 or outcome.cost <= 0:
         return None
     return outcome.cost / outcome.tokens
 
 
-def _error(outcome: Outcome) -> float:
+def _error(outcome: RequestOutcome) -> float:
     return 0.0 if outcome.ok else 1.0
 
 
@@ -167,7 +167,7 @@ class Interval:
     low: float
     high: float
 
-    def verdict(self, figure: Figure) -> Verdict:
+    def verdict(self, figure: Figure) -> _Verdict:
         if self.low <= figure.equal <= self.high:
             return "no difference seen yet"
         is_more = self.low > figure.equal
@@ -197,7 +197,7 @@ class Comparison:
     #: Output tokens that clients got, by arm.
     tokens: dict[ArmName, int] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
 
-    def add(self, arm: ArmName, cluster: int, outcome: Outcome) -> None:
+    def add(self, arm: ArmName, cluster: int, outcome: RequestOutcome) -> None:
         """cluster: of the request's key, 0 to CLUSTERS - 1."""
         self.tokens[arm] += outcome.tokens
         for name, figure in FIGURES.items():

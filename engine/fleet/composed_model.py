@@ -24,7 +24,7 @@ from jitney.engine.fleet.answering import (
 )
 from jitney.engine.fleet.asked import Asked, RawHeaders
 from jitney.engine.fleet.composed import ComposedModels
-from jitney.engine.fleet.forwarding import Answer
+from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.http_engines import (
     chunks_from,
     passed_headers,
@@ -121,7 +121,7 @@ class NamedComposition:
         """It keeps nothing."""
 
     @asynccontextmanager
-    async def answer(self, asked: Asked) -> AsyncIterator[Answer]:
+    async def answer(self, asked: Asked) -> AsyncIterator[ProxiedAnswer]:
         """Raises HttpError, RequestError."""
         question = self._question(asked)
         if question.streams:
@@ -129,7 +129,7 @@ class NamedComposition:
                 headers = await _first(queue)
                 self._count(headers)
                 body = self._events(queue, asked.request_id)
-                yield Answer(200, _raw(headers | EVENT_STREAM), body)
+                yield ProxiedAnswer(200, _raw(headers | EVENT_STREAM), body)
             return
         whole = await self.composed.answer(question)
         self._count(whole.headers)
@@ -138,7 +138,7 @@ class NamedComposition:
             "content-type": "application/json",
             "content-length": str(len(content)),
         }
-        yield Answer(200, _raw(headers), _pieces((content,)))
+        yield ProxiedAnswer(200, _raw(headers), _pieces((content,)))
 
     def _count(self, headers: Mapping[str, str]) -> None:
         """One more answer of the part that gave it."""

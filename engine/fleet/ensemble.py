@@ -121,7 +121,7 @@ class _Choice:
 
     vote: _Vote
     #: For MADE_FIELD.
-    told: JsonDict
+    report: JsonDict
     #: Of the scorer, as `stage_usage` has it.
     usage: list[JsonDict]
 
@@ -242,11 +242,11 @@ class Ensemble:
             for vote in votes
             for entry in stage_usage(vote.member.stage, vote.member.model, vote.answer.usage)
         ]
-        told: JsonDict = {"kind": "ensemble", "stage": member.stage, **chosen.told}
+        report: JsonDict = {"kind": "ensemble", "stage": member.stage, **chosen.report}
         if left_out:
-            told["left_out"] = left_out
+            report["left_out"] = left_out
         body = answer.body | {"usage": total_usage([*usages, *chosen.usage])}
-        body[MADE_FIELD] = made(told, answer.body)
+        body[MADE_FIELD] = made(report, answer.body)
         return ModelAnswer(body, stage_header(member.stage, answer.headers))
 
 

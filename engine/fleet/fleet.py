@@ -13,7 +13,7 @@ from jitney.engine.api.slices import Slices
 from jitney.engine.api.tracing import Tracing
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.kept import RESPONSES, Keeper, Keepers, is_id
+from jitney.engine.fleet.kept import RESPONSES, AnswerKeeper, Keepers, is_id
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.quotas import FleetQuotas
@@ -64,7 +64,7 @@ class Fleet:
             raise no_model(name)
         return name
 
-    async def keeper(self, asked: Asked, id: object) -> Keeper | None:
+    async def keeper(self, asked: Asked, id: object) -> AnswerKeeper | None:
         """Who keeps a response; engines are asked where none is known."""
         if not isinstance(id, str) or not is_id(id):
             return None
@@ -74,7 +74,7 @@ class Fleet:
         for name, model in self.models.items():
             replica = await model.keeper_of(asked, f"{RESPONSES}/{id}")
             if replica is not None:
-                found = Keeper(name, replica.name)
+                found = AnswerKeeper(name, replica.name)
                 self.keepers.put(id, found)
                 return found
         return None

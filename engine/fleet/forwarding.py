@@ -71,7 +71,7 @@ REPLICA_HEADER = b"x-jitney-replica"
 
 
 @dataclass(slots=True)
-class Answer:
+class ProxiedAnswer:
     """What the client is told; each piece of the body is to be sent at once."""
 
     status: int
@@ -152,7 +152,7 @@ class _Attempt:
 class _Refusal:
     """A replica's own answer of why it does not take the request."""
 
-    answer: Answer
+    answer: ProxiedAnswer
     retry_s: float
     #: It is about the client, and no other replica is asked.
     final: bool
@@ -174,7 +174,7 @@ class Exchange:
     _attempt: _Attempt | None = None
 
     @asynccontextmanager
-    async def answer(self) -> AsyncIterator[Answer]:
+    async def answer(self) -> AsyncIterator[ProxiedAnswer]:
         """What to tell the client, to be read inside of this context: leaving it ends what is open
         at a replica. Raises RequestError where no replica can be reached, or all died with it.
         """
@@ -183,19 +183,21 @@ class Exchange:
         finally:
             await self._leave()
 
-    async def _begin(self) -> Answer:
+    async def _begin(self) -> ProxiedAnswer:
         while True:
             found = await self._open_any()
             if isinstance(found, _Refusal):
                 return found.answer
             if found.is_stream:
-                return Answer(found.response.status_code, found.headers(), self._stream(found))
+                return ProxiedAnswer(
+                    found.response.status_code, found.headers(), self._stream(found)
+                )
             try:
                 return await self._whole(found)
             except _Died:
                 self._count_death(found.replica)
 
-    async def _whole(self, attempt: _Attempt) -> Answer:
+    async def _whole(self, attempt: _Attempt) -> ProxiedAnswer:
         """A plain answer, kept until it is complete: until then another replica may give it. Raises
         _Died.
         """
@@ -205,7 +207,7 @@ class Exchange:
         async for part in parts:
             kept += part
             if len(kept) > _KEPT_BYTES:
-                return Answer(status, headers, _broken_off(bytes(kept), parts))
+                return ProxiedAnswer(status, headers, _broken_off(bytes(kept), parts))
         self.choosing.attempted(attempt.replica, "answered")
         return _complete(status, headers, bytes(kept))
 
@@ -426,11 +428,11 @@ class Exchange:
         return error_event(error, self.asked.request_id) + _DONE
 
 
-def _complete(status: int, headers: RawHeaders, body: bytes) -> Answer:
+def _complete(status: int, headers: RawHeaders, body: bytes) -> ProxiedAnswer:
     """An answer that is there already."""
     kept = [item for item in headers if item[0] != b"content-length"]
     length = (b"content-length", str(len(body)).encode())
-    return Answer(status, [*kept, length], _only(body))
+    return ProxiedAnswer(status, [*kept, length], _only(body))
 
 
 async def _only(body: bytes) -> AsyncIterator[bytes]:

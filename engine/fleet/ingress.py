@@ -31,7 +31,7 @@ from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.fleet.asked import Asked, asked_of
 from jitney.engine.fleet.fleet import Fleet
-from jitney.engine.fleet.forwarding import REPLICA_HEADER, Answer
+from jitney.engine.fleet.forwarding import REPLICA_HEADER, ProxiedAnswer
 from jitney.engine.fleet.kept import RESPONSES
 from jitney.engine.fleet.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.types import JsonDict
@@ -108,7 +108,7 @@ class _Sending:
             async with model.answer(self.asked) as answer:
                 await self._send(account.watched(answer), context, send)
 
-    async def _send(self, answer: Answer, context: Context, send: Send) -> None:
+    async def _send(self, answer: ProxiedAnswer, context: Context, send: Send) -> None:
         """The status goes with the first byte, so that what fails before is a status too."""
         body = aiter(answer.body)
         first = await anext(body, b"")
@@ -124,7 +124,7 @@ class _Sending:
         await send_body(send, b"", more=False)
 
 
-def _replica_of(answer: Answer) -> str:
+def _replica_of(answer: ProxiedAnswer) -> str:
     return dict(answer.headers).get(REPLICA_HEADER, b"").decode()
 
 
@@ -248,13 +248,13 @@ def _other(path: str, summary: str) -> HttpRoute:
     return HttpRoute(path, _POST, _to_model, summary, body=NamedBody, answer=AnyAnswer)
 
 
-PASSED_ROUTES = (
+_PASSED_ROUTES = (
     *_engine_routes(),
     _other("/v1/rerank", "texts in the order of their fitness, where the engines have that"),
     _other("/v1/score", "the fitness of texts, where the engines have that"),
 )
 FLEET_ROUTES = (
-    *PASSED_ROUTES,
+    *_PASSED_ROUTES,
     HttpRoute("/v1/models", _GET, _list_models, "all models", answer=FleetModelList),
     HttpRoute("/v1/models/{model:path}", _GET, _show_model, "one model", answer=FleetModelCard),
     probe("/livez", _livez, "this process answers"),
@@ -281,7 +281,7 @@ FLEET_ROUTES = (
     ),
     *ROLLOUT_ROUTES,
 )
-_PASSED_PATHS = frozenset(route.path for route in PASSED_ROUTES)
+_PASSED_PATHS = frozenset(route.path for route in _PASSED_ROUTES)
 
 
 def create_ingress(

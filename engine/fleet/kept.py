@@ -19,14 +19,14 @@ _MOST = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class AnswerKeeper:
     """An engine that keeps an answer."""
 
     model: str
     replica: str
 
 
-def _new_cache() -> LruCache[str, Keeper]:
+def _new_cache() -> LruCache[str, AnswerKeeper]:
     return LruCache(_MOST, lambda id: 1)
 
 
@@ -34,19 +34,19 @@ def _new_cache() -> LruCache[str, Keeper]:
 class Keepers:
     """By the ids of answers, as far as they passed here."""
 
-    _known: LruCache[str, Keeper] = field(default_factory=_new_cache)
+    _known: LruCache[str, AnswerKeeper] = field(default_factory=_new_cache)
 
-    def get(self, id: str) -> Keeper | None:
+    def get(self, id: str) -> AnswerKeeper | None:
         return self._known.get(id)
 
-    def put(self, id: str, keeper: Keeper) -> None:
+    def put(self, id: str, keeper: AnswerKeeper) -> None:
         self._known.put(id, keeper)
 
     def learn(self, model: str, replica: str, begun: bytes) -> None:
         """See in the beginning of an answer what its id is."""
         found = _IN_ANSWER.search(begun)
         if found:
-            self.put(found[1].decode(), Keeper(model, replica))
+            self.put(found[1].decode(), AnswerKeeper(model, replica))
 
 
 def is_id(value: object) -> bool:

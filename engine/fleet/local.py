@@ -95,7 +95,7 @@ def _flag(name: str, value: object) -> list[str]:
 
 
 @dataclass(eq=False, slots=True)
-class LocalEngine:
+class _LocalEngine:
     """One engine of a model, over all of its processes."""
 
     config: FleetConfig
@@ -197,16 +197,16 @@ class LocalEngines:
         self._key, self._environ = engine_keys(users, admins)
         self._ports = _ports(config.fleet.engine_port)
         #: By arm (`FleetParts.arms`), in the order in which they start.
-        self.engines: dict[str, list[LocalEngine]] = {}
+        self.engines: dict[str, list[_LocalEngine]] = {}
         for arm, model in parts.arms.items():
             if model.section.replicas:
                 numbers = range(model.section.replicas)
                 self.engines[arm] = [self._make(config, arm, number) for number in numbers]
 
-    def _make(self, config: FleetConfig, arm: str, number: int) -> LocalEngine:
+    def _make(self, config: FleetConfig, arm: str, number: int) -> _LocalEngine:
         replica = Replica(f"{arm}-{number}", key=self._key)
         model = self._parts.arms[arm]
-        return LocalEngine(config, model, number, replica, next(self._ports), self._environ)
+        return _LocalEngine(config, model, number, replica, next(self._ports), self._environ)
 
     async def start(self) -> None:
         """Start all, and wait until they are ready. Raises JitneyError; not for a candidate, which
@@ -214,7 +214,7 @@ class LocalEngines:
         """
         await asyncio.gather(*map(self._start_arm, self.engines.values()))
 
-    async def _start_arm(self, engines: list[LocalEngine]) -> None:
+    async def _start_arm(self, engines: list[_LocalEngine]) -> None:
         try:
             await self._start_model(engines)
         except JitneyError as error:
@@ -222,12 +222,12 @@ class LocalEngines:
                 raise
             _log.error("candidate: %s", error)
 
-    async def _start_model(self, engines: list[LocalEngine]) -> None:
+    async def _start_model(self, engines: list[_LocalEngine]) -> None:
         first, *others = engines
         await self._start_engine(first)
         await asyncio.gather(*map(self._start_engine, others))
 
-    async def _start_engine(self, engine: LocalEngine) -> None:
+    async def _start_engine(self, engine: _LocalEngine) -> None:
         await engine.start()
         engine.model.engines.add(engine.replica)
         self._parts.watch.begin([engine.replica])
@@ -254,7 +254,7 @@ class LocalEngines:
         limit_s = self._drain_s + _GRACE_S
         await asyncio.gather(*(engine.close(limit_s) for engine in self._all()))
 
-    def _all(self) -> list[LocalEngine]:
+    def _all(self) -> list[_LocalEngine]:
         return [engine for engines in self.engines.values() for engine in engines]
 
 

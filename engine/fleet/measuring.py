@@ -8,8 +8,8 @@ import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from jitney.engine.fleet.comparison import Outcome
-from jitney.engine.fleet.forwarding import Answer, is_own_limit
+from jitney.engine.fleet.comparison import RequestOutcome
+from jitney.engine.fleet.forwarding import ProxiedAnswer, is_own_limit
 
 _FULL, _SERVER_ERROR, _CLIENT_ERROR = 429, 500, 400
 
@@ -83,20 +83,20 @@ class AnswerWatch:
     def __post_init__(self) -> None:
         self.begun = self.clock()
 
-    async def of(self, answer: Answer) -> Answer:
+    async def of(self, answer: ProxiedAnswer) -> ProxiedAnswer:
         """The same answer, watched."""
         if answer.status == _FULL:
             return await self._refusal(answer)
         self._status = answer.status
         kind = dict(answer.headers).get(b"content-type", b"")
         self._is_stream = kind.startswith(b"text/event-stream")
-        return Answer(answer.status, answer.headers, self._watched(answer.body))
+        return ProxiedAnswer(answer.status, answer.headers, self._watched(answer.body))
 
-    async def _refusal(self, answer: Answer) -> Answer:
+    async def _refusal(self, answer: ProxiedAnswer) -> ProxiedAnswer:
         """A client that asks for more than its due says nothing of the engine."""
         body = b"".join([part async for part in answer.body])
         self._status = _CLIENT_ERROR if is_own_limit(body) else _FULL
-        return Answer(answer.status, answer.headers, _parts(body))
+        return ProxiedAnswer(answer.status, answer.headers, _parts(body))
 
     @property
     def failed(self) -> bool:
@@ -126,18 +126,18 @@ class AnswerWatch:
         """Of a plain answer by its usage alone: its text is one piece."""
         return self._usage.tokens if self._is_stream else self._usage.output or 0
 
-    def outcome(self, cost: float) -> Outcome | None:
+    def outcome(self, cost: float) -> RequestOutcome | None:
         """How it went; None: it says nothing of the engine, since the client left, or sent what
         cannot be answered.
         """
         if is_failure(self._status):
-            return Outcome(ok=False)
+            return RequestOutcome(ok=False)
         if self._status >= _CLIENT_ERROR or not (self._whole or self._broken):
             return None
         if self._broken:
-            return Outcome(ok=False)
+            return RequestOutcome(ok=False)
         first = None if self._first is None else self._first - self.begun
-        return Outcome(True, self._tokens, self.clock() - self.begun, first, cost)
+        return RequestOutcome(True, self._tokens, self.clock() - self.begun, first, cost)
 
 
 async def _parts(body: bytes) -> AsyncIterator[bytes]:

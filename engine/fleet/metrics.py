@@ -33,14 +33,14 @@ _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
 }
 
 #: The models and their replicas, as they are when somebody asks.
-type ReplicasByModel = Callable[[], Mapping[str, list[Replica]]]
+type _ReplicasByModel = Callable[[], Mapping[str, list[Replica]]]
 
 
 class FleetMetrics:
     """All metrics of one ingress, in a registry of their own."""
 
     def __init__(
-        self, replicas: ReplicasByModel, rollouts: Callable[[], Iterable[Rollout]] = tuple
+        self, replicas: _ReplicasByModel, rollouts: Callable[[], Iterable[Rollout]] = tuple
     ):
         self.registry = CollectorRegistry(auto_describe=False)
         self.requests = self._counter("requests", "HTTP requests answered", "route", "class")
@@ -85,7 +85,7 @@ class FleetMetrics:
 
 
 class _ReplicaCollector(Collector):
-    def __init__(self, replicas: ReplicasByModel):
+    def __init__(self, replicas: _ReplicasByModel):
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:

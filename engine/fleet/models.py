@@ -11,7 +11,7 @@ from typing import Protocol
 import httpx
 
 from jitney.engine.fleet.asked import Asked, beginnings
-from jitney.engine.fleet.forwarding import Answer, Exchange, Patience
+from jitney.engine.fleet.forwarding import Exchange, Patience, ProxiedAnswer
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica
@@ -40,7 +40,7 @@ class FleetModel(Protocol):
         """What /v1/models says of it beside its name."""
         ...
 
-    def answer(self, asked: Asked) -> AbstractAsyncContextManager[Answer]:
+    def answer(self, asked: Asked) -> AbstractAsyncContextManager[ProxiedAnswer]:
         """Answer a request; what it gives is read inside of the context, and leaving that ends all
         that is open. Raises RequestError or HttpError.
         """
@@ -83,7 +83,7 @@ class ReplicatedModel:
         return {"max_model_len": min(lengths, default=None), "kind": "replicas"}
 
     @asynccontextmanager
-    async def answer(self, asked: Asked) -> AsyncIterator[Answer]:
+    async def answer(self, asked: Asked) -> AsyncIterator[ProxiedAnswer]:
         choosing = _Choosing(self, self._beginnings(asked))
         exchange = Exchange(self.client, choosing, self._upstream(asked), self.patience)
         async with exchange.answer() as answer:

@@ -33,7 +33,7 @@ _MOST_INPUTS = 16
 _PORTION = 256
 
 #: [texts, numbers], each of length 1.
-type Vectors = npt.NDArray[np.float32]
+type _Vectors = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Embedder:
     #: Of all that it made.
     usages: list[JsonDict] = field(default_factory=list)
 
-    async def vectors(self, texts: Sequence[str]) -> Vectors:
+    async def vectors(self, texts: Sequence[str]) -> _Vectors:
         """Of texts that are not empty, in order. Raises HttpError, RequestError."""
         inputs = min(self.seats, _MOST_INPUTS)
         at_once = asyncio.Semaphore(self.seats // inputs)
 
-        async def ask(part: Sequence[str]) -> Vectors:
+        async def ask(part: Sequence[str]) -> _Vectors:
             async with at_once:
                 return await self._ask(part)
 
@@ -68,7 +68,7 @@ class Embedder:
         del total["stages"]
         return total
 
-    async def _ask(self, texts: Sequence[str]) -> Vectors:
+    async def _ask(self, texts: Sequence[str]) -> _Vectors:
         body: JsonDict = {"input": list(texts), "encoding_format": "base64"}
         question = self.question
         asked = Question(self.model, EMBEDDINGS, body, question.headers, question.deadline)
@@ -77,7 +77,7 @@ class Embedder:
         return _vectors_in(answer, self.model, len(texts))
 
 
-def _vectors_in(answer: ModelAnswer, model: str, count: int) -> Vectors:
+def _vectors_in(answer: ModelAnswer, model: str, count: int) -> _Vectors:
     """Raises HttpError where it does not hold so many."""
     try:
         entries = sorted(answer.body["data"], key=lambda entry: entry["index"])
@@ -104,10 +104,10 @@ class KeptDocuments:
         """prefix: stands before each where it is embedded."""
         self.texts = texts
         self._prefix = prefix
-        self._vectors: list[Vectors] = []
+        self._vectors: list[_Vectors] = []
         self._embedding = asyncio.Lock()
 
-    async def vectors(self, embedder: Embedder, size: int) -> Vectors:
+    async def vectors(self, embedder: Embedder, size: int) -> _Vectors:
         """size: numbers of the question's vector. Those of other sizes are of an engine that is no
         more, and are made anew. Raises HttpError, RequestError; what was made by then is kept.
         """
@@ -125,7 +125,7 @@ class KeptDocuments:
             return self._vectors[0]
 
 
-async def nearest(query: Vectors, documents: Vectors, keep: int) -> list[tuple[int, float]]:
+async def nearest(query: _Vectors, documents: _Vectors, keep: int) -> list[tuple[int, float]]:
     """The places of the documents whose vectors are nearest to the one of `query`, and their
     cosines, the nearest first. Raises HttpError for vectors of another size.
     """

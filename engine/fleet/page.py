@@ -8,7 +8,7 @@ from typing import get_args
 from starlette.routing import BaseRoute
 
 from jitney.dashboard import fleet as watched
-from jitney.dashboard.fleet_member import Place, name_of
+from jitney.dashboard.fleet_member import ReplicaAddress, name_of
 from jitney.dashboard.fleet_page import mounted_fleet_page
 from jitney.dashboard.mounting import mounted
 from jitney.engine.api.errors import HttpError, echo
@@ -28,17 +28,19 @@ def fleet_page_routes(
     """The page of all engines at `path`; it asks each as the fleet itself does. price_per_hour: of
     one engine; 0: none is shown.
     """
-    shown = watched.Fleet(find=lambda: dict(_places(fleet)), price_per_hour=price_per_hour or None)
+    shown = watched.FleetView(
+        find=lambda: dict(_places(fleet)), price_per_hour=price_per_hour or None
+    )
     candidates = _Candidates(fleet) if any(rolled_out(fleet)) else None
     return mounted(mounted_fleet_page(shown, settings, candidates), path)
 
 
-def _places(fleet: Fleet) -> Iterator[tuple[str, Place]]:
+def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
     """Of the engines that have one, by the names that the page calls them."""
     for replicas in fleet.replicas.values():
         for replica in replicas:
             if replica.url:
-                yield name_of(replica.name), Place(replica.url, replica.key)
+                yield name_of(replica.name), ReplicaAddress(replica.url, replica.key)
 
 
 class _Candidates:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from jitney.engine.api.quotas import Quotas, Spending
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.forwarding import Answer
+from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.measuring import UsageWatch
 from jitney.engine.types import JsonObject
 
@@ -118,12 +118,12 @@ class Account:
     is_whole: bool = False
     _answered: bool = False
 
-    def watched(self, answer: Answer) -> Answer:
+    def watched(self, answer: ProxiedAnswer) -> ProxiedAnswer:
         """The same answer, counted."""
         if self.spending is None:
             return answer
         self._answered = answer.status < 300
-        return Answer(answer.status, answer.headers, self._watched(answer.body))
+        return ProxiedAnswer(answer.status, answer.headers, self._watched(answer.body))
 
     async def _watched(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for part in body:

@@ -343,7 +343,16 @@ def build_application(
     if not has_keys:  # engines are reached over the network, so they have a key all the same
         key = secrets.token_urlsafe(32)
         environ = {"JITNEY_ADMIN_KEYS": key}
-    fleet = RayFleet(config, settings, environ, key, has_keys, url_key, module, host)
+    fleet = RayFleet(
+        config=config,
+        settings=settings,
+        environ=environ,
+        key=key,
+        has_keys=has_keys,
+        url_key=url_key,
+        module=module,
+        host=host,
+    )
     models = []
     for name, section in config.models.items():
         if isinstance(section, ReplicasSection):

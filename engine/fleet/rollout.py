@@ -24,7 +24,7 @@ from jitney.engine.fleet.comparison import (
     Comparison,
     Figure,
     Interval,
-    Outcome,
+    RequestOutcome,
 )
 from jitney.engine.types import JsonDict
 
@@ -50,7 +50,7 @@ _HOUR_S = 3600.0
 _VERSION = 1
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """Where a key belongs, for as long as the rollout runs."""
 
     arm: ArmName
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PromotionRule:
     """When a candidate is promoted or rolled back."""
 
     #: Of the keys, that the candidate gets while the rollout runs.
@@ -78,7 +78,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class _Decision:
     """What became of a rollout, and why."""
 
     state: RolloutState
@@ -88,7 +88,7 @@ class Decision:
     at: float
 
 
-class Look(NamedTuple):
+class _Look(NamedTuple):
     """What was known at one moment. intervals: by figure; those without one are absent."""
 
     at: float
@@ -99,21 +99,21 @@ class Rollout:
     """One model's candidate. name: of the candidate; what is known belongs to it alone."""
 
     def __init__(
-        self, model: str, name: str, rule: Rule, clock: Callable[[], float] = time.time
+        self, model: str, name: str, rule: PromotionRule, clock: Callable[[], float] = time.time
     ) -> None:
         self.model = model
         self.name = name
         self.rule = rule
         self.state: RolloutState = "running"
-        self.decision: Decision | None = None
+        self.decision: _Decision | None = None
         self.comparison = Comparison()
         #: By arm, the digests of its engines' configurations, as far as they say.
         self.configs: dict[ArmName, tuple[str, ...]] = dict.fromkeys(ARMS, ())
         self._clock = clock
         self.since = clock()
-        self._looks: list[Look] = []
+        self._looks: list[_Look] = []
 
-    def place(self, key: bytes) -> Place:
+    def place(self, key: bytes) -> KeyPlace:
         """Where a key belongs: always the same, and with a larger share still the same or the
         candidate.
         """
@@ -121,14 +121,14 @@ class Rollout:
         digest = hashlib.blake2b(salt + key, digest_size=9).digest()
         part = int.from_bytes(digest[:8]) / 2**64
         arm: ArmName = "candidate" if part < self.share else "stable"
-        return Place(arm, digest[8] % CLUSTERS)
+        return KeyPlace(arm, digest[8] % CLUSTERS)
 
     @property
     def share(self) -> float:
         """Of the keys that the candidate gets now."""
         return {"running": self.rule.share, "promoted": 1.0, "rolled_back": 0.0}[self.state]
 
-    def observe(self, place: Place, outcome: Outcome) -> None:
+    def observe(self, place: KeyPlace, outcome: RequestOutcome) -> None:
         """A request is over. What comes after the decision compares nothing."""
         if self.state == "running":
             self.comparison.add(place.arm, place.cluster, outcome)
@@ -153,14 +153,14 @@ class Rollout:
                 self.name,
             )
 
-    def look(self) -> Decision | None:
+    def look(self) -> _Decision | None:
         """See how the arms stand, and decide if the rule says so. Intervals hold however often
         this is called.
         """
         if self.state != "running":
             return None
         intervals = self.intervals()
-        self._keep(Look(self._clock(), intervals))
+        self._keep(_Look(self._clock(), intervals))
         action = self._by_rule(intervals)
         return self._decide(action[0], "rule", action[1]) if action else None
 
@@ -169,7 +169,7 @@ class Rollout:
         found = {name: self.comparison.interval(name) for name in FIGURES}
         return {name: interval for name, interval in found.items() if interval is not None}
 
-    def decide(self, action: Action) -> Decision:
+    def decide(self, action: Action) -> _Decision:
         """By hand."""
         return self._decide(action, "hand", "")
 
@@ -204,11 +204,11 @@ class Rollout:
     def _has_requests(self, name: str) -> bool:
         return any(self.comparison.sums[arm][name].requests for arm in ARMS)
 
-    def _decide(self, action: Action, by: Literal["rule", "hand"], why: str) -> Decision:
+    def _decide(self, action: Action, by: Literal["rule", "hand"], why: str) -> _Decision:
         intervals = self.intervals()
         told = "; ".join(filter(None, (why, self._in_words(intervals))))
         self.state = _STATES[action]
-        decision = self.decision = Decision(self.state, by, told, self._clock())
+        decision = self.decision = _Decision(self.state, by, told, self._clock())
         _log.info(
             "rollout %s: candidate %s %s by %s: %s",
             self.model,
@@ -232,7 +232,7 @@ class Rollout:
         counts = [f"{self.comparison.requests(arm)} requests of {arm}" for arm in ARMS]
         return f"{', '.join(parts)}; {', '.join(counts)}"
 
-    def _keep(self, look: Look) -> None:
+    def _keep(self, look: _Look) -> None:
         self._looks.append(look)
         if len(self._looks) >= _MOST_LOOKS:
             del self._looks[1::2]
@@ -313,7 +313,7 @@ class Rollout:
             raise ValueError("no state of a rollout")
         comparison = Comparison.restored(saved["comparison"])
         decision = saved["decision"]
-        self.decision = None if decision is None else Decision(**decision)
+        self.decision = None if decision is None else _Decision(**decision)
         self.configs = {arm: tuple(map(str, saved["configs"][arm])) for arm in ARMS}
         self.since = float(saved["since"])
         self.state, self.comparison = saved["state"], comparison
@@ -333,7 +333,7 @@ def _figure_in_words(name: str, interval: Interval | None) -> str:
     return f"{name} {values} {how}, {interval.verdict(figure)}"
 
 
-def _decision_report(decision: Decision) -> JsonDict:
+def _decision_report(decision: _Decision) -> JsonDict:
     return {
         "state": decision.state,
         "by": decision.by,
@@ -342,7 +342,7 @@ def _decision_report(decision: Decision) -> JsonDict:
     }
 
 
-def _look_report(look: Look) -> JsonDict:
+def _look_report(look: _Look) -> JsonDict:
     values = {name: list(_ends(interval)) for name, interval in look.intervals.items()}
     return {"at": look.at, "intervals": values}
 

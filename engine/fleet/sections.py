@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from jitney.engine.config.layers import unknown_word
 from jitney.engine.config.schema import Section
 from jitney.engine.fleet.comparison import FIGURES, LEAST_REQUESTS
-from jitney.engine.fleet.rollout import Rule
+from jitney.engine.fleet.rollout import PromotionRule
 from jitney.engine.fleet.routing import BRAKE
 
 #: Begins the URL of a name whose addresses are engines: dns+http://NAME:PORT.
 FOUND = "dns+http"
-RouterName = Literal["prefix", "least-wait", "round-robin"]
+_RouterName = Literal["prefix", "least-wait", "round-robin"]
 
 
 def _tuple_from_list(value: object) -> object:
@@ -164,7 +164,7 @@ class ReplicasSection(Section):
             "theirs in `settings`"
         ),
     )
-    router: RouterName = Field(
+    router: _RouterName = Field(
         default="prefix",
         description=(
             "who gets a request: prefix by the beginning of its prompt, so that turns of one "
@@ -251,7 +251,7 @@ class CandidateSection(ReplicasSection):
         description="requests that it must have answered before the rule promotes it",
     )
     may_lose: dict[str, float] = Field(
-        default_factory=lambda: dict(Rule().may_lose),
+        default_factory=lambda: dict(PromotionRule().may_lose),
         description=(
             "by how much its figures may be worse: a share of tokens_per_s, first_token_s and "
             "token_cost, a difference of errors; figures that are not named are shown alone"
@@ -300,8 +300,8 @@ class CandidateSection(ReplicasSection):
         return self
 
     @property
-    def rule(self) -> Rule:
-        return Rule(
+    def rule(self) -> PromotionRule:
+        return PromotionRule(
             share=self.share,
             min_requests=self.min_requests,
             may_lose=self.may_lose,

@@ -12,13 +12,13 @@ from jitney.engine.config.schema import AUTO, Config, EngineSection
 from jitney.engine.errors import ConfigError
 
 #: The port at the first host where the environment names none.
-PORT = 8477
+_PORT = 8477
 #: Nodes of a Slurm job, such as gpu[01-04,07]: only the first one is needed.
 _SLURM_NODES = re.compile(r"(?P<prefix>[^\[,]+)(?:\[(?P<first>[0-9]+)[^\]]*\])?")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostPlace:
     """This host among those of its engine."""
 
     first: str  #: the first one's name or address
@@ -36,7 +36,7 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
         update: dict[str, object] = {"coordinator": ""}
     else:
         update = {
-            "coordinator": f"{_bracketed(place.first)}:{PORT}",
+            "coordinator": f"{_bracketed(place.first)}:{_PORT}",
             "n_hosts": place.n_hosts,
             "host_id": place.host_id,
         }
@@ -48,7 +48,7 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
     return config.model_copy(update={"engine": engine})
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_place(environ: Mapping[str, str]) -> HostPlace:
     """Raises ConfigError if the environment does not say, or not in whole."""
     for find in (_of_leader_worker_set, _of_tpu_slice, _of_slurm):
         place = find(environ)
@@ -60,23 +60,25 @@ def find_place(environ: Mapping[str, str]) -> Place:
     )
 
 
-def _of_tpu_slice(environ: Mapping[str, str]) -> Place | None:
+def _of_tpu_slice(environ: Mapping[str, str]) -> HostPlace | None:
     """As Google's Kubernetes engine has it."""
     names = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
     if not names:
         return None
-    return Place(names[0], len(names), _number(environ, "TPU_WORKER_ID"))
+    return HostPlace(names[0], len(names), _number(environ, "TPU_WORKER_ID"))
 
 
-def _of_leader_worker_set(environ: Mapping[str, str]) -> Place | None:
+def _of_leader_worker_set(environ: Mapping[str, str]) -> HostPlace | None:
     """As Kubernetes' LeaderWorkerSet has it."""
     leader = environ.get("LWS_LEADER_ADDRESS")
     if not leader:
         return None
-    return Place(leader, _number(environ, "LWS_GROUP_SIZE"), _number(environ, "LWS_WORKER_INDEX"))
+    return HostPlace(
+        leader, _number(environ, "LWS_GROUP_SIZE"), _number(environ, "LWS_WORKER_INDEX")
+    )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Place | None:
+def _of_slurm(environ: Mapping[str, str]) -> HostPlace | None:
     """As srun has it, with one task on each node."""
     found = _SLURM_NODES.match(environ.get("SLURM_STEP_NODELIST", ""))
     if found is None:
@@ -84,7 +86,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Place | None:
     if environ.get("SLURM_NTASKS") != environ.get("SLURM_STEP_NUM_NODES"):
         raise ConfigError("coordinator auto: start one task on each node: srun --ntasks-per-node=1")
     first = found["prefix"] + (found["first"] or "")
-    return Place(first, _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_PROCID"))
+    return HostPlace(first, _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_PROCID"))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

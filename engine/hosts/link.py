@@ -33,7 +33,7 @@ from jitney.engine.hosts.messages import Agreed, Beat, Goodbye, Hello, Refused, 
 from jitney.engine.ports import free_port
 from jitney.engine.worker_pipe import framed
 
-log = logging.getLogger("jitney.hosts")
+_log = logging.getLogger("jitney.hosts")
 
 #: Seconds in which all hosts must have come; those behind them may still be fetching an image.
 JOIN_S = 600.0
@@ -402,13 +402,13 @@ class _Waiting:
             connected.settimeout(SILENT_S)
             self._take(hello, connection)
         except BROKEN:
-            log.warning("somebody at %s connected who is no host of this engine", address)
+            _log.warning("somebody at %s connected who is no host of this engine", address)
             connection.close()
 
     def _take(self, hello: messages.Message, connection: Connection) -> None:
         reason = self._refusal(hello)
         if not isinstance(hello, Hello) or reason:
-            log.warning("a host was refused: %s", reason)
+            _log.warning("a host was refused: %s", reason)
             connection.send(Refused(reason))
             connection.close()
             return

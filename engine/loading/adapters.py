@@ -21,7 +21,7 @@ from jitney.engine.models.protocol import Model
 from jitney.engine.models.registry import model_class
 from jitney.engine.models.sharding import Shares
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Columns of all adapters together are a multiple of this, as products like them.
 _COLUMNS = 16
@@ -54,7 +54,7 @@ def load_adapters(
             path = (*target.path[:-1], "adapters")
             linear = linear_at(model, target.path)
             linear.adapt(_side_by_side(path, columns, dtype, shares))
-    log.info("adapters: %s", ", ".join(folders))
+    _log.info("adapters: %s", ", ".join(folders))
 
 
 def _can_change(target: Target, config: ModelConfig) -> bool:

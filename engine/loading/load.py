@@ -31,7 +31,7 @@ from jitney.engine.models.quantization import Packed, greatest, group_size, quan
 from jitney.engine.models.registry import abstract_model, model_class, random_model
 from jitney.engine.models.sharding import BY_INPUTS, Shares, device_number, largest_of_group
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 type _Arrays = dict[Path, Array]
 
@@ -81,7 +81,7 @@ def load_model(
         arrays |= placed
         progress("weights", done, len(weights.targets), "")
     model = _assemble(own, dtype, arrays)
-    log.info("weights: %s", describe_weights(model))
+    _log.info("weights: %s", describe_weights(model))
     return model
 
 

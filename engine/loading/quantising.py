@@ -23,7 +23,7 @@ from jitney.engine.models.sharding import Shares
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.kernels.interface import KernelSet
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: An array of each layer, [2K].
 type _Layers = list[Any]
@@ -102,7 +102,7 @@ def load_kv_scales(
         return
     scales = [factors(most, kv_dtype) for most in limits]
     model.set_kv_scales(_placed(scales, source, mesh))
-    log.info("KV factors: as the checkpoint has them")
+    _log.info("KV factors: as the checkpoint has them")
 
 
 def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
@@ -117,7 +117,7 @@ def _calibrate_on_text(model: Model, source: ModelSource, kv_dtype: Any, mesh: M
     ids = load_tokenizer(source).encode(_TEXT)
     tokens = [token for token in ids if token < source.config.vocab_size]
     calibrate(model, tokens, kv_dtype, mesh)
-    log.info("KV factors: from %d tokens of the built-in text", len(tokens))
+    _log.info("KV factors: from %d tokens of the built-in text", len(tokens))
 
 
 def _stored_limits(source: ModelSource) -> _Layers | None:

@@ -30,7 +30,7 @@ from jitney.engine.models.llama import Block, Llama
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import AXIS, device_number, total
-from jitney.kernels.experts import Blocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.interface import Arrange, Kernels, OneOf
 
 #: A router's columns are a multiple of this, as those of products with kernels of their own.
@@ -76,9 +76,9 @@ class Routes(NamedTuple):
         return self.blocks.size
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> ExpertBlocks:
         """What a kernel asks for."""
-        return Blocks(self.rows, self.experts, self.count)
+        return ExpertBlocks(self.rows, self.experts, self.count)
 
 
 def route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | int = 0) -> Routes:

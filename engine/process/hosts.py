@@ -37,12 +37,12 @@ _LISTEN_S = 0.2
 #: Milliseconds for the last message.
 _LINGER_MS = 2000
 
-type Report = Callable[[messages.Progress], None]
+type _Report = Callable[[messages.Progress], None]
 
 
 @contextlib.contextmanager
 def met(
-    config: Config, source: ModelSource, report: Report, address: str
+    config: Config, source: ModelSource, report: _Report, address: str
 ) -> Iterator[FirstHost | OtherHost]:
     """The other hosts of the engine, once all are there; they hear of it when this one ends.
     address: where the parent hears us. Raises ConfigError if they do not come, or do not want us.
@@ -63,7 +63,9 @@ def met(
     hosts.leave(f"{name} was told to end", failed=False)
 
 
-def _meet(config: Config, source: ModelSource, report: Report, lost: Lost) -> FirstHost | OtherHost:
+def _meet(
+    config: Config, source: ModelSource, report: _Report, lost: Lost
+) -> FirstHost | OtherHost:
     def arrived(done: int, total: int, detail: str) -> None:
         report(messages.Progress("hosts", done, total, detail))
 

@@ -34,7 +34,7 @@ from jitney.engine.types import EngineInfo
 if TYPE_CHECKING:
     from jitney.engine.core import EngineCore
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Seconds between two ticks of an idle core, and idle ticks between two conservation checks of the
 #: page pool.
@@ -134,7 +134,7 @@ def _in_one_line(error: Exception) -> str:
     """What went wrong; the traceback goes to the log, unless it was raised on purpose."""
     if isinstance(error, JitneyError):
         return str(error)
-    log.exception("the engine core stopped")
+    _log.exception("the engine core stopped")
     return f"{type(error).__name__}: {error}"
 
 
@@ -251,7 +251,7 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
                 core.ask(message)  # answered after the next plan
             else:
                 outbox.send(messages.encode(core.seat_map(ticket, seats=seats)))
-        case messages.Tokenizer(json=tokenizer):
+        case messages.TokenizerJson(json=tokenizer):
             core.learn(tokenizer)
         case messages.Sleep(ticket=ticket):
             outbox.send(messages.encode(_done(ticket, lambda: core.sleep(alive))))

@@ -37,7 +37,7 @@ from jitney.engine.records import step_of
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineInfo, EngineRequest, EngineState, FinishReason, SequenceOutput
 
-log = logging.getLogger("jitney.process")
+_log = logging.getLogger("jitney.process")
 
 #: Restarts are counted within this many seconds; the wait before one doubles from the first to the
 #: second number.
@@ -93,7 +93,7 @@ class _CoreEnd:
     crashed: bool = False
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line for the page, without an exception's text."""
         if self.cause == "failed":
             return "the engine process stopped after an error, which the log names"
@@ -173,7 +173,7 @@ class ProcessClient:
     def _teach(self, link: CoreLink) -> None:
         """Tell a core that can hear us the tokenizer, once."""
         if self._tokenizer and not link.learned:
-            link.send(messages.Tokenizer(self._tokenizer))
+            link.send(messages.TokenizerJson(self._tokenizer))
             link.learned = True
 
     async def until(self, *states: EngineState) -> EngineState:
@@ -223,7 +223,7 @@ class ProcessClient:
                 self._give_up(end)
                 return
             went_on, ended = self._lose_core(end)
-            log.error(
+            _log.error(
                 "%s; starting it again in %.1f s (restart %d of at most %d in ten minutes); "
                 "%d open requests go on in the new one, %d have ended",
                 end.why,
@@ -233,7 +233,7 @@ class ProcessClient:
                 went_on,
                 ended,
             )
-            self.history.outage_began(end.told, n_resumed=went_on, n_lost=ended)
+            self.history.outage_began(end.summary, n_resumed=went_on, n_lost=ended)
             self.counters.observe_restart(end.cause, went_on)
             self.progress = None  # it was the dead core's
             self._set_state("draining" if self._draining else "restarting")
@@ -266,7 +266,7 @@ class ProcessClient:
         """The engine is dead for good."""
         self.failure = end.why
         if self.info is not None:
-            self.history.outage_began(end.told, n_resumed=0, n_lost=len(self._streams))
+            self.history.outage_began(end.summary, n_resumed=0, n_lost=len(self._streams))
         if self._restarts:
             self.failure += f"; given up after {len(self._restarts)} restarts in ten minutes"
         self._end_streams(_LOST)
@@ -369,7 +369,7 @@ class ProcessClient:
                 self._take(link, await link.receive())
                 await asyncio.sleep(0)  # `receive` lets nobody else run while messages are there
         except Exception:  # a message we cannot follow leaves requests hanging; a new core does not
-            log.exception("lost track of the engine process")
+            _log.exception("lost track of the engine process")
             link.kill()
 
     def _take(self, link: CoreLink, message: messages.FromCore) -> None:

@@ -24,7 +24,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.workload import TraceLine
 from jitney.engine.telemetry.request_record import RequestRecord
 
-log = logging.getLogger("jitney")
+_log = logging.getLogger("jitney")
 
 #: Seconds that the last lines get to reach the disk when the server ends.
 _CLOSE_S = 5.0
@@ -104,7 +104,7 @@ class Recorder:
                     _append(file, encode([line for line in lines if line is not None]))
                 except OSError as error:
                     self._broken = True
-                    log.warning("recording to %s stops: %s", self.path, error.strerror)
+                    _log.warning("recording to %s stops: %s", self.path, error.strerror)
                     return
 
 

@@ -17,7 +17,7 @@ from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonObject
 
 if TYPE_CHECKING:
-    from jitney.engine.telemetry.cost import Bill, Line
+    from jitney.engine.telemetry.cost import Bill, CostLine
     from jitney.engine.telemetry.request_record import RequestRecord, SeatStay
 
 _INK, _GRID, WARNING = "#17202a", "#e4e8ed", "#d55e00"
@@ -239,11 +239,11 @@ def ledger_bars(bills: Mapping[str, Bill]) -> go.Figure:
     return figure(traces, "Where the device's time went", "seconds", "", **layout)
 
 
-def _took_time(line: Line) -> bool:
+def _took_time(line: CostLine) -> bool:
     return line.nanoseconds > 0
 
 
-def _ledger_bar(kind: str, names: list[str], lines: Sequence[Line]) -> go.Bar:
+def _ledger_bar(kind: str, names: list[str], lines: Sequence[CostLine]) -> go.Bar:
     colour = _light(kind) if kind in ROW_KIND_TABLE else _IDLE_COLOUR
     label = LEDGER_LABELS[kind]
     return go.Bar(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jitney.engine.report.page import Table
-from jitney.engine.telemetry.cost import IDLE, Bill, Line
+from jitney.engine.telemetry.cost import IDLE, Bill, CostLine
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonObject
 
@@ -36,7 +36,7 @@ _SHARES = {
 LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
     IDLE: "no step running"
 }
-_NOTHING = Line(0, 0)
+_NOTHING = CostLine(0, 0)
 #: Columns of text where no terminal says how many it has.
 _PIPED_WIDTH = 120
 
@@ -83,7 +83,7 @@ def _figure_cells(run: JsonObject) -> dict[str, str]:
         **{label: number(run[name]) for name, label in _RATES.items()},
         **_latency_cells(run),
         "queue": queue(run.get("backlog")),
-        **{label: share(run[name]) for name, label in _SHARES.items()},
+        **{label: _share(run[name]) for name, label in _SHARES.items()},
         "cost per million output tokens": number(run["cost_per_million_tokens"]),
     }
 
@@ -119,10 +119,10 @@ def _label(kind: str) -> str:
     return LEDGER_LABELS.get(kind, kind)
 
 
-def _ledger_cells(line: Line, total: Line) -> list[str]:
+def _ledger_cells(line: CostLine, total: CostLine) -> list[str]:
     part = line.rows / max(1, total.rows)
     time = line.nanoseconds / max(1, total.nanoseconds)
-    return [f"{line.rows:,}", share(part), f"{line.seconds:.3f} s", share(time)]
+    return [f"{line.rows:,}", _share(part), f"{line.seconds:.3f} s", _share(time)]
 
 
 def ledgers_table(bills: Mapping[str, Bill], price_per_hour: float | None = None) -> Table:
@@ -140,32 +140,32 @@ def _ledger_heads(runs: Iterable[str]) -> Iterator[str]:
         yield from (f"{run} rows", f"{run} time")
 
 
-def _cost_row(sums: Iterable[Line], price_per_hour: float) -> list[str]:
+def _cost_row(sums: Iterable[CostLine], price_per_hour: float) -> list[str]:
     row = ["cost"]
     for line in sums:
         row += ["", *_cost(line, price_per_hour)]
     return row
 
 
-def _kind_row(kind: str, lines: Sequence[Line]) -> list[str]:
+def _kind_row(kind: str, lines: Sequence[CostLine]) -> list[str]:
     row = [_label(kind)]
     for line in lines:
         row += [f"{line.rows:,}", f"{line.seconds:.2f} s"]
     return row
 
 
-def _with_sum(lines: Bill) -> dict[str, Line]:
+def _with_sum(lines: Bill) -> dict[str, CostLine]:
     """Lines in the order of `LEDGER_LABELS`, and "all", their sum."""
     ordered = {kind: lines[kind] for kind in LEDGER_LABELS}
     columns = zip(*((line.rows, line.nanoseconds) for line in ordered.values()), strict=True)
-    return ordered | {"all": Line(*map(sum, columns))}
+    return ordered | {"all": CostLine(*map(sum, columns))}
 
 
 def _cost_head(price_per_hour: float | None) -> list[str]:
     return [] if price_per_hour is None else ["cost"]
 
 
-def _cost(line: Line, price_per_hour: float | None) -> list[str]:
+def _cost(line: CostLine, price_per_hour: float | None) -> list[str]:
     if price_per_hour is None:
         return []
     return [f"{line.money(price_per_hour):.6f}"]
@@ -178,7 +178,7 @@ def costliest_table(lines: Bill, price_per_hour: float | None = None, most: int 
     return Table(["request", "rows", "device time", *_cost_head(price_per_hour)], rows)
 
 
-def _request_cells(name: str, line: Line, price_per_hour: float | None) -> list[str]:
+def _request_cells(name: str, line: CostLine, price_per_hour: float | None) -> list[str]:
     return [name, f"{line.rows:,}", f"{line.seconds:.4f} s", *_cost(line, price_per_hour)]
 
 
@@ -294,7 +294,7 @@ def duration(seconds: float | None) -> str:
     return f"{1e3 * seconds:.{digits}f} ms"
 
 
-def share(value: float | None) -> str:
+def _share(value: float | None) -> str:
     """As a percentage."""
     return "" if value is None else f"{value:.1%}"
 

@@ -17,7 +17,6 @@ from jitney.engine.types import EngineRequest, RequestLimits, SamplingParams
 
 #: Output tokens that are generated again at most. They take as long as they took the first time.
 _MOST_REPLAYED = 512
-_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -60,8 +59,7 @@ class Admission:
         )
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        # Sets that several sequences may have are one object, which stays in the host's caches.
-        stop_ids = _NOTHING if sampling.ignore_eos else self.eos_ids
+        stop_ids = frozenset[int]() if sampling.ignore_eos else self.eos_ids
         if sampling.stop_token_ids:
             return stop_ids.union(sampling.stop_token_ids)
         return stop_ids

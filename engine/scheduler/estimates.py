@@ -450,7 +450,7 @@ def _steady_hazard(tokens: int) -> np.ndarray:
 _FIRST_HAZARD, _CAREFUL_HAZARD = _steady_hazard(FIRST_GUESS), _steady_hazard(CAREFUL_GUESS)
 
 
-class Kind(NamedTuple):
+class RequestClasses(NamedTuple):
     """The classes of a request, from coarse to fine."""
 
     everybody: _ClassKey
@@ -459,12 +459,12 @@ class Kind(NamedTuple):
     own: _ClassKey
 
 
-def kind_of(tenant: str, n_prompt: int, max_tokens: int | None) -> Kind:
+def kind_of(tenant: str, n_prompt: int, max_tokens: int | None) -> RequestClasses:
     """The classes of a request. tenant: whom it is charged to. max_tokens: as the client gave it,
     None for no limit.
     """
     shape = (n_prompt.bit_length(), (max_tokens or 0).bit_length())
-    return Kind((), shape, (tenant,), (tenant, *shape))
+    return RequestClasses((), shape, (tenant,), (tenant, *shape))
 
 
 class _LifeTable:
@@ -528,14 +528,14 @@ class OutputLengths:
 
     _tables: _Tables = field(default_factory=_Tables)
     #: By what is expected before anything was seen (see `FIRST_GUESS`), until an answer is over.
-    _careful: dict[Kind, Outlook] = field(default_factory=dict[Kind, Outlook])
-    _likely: dict[Kind, Outlook] = field(default_factory=dict[Kind, Outlook])
+    _careful: dict[RequestClasses, Outlook] = field(default_factory=dict[RequestClasses, Outlook])
+    _likely: dict[RequestClasses, Outlook] = field(default_factory=dict[RequestClasses, Outlook])
 
     def __len__(self) -> int:
         """Classes that are remembered."""
         return len(self._tables)
 
-    def passed(self, kind: Kind, before: int, n_output: int) -> int:
+    def passed(self, kind: RequestClasses, before: int, n_output: int) -> int:
         """A running answer has so many tokens: count it in the buckets that it has left behind
         since the last time.
 
@@ -547,7 +547,7 @@ class OutputLengths:
                 self._table(key).came[before:bucket] += 1.0
         return bucket
 
-    def observe(self, kind: Kind, before: int, n_output: int, *, by_itself: bool) -> None:
+    def observe(self, kind: RequestClasses, before: int, n_output: int, *, by_itself: bool) -> None:
         """An answer of so many tokens is over. by_itself: not cut off. before: see `passed`."""
         bucket = self.passed(kind, before, n_output)
         if by_itself:
@@ -556,23 +556,25 @@ class OutputLengths:
         self._careful.clear()
         self._likely.clear()
 
-    def outlook(self, kind: Kind) -> Outlook:
+    def outlook(self, kind: RequestClasses) -> Outlook:
         """What is known about answers of these classes, carefully: long ones rather than short; the
         same object until another answer is over.
         """
         return self._known(self._careful, kind, _CAREFUL_HAZARD)
 
-    def expect(self, kind: Kind, most: int) -> int:
+    def expect(self, kind: RequestClasses, most: int) -> int:
         """Output tokens to expect, at least 1 and at most `most`."""
         return max(1, min(most, round(self.likely(kind).mean)))
 
-    def likely(self, kind: Kind) -> Outlook:
+    def likely(self, kind: RequestClasses) -> Outlook:
         """What is most likely of answers of these classes; the same object until another answer is
         over.
         """
         return self._known(self._likely, kind, _FIRST_HAZARD)
 
-    def _known(self, outlooks: dict[Kind, Outlook], kind: Kind, hazard: np.ndarray) -> Outlook:
+    def _known(
+        self, outlooks: dict[RequestClasses, Outlook], kind: RequestClasses, hazard: np.ndarray
+    ) -> Outlook:
         """One of these outlooks, made if it is not there. hazard: before anything was seen."""
         found = outlooks.get(kind)
         if found is None:
@@ -581,7 +583,7 @@ class OutputLengths:
             found = outlooks[kind] = Outlook(self._hazard(kind, hazard))
         return found
 
-    def _hazard(self, kind: Kind, hazard: np.ndarray) -> np.ndarray:
+    def _hazard(self, kind: RequestClasses, hazard: np.ndarray) -> np.ndarray:
         """The share of those who come into a bucket that ends there, f8 [BUCKETS]. hazard: before
         anything was seen.
         """

@@ -11,7 +11,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.types import MAX_LOGPROBS
 
 
-class Batches(NamedTuple):
+class BatchLimits(NamedTuple):
     """What the policies that batch are told."""
 
     #: Sequences of a batch.
@@ -68,10 +68,10 @@ class SchedulerLimits:
         return self.batch_size or self.max_seats
 
     @property
-    def batches(self) -> Batches:
+    def batches(self) -> BatchLimits:
         """The batches of the policies that batch."""
         timeout_s = self.static_timeout_ms / 1000 if self.static_timeout_ms else math.inf
-        return Batches(self.batch, self.max_wait_ms / 1000, timeout_s)
+        return BatchLimits(self.batch, self.max_wait_ms / 1000, timeout_s)
 
     def __post_init__(self) -> None:
         for name in ("max_seats", "max_waiting_requests", "max_waiting_tokens"):

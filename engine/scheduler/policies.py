@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from jitney.engine.config.schema import OrderName, PolicyName
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.fair_queue import FairQueue
-from jitney.engine.scheduler.limits import Batches
+from jitney.engine.scheduler.limits import BatchLimits
 from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.types import EngineRequest
 
@@ -170,7 +170,7 @@ class _Order(NamedTuple):
     queue: Callable[[], WaitingQueue]
 
 
-POLICIES: dict[PolicyName, Callable[[Batches], _Policy]] = {
+POLICIES: dict[PolicyName, Callable[[BatchLimits], _Policy]] = {
     "continuous": lambda batches: _Continuous(),
     "static": lambda batches: _Static(batches.size, batches.timeout_s),
     "dynamic": lambda batches: _Dynamic(batches.size, batches.wait_s),
@@ -183,7 +183,7 @@ ORDERS: dict[OrderName, _Order] = {
 }
 
 
-def make_policy(name: str, batches: Batches) -> _Policy:
+def make_policy(name: str, batches: BatchLimits) -> _Policy:
     """The policy of that name; ConfigError lists the known ones."""
     return _named(POLICIES, "policy", name)(batches)
 

@@ -22,7 +22,7 @@ from jitney.engine.types import (
     TokenLogprobs,
 )
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 _NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this request")
 
@@ -104,7 +104,7 @@ class Results:
 
     def _drop(self, seq: Sequence) -> None:
         """Taking in a sequence's result failed: end it."""
-        log.exception(
+        _log.exception(
             "request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index
         )
         if seq.finish is None:
@@ -213,17 +213,17 @@ class Results:
             self._drop_stale(seq, replay)
         elif token < 0:
             self._fail(seq)
-        elif token == replay.told[seq.n_output]:
+        elif token == replay.tokens[seq.n_output]:
             seq.tokens.append(token)
-            if seq.n_output == len(replay.told):
+            if seq.n_output == len(replay.tokens):
                 seq.replay = None
         else:
-            self._keep_told(seq, replay, now)
+            self._keep_replayed(seq, replay, now)
 
-    def _keep_told(self, seq: Sequence, replay: Replay, now: float) -> None:
+    def _keep_replayed(self, seq: Sequence, replay: Replay, now: float) -> None:
         """Go on from what was told; what was launched behind another token does not count."""
         self.state.start_over(seq, now)
-        seq.tokens[seq.n_prompt :] = replay.told
+        seq.tokens[seq.n_prompt :] = replay.tokens
         replay.stale = seq.in_flight
         if not replay.stale:
             seq.replay = None

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Seconds without a shortage after which the next larger step is tried again: at first, and at
 #: most. Each shortage that follows a trial doubles them, because it costs everybody a step and the
@@ -40,7 +40,7 @@ class RowLimit:
         self._tried = False
         self.rows = smaller[-1]
         self._grows_at = now + self._wait_s
-        log.warning(
+        _log.warning(
             "a step was too much for the device's memory: steps with prompt rows have at most %d "
             "rows; more are tried in %.0f s",
             self.rows,
@@ -57,4 +57,4 @@ class RowLimit:
         self._grows_at = math.inf
         if self.rows < self._sizes[-1]:
             self._grows_at = now + self._wait_s
-        log.info("steps with prompt rows may have %d rows again", self.rows)
+        _log.info("steps with prompt rows may have %d rows again", self.rows)

@@ -49,7 +49,7 @@ from jitney.engine.types import (
     pooling_of,
 )
 
-log = logging.getLogger("jitney.core")
+_log = logging.getLogger("jitney.core")
 
 #: Seconds without a live request after which the background may take every seat.
 _CALM_S = 10.0
@@ -78,11 +78,7 @@ class Scheduler:
         """clock: seconds, for admission; plan and commit are told the time. eos_ids end a sequence.
         window: positions that the model sees at most, if all its layers have a window, else 0.
         """
-        if buckets.seats != limits.max_seats or buckets.token_budget <= limits.max_seats:
-            raise ConfigError(
-                f"buckets for {buckets.seats} seats and {buckets.token_budget} rows do not serve "
-                f"{limits.max_seats} seats"
-            )
+        _check_buckets(buckets, limits.max_seats)
         self.limits = limits
         self.buckets = buckets
         self.pool = pool
@@ -99,25 +95,18 @@ class Scheduler:
             limits, pool, order.queue, holds=self._policy.holds, window=window
         )
         lengths = self.state.lengths
-        request_limits = RequestLimits(
-            vocab_size,
-            limits.context_length,
-            pool.capacity * pool.page_size,
-            limits.max_logprobs,
-            pooling_of(limits.embedding_pooling),
-            limits.adapters,
+        self._admission = Admission(
+            pool=pool,
+            request_limits=_request_limits(limits, pool, vocab_size),
+            eos_ids=frozenset(eos_ids),
+            class_of=order.key,
+            lengths=lengths,
         )
-        self._admission = Admission(pool, request_limits, frozenset(eos_ids), order.key, lengths)
         self._prefill_budget = PrefillBudget(
             self.step_times, limits.prefill_share, limits.target_itl_ms / 1000
         )
-        predicted_wait = PredictedWait(
-            limits,
-            self.state,
-            self._prefill_budget,
-            pool,
-            batch=limits.batch if self._policy.holds else 0,
-        )
+        batch = limits.batch if self._policy.holds else 0
+        predicted_wait = PredictedWait(limits, self.state, self._prefill_budget, pool, batch=batch)
         self._entrance = Entrance(limits, self.state, predicted_wait)
         self._preemption = Preemption(self.state, pool, limits.max_seats)
         self._demand = PageDemand(pool, lengths)
@@ -297,7 +286,7 @@ class Scheduler:
             return
         self._suspects.clear()
         if guilty.finish is None:
-            log.error("request %s made a step fail, also alone: it ends", guilty.request_id)
+            _log.error("request %s made a step fail, also alone: it ends", guilty.request_id)
             for seq in self.state.open_of(guilty.request_id):
                 self.state.end(seq, "error", _FAILED)
 
@@ -310,7 +299,7 @@ class Scheduler:
         if seq.seated:
             self.state.start_over(seq, now)
         if not self._suspects:
-            log.warning("a step failed, and none of its sequences fails alone")
+            _log.warning("a step failed, and none of its sequences fails alone")
 
     def forget_prefixes(self) -> None:
         """Let no later prompt find what was computed for an earlier one."""
@@ -776,3 +765,24 @@ def _first_row(prompts: list[Sequence]) -> int:
 def _seated(sequences: list[Sequence]) -> list[Sequence]:
     """Those of them that have a seat."""
     return [seq for seq in sequences if seq.seated]
+
+
+def _check_buckets(buckets: Buckets, seats: int) -> None:
+    """Raise ConfigError unless a step has room for all seats and for a prompt's row."""
+    if buckets.seats != seats or buckets.token_budget <= seats:
+        raise ConfigError(
+            f"buckets for {buckets.seats} seats and {buckets.token_budget} rows do not serve "
+            f"{seats} seats"
+        )
+
+
+def _request_limits(limits: SchedulerLimits, pool: PagePool, vocab_size: int) -> RequestLimits:
+    """What one request may ask of this engine."""
+    return RequestLimits(
+        vocab_size=vocab_size,
+        context_length=limits.context_length,
+        pool_tokens=pool.capacity * pool.page_size,
+        max_logprobs=limits.max_logprobs,
+        pooling=pooling_of(limits.embedding_pooling),
+        adapters=limits.adapters,
+    )

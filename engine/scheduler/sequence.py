@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jitney.engine.scheduler.estimates import Kind, kind_of
+from jitney.engine.scheduler.estimates import RequestClasses, kind_of
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 
 #: (class, number of the request, index of the sequence); the class is a number too, see
@@ -53,7 +53,7 @@ class Replay:
     """
 
     #: All output tokens that were told.
-    told: list[int]
+    tokens: list[int]
     #: Tokens on their way that do not count: the one before them came out as another one.
     stale: int = 0
 
@@ -138,7 +138,7 @@ class Sequence:
     #: Tokens, prompt included, at which it ends by length.
     limit: int = field(init=False)
     #: The classes whose answers tell how long its own will be.
-    kind: Kind = field(init=False)
+    kind: RequestClasses = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = self.request.id

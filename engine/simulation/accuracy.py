@@ -155,13 +155,13 @@ class MeasuredRun(NamedTuple):
 
 
 #: Of runs by name: {learned from: {predicted: `errors`}}.
-CrossErrors = dict[str, dict[str, dict[str, float]]]
+_CrossErrors = dict[str, dict[str, dict[str, float]]]
 
 
-def cross_errors(runs: Mapping[str, MeasuredRun], seed: int = 0) -> CrossErrors:
+def cross_errors(runs: Mapping[str, MeasuredRun], seed: int = 0) -> _CrossErrors:
     """Step times learned from the one run, the other predicted, for every pair."""
     measured = {name: run.figures() for name, run in runs.items()}
-    found: CrossErrors = {}
+    found: _CrossErrors = {}
     for source, run in runs.items():
         table = StepTable.from_records(run.records)
         predicted = {name: other.predicted(table, seed=seed) for name, other in runs.items()}
@@ -363,7 +363,7 @@ def _runs_in(arrays: Mapping[str, np.ndarray]) -> dict[str, MeasuredRun]:
 def _run_of(arrays: Mapping[str, np.ndarray], name: str) -> MeasuredRun:
     note = msgspec.json.decode(str(arrays[f"note_{name}"]), type=RunNote)
     requests = {row["request"]: _request_of(row) for row in _rows(arrays[f"times_{name}"])}
-    for row in _rows(arrays[f"rides_{name}"]):
+    for row in _rows(arrays[f"stays_{name}"]):
         requests[row["request"]].stays.append(_stay_of(row))
     return MeasuredRun(list(requests.values()), arrays[f"records_{name}"], note)
 

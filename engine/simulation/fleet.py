@@ -110,7 +110,7 @@ class _Event:
 
 
 @dataclass(slots=True)
-class Moment:
+class _Moment:
     """The fleet at a time."""
 
     at: float
@@ -138,7 +138,7 @@ class FleetRun:
     started: int = 0
     #: Of all that ran or started, until everybody had an answer.
     replica_s: float = 0.0
-    moments: list[Moment] = field(default_factory=list[Moment])
+    moments: list[_Moment] = field(default_factory=list[_Moment])
 
     @property
     def seconds(self) -> float:
@@ -425,7 +425,7 @@ class _Simulation:
         starting = len(self._in_state("starting", "recovering"))
         n_open = sum(replica.model.n_open for replica in ready)
         waiting = sum(replica.model.n_waiting for replica in ready)
-        self._run.moments.append(Moment(now, len(ready), starting, n_open, waiting))
+        self._run.moments.append(_Moment(now, len(ready), starting, n_open, waiting))
         seats = len(ready) * self.plan.engine.limits.max_seats
         waits = [self._ingress.waits[replica.name] for replica in ready]
         change = self._scaler.change(now, len(ready), starting, waits, n_open / max(1, seats))

@@ -94,7 +94,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ReplicaKind:
     """A kind of replica to compare."""
 
     name: str
@@ -130,7 +130,7 @@ class Circumstances:
 class FleetSizing:
     """The answer for one kind of replica."""
 
-    kind: Kind
+    kind: ReplicaKind
     #: Why there is none; "": there is one.
     problem: str = ""
     seats: int = 0
@@ -166,7 +166,7 @@ class FleetSizing:
         return hour * replica_hours / self.output_tokens * 1e6
 
 
-def plan_fleet(kind: Kind, load: Load, targets: Targets, how: Circumstances) -> FleetSizing:
+def plan_fleet(kind: ReplicaKind, load: Load, targets: Targets, how: Circumstances) -> FleetSizing:
     """Size a fleet of one kind; what cannot be is said in `FleetSizing.problem`."""
     how = replace(how, failures=_of_replica(how.failures, kind.roofline.count))
     lengths = load.sample(1.0, _FEWEST, how.seed)
@@ -228,7 +228,7 @@ def _engine_for(
 
 
 def _most_load(
-    kind: Kind,
+    kind: ReplicaKind,
     engine: EngineShape,
     point: Operating,
     load: Load,
@@ -255,7 +255,7 @@ def _most_load(
 
 
 def _plan_of(
-    kind: Kind,
+    kind: ReplicaKind,
     engine: EngineShape,
     replicas: int,
     how: Circumstances,
@@ -273,7 +273,7 @@ def _plan_of(
 
 
 def _counted(
-    kind: Kind, load: Load, request_s: float, lengths: Traffic, how: Circumstances
+    kind: ReplicaKind, load: Load, request_s: float, lengths: Traffic, how: Circumstances
 ) -> FleetSizing:
     """Replicas of each hour, and what they come to."""
     needed = [max(1, math.ceil(rate / request_s)) for rate in load.rates]

@@ -143,7 +143,7 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
 
 def _last_within(curve: Sequence[Operating], demand: Demand) -> Operating | None:
     """The point of most seats that keeps the limits."""
-    kept = [point for point in curve if keeps(point, demand)]
+    kept = [point for point in curve if _keeps(point, demand)]
     return kept[-1] if kept else None
 
 
@@ -271,7 +271,7 @@ def seat_wait(seats: int, service: float, load: float, quantile: float) -> float
     return max(0.0, math.log(waits / (1 - quantile))) * service / (seats * (1 - load))
 
 
-def keeps(point: Operating, demand: Demand) -> bool:
+def _keeps(point: Operating, demand: Demand) -> bool:
     """True when the point is within the limits."""
     if demand.itl_s is not None and point.step_s > demand.itl_s:
         return False

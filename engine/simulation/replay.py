@@ -124,7 +124,7 @@ def work(job: ReplayJob) -> JsonDict:
     """Simulate what was recorded, to learn the error of doing so, and then each policy; says how
     far it has come.
     """
-    table = StepTable.from_records(array(job.records))
+    table = StepTable.from_records(_array(job.records))
     clients = closed_concurrency(job.requests) or 0
     measured = _measured_figures(job)
     off = {job.recorded: _own_error(job, table, clients, measured)}
@@ -158,7 +158,7 @@ def _measured_figures(job: ReplayJob) -> JsonDict:
     """The figures of what was recorded; tokens are counted whether their request has ended or
     not.
     """
-    window = array(job.window)
+    window = _array(job.window)
     figures = summarise(
         job.requests,
         records=window,
@@ -266,7 +266,7 @@ def _gaps_of(records: np.ndarray) -> dict[str, float] | None:
     return weighted_spread(spans, steps["decode"].astype(np.int64))
 
 
-def array(file: bytes) -> np.ndarray:
+def _array(file: bytes) -> np.ndarray:
     return np.load(io.BytesIO(file), allow_pickle=False)
 
 

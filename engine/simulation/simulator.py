@@ -203,14 +203,14 @@ class VirtualDevice:
         self._free_at = max(self.clock.now, self._free_at) + seconds
         return FlyingStep(self._free_at, sum([chunk.sample for chunk in batch.chunks]))
 
-    def choose(self, ticket: FlyingStep, rows: list[MaskedRow], masks: object) -> None:
+    def choose(self, launched: FlyingStep, rows: list[MaskedRow], masks: object) -> None:
         """Simulated answers have no text, so none is held to a grammar."""
         raise ValueError("a simulated request has a grammar")
 
-    def fetch(self, ticket: FlyingStep) -> StepResult:
-        if ticket.ready > self.clock.now:
-            self.clock.now = ticket.ready
-        return StepResult([0] * ticket.tokens)
+    def fetch(self, launched: FlyingStep) -> StepResult:
+        if launched.ready > self.clock.now:
+            self.clock.now = launched.ready
+        return StepResult([0] * launched.tokens)
 
     def restore(self, error: Exception) -> None:
         """A simulated device does not fail: the simulator is wrong."""

@@ -16,7 +16,7 @@ from jitney.engine.messages import GrammarWork
 from jitney.engine.scheduler.plan import MaskedRow, Plan
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.structured.compiling import token_trie
-from jitney.engine.structured.matchers import Matcher, Matchers
+from jitney.engine.structured.matchers import GrammarMatcher, Matchers
 from jitney.engine.structured.token_rules import RuledMatcher
 from jitney.engine.types import EngineRequest, FinishReason, Grammar, SamplingParams
 
@@ -38,19 +38,19 @@ class _Waiting:
         return len(self.ended) >= self.request.sampling.n
 
 
-class Verdict(NamedTuple):
+class _Verdict(NamedTuple):
     """What came of a request that waited."""
 
     request: EngineRequest
     #: Makes a matcher for each of its sequences; None: the grammar cannot be used, or all of them
     #: were ended.
-    new_matcher: Callable[[], Matcher] | None
+    new_matcher: Callable[[], GrammarMatcher] | None
     error: ErrorInfo | None
     #: Sequences that were ended meanwhile, and why.
     ended: dict[int, FinishReason]
 
 
-class Ending(NamedTuple):
+class _Ending(NamedTuple):
     """A sequence that has come to its end just before its next token."""
 
     seq: Sequence
@@ -58,13 +58,13 @@ class Ending(NamedTuple):
     error: ErrorInfo | None = None
 
 
-class Masks(NamedTuple):
+class _Masks(NamedTuple):
     """The masks of a step."""
 
     rows: list[MaskedRow]
     #: int32 [rows, ceil(V / 32)].
     masks: np.ndarray
-    endings: list[Ending]
+    endings: list[_Ending]
 
 
 def open_desk(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarDesk:
@@ -96,11 +96,11 @@ class GrammarDesk:
         self._matchers.begin(grammar)
         self._waiting.append(_Waiting(request, grammar))
 
-    def leave(self) -> list[Verdict]:
+    def leave(self) -> list[_Verdict]:
         """Those whose grammars are compiled, or cannot be, in the order in which they came."""
         if not self._waiting:
             return []
-        verdicts: list[Verdict] = []
+        verdicts: list[_Verdict] = []
         waiting, self._waiting = self._waiting, []
         for entry in waiting:
             verdict = self._verdict(entry)
@@ -110,17 +110,17 @@ class GrammarDesk:
                 verdicts.append(verdict)
         return verdicts
 
-    def _verdict(self, entry: _Waiting) -> Verdict | None:
+    def _verdict(self, entry: _Waiting) -> _Verdict | None:
         """What came of a request, None while it waits."""
         if entry.is_over:
-            return Verdict(entry.request, None, None, entry.ended)
+            return _Verdict(entry.request, None, None, entry.ended)
         try:
             new_matcher = self._matchers.maker(entry.grammar)
         except RequestError as error:
-            return Verdict(entry.request, None, error.info, entry.ended)
+            return _Verdict(entry.request, None, error.info, entry.ended)
         if new_matcher is None:
             return None
-        return Verdict(entry.request, new_matcher, None, entry.ended)
+        return _Verdict(entry.request, new_matcher, None, entry.ended)
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
         """Note that a request (index None) or one of its sequences is ended, if it waits here."""
@@ -130,7 +130,7 @@ class GrammarDesk:
                 for number in indices:
                     entry.ended.setdefault(number, reason)
 
-    def masks(self, plan: Plan) -> Masks:
+    def masks(self, plan: Plan) -> _Masks:
         """The masks of a plan's rows, now that all tokens before them are known. Rows of sequences
         that have ended get none.
         """
@@ -138,7 +138,7 @@ class GrammarDesk:
         open_rows = [row for row in plan.masked if row.chunk.seq.finish is None]
         masks = self._matchers.masks(len(open_rows))
         rows: list[MaskedRow] = []
-        endings: list[Ending] = []
+        endings: list[_Ending] = []
         for row in open_rows:
             ending = self._fill(row.chunk.seq, masks, len(rows))
             if ending is None:
@@ -146,12 +146,12 @@ class GrammarDesk:
             else:
                 endings.append(ending)
         self._matchers.count_masks(len(rows), time.perf_counter() - started)
-        return Masks(rows, masks[: len(rows)], endings)
+        return _Masks(rows, masks[: len(rows)], endings)
 
-    def _fill(self, seq: Sequence, masks: np.ndarray, row: int) -> Ending | None:
+    def _fill(self, seq: Sequence, masks: np.ndarray, row: int) -> _Ending | None:
         """Write the mask of a sequence's next token, or say why it gets none."""
         matcher = seq.matcher
-        assert isinstance(matcher, (Matcher, RuledMatcher))  # made here
+        assert isinstance(matcher, (GrammarMatcher, RuledMatcher))  # made here
         may_end = not seq.request.sampling.ignore_eos
         may_end = may_end and seq.n_output + 1 >= seq.request.sampling.min_tokens
         try:
@@ -159,8 +159,8 @@ class GrammarDesk:
             if self._matchers.fill(matcher, masks, row, may_end=may_end):
                 return None
         except RequestError as error:
-            return Ending(seq, "error", error.info)
-        return Ending(seq, "stop")
+            return _Ending(seq, "error", error.info)
+        return _Ending(seq, "stop")
 
     def ruled(
         self, params: SamplingParams, new_inner: Callable[[], Any] | None

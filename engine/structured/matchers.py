@@ -37,7 +37,7 @@ _BYTES_EACH = 50_000
 _BYTES_A_CHARACTER = 50
 
 
-class Matcher:
+class GrammarMatcher:
     """Where one sequence stands in its grammar (`engine.scheduler.sequence.Matcher`)."""
 
     __slots__ = ("_inner", "_taken")
@@ -129,7 +129,7 @@ class Matchers:
             job = self._jobs[grammar] = _Job(grammar, self._clock())
         self._waiting.put(job)
 
-    def maker(self, grammar: Grammar) -> Callable[[], Matcher] | None:
+    def maker(self, grammar: Grammar) -> Callable[[], GrammarMatcher] | None:
         """What makes matchers of a grammar that was begun, each at the beginning of a text; None
         while it is being compiled. Raises RequestError if it cannot be used.
         """
@@ -145,7 +145,7 @@ class Matchers:
         if isinstance(found, RequestError):
             raise found
         if found is not None:
-            return lambda: Matcher(found.deep_copy())
+            return lambda: GrammarMatcher(found.deep_copy())
         if job is None:  # it has made room for others meanwhile
             self.begin(grammar)
         return None
@@ -159,7 +159,7 @@ class Matchers:
         return np.zeros((rows, self._words), np.int32)
 
     def fill(
-        self, matcher: Matcher | RuledMatcher, masks: np.ndarray, row: int, *, may_end: bool
+        self, matcher: GrammarMatcher | RuledMatcher, masks: np.ndarray, row: int, *, may_end: bool
     ) -> bool:
         """Write a matcher's mask; False if there is nothing that may come next. may_end: the text
         may end here, if the grammar allows it. Raises RequestError if the grammar takes too much,

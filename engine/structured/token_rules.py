@@ -67,7 +67,7 @@ class RuledMatcher:
 
     @property
     def may_end(self) -> bool:
-        """See `matchers.Matcher.may_end`."""
+        """See `matchers.GrammarMatcher.may_end`."""
         return self._inner is None or self._inner.may_end
 
     def take(self, tokens: list[int], start: int) -> None:

@@ -26,7 +26,7 @@ NANO = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CostLine:
     """Rows (each is one token's way through the model) and the device time they took."""
 
     rows: int
@@ -42,8 +42,8 @@ class Line:
 
 
 #: Lines by what they are of: a kind of row and IDLE, or a request.
-Bill = Mapping[str, Line]
-type _Lines = dict[str, Line]
+Bill = Mapping[str, CostLine]
+type _Lines = dict[str, CostLine]
 
 
 def _nanoseconds(records: np.ndarray) -> np.ndarray:
@@ -77,13 +77,13 @@ def with_idle(lines: _Lines, busy: int, seconds: float) -> _Lines:
     `seconds`.
     """
     bill = {kind: lines[kind] for kind in ROW_KINDS}
-    bill[IDLE] = Line(0, max(0, round(seconds * NANO) - busy))
+    bill[IDLE] = CostLine(0, max(0, round(seconds * NANO) - busy))
     return bill
 
 
 def _lines(names: Iterable[str], rows: np.ndarray, times: np.ndarray) -> _Lines:
     """rows and times: [n] i8, one of each name."""
-    return dict(zip(names, map(Line, rows.tolist(), times.tolist()), strict=True))
+    return dict(zip(names, map(CostLine, rows.tolist(), times.tolist()), strict=True))
 
 
 class RowOwners:
@@ -102,7 +102,7 @@ class RowOwners:
             owners.append(numbers.setdefault(chunk.seq.request.id, len(numbers)))
             rows.append(chunk.count)
 
-    def bill(self, records: np.ndarray) -> tuple[_Lines, Line]:
+    def bill(self, records: np.ndarray) -> tuple[_Lines, CostLine]:
         """(rows and device time of each request, the rest: padding) of steps [steps] STEP_DTYPE in
         order.
 
@@ -119,7 +119,7 @@ class RowOwners:
         rows = np.frombuffer(self._rows, np.int64)[kept]
         own = _cut(times, computed, padding, at, rows)
         wasted = times * padding // np.maximum(1, computed)
-        return self._by_request(kept, rows, own), Line(int(padding.sum()), int(wasted.sum()))
+        return self._by_request(kept, rows, own), CostLine(int(padding.sum()), int(wasted.sum()))
 
     def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> _Lines:
         """rows and times: of the entries that are kept."""
@@ -149,7 +149,7 @@ def as_json(lines: _Lines, price_per_hour: float | None = None) -> dict[str, Jso
     return {name: _plain(line, price_per_hour) for name, line in lines.items()}
 
 
-def _plain(line: Line, price_per_hour: float | None) -> JsonDict:
+def _plain(line: CostLine, price_per_hour: float | None) -> JsonDict:
     plain: JsonDict = {"rows": line.rows, "seconds": line.seconds}
     if price_per_hour is not None:
         plain["money"] = line.money(price_per_hour)

@@ -68,9 +68,9 @@ def summarise(
         **tokens,
         **_latencies(served),
         **_goodput(requests, seconds, slo),
-        "seat_fill": seat_fill(seated_s, seats, seconds),
+        "seat_fill": _seat_fill(seated_s, seats, seconds),
         "price_per_hour": price_per_hour,
-        "cost_per_million_tokens": cost_per_million(
+        "cost_per_million_tokens": _cost_per_million(
             price_per_hour, seconds, tokens["output_tokens"]
         ),
         **_step_figures(records),
@@ -178,7 +178,7 @@ def seated(stays: Iterable[Stay], since: float = -math.inf, until: float = math.
     return total
 
 
-def seat_fill(seated_s: float | None, seats: int, seconds: float) -> float | None:
+def _seat_fill(seated_s: float | None, seats: int, seconds: float) -> float | None:
     """Share of all seat-seconds that somebody sat; None if that or the number of seats is
     unknown.
     """
@@ -187,7 +187,7 @@ def seat_fill(seated_s: float | None, seats: int, seconds: float) -> float | Non
     return seated_s / (seats * seconds)
 
 
-def cost_per_million(price_per_hour: float | None, seconds: float, n_output: int) -> float | None:
+def _cost_per_million(price_per_hour: float | None, seconds: float, n_output: int) -> float | None:
     """What a million delivered output tokens cost; None without a price or tokens."""
     if price_per_hour is None or not n_output:
         return None

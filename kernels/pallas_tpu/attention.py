@@ -73,7 +73,7 @@ def attention_kernel(
         new = None
     step = StepRefs(kv_lens, cu_q, table, write_rows, counts, new, q, pool, factors)
     if fixed.writes:
-        write(fixed, step, wrote)
+        _write(fixed, step, wrote)
     lax.fori_loop(0, fixed.depth, partial(_clear, pages), None)
     ring = _Ring(pages, arrived)
     n_decode, n_seqs = counts[0], counts[1]
@@ -90,12 +90,12 @@ def _clear(pages: Any, slot: jax.Array, _: None) -> None:
 def _sweep_in_scope(
     fixed: Constants, step: StepRefs, ring: _Ring, size: int, first: jax.Array, end: jax.Array
 ) -> None:
-    """`sweep` with scratch memory for items of `size` query rows."""
+    """`_sweep` with scratch memory for items of `size` query rows."""
     heads, width = fixed.layout.heads, fixed.layout.width
     tile = fixed.group * size
     dtype = step.q.dtype
     pl.run_scoped(
-        lambda *scratch: sweep(fixed, step, _Buffers(ring, *scratch), first, end),
+        lambda *scratch: _sweep(fixed, step, _Buffers(ring, *scratch), first, end),
         pltpu.VMEM((fixed.depth, size, fixed.n_heads, width), dtype),
         pltpu.VMEM((heads, tile, width), dtype),
         pltpu.VMEM((heads, tile, 128), jnp.float32),
@@ -115,17 +115,17 @@ def _begin(copy: Any) -> None:
     copy.start()
 
 
-def wait(copy: Any) -> None:
+def _wait(copy: Any) -> None:
     """Await a copy, of which only the size counts."""
     copy.wait()
 
 
-def write(fixed: Constants, step: StepRefs, wrote: Any) -> None:
+def _write(fixed: Constants, step: StepRefs, wrote: Any) -> None:
     """Copy the new rows into their pages, whole pages where rows fill one, and wait until all are
     there.
     """
     _each_write(fixed, step, wrote, _begin)
-    _each_write(fixed, step, wrote, wait)
+    _each_write(fixed, step, wrote, _wait)
 
 
 def _each_write(fixed: Constants, step: StepRefs, wrote: Any, act: _Act) -> None:
@@ -161,7 +161,7 @@ class _State(NamedTuple):
     half: jax.Array  # of `out`, for the item's rows
 
 
-def sweep(
+def _sweep(
     fixed: Constants, step: StepRefs, buffers: _Buffers, first: jax.Array, end: jax.Array
 ) -> None:
     """Attend for sequences [first, end), one item after the other."""
@@ -179,19 +179,19 @@ def sweep(
         at, ahead, slot, half = state
         free = lax.rem(slot + fixed.depth - 1, fixed.depth)
         pl.when(ahead.seq < end)(partial(_fetch, walk, buffers, ahead, free, _begin))
-        _fetch(walk, buffers, at, slot, wait)
-        pl.when(walk.is_first(at))(partial(start, fixed, buffers, slot))
+        _fetch(walk, buffers, at, slot, _wait)
+        pl.when(walk.is_first(at))(partial(_start, fixed, buffers, slot))
         position = walk.before(at.seq) + at.row
-        attend(fixed, step, buffers, slot, position, at.block * fixed.keys)
+        _attend(fixed, step, buffers, slot, position, at.block * fixed.keys)
         last = walk.is_last(at)
-        pl.when(last)(partial(finish, fixed, step, walk, buffers, at, half))
+        pl.when(last)(partial(_finish, fixed, step, walk, buffers, at, half))
         next_slot = lax.rem(slot + 1, fixed.depth)
         return _State(walk.after(at), walk.after(ahead), next_slot, jnp.where(last, 1 - half, half))
 
     state = _State(walk.begin(first), ahead, jnp.int32(0), jnp.int32(0))
     lax.while_loop(lambda state: state.at.seq < end, body, state)
     for half in range(2):
-        leave(step, buffers, half, jnp.int32(0), wait)
+        _leave(step, buffers, half, jnp.int32(0), _wait)
 
 
 def _fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: Any, act: _Act) -> None:
@@ -229,7 +229,7 @@ def _by_rows(size: int, count: jax.Array, act: Callable[[Any, int], None]) -> No
         pl.when(count < size)(lambda: lax.fori_loop(0, count, lambda row, _: act(row, 1), None))
 
 
-def start(fixed: Constants, buffers: _Buffers, slot: jax.Array) -> None:
+def _start(fixed: Constants, buffers: _Buffers, slot: jax.Array) -> None:
     """An item's queries by key head, and the softmax of nothing."""
     size = buffers.rows.shape[1]
     rows = buffers.rows[slot]  # [B, H, W]
@@ -240,7 +240,7 @@ def start(fixed: Constants, buffers: _Buffers, slot: jax.Array) -> None:
     buffers.total[...] = jnp.zeros_like(buffers.total)
 
 
-def attend(
+def _attend(
     fixed: Constants,
     step: StepRefs,
     buffers: _Buffers,
@@ -253,7 +253,7 @@ def attend(
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = multiply("kmw,kcw->kmc", buffers.queries[...], keys)
-    scores = _hide(fixed, capped(fixed, step, scores), position - first)
+    scores = _hide(fixed, _capped(fixed, step, scores), position - first)
     top = jnp.maximum(buffers.top[...], jnp.max(scores, axis=2, keepdims=True))
     weights = jnp.exp2(scores - _lanes(top, fixed.keys))
     keep = jnp.exp2(buffers.top[...] - top)
@@ -273,7 +273,7 @@ def _by_head(fixed: Constants, block: jax.Array, dtype: Any) -> tuple[jax.Array,
     return pairs[:, 0], pairs[:, 1]
 
 
-def capped(fixed: Constants, step: StepRefs, scores: jax.Array) -> jax.Array:
+def _capped(fixed: Constants, step: StepRefs, scores: jax.Array) -> jax.Array:
     """Products of queries and stored keys [K, M, C] -> scores in base 2."""
     scores = scores * (fixed.scale if fixed.softcap else fixed.scale * _LOG2E)
     if fixed.scaled:
@@ -304,11 +304,11 @@ def _lanes(x: jax.Array, width: int) -> jax.Array:
     return x[:, :, :width]
 
 
-def finish(
+def _finish(
     fixed: Constants, step: StepRefs, walk: Walk, buffers: _Buffers, at: Cursor, half: jax.Array
 ) -> None:
     """Send an item's rows out, once those of the item before last have left."""
-    leave(step, buffers, half, jnp.int32(0), wait)
+    _leave(step, buffers, half, jnp.int32(0), _wait)
     n_heads, width = fixed.n_heads, fixed.layout.width
     done = buffers.acc[...] / _lanes(buffers.total[...], width)
     if fixed.scaled:
@@ -319,10 +319,10 @@ def finish(
     else:
         buffers.out[half] = jnp.swapaxes(done.reshape(n_heads, walk.size, width), 0, 1)
     buffers.leaving[half] = walk.count(at)
-    leave(step, buffers, half, walk.source(at), _begin)
+    _leave(step, buffers, half, walk.source(at), _begin)
 
 
-def leave(step: StepRefs, buffers: _Buffers, half: Any, first_row: jax.Array, act: _Act) -> None:
+def _leave(step: StepRefs, buffers: _Buffers, half: Any, first_row: jax.Array, act: _Act) -> None:
     """Start, or await, the copies of one half of `out` to where its rows were read."""
 
     def copy_rows(row: jax.Array | int, count: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """The sizes of one kernel."""
 
     keys: int  # of a block
@@ -24,7 +24,7 @@ class _Chip(NamedTuple):
     """What decides the sizes on a chip."""
 
     on_the_way: int  # bytes to have on their way from HBM
-    rows: int  # as in `Blocks`; float32 sums and scores of 2048 take 2 MiB each
+    rows: int  # as in `BlockSizes`; float32 sums and scores of 2048 take 2 MiB each
 
 
 #: By chip: 819 GB/s and 240 operations a byte, 1,640 and 560, 3,690 (one of a chip's two devices)
@@ -56,11 +56,11 @@ def chip_of(device_kind: str) -> str:
     return next(found, "")
 
 
-def blocks_for(chip: str, key_bytes: int, page: int) -> Blocks:
+def blocks_for(chip: str, key_bytes: int, page: int) -> BlockSizes:
     """The sizes on a chip ("" or unknown: any) for a pool with `key_bytes` a token, key and value
     of all heads, and pages of so many tokens.
     """
     wanted = _CHIPS.get(chip, _OTHER)
     keys = max(_MANY_KEYS if key_bytes <= _SMALL else _KEYS, page)
     on_the_way = -(-wanted.on_the_way // (keys * key_bytes))
-    return Blocks(keys, min(max(on_the_way, 2) + 1, _DEEPEST), wanted.rows)
+    return BlockSizes(keys, min(max(on_the_way, 2) + 1, _DEEPEST), wanted.rows)

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jitney.kernels.experts import ACTIVATIONS, Blocks, Stack
+from jitney.kernels.experts import ACTIVATIONS, ExpertBlocks, Stack
 
 #: Columns of a block of outputs are a multiple of this where they are not all.
 _LANES = 128
@@ -40,7 +40,7 @@ def experts(
     x: jax.Array,
     opening: Stack,
     closing: Stack,
-    blocks: Blocks,
+    blocks: ExpertBlocks,
     activation: str,
     interpret: Any = False,
 ) -> jax.Array:
@@ -61,7 +61,7 @@ def _call(
     combine: Any,
     x: jax.Array,
     stack: Stack,
-    blocks: Blocks,
+    blocks: ExpertBlocks,
     out: tuple[int, int, Any],
     interpret: Any,
 ) -> jax.Array:

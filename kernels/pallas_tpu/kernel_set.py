@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.pallas_tpu.attention import attention_kernel
-from jitney.kernels.pallas_tpu.blocks import Blocks, blocks_for
+from jitney.kernels.pallas_tpu.blocks import BlockSizes, blocks_for
 from jitney.kernels.pallas_tpu.pool_layout import LANES, PoolLayout, layout_of
 from jitney.kernels.pallas_tpu.work_order import Constants
 from jitney.kernels.scales import as_stored, scales_of
@@ -38,7 +38,7 @@ class PallasKernels:
     #: A key of `blocks`' table; "": a chip that is not in it.
     chip: str = ""
     #: Instead of what the table says.
-    blocks: Blocks | None = None
+    blocks: BlockSizes | None = None
 
     def paged_attention(
         self,

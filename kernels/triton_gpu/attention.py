@@ -126,7 +126,7 @@ def _load_pairs(
 
 
 @triton.jit
-def sweep(
+def _sweep(
     acc,
     odd,
     top,
@@ -278,7 +278,7 @@ def decode_attention(
         top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        acc, odd, top, total = sweep(
+        acc, odd, top, total = _sweep(
             acc,
             acc,
             top,
@@ -456,7 +456,7 @@ def prompt_attention(
         whole = tl.maximum(before + skip - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     else:
         whole = (before + skip + 1) // BLOCK_N * BLOCK_N  # keys that all rows see
-        acc, _, top, total = sweep(
+        acc, _, top, total = _sweep(
             acc,
             acc,
             top,
@@ -482,7 +482,7 @@ def prompt_attention(
             False,
             PRECISION,
         )
-    acc, _, top, total = sweep(
+    acc, _, top, total = _sweep(
         acc,
         acc,
         top,

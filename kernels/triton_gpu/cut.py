@@ -22,7 +22,7 @@ _LENGTH, _LENGTH_OF_FEW, _FEW_ROWS = 8192, 2048, 64
 _COUNTED, _BLOCK = 128, 1024
 
 
-class Search(NamedTuple):
+class _Search(NamedTuple):
     """The rows' cuts and what found them."""
 
     floor: jax.Array  # float32 [S]
@@ -31,7 +31,7 @@ class Search(NamedTuple):
 
 def search(
     launch: Launch, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, most: int = LISTED
-) -> Search:
+) -> _Search:
     """The cuts of scaled [S, V]. most: entries that a list holds."""
     n_rows, vocab = scaled.shape
     limits = top_k, top_p
@@ -72,7 +72,7 @@ def search(
         LISTED=most,
         BLOCK=_BLOCK,
     )
-    return Search(floor, states)
+    return _Search(floor, states)
 
 
 def _digit(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jitney.kernels import reference
-from jitney.kernels.experts import Blocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.scales import limit_of, scales_of
@@ -383,7 +383,7 @@ class TritonKernels:
         return jnp.sum(y, axis=0)
 
     def experts(
-        self, x: jax.Array, opening: Stack, closing: Stack, blocks: Blocks, activation: str
+        self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
     ) -> jax.Array:
         """See `jitney.kernels.interface.ExpertProducts`; places of nobody's rows are undefined."""
         n_places, inner = blocks.rows.shape[0], opening.kernel.shape[-1] // 2
@@ -412,7 +412,7 @@ class TritonKernels:
         kernel: Any,
         x: jax.Array,
         stack: Stack,
-        blocks: Blocks,
+        blocks: ExpertBlocks,
         *,
         out: jax.ShapeDtypeStruct,
         n_rows: int,

@@ -46,7 +46,7 @@ class _MatmulTiles:
 
 
 @dataclass(frozen=True)
-class ExpertTiles:
+class _ExpertTiles:
     """Products with a mixture's experts."""
 
     block_n: int  # output columns per program; of gates and ups half as many of each
@@ -114,22 +114,22 @@ _TALL_MATMUL: dict[int, _MatmulTiles] = {
 }
 #: (generation, rows of a block) -> tiles of products with experts, in 2 bytes an activation. Blocks
 #: of few rows are bound by reading weights: what counts is how much of them is on its way.
-_EXPERTS: dict[tuple[int, int], ExpertTiles] = {
-    (80, 16): ExpertTiles(128, 64, 4, 4),
-    (80, 32): ExpertTiles(128, 64, 4, 4),
-    (80, 64): ExpertTiles(128, 64, 4, 3),
-    (80, 128): ExpertTiles(128, 64, 8, 3),
-    (89, 16): ExpertTiles(128, 64, 4, 3),
-    (89, 32): ExpertTiles(128, 64, 8, 3),
-    (89, 64): ExpertTiles(128, 64, 4, 3),
-    (89, 128): ExpertTiles(128, 64, 8, 2),
-    (90, 16): ExpertTiles(128, 128, 4, 3),
-    (90, 32): ExpertTiles(128, 64, 4, 4),
-    (90, 64): ExpertTiles(128, 64, 4, 4),
-    (90, 128): ExpertTiles(128, 64, 8, 3),
+_EXPERTS: dict[tuple[int, int], _ExpertTiles] = {
+    (80, 16): _ExpertTiles(128, 64, 4, 4),
+    (80, 32): _ExpertTiles(128, 64, 4, 4),
+    (80, 64): _ExpertTiles(128, 64, 4, 3),
+    (80, 128): _ExpertTiles(128, 64, 8, 3),
+    (89, 16): _ExpertTiles(128, 64, 4, 3),
+    (89, 32): _ExpertTiles(128, 64, 8, 3),
+    (89, 64): _ExpertTiles(128, 64, 4, 3),
+    (89, 128): _ExpertTiles(128, 64, 8, 2),
+    (90, 16): _ExpertTiles(128, 128, 4, 3),
+    (90, 32): _ExpertTiles(128, 64, 4, 4),
+    (90, 64): _ExpertTiles(128, 64, 4, 4),
+    (90, 128): _ExpertTiles(128, 64, 8, 3),
 }
 #: The same in float32, which is there for its answers only.
-_WIDE_EXPERTS = ExpertTiles(64, 32, 8, 2)
+_WIDE_EXPERTS = _ExpertTiles(64, 32, 8, 2)
 #: Columns of a program of these at least: of two matrices 64 bytes of each row.
 _LEAST_COLUMNS = 64
 
@@ -188,7 +188,7 @@ def matmul_tiles(
     return tiles, splits
 
 
-def expert_tiles(sm: int, rows: int, itemsize: int, blocks: int, size_out: int) -> ExpertTiles:
+def expert_tiles(sm: int, rows: int, itemsize: int, blocks: int, size_out: int) -> _ExpertTiles:
     """Tiles of a product with experts: blocks of `rows` rows, at most so many, and `size_out`
     columns, gates and ups counted.
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
+def _stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
     """x float32 as `jitney.kernels.scales.as_stored` says; LIMIT 0: a pool of plain floats."""
     if LIMIT > 0:
         x = (
@@ -61,8 +61,8 @@ def write_pages(
         v_scale = tl.load(kv_scales + 2 * heads + 1, mask=heads < K, other=1.0)
     key = tl.load(k + source, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(v + source, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target, stored(key, k_scale[:, None], kv.dtype.element_ty, LIMIT), mask=inside)
-    tl.store(target + D, stored(value, v_scale[:, None], kv.dtype.element_ty, LIMIT), mask=inside)
+    tl.store(target, _stored(key, k_scale[:, None], kv.dtype.element_ty, LIMIT), mask=inside)
+    tl.store(target + D, _stored(value, v_scale[:, None], kv.dtype.element_ty, LIMIT), mask=inside)
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def rotate_pages(
         dtype = (
             heads_in.dtype.element_ty
         )  # what is written is what the two separate operations would write
-        lower = stored(left.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
-        upper = stored(right.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
+        lower = _stored(left.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
+        upper = _stored(right.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
         tl.store(cells, lower, mask=inside)
         tl.store(cells + half, upper, mask=inside)

@@ -12,7 +12,7 @@ import pytest
 from page_browser import press, says, served, state, table_is, tells, watched
 from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, urls_of
 
-from jitney.dashboard.fleet import Fleet
+from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_page import create_fleet_page
 from jitney.dashboard.remote import RemoteEngine
 from jitney.engine.api.settings import ServerSettings, digest_key
@@ -45,7 +45,7 @@ def fleet_served(
     with served(engines_app(clients)) as base:
         urls = urls_of(clients, base) | more
         engines = {name: RemoteEngine(url) for name, url in urls.items()}
-        fleet = Fleet(engines, price_per_hour=price)
+        fleet = FleetView(engines, price_per_hour=price)
         with served(create_fleet_page(fleet, settings or ServerSettings(), rollouts)) as url:
             yield url
 
@@ -185,7 +185,7 @@ def test_a_server_that_is_gone_makes_the_fleets_page_stale(open_page):
     clients = replicas()
     with served(engines_app(clients)) as base:
         engines = {name: RemoteEngine(url) for name, url in urls_of(clients, base).items()}
-        page_app = create_fleet_page(Fleet(engines), ServerSettings())
+        page_app = create_fleet_page(FleetView(engines), ServerSettings())
         with served(page_app) as url:
             page.goto(url)
             state(page, "live")
@@ -196,7 +196,7 @@ def test_a_server_that_is_gone_makes_the_fleets_page_stale(open_page):
         card_says(page, "r1", "2 of 4")
         port = int(url.rpartition(":")[2])
         engines = {name: RemoteEngine(one) for name, one in urls_of(clients, base).items()}
-        with served(create_fleet_page(Fleet(engines), ServerSettings()), port):
+        with served(create_fleet_page(FleetView(engines), ServerSettings()), port):
             state(page, "live")
             page.goto("about:blank")
 

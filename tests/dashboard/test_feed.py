@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 from page_fakes import viewers_of
+from sliced_work import at_once
 
 from jitney.dashboard import feed as feed_module
 from jitney.dashboard import snapshot, sse, timeline
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.viewers import QUEUE, TooManyViewers, Viewer
-from jitney.engine.api.slices import at_once
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import Progress
 from jitney.engine.records import ROW_KINDS

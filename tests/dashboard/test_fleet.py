@@ -20,8 +20,8 @@ from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, ur
 
 from jitney.dashboard import fleet as fleet_module
 from jitney.dashboard import fleet_member, sse
-from jitney.dashboard.fleet import Fleet
-from jitney.dashboard.fleet_member import Place, read_name
+from jitney.dashboard.fleet import FleetView
+from jitney.dashboard.fleet_member import ReplicaAddress, read_name
 from jitney.dashboard.fleet_page import create_fleet_page
 from jitney.dashboard.pulse import LEVELS, PULSE_VERSION, SEAT_LETTERS, Pulse, pulse_of
 from jitney.dashboard.remote import RemoteEngine
@@ -80,12 +80,12 @@ async def until_told(viewer: Viewer, watch: Watch, condition: Any) -> None:
     raise AssertionError("the feed has ended")
 
 
-def fleet_of(urls: dict[str, str], **options: Any) -> Fleet:
-    return Fleet({name: RemoteEngine(url) for name, url in urls.items()}, **options)
+def fleet_of(urls: dict[str, str], **options: Any) -> FleetView:
+    return FleetView({name: RemoteEngine(url) for name, url in urls.items()}, **options)
 
 
 @contextlib.asynccontextmanager
-async def watched(fleet: Fleet, identity: Identity = EVERYBODY) -> AsyncIterator[Any]:
+async def watched(fleet: FleetView, identity: Identity = EVERYBODY) -> AsyncIterator[Any]:
     """A viewer of the fleet and what it was told; the fleet is closed behind it."""
     with fleet.viewer(identity=identity) as viewer:
         yield viewer, Watch()
@@ -306,7 +306,7 @@ def says(*events: bytes) -> RemoteEngine:
 )
 def test_what_is_no_pulse_makes_a_replica_gone_and_says_why(pulse: bytes):
     async def session() -> str:
-        fleet = Fleet({"a": says(b"event: pulse\ndata: " + pulse + b"\n\n")})
+        fleet = FleetView({"a": says(b"event: pulse\ndata: " + pulse + b"\n\n")})
         async with watched(fleet) as (viewer, watch):
             gone = lambda: watch.states().get("a") == "gone"  # noqa: E731
             await until_told(viewer, watch, gone)
@@ -320,7 +320,7 @@ def test_silence_is_noticed(monkeypatch: pytest.MonkeyPatch):
     pulse = sse.encode("pulse", Pulse(PULSE_VERSION, "r", 1.0, "ready"))
 
     async def session() -> str:
-        async with watched(Fleet({"a": says(pulse)})) as (viewer, watch):
+        async with watched(FleetView({"a": says(pulse)})) as (viewer, watch):
             gone = lambda: watch.states().get("a") == "gone"  # noqa: E731
             await until_told(viewer, watch, gone)
             return watch.cards["a"]["trouble"]
@@ -464,14 +464,14 @@ def test_without_candidates_nothing_answers_for_them():
 def test_replicas_are_found_where_they_are_now():
     """One that moves is the same replica: its restarts are counted on."""
     replica = FakeReplica(2)
-    places: dict[str, Place] = {}
+    places: dict[str, ReplicaAddress] = {}
 
     async def session() -> None:
-        async with watched(Fleet(find=lambda: places)) as (viewer, watch):
+        async with watched(FleetView(find=lambda: places)) as (viewer, watch):
             await until_told(viewer, watch, lambda: watch.sums.get("replicas") == 0)
             for restarts in (0, 1):
                 with served_at(engines_app({"a": replica})) as url:
-                    places["a"] = Place(f"{url}/a")
+                    places["a"] = ReplicaAddress(f"{url}/a")
                     ready = lambda: watch.states() == {"a": "ready"}  # noqa: E731
                     here = lambda: ready() and watch.cards["a"]["url"] == f"{url}/a"  # noqa: B023, E731
                     await until_told(viewer, watch, here)

@@ -13,13 +13,13 @@ import pytest
 from api_fakes import FakeClient, call, run
 from history_fakes import Watched
 from page_fakes import get, page
+from sliced_work import at_once
 from starlette.applications import Starlette
 
 from jitney.dashboard import create_dashboard
 from jitney.dashboard.lab import SETTINGS, Experiment, Lab, arrivals, check, wanted
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
-from jitney.engine.api.slices import at_once
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.buckets import make_buckets

@@ -15,7 +15,7 @@ from api_fakes import FakeClient
 from history_fakes import INFO, Watched
 
 from jitney.dashboard import snapshot, sse
-from jitney.dashboard.replica import Replica, SeatView
+from jitney.dashboard.replica import ReplicaView, SeatView
 
 
 class Mirror(FakeClient):
@@ -55,9 +55,9 @@ def as_events(*encoded: bytes) -> list[tuple[str, object]]:
     return asyncio.run(collect())
 
 
-def rebuilt(now: snapshot.Snapshot) -> Replica:
+def rebuilt(now: snapshot.Snapshot) -> ReplicaView:
     """What a viewer knows who has just come."""
-    replica = Replica()
+    replica = ReplicaView()
     hello = sse.hello(
         INFO,
         run="r",
@@ -148,7 +148,7 @@ def test_a_seat_that_is_not_named_goes_on():
 
 
 def test_notes_and_unknown_events():
-    replica = Replica()
+    replica = ReplicaView()
     for number in range(30):
         replica.apply("note", number)
     replica.apply("something new", {})

@@ -14,10 +14,10 @@ from api_fakes import FakeClient
 from history_fakes import random_run
 from metric_names import metric_names, named_in
 from page_fakes import get, page
+from sliced_work import at_once
 
 from jitney.dashboard import report, timeline
 from jitney.dashboard.auth import REPORT_POLICY
-from jitney.engine.api.slices import at_once
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 

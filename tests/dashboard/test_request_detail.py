@@ -13,9 +13,9 @@ from api_fakes import FakeClient
 from fakes import FakeClock
 from history_fakes import Watched, random_run
 from page_fakes import get, page
+from sliced_work import at_once
 
 from jitney.dashboard import latency, request_detail, timeline
-from jitney.engine.api.slices import at_once
 from jitney.engine.messages import StepReport
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.telemetry.history import History

@@ -20,7 +20,7 @@ from starlette.routing import Mount
 
 from jitney.dashboard import dashboard_routes, sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.dashboard.replica import Replica
+from jitney.dashboard.replica import ReplicaView
 from jitney.dashboard.standalone import create_standalone
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings, digest_key
@@ -124,14 +124,14 @@ def test_many_viewers_are_one_to_the_engine(client):
     engine = engine_app(client)
     (feed,) = [mount.app.state.feed for mount in engine.routes if isinstance(mount, Mount)]  # type: ignore[attr-defined]
 
-    async def watch(app, number: int) -> Replica:
+    async def watch(app, number: int) -> ReplicaView:
         reply = await call(app, "/engines/0/feed", method="GET", leave_on_chunk=number)
-        replica = Replica()
+        replica = ReplicaView()
         for name, data in map(sse.decode, filter(None, reply.chunks)):
             replica.apply(name, data)
         return replica
 
-    async def session(app) -> list[Replica]:
+    async def session(app) -> list[ReplicaView]:
         first = asyncio.create_task(watch(app, 8))
         await asyncio.sleep(0.3)
         others = await asyncio.gather(*(watch(app, 2) for _ in range(5)))

@@ -69,8 +69,8 @@ def test_a_reference_that_is_not_a_number_is_not_agreed_with(monkeypatch: pytest
     runner = llm.core.alone.runner
     fetch = runner.fetch
 
-    def broken(ticket: Any) -> StepResult:
-        result = fetch(ticket)
+    def broken(launched: Any) -> StepResult:
+        result = fetch(launched)
         scores = result.prompt_logprobs or []
         result.prompt_logprobs = [structs.replace(entry, logprob=math.nan) for entry in scores]
         return result

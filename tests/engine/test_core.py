@@ -413,8 +413,8 @@ def test_an_exception_over_one_sequence_ends_that_one(caplog: pytest.LogCaptureF
     core = make_core(eos=())
     fetch = core.runner.fetch
 
-    def without_logprobs(ticket):
-        result = fetch(ticket)
+    def without_logprobs(launched):
+        result = fetch(launched)
         result.logprobs = None
         return result
 
@@ -464,10 +464,10 @@ def test_time_without_work_is_no_gap_but_a_pause_with_work_is():
     core.step()
     fetch = core.runner.fetch
 
-    def fetch_while_c_arrives(ticket):
+    def fetch_while_c_arrives(launched):
         core.runner.fetch = fetch
         core.add(make_request("c", [1], max_tokens=1))
-        return fetch(ticket)
+        return fetch(launched)
 
     core.runner.fetch = fetch_while_c_arrives
     core.step()

@@ -144,17 +144,17 @@ class FailingSteps:
         fails = poisoned or (crowded and self._count in self.steps)
         if fails and self.how == "before":
             self.fail()
-        ticket = self._launch(batch)
+        launched = self._launch(batch)
         if fails and self.how == "donated":
             self.fail()
         if fails:
-            self._bad.append(ticket)
-        return ticket
+            self._bad.append(launched)
+        return launched
 
-    def fetch(self, ticket: Any) -> Any:
-        if any(bad is ticket for bad in self._bad):
+    def fetch(self, launched: Any) -> Any:
+        if any(bad is launched for bad in self._bad):
             self.fail()
-        return self._fetch(ticket)
+        return self._fetch(launched)
 
     def fail(self) -> None:
         self.failures += 1
@@ -559,10 +559,10 @@ def test_more_prompts_than_may_wait_are_all_answered():
 def test_an_interrupted_generate_leaves_nothing_running(llm):
     fetch, calls = llm.core.runner.fetch, itertools.count()
 
-    def interrupted(ticket):
+    def interrupted(launched):
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return fetch(ticket)
+        return fetch(launched)
 
     expected = tokens_of(llm, [prompt(740, 9)], GREEDY)
     llm.core.runner.fetch = interrupted

@@ -58,12 +58,12 @@ class FaultyRunner(FakeRunner):
             raise StepFailed("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
         if bad and self.at == "launch":
             raise StepFailed("asked to fail")
-        ticket = super().launch(batch)
+        launched = super().launch(batch)
         if bad and self.at == "after launch":
             raise StepFailed("asked to fail")
         if bad:
-            self._bad.append(ticket)
-        return ticket
+            self._bad.append(launched)
+        return launched
 
     def is_bad(self, plan: Plan) -> bool:
         if self.hiccups and len(plan.chunks) > 1:
@@ -74,10 +74,10 @@ class FaultyRunner(FakeRunner):
             hit = [chunk for chunk in hit if chunk.decode == (self.only == "decode")]
         return bool(hit)
 
-    def fetch(self, ticket: StepResult) -> StepResult:
-        if any(bad is ticket for bad in self._bad):
+    def fetch(self, launched: StepResult) -> StepResult:
+        if any(bad is launched for bad in self._bad):
             raise StepFailed("asked to fail")
-        return super().fetch(ticket)
+        return super().fetch(launched)
 
     def restore(self, error: Exception) -> None:
         if self.broken:

@@ -20,7 +20,7 @@ from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_products import narrowed
-from jitney.kernels.proof_shapes import Matrix, Mixture, ServedShapes
+from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes
 from jitney.kernels.select import reference as reference_set
 from jitney.kernels.select import select, triton_for
 
@@ -390,7 +390,9 @@ MIXED_UP = {
 def test_products_with_experts_that_are_wrong_are_found(wrong: str):
     """And give way to blocks that are multiplied one after the other."""
     scheme = "int8" if wrong == "no scales" else "plain"
-    served = replace(SERVED, mixtures=(Mixture(96, (scheme, scheme), "silu"),), blocks=(16, 32))
+    served = replace(
+        SERVED, mixtures=(MixtureShape(96, (scheme, scheme), "silu"),), blocks=(16, 32)
+    )
 
     def broken(x: Any, opening: Any, closing: Any, blocks: Any, activation: str) -> jax.Array:
         args = MIXED_UP[wrong](x, opening, closing, blocks)
@@ -403,7 +405,7 @@ def test_products_with_experts_that_are_wrong_are_found(wrong: str):
 
 
 def test_experts_in_four_bits_are_multiplied_one_after_the_other_and_not_proved():
-    served = replace(SERVED, mixtures=(Mixture(96, ("int4", "int4"), "silu"),), blocks=(16,))
+    served = replace(SERVED, mixtures=(MixtureShape(96, ("int4", "int4"), "silu"),), blocks=(16,))
     assert proof.prove(changed(experts=plain_experts.experts), served) == ()
 
 
@@ -415,7 +417,9 @@ def test_a_last_block_that_is_wrong_is_found():
         last = (blocks.count - 1) * blocks.size
         return answers.at[last].set(0)
 
-    served = replace(SERVED, mixtures=(Mixture(96, ("fp8", "fp8"), "gelu_tanh"),), blocks=(64,))
+    served = replace(
+        SERVED, mixtures=(MixtureShape(96, ("fp8", "fp8"), "gelu_tanh"),), blocks=(64,)
+    )
     assert not errors(changed(experts=plain_experts.experts), served)
     assert list(errors(changed(experts=experts), served)) == ["experts"]
 

@@ -25,9 +25,9 @@ from kernel_costs import Load, experts_read, kernel_cost
 from lowered_steps import lower_step
 from memory_traffic import Account, account
 from places import DATA
+from shipped import shipped_options
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.autotuning import shipped_options
 from jitney.engine.executor.program import StateSizes, compiler_options
 from jitney.engine.models.mixture import ExpertLinear
 from jitney.engine.models.protocol import Model

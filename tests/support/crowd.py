@@ -37,7 +37,7 @@ class CrowdRun:
     returns: int = 0
     taken: int = 0
     #: Seconds told, each time.
-    told: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
 
     @property
     def share_taken(self) -> float:
@@ -96,7 +96,7 @@ class _Comings(Offer):
 
     def _turn_away(self, visit: _Visit, now: float, wait: float) -> None:
         self.run.turned_away += visit.number == 0
-        self.run.told.append(wait)
+        self.run.waits.append(wait)
         if self._rng.random() < self._obeys:
             heappush(self._heap, (now + wait, visit.client, visit.number + 1))
 

@@ -15,9 +15,9 @@ SEATS, PAGES, PAGE_SIZE, CONTEXT = 4, 33, 4, 64
 class SlowRunner(FakeRunner):
     """Each step takes a few milliseconds, so that there is time to interrupt one."""
 
-    def fetch(self, ticket):
+    def fetch(self, launched):
         time.sleep(0.004)
-        return super().fetch(ticket)
+        return super().fetch(launched)
 
 
 def build(config, source, progress):

@@ -108,7 +108,7 @@ class FakeRunner:
         self.poisoned: set[str] = set()
         self.spoiled: set[tuple[str, int]] = set()
         self.rows_run = 0
-        self._tickets: list[StepResult] = []
+        self._launched: list[StepResult] = []
         # Of each logit row of the step launched last, what its token is chosen by.
         self._histories: list[list[int]] = []
 
@@ -179,25 +179,25 @@ class FakeRunner:
         result = StepResult(
             tokens, None if plan.plain else entries, scores or None, broken if any(broken) else None
         )
-        self._tickets.append(result)
+        self._launched.append(result)
         self.rows_run += plan.bucket.tokens
         return result
 
-    def choose(self, ticket: StepResult, rows: list[MaskedRow], masks: np.ndarray) -> None:
-        assert ticket is self._tickets[-1], "tokens are chosen behind the newest step"
+    def choose(self, launched: StepResult, rows: list[MaskedRow], masks: np.ndarray) -> None:
+        assert launched is self._launched[-1], "tokens are chosen behind the newest step"
         for masked, mask in zip(rows, masks, strict=True):
             history = self._histories[masked.row]
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             token = allowed_token(history, self.seeds[masked.seat], np.flatnonzero(bits).tolist())
             self.last_token[masked.seat] = token
-            if ticket.tokens[masked.row] >= 0:
-                ticket.tokens[masked.row] = token
-            if ticket.logprobs is not None:
-                ticket.logprobs[masked.row] = score(history, token)
+            if launched.tokens[masked.row] >= 0:
+                launched.tokens[masked.row] = token
+            if launched.logprobs is not None:
+                launched.logprobs[masked.row] = score(history, token)
 
-    def fetch(self, ticket: StepResult) -> StepResult:
-        assert self._tickets.pop(0) is ticket, "steps are fetched in order, each once"
-        return ticket
+    def fetch(self, launched: StepResult) -> StepResult:
+        assert self._launched.pop(0) is launched, "steps are fetched in order, each once"
+        return launched
 
     def restore(self, error: Exception) -> None:
         """Nothing is left of what was stored, so that whoever reads it gets wrong tokens."""
@@ -205,7 +205,7 @@ class FakeRunner:
             raise error  # a broken rule of the fake device
         self.tokens[:] = self.positions[:] = -1
         self.last_token = [-1] * len(self.last_token)
-        self._tickets.clear()
+        self._launched.clear()
 
     def sleep(self, alive: Callable[[], None]) -> int:
         """What was stored is gone."""

@@ -14,8 +14,8 @@ from jitney.dashboard import create_dashboard
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
-from jitney.engine.fleet.comparison import ARMS, CLUSTERS, Outcome
-from jitney.engine.fleet.rollout import Place, Rollout, Rule
+from jitney.engine.fleet.comparison import ARMS, CLUSTERS, RequestOutcome
+from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.counters import EngineCounters
 from jitney.engine.telemetry.history import History
@@ -143,10 +143,10 @@ def rollout_of(
     model: str, candidate: str, slower: float, requests: int, clock: Callable[[], float] = time.time
 ) -> Rollout:
     """So many requests of each arm; the candidate's take so many times as long."""
-    rollout, rng = Rollout(model, candidate, Rule(), clock), random.Random(0)
+    rollout, rng = Rollout(model, candidate, PromotionRule(), clock), random.Random(0)
     for number in range(requests):
         for arm, times in zip(ARMS, (1.0, slower), strict=True):
             seconds = times * rng.uniform(0.9, 1.1)
-            place = Place(arm, number % CLUSTERS)
-            rollout.observe(place, Outcome(True, 100, 2 * seconds, 0.2 * seconds))
+            place = KeyPlace(arm, number % CLUSTERS)
+            rollout.observe(place, RequestOutcome(True, 100, 2 * seconds, 0.2 * seconds))
     return rollout

@@ -28,7 +28,7 @@ from jitney.kernels.attention_cases import MIXED
 from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.expert_cases import make_inputs as make_experts
-from jitney.kernels.experts import Blocks
+from jitney.kernels.experts import ExpertBlocks
 from jitney.kernels.proof_shapes import distance
 from jitney.kernels.select import select
 from jitney.kernels.triton_gpu import cut
@@ -212,7 +212,7 @@ def experts_alone() -> dict[str, Any]:
         alone = np.full(case.block, 1, np.int32)
         alone[place % case.block] = 0
         owner = given.blocks.experts[place // case.block]
-        blocks = Blocks(*map(jnp.asarray, (alone, [owner], 1)))
+        blocks = ExpertBlocks(*map(jnp.asarray, (alone, [owner], 1)))
         x = given.x[given.blocks.rows[place]][None]
         answers = find(x, given.opening, given.closing, blocks, case.activation)
         own = np.asarray(answers)[place % case.block]

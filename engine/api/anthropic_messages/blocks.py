@@ -16,7 +16,7 @@ from jitney.engine.conversation.events import (
 )
 from jitney.engine.types import JsonDict
 
-type Event = JsonDict
+type MessageEvent = JsonDict
 
 
 class _Block:
@@ -105,7 +105,7 @@ def _arguments(text: str) -> JsonDict:
     return value if isinstance(value, dict) else {}
 
 
-class Blocks:
+class ContentBlocks:
     """The content of one message, one block open at a time. shows_thoughts: else they are left
     out of their blocks.
     """
@@ -118,7 +118,7 @@ class Blocks:
     def content(self) -> list[JsonDict]:
         return [block.shown() for block in self._blocks]
 
-    def push(self, event: AssistantEvent) -> Iterator[Event]:
+    def push(self, event: AssistantEvent) -> Iterator[MessageEvent]:
         """One more event of the model's turn, and what a stream says of it."""
         match event:
             case ContentDelta():
@@ -135,14 +135,14 @@ class Blocks:
         assert self._open is not None
         yield from self._deltas(self._open.more(event.text))
 
-    def close(self) -> Iterator[Event]:
+    def close(self) -> Iterator[MessageEvent]:
         """End the block that is open, if one is."""
         if self._open is not None:
             yield from self._deltas(self._open.ended())
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
             self._open = None
 
-    def _begin(self, block: _Block) -> Iterator[Event]:
+    def _begin(self, block: _Block) -> Iterator[MessageEvent]:
         yield from self.close()
         self._open = block
         self._blocks.append(block)
@@ -151,7 +151,7 @@ class Blocks:
         if index == 0:
             yield {"type": "ping"}
 
-    def _deltas(self, deltas: Iterator[JsonDict]) -> Iterator[Event]:
+    def _deltas(self, deltas: Iterator[JsonDict]) -> Iterator[MessageEvent]:
         index = len(self._blocks) - 1
         for delta in deltas:
             yield {"type": "content_block_delta", "index": index, "delta": delta}

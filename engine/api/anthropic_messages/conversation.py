@@ -12,7 +12,7 @@ from jitney.engine.api.anthropic_messages.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from jitney.engine.api.request import Conversation, Kind
+from jitney.engine.api.request import Conversation, RouteKind
 from jitney.engine.api.schema import ReasoningEffort
 from jitney.engine.api.slices import Work
 from jitney.engine.conversation.formats import TurnFormat
@@ -30,7 +30,9 @@ _MODES: dict[str, ToolMode] = {
 }
 
 
-def conversation_of(body: CountTokensBody, kind: Kind, turns: TurnFormat) -> Work[Conversation]:
+def conversation_of(
+    body: CountTokensBody, kind: RouteKind, turns: TurnFormat
+) -> Work[Conversation]:
     """What the body makes the template read. An effort is a wish: a model that cannot be told of
     one does what it does. Raises RequestError.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import orjson
 
-from jitney.engine.api.anthropic_messages.blocks import Blocks, Event
+from jitney.engine.api.anthropic_messages.blocks import ContentBlocks, MessageEvent
 from jitney.engine.api.anthropic_messages.schema import MessagesBody
 from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.errors import answer_to
@@ -26,7 +26,7 @@ class MessageFormat(Format):
     def __init__(self, generation: Generation, tokenizer: TokenBytes, body: MessagesBody):
         super().__init__(generation, tokenizer)
         self._max_tokens = body.max_tokens
-        self._blocks = Blocks(shows_thoughts=body.shows_thoughts)
+        self._blocks = ContentBlocks(shows_thoughts=body.shows_thoughts)
 
     def add(self, choice: Choice, delta: ChoiceDelta) -> None:
         for event in delta.events:
@@ -95,5 +95,5 @@ class MessageFormat(Format):
         }
 
 
-def _frame(event: Event) -> bytes:
+def _frame(event: MessageEvent) -> bytes:
     return b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"

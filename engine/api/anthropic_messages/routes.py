@@ -14,10 +14,10 @@ from jitney.engine.api.anthropic_messages.conversation import conversation_of
 from jitney.engine.api.anthropic_messages.format import MessageFormat
 from jitney.engine.api.anthropic_messages.schema import CountTokensBody, MessagesBody
 from jitney.engine.api.context import context_of
-from jitney.engine.api.endpoints import Answer, read_body
+from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.request import (
-    Kind,
+    RouteKind,
     check_model,
     conversation_prompt,
     conversation_request,
@@ -26,7 +26,7 @@ from jitney.engine.api.request import (
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service
 
-_KIND = Kind(
+_KIND = RouteKind(
     "msg_",
     "messages",
     names={
@@ -56,7 +56,7 @@ async def _create_message(service: Service, request: Request) -> ASGIApp:
     conversation = await service.slices.result(conversation_of(body, _KIND, service.turns))
     context = context_of(request)
     wanted = await conversation_request(service, body, context, conversation, sampling)
-    return Answer(service, wanted, partial(MessageFormat, body=body), headers)
+    return GenerationAnswer(service, wanted, partial(MessageFormat, body=body), headers)
 
 
 async def _count_tokens(service: Service, request: Request) -> ASGIApp:

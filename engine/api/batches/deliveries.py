@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from jitney.engine.api.batches.store import Store, batch_of
+from jitney.engine.api.batches.store import BatchStore, batch_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class Deliveries:
         self._table = table
         self._event_of = event_of
 
-    def next_at(self, store: Store) -> float | None:
+    def next_at(self, store: BatchStore) -> float | None:
         """When the next one is due; None if none is."""
         [at] = store.db.execute(f"SELECT MIN(told_at) FROM {self._table}").fetchone()
         return at
 
-    def due(self, store: Store, now: float, limit: int) -> list[Delivery]:
+    def due(self, store: BatchStore, now: float, limit: int) -> list[Delivery]:
         """Those that are to be told by now, at most so many."""
         query = f"SELECT * FROM {self._table} WHERE told_at <= ? ORDER BY told_at LIMIT ?"
         return [self._delivery(row) for row in store.db.execute(query, (now, limit))]
@@ -86,7 +86,7 @@ class Deliveries:
     def _delivery(self, row: sqlite3.Row) -> Delivery:
         return Delivery(row["id"], row["webhook_url"], self._event_of(row), row["attempts"])
 
-    def tried(self, store: Store, id: str, again_at: float | None) -> None:
+    def tried(self, store: BatchStore, id: str, again_at: float | None) -> None:
         """An event was told, or is to be told again then."""
         query = f"UPDATE {self._table} SET attempts = attempts + 1, told_at = ? WHERE id = ?"
         store.db.execute(query, (again_at, id))

@@ -16,7 +16,7 @@ from starlette.types import Message, Scope
 
 from jitney.engine.api.access import Identity
 from jitney.engine.api.batches.lines import LineRequest, request_in
-from jitney.engine.api.batches.records import Outcome
+from jitney.engine.api.batches.records import LineOutcome
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError, echo, error_form, error_response
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
@@ -32,12 +32,12 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 30.0
 class LineAnswer:
     """What a line brought, as a line of the output file or of the error file."""
 
-    outcome: Outcome
+    outcome: LineOutcome
     text: bytes
 
 
 @dataclass(slots=True)
-class Reply:
+class _Reply:
     """What a handler sends."""
 
     status: int = 0
@@ -96,7 +96,7 @@ class LineExecutor:
             raise RequestError(f"{echo(path)} is not a route that batches may name", param=param)
         return route
 
-    async def answered(self, request: LineRequest, request_id: str, owner: str) -> Reply:
+    async def answered(self, request: LineRequest, request_id: str, owner: str) -> _Reply:
         """What the route that a request names answers, however long that takes."""
         try:
             route = self.route(request.url)
@@ -106,7 +106,7 @@ class LineExecutor:
 
     async def _reply(
         self, request: LineRequest, route: HttpRoute, request_id: str, owner: str
-    ) -> Reply:
+    ) -> _Reply:
         """A refusal of the moment is waited for."""
         while True:
             reply = await self._once(request, route, request_id, owner)
@@ -116,11 +116,11 @@ class LineExecutor:
 
     async def _once(
         self, request: LineRequest, route: HttpRoute, request_id: str, owner: str
-    ) -> Reply:
+    ) -> _Reply:
         """One try. A refusal, or a failure, is a reply too."""
         context = Context(request_id, route, tenant=owner, background=self._background)
         scope = _scope_of(request, context)
-        reply = Reply()
+        reply = _Reply()
         body = iter([{"type": "http.request", "body": request.body, "more_body": False}])
 
         async def receive() -> Message:
@@ -147,10 +147,10 @@ def _check_size(request: LineRequest, route: HttpRoute, service: Service) -> Non
         raise HttpError(413, f"the body may have at most {limit} bytes")
 
 
-def _refusal(error: Exception, request_id: str, path: str) -> Reply:
+def _refusal(error: Exception, request_id: str, path: str) -> _Reply:
     """An error as HTTP answers it."""
     response: Response = error_response(error, request_id, error_form(path))
-    return Reply(response.status_code, dict(response.raw_headers), bytearray(response.body))
+    return _Reply(response.status_code, dict(response.raw_headers), bytearray(response.body))
 
 
 def _scope_of(request: LineRequest, context: Context) -> Scope:
@@ -170,7 +170,7 @@ def _scope_of(request: LineRequest, context: Context) -> Scope:
     }
 
 
-def _written(custom_id: str, request_id: str, reply: Reply) -> LineAnswer:
+def _written(custom_id: str, request_id: str, reply: _Reply) -> LineAnswer:
     """A line of the output file if its answer is a 200, else one of the error file. Blocks."""
     good = reply.status == 200
     text = orjson.dumps(
@@ -181,4 +181,4 @@ def _written(custom_id: str, request_id: str, reply: Reply) -> LineAnswer:
             "error": None,
         }
     )
-    return LineAnswer(Outcome.COMPLETED if good else Outcome.FAILED, text)
+    return LineAnswer(LineOutcome.COMPLETED if good else LineOutcome.FAILED, text)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate
 
-from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.config.cache_folder import make_private
 from jitney.engine.errors import ConfigError
 
@@ -24,17 +24,17 @@ _DATABASE = "batches.sqlite3"
 _PART = ".part"
 
 
-class Keeper:
+class StoreKeeper:
     """The store, reached from the event loop, and the paths of files. Made by `open_keeper`."""
 
-    def __init__(self, folder: Path, lock: int, store: Store, thread: ThreadPoolExecutor):
+    def __init__(self, folder: Path, lock: int, store: BatchStore, thread: ThreadPoolExecutor):
         self.folder = folder
         self._lock = lock
         self._store = store
         self._thread = thread
 
     async def do[**P, T](
-        self, method: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Run one method of the store on its thread. It is run to its end, even if nobody waits for
         it any more.
@@ -55,7 +55,7 @@ class Keeper:
     async def close(self) -> None:
         """Let go of the folder, after what is being written."""
         with contextlib.suppress(RuntimeError):
-            await self.do(Store.close)
+            await self.do(BatchStore.close)
         self._thread.shutdown(wait=False)
         os.close(self._lock)
 
@@ -65,7 +65,7 @@ def has_batches(folder: Path) -> bool:
     return (folder / _DATABASE).exists()
 
 
-async def open_keeper(folder: Path) -> Keeper:
+async def open_keeper(folder: Path) -> StoreKeeper:
     """The folder, made if there is none. Raises ConfigError if it is not ours alone, or another
     server's at this time.
     """
@@ -78,18 +78,18 @@ async def open_keeper(folder: Path) -> Keeper:
         raise
 
 
-def _open(folder: Path, thread: ThreadPoolExecutor) -> Keeper:
+def _open(folder: Path, thread: ThreadPoolExecutor) -> StoreKeeper:
     reason = make_private(folder) or make_private(folder / "files")
     if reason:
         raise ConfigError(reason)
     lock = _locked(folder)
     try:
-        store = Store(folder / _DATABASE)
+        store = BatchStore(folder / _DATABASE)
     except BaseException:
         os.close(lock)
         raise
     _sweep(folder / "files", store.file_ids())
-    return Keeper(folder, lock, store, thread)
+    return StoreKeeper(folder, lock, store, thread)
 
 
 def _locked(folder: Path) -> int:

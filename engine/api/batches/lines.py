@@ -22,7 +22,7 @@ _ROOM = 4096
 
 
 @dataclass(slots=True)
-class LineGroup:
+class _LineGroup:
     """Lines that were read together."""
 
     lines: list[Line]
@@ -44,8 +44,8 @@ class LineReader:
     def close(self) -> None:
         self._file.close()
 
-    def next_group(self) -> LineGroup:
-        group = LineGroup([], [])
+    def next_group(self) -> _LineGroup:
+        group = _LineGroup([], [])
         for _ in range(_GROUP):
             raw = self._file.readline(self._most_bytes + 1)
             if not raw:
@@ -61,7 +61,7 @@ class LineReader:
                 self._take(raw, start, group)
         return group
 
-    def _take(self, raw: bytes, start: int, group: LineGroup) -> None:
+    def _take(self, raw: bytes, start: int, group: _LineGroup) -> None:
         found = _id_in(raw, self._number)
         if isinstance(found, Fault):
             group.faults.append(found)

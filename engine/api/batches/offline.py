@@ -13,7 +13,7 @@ import orjson
 
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.lines import LineReader, read_line
-from jitney.engine.api.batches.records import Fault, Line, Outcome
+from jitney.engine.api.batches.records import Fault, Line, LineOutcome
 from jitney.engine.errors import ConfigError
 
 #: Faults of a file that are told.
@@ -60,7 +60,7 @@ def lines_of(path: Path, most_bytes: int) -> list[Line]:
     return lines
 
 
-def answered_in(path: Path) -> dict[str, bool]:
+def _answered_in(path: Path) -> dict[str, bool]:
     """The custom_ids that a file of answers has, and whether each is an error; a line that was half
     written is cut off. Raises ConfigError for a file that is none.
     """
@@ -89,14 +89,14 @@ def _answered(path: Path, raw: bytes) -> tuple[str, bool]:
         ) from None
 
 
-class OfflineRun:
+class OfflineBatch:
     """Answers the lines of a file that have no answer yet."""
 
     def __init__(self, path: Path, lines: list[Line], out: Path):
         """Raises ConfigError if `out` has answers to other lines."""
         self._path = path
         self._out = out
-        answered = answered_in(out)
+        answered = _answered_in(out)
         strangers = answered.keys() - {line.custom_id for line in lines}
         if strangers:
             raise ConfigError(f"{out} has answers to other lines than those of {path}")
@@ -132,5 +132,5 @@ class OfflineRun:
         answer = await executor.answer(raw, line.custom_id, endpoint="", owner="")
         out.write(answer.text + b"\n")
         self._answered += 1
-        self._failed += answer.outcome is Outcome.FAILED
+        self._failed += answer.outcome is LineOutcome.FAILED
         on_answer(self.counts)

@@ -67,7 +67,7 @@ class Batch:
         return self.status in ENDED
 
 
-class Outcome(IntEnum):
+class LineOutcome(IntEnum):
     """What became of a line."""
 
     COMPLETED = 1
@@ -91,7 +91,7 @@ class AnsweredLine:
 
     number: int
     custom_id: str
-    outcome: Outcome | None
+    outcome: LineOutcome | None
     #: Its line of the output file or of the error file.
     answer: bytes
 

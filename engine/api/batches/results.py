@@ -11,15 +11,15 @@ from typing import BinaryIO
 
 import orjson
 
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import (
     AnsweredLine,
     Batch,
-    Outcome,
+    LineOutcome,
     StoredFile,
     new_id,
 )
-from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.store import BatchStore
 
 #: Lines that are written at once.
 _GROUP = 32
@@ -30,7 +30,7 @@ _NEVER = {
 }
 
 
-async def finish(keeper: Keeper, batch: Batch, status: str) -> None:
+async def finish(keeper: StoreKeeper, batch: Batch, status: str) -> None:
     """Write a batch's files and end it with this status. May be begun again at any time: what is
     half written belongs to nobody.
     """
@@ -38,9 +38,9 @@ async def finish(keeper: Keeper, batch: Batch, status: str) -> None:
     errors = _ResultFile(keeper, batch, "error")
     try:
         after = 0
-        while lines := await keeper.do(Store.answers, batch.id, after, _GROUP):
+        while lines := await keeper.do(BatchStore.answers, batch.id, after, _GROUP):
             after = lines[-1].number
-            good = [line.answer for line in lines if line.outcome is Outcome.COMPLETED]
+            good = [line.answer for line in lines if line.outcome is LineOutcome.COMPLETED]
             await asyncio.to_thread(output.write, good)
             await asyncio.to_thread(errors.write, _bad(lines, status))
         answered = await asyncio.to_thread(output.end)
@@ -49,12 +49,12 @@ async def finish(keeper: Keeper, batch: Batch, status: str) -> None:
         output.drop()
         errors.drop()
         raise
-    await keeper.do(Store.finish, batch.id, status, answered, refused, int(time.time()))
+    await keeper.do(BatchStore.finish, batch.id, status, answered, refused, int(time.time()))
 
 
 def _bad(lines: list[AnsweredLine], status: str) -> Iterable[bytes]:
     for line in lines:
-        if line.outcome is Outcome.FAILED:
+        if line.outcome is LineOutcome.FAILED:
             yield line.answer
         elif line.outcome is None:
             yield _unanswered(line.custom_id, *_NEVER[status])
@@ -75,7 +75,7 @@ def _unanswered(custom_id: str, code: str, message: str) -> bytes:
 class _ResultFile:
     """One of the two; there is none if it would be empty. All of it blocks."""
 
-    def __init__(self, keeper: Keeper, batch: Batch, kind: str):
+    def __init__(self, keeper: StoreKeeper, batch: Batch, kind: str):
         self._id = new_id("file-")
         self._path = keeper.path(self._id)
         self._part = keeper.part(self._id)

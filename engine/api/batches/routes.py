@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from jitney.engine.api.batches.find_or_404 import find_or_404
 from jitney.engine.api.batches.forms import (
     WEBHOOK_KEY,
     BatchAnswer,
@@ -28,11 +29,10 @@ from jitney.engine.api.batches.forms import (
     shown_list,
     window_s,
 )
-from jitney.engine.api.batches.found import found
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import Batch, StoredFile, new_id
 from jitney.engine.api.batches.service import Batches, now
-from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.batches.upload import Upload, receive_upload
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import BlockAnswer
@@ -68,7 +68,7 @@ async def _upload_file(service: Service, request: Request) -> Response:
             await _check_room(keeper, service.settings, owner, upload.size)
             file = StoredFile(id, owner, "batch", upload.name, upload.size, now())
             await asyncio.to_thread(keeper.part(id).rename, keeper.path(id))
-            await keeper.do(Store.add_file, file)
+            await keeper.do(BatchStore.add_file, file)
         except BaseException:
             keeper.part(id).unlink(missing_ok=True)
             raise
@@ -96,9 +96,11 @@ def _check_purpose(upload: Upload) -> None:
         raise RequestError('purpose must be "batch"', param="purpose")
 
 
-async def _check_room(keeper: Keeper, settings: ServerSettings, owner: str, size: int = 0) -> None:
+async def _check_room(
+    keeper: StoreKeeper, settings: ServerSettings, owner: str, size: int = 0
+) -> None:
     """Raise HttpError if a key has as many files, or bytes of them, as it may have."""
-    count, taken = await keeper.do(Store.usage, owner)
+    count, taken = await keeper.do(BatchStore.usage, owner)
     if count >= settings.key_files:
         raise _full(f"one key may have {settings.key_files} files (key_files)")
     if taken + size > settings.key_file_bytes:
@@ -113,7 +115,7 @@ async def _list_files(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
     query = read_query(request, FileQuery)
     files, more = await keeper.do(
-        Store.files,
+        BatchStore.files,
         context_of(request.scope).tenant,
         after=query.after,
         limit=query.limit,
@@ -148,15 +150,15 @@ async def _blocks_of(path: Path) -> AsyncGenerator[bytes]:
 async def _delete_file(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
     file = await _file(keeper, request)
-    needed_by = await keeper.do(Store.delete_file, file.id, file.owner)
+    needed_by = await keeper.do(BatchStore.delete_file, file.id, file.owner)
     if needed_by:
         raise HttpError(400, f"batch {needed_by} still reads this file", code="file_in_use")
     await asyncio.to_thread(keeper.path(file.id).unlink, missing_ok=True)
     return json_answer({"id": file.id, "object": "file", "deleted": True})
 
 
-async def _file(keeper: Keeper, request: Request) -> StoredFile:
-    return await found(keeper, request, "file", Store.file)
+async def _file(keeper: StoreKeeper, request: Request) -> StoredFile:
+    return await find_or_404(keeper, request, "file", BatchStore.file)
 
 
 async def _create_batch(service: Service, request: Request) -> Response:
@@ -167,8 +169,8 @@ async def _create_batch(service: Service, request: Request) -> Response:
     keeper, runner = await batches.keeper(), await batches.runner()
     batch = _new_batch(service, body, context_of(request.scope).tenant)
     await _check_batch(keeper, service.settings, batch)
-    await keeper.do(Store.forget_ended, batch.owner, _KEPT_BATCHES)
-    await keeper.do(Store.add_batch, batch)
+    await keeper.do(BatchStore.forget_ended, batch.owner, _KEPT_BATCHES)
+    await keeper.do(BatchStore.add_batch, batch)
     runner.begin(batch.id)
     ignored = [name for name in raw if name not in BatchBody.model_fields]
     return json_answer(shown_batch(batch), ignored_header(ignored))
@@ -195,16 +197,16 @@ def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
     )
 
 
-async def _check_batch(keeper: Keeper, settings: ServerSettings, batch: Batch) -> None:
+async def _check_batch(keeper: StoreKeeper, settings: ServerSettings, batch: Batch) -> None:
     """Raise HttpError or RequestError if its file is not there, or its key has too many."""
-    file = await keeper.do(Store.file, batch.input_file_id, batch.owner)
+    file = await keeper.do(BatchStore.file, batch.input_file_id, batch.owner)
     if file is None:
         id = echo(batch.input_file_id)
         raise HttpError(404, f"no file {id}", code="not_found", param="input_file_id")
     if file.purpose != "batch":
         raise RequestError('the file\'s purpose must be "batch"', param="input_file_id")
     await _check_room(keeper, settings, batch.owner)
-    if await keeper.do(Store.open_batches, batch.owner) >= settings.key_batches:
+    if await keeper.do(BatchStore.open_batches, batch.owner) >= settings.key_batches:
         raise RequestError(
             f"one key may have {settings.key_batches} batches under way (key_batches)",
             code="rate_limit",
@@ -216,7 +218,7 @@ async def _list_batches(service: Service, request: Request) -> Response:
     keeper = await _batches(service).keeper()
     query = read_query(request, BatchQuery)
     owner = context_of(request.scope).tenant
-    batches, more = await keeper.do(Store.batches, owner, after=query.after, limit=query.limit)
+    batches, more = await keeper.do(BatchStore.batches, owner, after=query.after, limit=query.limit)
     return json_answer(shown_list([shown_batch(batch) for batch in batches], more=more))
 
 
@@ -230,7 +232,7 @@ async def _cancel_batch(service: Service, request: Request) -> Response:
     keeper, runner = await batches.keeper(), await batches.runner()
     batch = await _batch(keeper, request)
     sources = ("validating", "in_progress")
-    if await keeper.do(Store.move, batch.id, sources, "cancelling", now()):
+    if await keeper.do(BatchStore.move, batch.id, sources, "cancelling", now()):
         runner.cancel(batch.id)
     batch = await _batch(keeper, request)
     if not batch.status.startswith("cancel"):
@@ -240,8 +242,8 @@ async def _cancel_batch(service: Service, request: Request) -> Response:
     return json_answer(shown_batch(batch))
 
 
-async def _batch(keeper: Keeper, request: Request) -> Batch:
-    return await found(keeper, request, "batch", Store.batch)
+async def _batch(keeper: StoreKeeper, request: Request) -> Batch:
+    return await find_or_404(keeper, request, "batch", BatchStore.batch)
 
 
 def _batches(service: Service) -> Batches:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 
 from jitney.engine.api.batches.execution import LineExecutor
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineReader, read_line
 from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.records import Batch, Fault, Line
 from jitney.engine.api.batches.results import finish
-from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.batches.tasks import Tasks
 from jitney.engine.api.service import Service
 
@@ -32,7 +32,7 @@ class BatchRunner:
     def __init__(
         self,
         service: Service,
-        keeper: Keeper,
+        keeper: StoreKeeper,
         executor: LineExecutor,
         on_end: Callable[[], None],
     ):
@@ -48,7 +48,7 @@ class BatchRunner:
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
-        for id in await self._keeper.do(Store.unfinished):
+        for id in await self._keeper.do(BatchStore.unfinished):
             self.begin(id)
 
     def begin(self, id: str) -> None:
@@ -74,10 +74,10 @@ class BatchRunner:
 
     async def _work(self, id: str) -> None:
         """One batch to its end."""
-        batch = await self._keeper.do(Store.batch, id)
+        batch = await self._keeper.do(BatchStore.batch, id)
         if batch is not None and batch.status == "validating":
             await self._validate(batch)
-            batch = await self._keeper.do(Store.batch, id)
+            batch = await self._keeper.do(BatchStore.batch, id)
         if batch is not None and batch.status == "in_progress":
             await self._answer_all(batch)
         await self._end(id)
@@ -87,14 +87,14 @@ class BatchRunner:
         faults = await self._read_lines(batch)
         now = int(time.time())
         if faults:
-            await self._keeper.do(Store.fail, batch.id, faults[:_MOST_FAULTS], now)
+            await self._keeper.do(BatchStore.fail, batch.id, faults[:_MOST_FAULTS], now)
         else:
-            await self._keeper.do(Store.start, batch.id, now)
+            await self._keeper.do(BatchStore.start, batch.id, now)
 
     async def _read_lines(self, batch: Batch) -> list[Fault]:
         """Write down where each line of the file lies; what is wrong with it."""
         settings = self._service.settings
-        await self._keeper.do(Store.begin_lines, batch.id)
+        await self._keeper.do(BatchStore.begin_lines, batch.id)
         path = self._keeper.path(batch.input_file_id)
         try:
             reader = await asyncio.to_thread(LineReader, path, settings.body_limit)
@@ -107,7 +107,7 @@ class BatchRunner:
                 if self._cancels[batch.id].is_set():
                     return []
                 group = await asyncio.to_thread(reader.next_group)
-                doubles = await self._keeper.do(Store.add_lines, batch.id, group.lines)
+                doubles = await self._keeper.do(BatchStore.add_lines, batch.id, group.lines)
                 faults += group.faults + [_double(line) for line in doubles]
                 total += len(group.lines)
                 done = group.done
@@ -136,14 +136,14 @@ class BatchRunner:
             feeding.cancel()
             await asyncio.gather(feeding, cancelled, return_exceptions=True)
         await self._keeper.do(
-            Store.move, batch.id, ("in_progress",), "finalizing", int(time.time())
+            BatchStore.move, batch.id, ("in_progress",), "finalizing", int(time.time())
         )
 
     async def _feed(self, batch: Batch) -> None:
         """Take up the lines in their order, as places for them come free."""
         after = 0
         async with asyncio.TaskGroup() as group:
-            while lines := await self._keeper.do(Store.open_lines, batch.id, after, _GROUP):
+            while lines := await self._keeper.do(BatchStore.open_lines, batch.id, after, _GROUP):
                 after = lines[-1].number
                 for line in lines:
                     await self._places.acquire(batch.owner)
@@ -154,19 +154,19 @@ class BatchRunner:
         path = self._keeper.path(batch.input_file_id)
         raw = await asyncio.to_thread(read_line, path, line)
         answer = await self._executor.answer(raw, line.custom_id, batch.endpoint, batch.owner)
-        await self._keeper.do(Store.answer, batch.id, line.number, answer.outcome, answer.text)
+        await self._keeper.do(BatchStore.answer, batch.id, line.number, answer.outcome, answer.text)
 
     async def _end(self, id: str) -> None:
         """Write the files of a batch that is not worked on any more. A line without an answer means
         that its time was up.
         """
-        batch = await self._keeper.do(Store.batch, id)
+        batch = await self._keeper.do(BatchStore.batch, id)
         if batch is None or batch.is_over:
             return
         status = "completed"
         if batch.status == "cancelling":
             status = "cancelled"
-        elif await self._keeper.do(Store.open_lines, id, 0, 1):
+        elif await self._keeper.do(BatchStore.open_lines, id, 0, 1):
             status = "expired"
         await finish(self._keeper, batch, status)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jitney.engine.api.batches.deliveries import BATCH_ENDS, Deliveries
 from jitney.engine.api.batches.execution import LineExecutor
-from jitney.engine.api.batches.keeper import Keeper, has_batches, open_keeper
+from jitney.engine.api.batches.keeper import StoreKeeper, has_batches, open_keeper
 from jitney.engine.api.batches.runner import BatchRunner
 from jitney.engine.api.batches.webhooks import Webhooks
 from jitney.engine.api.errors import HttpError
@@ -32,7 +32,7 @@ _MOST_UPLOADS = 8
 class _Open:
     """What there is once the folder is open."""
 
-    keeper: Keeper
+    keeper: StoreKeeper
     runner: BatchRunner
     webhooks: Webhooks
     telling: asyncio.Task[None]
@@ -61,7 +61,7 @@ class Batches:
         except HttpError as error:
             _log.warning("BATCHES DO NOT GO ON: %s", error)
 
-    async def keeper(self) -> Keeper:
+    async def keeper(self) -> StoreKeeper:
         """The files, and what is known of batches. Raises HttpError 503."""
         return (await self._opened()).keeper
 
@@ -124,7 +124,7 @@ class Batches:
         return _Open(keeper, runner, webhooks, asyncio.create_task(webhooks.run()))
 
 
-async def _open_folder(folder: Path) -> Keeper:
+async def _open_folder(folder: Path) -> StoreKeeper:
     try:
         return await open_keeper(folder)
     except (JitneyError, OSError) as error:

@@ -21,7 +21,7 @@ from jitney.engine.api.batches.records import (
     Batch,
     Fault,
     Line,
-    Outcome,
+    LineOutcome,
     StoredFile,
 )
 from jitney.engine.errors import ConfigError
@@ -119,7 +119,7 @@ _PLAIN = (
 _FILE_FIELDS = ("id", "owner", "purpose", "name", "size", "created_at")
 
 
-class Store:
+class BatchStore:
     """The tables. Raises ConfigError for a file that a newer version has written."""
 
     def __init__(self, path: Path):
@@ -312,9 +312,9 @@ class Store:
             WHERE batch_id = ? AND outcome IS NULL AND number > ? ORDER BY number LIMIT ?"""
         return [Line(*row) for row in self.db.execute(query, (id, after, limit))]
 
-    def answer(self, id: str, number: int, outcome: Outcome, answer: bytes) -> bool:
+    def answer(self, id: str, number: int, outcome: LineOutcome, answer: bytes) -> bool:
         """Keep a line's answer; False if it has one, or its batch is over."""
-        count = "completed" if outcome is Outcome.COMPLETED else "failed"
+        count = "completed" if outcome is LineOutcome.COMPLETED else "failed"
         query = """UPDATE lines SET outcome = ?, answer = ?
             WHERE batch_id = ? AND number = ? AND outcome IS NULL"""
         with self.transaction():
@@ -345,5 +345,5 @@ def batch_of(row: sqlite3.Row) -> Batch:
 
 
 def _answered(row: sqlite3.Row) -> AnsweredLine:
-    outcome = None if row["outcome"] is None else Outcome(row["outcome"])
+    outcome = None if row["outcome"] is None else LineOutcome(row["outcome"])
     return AnsweredLine(row["number"], row["custom_id"], outcome, row["answer"] or b"")

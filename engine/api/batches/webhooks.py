@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from jitney.engine.api.batches.deliveries import Deliveries, Delivery
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.errors import RequestError
 
 _log = logging.getLogger("jitney.api")
@@ -73,7 +73,7 @@ def _lies_under(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder + "/")
 
 
-def signed(secret: str, id: str, sent_at: int, body: bytes) -> dict[str, str]:
+def _signed(secret: str, id: str, sent_at: int, body: bytes) -> dict[str, str]:
     """The headers of a message."""
     key = secret.encode()
     if secret.startswith(_SECRET_PREFIX):
@@ -92,7 +92,11 @@ class Webhooks:
     """Sends what is due, again and again if need be, also after a restart."""
 
     def __init__(
-        self, keeper: Keeper, prefixes: tuple[str, ...], secret: str, queues: Sequence[Deliveries]
+        self,
+        keeper: StoreKeeper,
+        prefixes: tuple[str, ...],
+        secret: str,
+        queues: Sequence[Deliveries],
     ):
         self._keeper = keeper
         self._prefixes = prefixes
@@ -158,7 +162,7 @@ class Webhooks:
         url, body = delivery.url, delivery.event.text()
         if not self._secret or not is_allowed(url, self._prefixes):
             return "its URL is not allowed any more"
-        headers = signed(self._secret, delivery.event.id, int(time.time()), body)
+        headers = _signed(self._secret, delivery.event.id, int(time.time()), body)
         try:
             # What is answered is not read.
             async with client.stream("POST", url, content=body, headers=headers) as response:

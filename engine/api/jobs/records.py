@@ -34,7 +34,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class JobRequest:
     """The request of a new job, and by what a repetition of it is known."""
 
     #: JSON of an object.

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jitney.engine.api.batches.find_or_404 import find_or_404
 from jitney.engine.api.batches.forms import shown_list, window_s
-from jitney.engine.api.batches.found import found
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.service import now
 from jitney.engine.api.batches.webhooks import check_webhook_url
@@ -26,7 +26,7 @@ from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.forms import JobAnswer, JobBody, JobList, JobQuery, shown_job
-from jitney.engine.api.jobs.records import Asked, Job, Repeated
+from jitney.engine.api.jobs.records import Job, JobRequest, Repeated
 from jitney.engine.api.jobs.runner import JobRunner
 from jitney.engine.api.jobs.service import Jobs
 from jitney.engine.api.jsonio import json_answer, read_object
@@ -53,7 +53,7 @@ async def _create_job(service: Service, request: Request) -> Response:
         raise RequestError("a job has no stream; see /v1/jobs/{job_id}/events", param="body.stream")
     keeper, runner = await jobs.keeper(), await jobs.runner()
     job = _new_job(service, body, context_of(request.scope).tenant)
-    asked = Asked(orjson.dumps(body.body), _repeat_key(request), _digest(body))
+    asked = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
     ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
     most = service.settings.key_jobs
     known = await keeper.do(table.add, job, asked, most_open=most, keep=_KEPT_JOBS)
@@ -94,7 +94,7 @@ def _digest(body: JobBody) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _check_same(known: Repeated, asked: Asked) -> None:
+def _check_same(known: Repeated, asked: JobRequest) -> None:
     """Raise HttpError 409 if a job of that name was asked for with other words."""
     if known.digest != asked.digest:
         raise HttpError(
@@ -144,12 +144,12 @@ async def _job_events(service: Service, request: Request) -> ASGIApp:
 
 
 async def _events(
-    keeper: Keeper, runner: JobRunner, request: Request, keep_alive_s: float
+    keeper: StoreKeeper, runner: JobRunner, request: Request, keep_alive_s: float
 ) -> AsyncGenerator[bytes]:
     """The job now and at each change to its end, and comments where nothing changes for long."""
     status = ""
     while not runner.is_stopped:
-        news = runner.news(request.path_params["job_id"])
+        changed = runner.changed(request.path_params["job_id"])
         job = await _job(keeper, request)
         if job.status != status:
             status = job.status
@@ -158,7 +158,7 @@ async def _events(
             return
         try:
             async with asyncio.timeout(keep_alive_s):
-                await news.wait()
+                await changed.wait()
         except TimeoutError:
             yield b": still here\n\n"
 
@@ -181,8 +181,8 @@ class _EventAnswer:
         await send_body(send, b"", more=False)
 
 
-async def _job(keeper: Keeper, request: Request) -> Job:
-    return await found(keeper, request, "job", table.find)
+async def _job(keeper: StoreKeeper, request: Request) -> Job:
+    return await find_or_404(keeper, request, "job", table.find)
 
 
 def _jobs(service: Service) -> Jobs:

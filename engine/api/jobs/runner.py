@@ -11,7 +11,7 @@ from functools import partial
 import orjson
 
 from jitney.engine.api.batches.execution import LineExecutor
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineRequest
 from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.tasks import Tasks
@@ -26,7 +26,7 @@ class JobRunner:
     def __init__(
         self,
         service: Service,
-        keeper: Keeper,
+        keeper: StoreKeeper,
         executor: LineExecutor,
         on_end: Callable[[], None],
     ):
@@ -37,7 +37,7 @@ class JobRunner:
         self._places = Places(service)
         self._tasks = Tasks(self._changed)
         #: Set, and forgotten, at a job's next change.
-        self._news: dict[str, asyncio.Event] = {}
+        self._changes: dict[str, asyncio.Event] = {}
 
     @property
     def is_stopped(self) -> bool:
@@ -52,10 +52,10 @@ class JobRunner:
         """Work on a job."""
         self._tasks.begin(job.id, partial(self._work, job))
 
-    def news(self, id: str) -> asyncio.Event:
+    def changed(self, id: str) -> asyncio.Event:
         """An event that is set when the job changes; at once if it is not worked on."""
         if id in self._tasks:
-            return self._news.setdefault(id, asyncio.Event())
+            return self._changes.setdefault(id, asyncio.Event())
         event = asyncio.Event()
         event.set()
         return event
@@ -103,6 +103,6 @@ class JobRunner:
         return status, orjson.dumps(reply.shown(request_id))
 
     def _changed(self, id: str) -> None:
-        event = self._news.pop(id, None)
+        event = self._changes.pop(id, None)
         if event is not None:
             event.set()

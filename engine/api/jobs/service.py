@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from jitney.engine.api.batches.execution import LineExecutor
-from jitney.engine.api.batches.keeper import Keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.jobs.runner import JobRunner
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.api.service import Service
@@ -30,7 +30,7 @@ class Jobs:
         if self._batches.is_open:
             await self.runner()
 
-    async def keeper(self) -> Keeper:
+    async def keeper(self) -> StoreKeeper:
         """What is known of jobs. Raises HttpError 503."""
         return await self._batches.keeper()
 

@@ -15,8 +15,8 @@ import orjson
 from jitney.engine.api.batches import rows
 from jitney.engine.api.batches.deliveries import Deliveries, Event
 from jitney.engine.api.batches.records import ENDED
-from jitney.engine.api.batches.store import Store
-from jitney.engine.api.jobs.records import Asked, Job, Repeated
+from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.jobs.records import Job, JobRequest, Repeated
 from jitney.engine.errors import RequestError
 
 #: Columns that are fields of `Job` as they are.
@@ -34,7 +34,9 @@ _PLAIN = (
 _COLUMNS = ", ".join((*_PLAIN, "metadata", "times"))
 
 
-def add(store: Store, job: Job, asked: Asked, *, most_open: int, keep: int) -> Repeated | None:
+def add(
+    store: BatchStore, job: Job, asked: JobRequest, *, most_open: int, keep: int
+) -> Repeated | None:
     """Keep a new job, unless its owner has one that is called so: that one is returned. Of the
     owner's jobs that are over, the newest `keep` stay. Raises RequestError for an owner with
     `most_open` jobs under way.
@@ -48,7 +50,7 @@ def add(store: Store, job: Job, asked: Asked, *, most_open: int, keep: int) -> R
         return known
 
 
-def _check_room(store: Store, owner: str, most_open: int) -> None:
+def _check_room(store: BatchStore, owner: str, most_open: int) -> None:
     if rows.n_open(store.db, "jobs", owner) >= most_open:
         raise RequestError(
             f"one key may have {most_open} jobs under way (key_jobs)",
@@ -57,7 +59,7 @@ def _check_room(store: Store, owner: str, most_open: int) -> None:
         )
 
 
-def _insert(store: Store, job: Job, asked: Asked) -> None:
+def _insert(store: BatchStore, job: Job, asked: JobRequest) -> None:
     columns = {name: getattr(job, name) for name in _PLAIN}
     columns |= {
         "metadata": orjson.dumps(job.metadata),
@@ -69,7 +71,7 @@ def _insert(store: Store, job: Job, asked: Asked) -> None:
     rows.insert(store.db, "jobs", columns)
 
 
-def _find_repeated(store: Store, owner: str, repeat_key: str | None) -> Repeated | None:
+def _find_repeated(store: BatchStore, owner: str, repeat_key: str | None) -> Repeated | None:
     """The job that an owner called so."""
     if repeat_key is None:
         return None
@@ -78,14 +80,14 @@ def _find_repeated(store: Store, owner: str, repeat_key: str | None) -> Repeated
     return None if row is None else Repeated(_job_of(row), row["digest"])
 
 
-def find(store: Store, id: str, owner: str) -> Job | None:
+def find(store: BatchStore, id: str, owner: str) -> Job | None:
     """The job of that id, if it is this owner's."""
     query = f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
     row = store.db.execute(query, (id, owner)).fetchone()
     return None if row is None else _job_of(row)
 
 
-def page(store: Store, owner: str, *, after: str, limit: int) -> tuple[list[Job], bool]:
+def page(store: BatchStore, owner: str, *, after: str, limit: int) -> tuple[list[Job], bool]:
     """At most so many of an owner's jobs, those behind `after`, the newest first, and whether there
     are more.
     """
@@ -93,13 +95,13 @@ def page(store: Store, owner: str, *, after: str, limit: int) -> tuple[list[Job]
     return [_job_of(row) for row in page], more
 
 
-def unfinished(store: Store) -> list[Job]:
+def unfinished(store: BatchStore) -> list[Job]:
     """The jobs that are not over, the oldest first."""
     query = f"SELECT {_COLUMNS} FROM jobs WHERE {rows.OPEN} ORDER BY number"
     return [_job_of(row) for row in store.db.execute(query)]
 
 
-def begin(store: Store, id: str, now: int) -> bytes | None:
+def begin(store: BatchStore, id: str, now: int) -> bytes | None:
     """A job is taken up, again perhaps: the body of its request; None if it is over."""
     with store.transaction():
         row = store.db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
@@ -109,7 +111,7 @@ def begin(store: Store, id: str, now: int) -> bytes | None:
         return row["body"]
 
 
-def finish(store: Store, id: str, status: str, answer: bytes | None, now: int) -> bool:
+def finish(store: BatchStore, id: str, status: str, answer: bytes | None, now: int) -> bool:
     """A job is over; its request is forgotten. False if it was over already."""
     with store.transaction():
         query = "SELECT id, webhook_url, status, times FROM jobs WHERE id = ?"

@@ -14,7 +14,7 @@ from jitney.engine.api.errors import answer_to
 from jitney.engine.api.formats import Format, TokenScores
 from jitney.engine.api.generation import Generation
 from jitney.engine.api.jsonio import in_pieces, json_list
-from jitney.engine.api.responses.output import Event, Output
+from jitney.engine.api.responses.output import Output, ResponseEvent
 from jitney.engine.api.responses.schema import ResponsesBody
 from jitney.engine.api.slices import Pieces
 from jitney.engine.api.token_counts import counts_of
@@ -27,7 +27,7 @@ type _Keep = Callable[[JsonDict, list[JsonDict]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RepeatedFields:
     """What a response repeats of its request."""
 
     body: ResponsesBody
@@ -39,10 +39,10 @@ class Asked:
 _OPENING = ("response.created", "response.in_progress")
 
 
-class ResponseFormat(Format):
+class ResponsesFormat(Format):
     """One response. It has one choice."""
 
-    def __init__(self, generation: Generation, tokenizer: TokenBytes, asked: Asked):
+    def __init__(self, generation: Generation, tokenizer: TokenBytes, asked: RepeatedFields):
         super().__init__(generation, tokenizer)
         self._asked = asked
         self._scores = TokenScores(tokenizer)
@@ -88,7 +88,7 @@ class ResponseFormat(Format):
         self._keep(failed)
         yield from self._frame({"type": "response.failed", "response": failed})
 
-    def _events(self, delta: ChoiceDelta) -> Iterator[Event]:
+    def _events(self, delta: ChoiceDelta) -> Iterator[ResponseEvent]:
         """What a stream says of a delta. Its tokens go with its first text."""
         if delta.finish is not None:
             self._finish = delta.finish
@@ -98,7 +98,7 @@ class ResponseFormat(Format):
             if isinstance(event, ContentDelta):
                 tokens = None
 
-    def _frame(self, event: Event) -> Iterator[bytes]:
+    def _frame(self, event: ResponseEvent) -> Iterator[bytes]:
         yield b"event: " + event["type"].encode() + b"\ndata: "
         yield from in_pieces(event | {"sequence_number": self._sequence})
         yield b"\n\n"

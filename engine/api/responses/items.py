@@ -9,7 +9,7 @@ import orjson
 
 from jitney.engine.api.errors import echo
 from jitney.engine.api.responses.schema import Item, ReferenceItem
-from jitney.engine.api.responses.store import ResponseStore, Turn
+from jitney.engine.api.responses.store import KeptTurn, ResponseStore
 from jitney.engine.api.slices import Work
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
@@ -55,7 +55,7 @@ def _referred(item: ReferenceItem, place: int, store: ResponseStore, tenant: str
     return found
 
 
-def earlier_items(turn: Turn | None) -> Work[list[JsonDict]]:
+def earlier_items(turn: KeptTurn | None) -> Work[list[JsonDict]]:
     """All items of a conversation up to this turn."""
     items: list[JsonDict] = []
     for each in turn.turns() if turn is not None else ():

@@ -18,7 +18,7 @@ from jitney.engine.conversation.events import (
 from jitney.engine.types import JsonDict
 
 #: An event without its sequence number.
-type Event = JsonDict
+type ResponseEvent = JsonDict
 #: The log-probabilities of tokens as a JSON value; the second answer is the shorter form of events.
 type _Scored = Callable[[TokenList, bool], Any]
 
@@ -36,7 +36,7 @@ class _OpenItem:
     def at(self) -> JsonDict:
         return {"item_id": self.id, "output_index": self.place}
 
-    def of_part(self, kind: str, **more: Any) -> Event:
+    def of_part(self, kind: str, **more: Any) -> ResponseEvent:
         """An event of its one part."""
         return {"type": f"response.{kind}"} | self.at() | {"content_index": 0} | more
 
@@ -44,14 +44,14 @@ class _OpenItem:
         """The item as it stands."""
         raise NotImplementedError
 
-    def begun(self) -> Iterator[Event]:
+    def begun(self) -> Iterator[ResponseEvent]:
         yield {
             "type": "response.output_item.added",
             "output_index": self.place,
             "item": self.shown("in_progress"),
         }
 
-    def done(self, status: str) -> Iterator[Event]:
+    def done(self, status: str) -> Iterator[ResponseEvent]:
         yield {
             "type": "response.output_item.done",
             "output_index": self.place,
@@ -81,12 +81,12 @@ class _Message(_OpenItem):
             "content": content,
         }
 
-    def begun(self) -> Iterator[Event]:
+    def begun(self) -> Iterator[ResponseEvent]:
         yield from super().begun()
         self._has_part = True
         yield self.of_part("content_part.added", part=self._part())
 
-    def more(self, text: str, tokens: TokenList | None) -> Iterator[Event]:
+    def more(self, text: str, tokens: TokenList | None) -> Iterator[ResponseEvent]:
         self._texts.append(text)
         logprobs: Any = []
         if self._scored is not None and tokens is not None:
@@ -94,7 +94,7 @@ class _Message(_OpenItem):
             logprobs = self._scored(tokens, True)
         yield self.of_part("output_text.delta", delta=text, logprobs=logprobs)
 
-    def done(self, status: str) -> Iterator[Event]:
+    def done(self, status: str) -> Iterator[ResponseEvent]:
         text, logprobs = "".join(self._texts), self._logprobs(True)
         yield self.of_part("output_text.done", text=text, logprobs=logprobs)
         yield self.of_part("content_part.done", part=self._part())
@@ -136,16 +136,16 @@ class _Reasoning(_OpenItem):
             "content": [self._part()] if self._has_part else [],
         }
 
-    def begun(self) -> Iterator[Event]:
+    def begun(self) -> Iterator[ResponseEvent]:
         yield from super().begun()
         self._has_part = True
         yield self.of_part("content_part.added", part=self._part())
 
-    def more(self, text: str) -> Iterator[Event]:
+    def more(self, text: str) -> Iterator[ResponseEvent]:
         self._texts.append(text)
         yield self.of_part("reasoning_text.delta", delta=text)
 
-    def done(self, status: str) -> Iterator[Event]:
+    def done(self, status: str) -> Iterator[ResponseEvent]:
         yield self.of_part("reasoning_text.done", text="".join(self._texts))
         yield self.of_part("content_part.done", part=self._part())
         yield from super().done(status)
@@ -173,11 +173,11 @@ class _FunctionCall(_OpenItem):
             "arguments": "".join(self._arguments),
         }
 
-    def more(self, text: str) -> Iterator[Event]:
+    def more(self, text: str) -> Iterator[ResponseEvent]:
         self._arguments.append(text)
         yield {"type": "response.function_call_arguments.delta"} | self.at() | {"delta": text}
 
-    def done(self, status: str) -> Iterator[Event]:
+    def done(self, status: str) -> Iterator[ResponseEvent]:
         arguments = {"arguments": "".join(self._arguments)}
         yield {"type": "response.function_call_arguments.done"} | self.at() | arguments
         yield from super().done(status)
@@ -203,7 +203,7 @@ class Output:
         """All that have ended."""
         return [closed.item.shown(closed.status) for closed in self._closed]
 
-    def push(self, event: AssistantEvent, tokens: TokenList | None) -> Iterator[Event]:
+    def push(self, event: AssistantEvent, tokens: TokenList | None) -> Iterator[ResponseEvent]:
         """One more event of the model's turn, and what a stream says of it. tokens: that came with
         it.
         """
@@ -223,13 +223,13 @@ class Output:
                 assert isinstance(self._open, _FunctionCall)
                 yield from self._open.more(event.text)
 
-    def finish(self, status: str) -> Iterator[Event]:
+    def finish(self, status: str) -> Iterator[ResponseEvent]:
         """The turn is over. A model that said nothing gave an empty message."""
         if not self._closed and self._open is None:
             yield from self._item(_Message, lambda place: _Message(place, self._scored))
         yield from self.close(status)
 
-    def close(self, status: str) -> Iterator[Event]:
+    def close(self, status: str) -> Iterator[ResponseEvent]:
         """End the item that is open, if one is."""
         item, self._open = self._open, None
         if item is not None:

@@ -11,28 +11,28 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jitney.engine.api.context import context_of
-from jitney.engine.api.endpoints import Answer, read_body
+from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.queries import listed, read_query
 from jitney.engine.api.request import (
     Conversation,
-    Kind,
+    RouteKind,
     check_model,
     conversation_request,
     sampling_params,
 )
 from jitney.engine.api.responses.answers import DeletedResponse, InputItems, ResponseAnswer
-from jitney.engine.api.responses.format import Asked, ResponseFormat
+from jitney.engine.api.responses.format import RepeatedFields, ResponsesFormat
 from jitney.engine.api.responses.items import earlier_items, kept_items, template_messages
 from jitney.engine.api.responses.queries import InputItemsQuery, ResponseQuery
 from jitney.engine.api.responses.schema import ResponsesBody
-from jitney.engine.api.responses.store import KeptResponse, ResponseStore, Turn
+from jitney.engine.api.responses.store import KeptResponse, KeptTurn, ResponseStore
 from jitney.engine.api.responses.tools import tool_use
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service
 from jitney.engine.types import JsonDict, SamplingParams
 
-_KIND = Kind(
+_KIND = RouteKind(
     "resp_",
     "input",
     names={
@@ -56,13 +56,13 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
         kind=_KIND, messages=messages, tools=tool_use(body), effort=body.effort
     )
     wanted = await conversation_request(service, body, context, conversation, sampling)
-    turn = Turn(before, orjson.dumps(items))
+    turn = KeptTurn(before, orjson.dumps(items))
     keep = _Keeper(service.responses, context.tenant, wanted.id, turn)
-    asked = Asked(body, None if body.store is False else keep)
-    return Answer(service, wanted, partial(ResponseFormat, asked=asked), headers)
+    asked = RepeatedFields(body, None if body.store is False else keep)
+    return GenerationAnswer(service, wanted, partial(ResponsesFormat, asked=asked), headers)
 
 
-def _previous(service: Service, body: ResponsesBody, tenant: str) -> Turn | None:
+def _previous(service: Service, body: ResponsesBody, tenant: str) -> KeptTurn | None:
     """The turn that the body goes on from. Raises HttpError 404."""
     if body.previous_response_id is None:
         return None
@@ -87,7 +87,7 @@ class _Keeper:
     store: ResponseStore
     tenant: str
     id: str
-    turn: Turn
+    turn: KeptTurn
 
     def __call__(self, response: JsonDict, items: list[JsonDict]) -> None:
         self.turn.output = orjson.dumps(items)

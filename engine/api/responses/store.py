@@ -18,12 +18,12 @@ _PLACE_BYTES = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class KeptTurn:
     """What one response added to its conversation: its input, then its output. A turn stays as long
     as a response or a later turn needs it.
     """
 
-    before: Turn | None
+    before: KeptTurn | None
     #: JSON list of items, with their ids.
     input: bytes
     output: bytes = b"[]"
@@ -34,12 +34,12 @@ class Turn:
     def n_bytes(self) -> int:
         return len(self.input) + len(self.output) + _PLACE_BYTES
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[KeptTurn]:
         """From the first turn of the conversation to this one."""
         return list(_chain(self))[::-1]
 
 
-def _chain(turn: Turn | None) -> Iterator[Turn]:
+def _chain(turn: KeptTurn | None) -> Iterator[KeptTurn]:
     """A turn, and those before it."""
     while turn is not None:
         yield turn
@@ -51,7 +51,7 @@ class KeptResponse:
     """One response, as it stands."""
 
     id: str
-    turn: Turn
+    turn: KeptTurn
     #: JSON.
     body: bytes
     #: Clock seconds.
@@ -90,7 +90,7 @@ class ResponseStore:
     def n_bytes(self) -> int:
         return sum(shelf.n_bytes for shelf in self._shelves.values())
 
-    def put(self, tenant: str, id: str, turn: Turn, body: JsonDict) -> None:
+    def put(self, tenant: str, id: str, turn: KeptTurn, body: JsonDict) -> None:
         """Keep a response; one of that id is replaced."""
         self.discard(tenant, id)
         items = orjson.loads(turn.input) + orjson.loads(turn.output)
@@ -167,7 +167,7 @@ class ResponseStore:
         self.discard(tenant, next(iter(self._shelves[tenant].responses)))
 
 
-def _need(shelf: _Shelf, turn: Turn) -> None:
+def _need(shelf: _Shelf, turn: KeptTurn) -> None:
     """A response needs the turn, and with it those before."""
     for needed in _chain(turn):
         needed.needed_by += 1
@@ -176,7 +176,7 @@ def _need(shelf: _Shelf, turn: Turn) -> None:
         shelf.n_bytes += needed.n_bytes
 
 
-def _let_go(shelf: _Shelf, turn: Turn) -> None:
+def _let_go(shelf: _Shelf, turn: KeptTurn) -> None:
     """One less needs the turn; when none does, it needs those before no longer."""
     for needless in _chain(turn):
         needless.needed_by -= 1

@@ -11,13 +11,13 @@ from starlette.types import ASGIApp
 
 from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.context import Context, context_of
-from jitney.engine.api.endpoints import Answer, read_body
+from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.errors import error_event
 from jitney.engine.api.formats import Format, event_of
 from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import in_pieces
 from jitney.engine.api.request import (
-    Kind,
+    RouteKind,
     check_chars,
     check_model,
     fill_in_of,
@@ -43,7 +43,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "stream_options": (),
     "suffix": (),
 }
-_KIND = Kind("infill-", "input_prefix", clamps=True)
+_KIND = RouteKind("infill-", "input_prefix", clamps=True)
 
 
 class _Extra(Part):
@@ -86,7 +86,7 @@ class InfillAnswer(BaseModel):
 async def _infill(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, InfillBody)
     wanted = await _infill_request(service, body, context_of(request))
-    return Answer(service, wanted, _InfillFormat, headers)
+    return GenerationAnswer(service, wanted, _InfillFormat, headers)
 
 
 async def _infill_request(

@@ -48,7 +48,7 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def missing(*packages: str) -> str:
+def _missing(*packages: str) -> str:
     """Why the peer cannot run; empty if it can."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
@@ -62,7 +62,7 @@ def _tasks(tasks: Tasks) -> Tasks:
 
 def where_installed(tasks: Tasks, *packages: str) -> Tasks:
     """The same, or rows that say why the peer cannot run."""
-    why = missing(*packages)
+    why = _missing(*packages)
     for task in tasks:
         if why:
             task = Task(task.row, lambda row: [noted(row, why)])
@@ -112,13 +112,13 @@ def _compiled_tasks(job: PartJob) -> Tasks:
         yield Task(row, partial(_compiled_row, job, get, seqs, context))
 
 
-def place() -> Any:
+def _place() -> Any:
     """The device that PyTorch finds: a GPU, else the CPU."""
     torch = module("torch")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def wait() -> None:
+def _wait() -> None:
     """Until the device is done."""
     torch = module("torch")
     if torch.cuda.is_available():
@@ -145,7 +145,7 @@ def _make_model(job: PartJob) -> Any:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, job.dtype))
     try:
-        with torch.device(place()):
+        with torch.device(_place()):
             return getattr(transformers, f"{family}ForCausalLM")(config).eval()
     finally:
         torch.set_default_dtype(previous)
@@ -157,7 +157,7 @@ def _batching_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) 
 
     def answer(prompts: list[list[int]]) -> int:
         outputs = model.generate_batch(inputs=prompts, **options)
-        wait()
+        _wait()
         return sum(len(output.generated_tokens) for output in outputs.values())
 
     try:
@@ -230,7 +230,7 @@ def _sdpa_row(job: PartJob, seqs: int, rows: int, context: int, row: Row) -> Ite
 def _random_heads(job: PartJob, seqs: int, rows: int, context: int) -> tuple[Any, Any, Any]:
     """(queries, keys, values) [seqs, heads, positions, head_dim]."""
     torch, config = module("torch"), job.config
-    random_of = partial(torch.randn, dtype=getattr(torch, job.dtype), device=place())
+    random_of = partial(torch.randn, dtype=getattr(torch, job.dtype), device=_place())
     of_keys = seqs, config.n_kv_heads, context, config.head_dim
     q = random_of(seqs, config.n_heads, rows, config.head_dim)
     return q, random_of(*of_keys), random_of(*of_keys)
@@ -250,7 +250,7 @@ def _compiled_row(
     moved = sum(cost.read_bytes(seqs, work))
     floor_s, bound = job.measured.of(moved, sum(cost.operations(seqs, seqs, work)))
     figures = {"tokens_s": seqs / median(spent)}
-    if place().type == "cuda":
+    if _place().type == "cuda":
         figures["CUDA graphs skipped"] = float(_graphs_skipped() - skipped)
     yield replace(row, floor_s=floor_s, bound=bound, figures=figures, **timing_fields(spent))
 
@@ -267,7 +267,7 @@ def _compiled_step(model: Any, seqs: int, context: int) -> Callable[[], None]:
     The cache's arrays are made before anything is compiled: arrays that a compiled step makes are
     not where the CUDA graph of the next one looks for them, and PyTorch leaves the graphs out.
     """
-    torch, device, turns = module("torch"), place(), itertools.count(1)
+    torch, device, turns = module("torch"), _place(), itertools.count(1)
     keys = _make_cache(model, seqs, context)
     token = torch.ones((seqs, 1), dtype=torch.long, device=device)
     mode = "reduce-overhead" if device.type == "cuda" else "default"
@@ -291,7 +291,7 @@ def _make_cache(model: Any, seqs: int, context: int) -> Any:
         num_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         dtype=model.dtype,
-        device=place(),
+        device=_place(),
     )
     _forget(keys, context)
     return keys
@@ -307,7 +307,7 @@ def _samples(run: Callable[[], None], sample_s: float) -> list[float]:
     """Seconds of one run, REPEATS times: as many in a row as make up `sample_s`, then one wait."""
     for _ in range(3):
         run()
-    wait()
+    _wait()
     count = max(2, math.ceil(sample_s / max(_seconds_of(run, 1), 1e-7)))
     return [_seconds_of(run, count) / count for _ in range(_REPEATS)]
 
@@ -316,5 +316,5 @@ def _seconds_of(run: Callable[[], None], count: int) -> float:
     started = time.perf_counter()
     for _ in range(count):
         run()
-    wait()
+    _wait()
     return time.perf_counter() - started

@@ -15,7 +15,7 @@ from jitney.engine.report.tables import markdown_lines
 from jitney.engine.types import JsonDict, JsonObject
 
 _VERDICTS = {None: "", True: "met", False: "**missed**"}
-HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
+_HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
 _TINY_NOTE = (
     "A tiny shape: it shows that everything runs and says nothing about a device. Its working sets "
     "lie in caches, so fractions may pass 100 %."
@@ -135,11 +135,11 @@ def _goal_cells(row: JsonObject) -> list[str]:
     goal = GOALS[row["goal"]]
     worst = "not measured"
     if row["worst"] is not None:
-        worst = number(goal, row["worst"])
+        worst = _number(goal, row["worst"])
     return [
         goal.what,
-        bound(goal, goal.first),
-        bound(goal, goal.then),
+        _bound(goal, goal.first),
+        _bound(goal, goal.then),
         worst,
         str(row["counted"]),
         _VERDICTS[row["met_first"]],
@@ -147,29 +147,29 @@ def _goal_cells(row: JsonObject) -> list[str]:
     ]
 
 
-def number(goal: Goal, value: float) -> str:
+def _number(goal: Goal, value: float) -> str:
     """A ratio as such, a share in percent."""
     if goal is GOALS["peer"]:
         return f"{value:.2f}x"
     return f"{value:.1%}"
 
 
-def bound(goal: Goal, limit: float) -> str:
+def _bound(goal: Goal, limit: float) -> str:
     sign = "<" if goal.most else ">="
-    return f"{sign} {number(goal, limit)}"
+    return f"{sign} {_number(goal, limit)}"
 
 
 def _row_tables(results: DeviceResults) -> Iterator[str]:
     for part, what in PARTS.items():
-        rows = [cells(row) for row in results.rows if row.part == part]
+        rows = [_cells(row) for row in results.rows if row.part == part]
         if rows:
             yield f"## {part}: {what}"
             yield ""
-            yield from markdown_lines(Table(HEAD, rows))
+            yield from markdown_lines(Table(_HEAD, rows))
             yield ""
 
 
-def cells(row: Row) -> list[str]:
+def _cells(row: Row) -> list[str]:
     """One row of a table."""
     floor = _duration(row.floor_s)
     if floor:
@@ -183,7 +183,7 @@ def cells(row: Row) -> list[str]:
         _percent(row.fraction),
         _percent(_spread(row)),
         _error(row.error),
-        row.note or ", ".join(figures(row)),
+        row.note or ", ".join(_figures(row)),
     ]
 
 
@@ -213,7 +213,7 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds / 1e-6:.1f} us"
 
 
-def figures(row: Row) -> Iterator[str]:
+def _figures(row: Row) -> Iterator[str]:
     """What else was read off."""
     for name, value in row.figures.items():
         yield _figure(name, value)

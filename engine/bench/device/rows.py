@@ -58,7 +58,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]  # of the packages that decide the figures
 
 
-class CaseId(msgspec.Struct, frozen=True):
+class _CaseId(msgspec.Struct, frozen=True):
     """What a row is of."""
 
     part: str
@@ -79,7 +79,7 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     seconds: float  # after so many it begins nothing new
     limit_s: float = 300.0  # and after so many its process is ended
-    settled: frozenset[CaseId] = frozenset()  # cases that an earlier call measured
+    settled: frozenset[_CaseId] = frozenset()  # cases that an earlier call measured
     floors: Floors | None = None
     against: str = ""  # a second kernel set, "" for none
     platform: str = "auto"  # auto, or the one whose devices jax must have
@@ -123,9 +123,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
     @property
-    def of(self) -> CaseId:
+    def of(self) -> _CaseId:
         """What it is of; two rows of the same are two attempts."""
-        return CaseId(self.part, self.name, self.case, self.by)
+        return _CaseId(self.part, self.name, self.case, self.by)
 
     @property
     def settled(self) -> bool:

@@ -67,7 +67,7 @@ _Start = Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]]
 _Report = Callable[[str], None]
 
 
-class Store(Protocol):
+class ResultStore(Protocol):
     """Where results are kept."""
 
     def take_up(self, results: DeviceResults) -> None:
@@ -166,7 +166,7 @@ class DeviceResults:
 
 
 def measure(
-    plan: DevicePlan, store: Store, report: _Report, start: _Start | None = None
+    plan: DevicePlan, store: ResultStore, report: _Report, start: _Start | None = None
 ) -> DeviceResults:
     """Run the parts that no earlier call has finished; saved after every row, `report` is called
     with a line of progress.
@@ -186,7 +186,7 @@ class _Measuring:
     """One call under way."""
 
     results: DeviceResults
-    store: Store
+    store: ResultStore
     report: _Report
     start: _Start
     started: float = field(default_factory=time.monotonic)

@@ -48,7 +48,7 @@ class ResultFiles:
                 self._file = file
                 return
             saved = _read(file)
-            if not self._again and saved is not None and saved.key == key_of(results):
+            if not self._again and saved is not None and saved.key == _key_of(results):
                 self._file = file
                 _merge(saved, results)
                 return
@@ -69,7 +69,7 @@ class ResultFiles:
         if self._file is None:
             return None
         page = self._file.with_suffix(".md")
-        report = report_of(results) | {"key": key_of(results)}
+        report = report_of(results) | {"key": _key_of(results)}
         try:
             _replace(self._file, json.dumps(report, indent=1))
             _replace(page, markdown(results))
@@ -78,7 +78,7 @@ class ResultFiles:
         return self._file, page
 
 
-def key_of(results: DeviceResults) -> JsonDict:
+def _key_of(results: DeviceResults) -> JsonDict:
     """What must agree for two calls to be of one measurement."""
     plan = results.plan
     return {

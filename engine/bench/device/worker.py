@@ -160,11 +160,11 @@ def _about_device(kernels: Any, dtype: Any) -> About:
         kernel_set=kernels.name,
         dtype=str(dtype),
         memory=stats.get("bytes_limit", 0),
-        versions=versions(),
+        versions=_versions(),
     )
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Of the packages that decide the figures, those that are here."""
     found = {}
     for package in _PACKAGES:

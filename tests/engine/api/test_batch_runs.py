@@ -21,7 +21,7 @@ from batch_process import serving_process
 from openai import OpenAI
 
 from jitney.engine.api.batches.execution import LineExecutor
-from jitney.engine.api.batches.offline import Counts, OfflineRun, lines_of
+from jitney.engine.api.batches.offline import Counts, OfflineBatch, lines_of
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.errors import ConfigError
@@ -69,7 +69,7 @@ def offline(
     path: Path, out: Path, engine: FakeClient, in_flight: int = 4, stop_after: int = 0
 ) -> Counts:
     """Run a file; stop_after: be interrupted after so many answers."""
-    work = OfflineRun(path, lines_of(path, 10_000), out)
+    work = OfflineBatch(path, lines_of(path, 10_000), out)
 
     async def run() -> None:
         service = make_app(engine).state.service
@@ -164,5 +164,5 @@ def test_files_of_somebody_elses_are_not_written_to(tmp_path: Path, content: byt
     path.write_bytes(jsonl([line("a", COMPLETIONS)]))
     out.write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
-        OfflineRun(path, lines_of(path, 10_000), out)
+        OfflineBatch(path, lines_of(path, 10_000), out)
     assert out.read_bytes() == content

@@ -21,8 +21,8 @@ from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
 from jitney.engine.api.batches import webhooks
-from jitney.engine.api.batches.records import Batch, Line, Outcome, StoredFile
-from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.records import Batch, Line, LineOutcome, StoredFile
+from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.batches.webhooks import is_allowed
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ConfigError, ErrorInfo
@@ -407,7 +407,7 @@ def test_a_drain_gives_lines_up_and_the_next_start_goes_on(folder: Path):
         batch = begin(client, [line(f"r{i}") for i in range(8)])
         until(lambda: len(engine.requests) == 4, 30)
         app.state.service.begin_drain()
-        assert app.state.service._open.is_idle, "a drain does not wait for a batch"
+        assert not app.state.service._open._count, "a drain does not wait for a batch"
         until(lambda: not engine.open, 30)
     again = FakeClient(Script(text="c"))
     with serving(folder, again) as client:
@@ -511,8 +511,8 @@ def test_where_ends_may_be_told():
     assert not is_allowed("https://hooks.example.org/", ())
 
 
-def stored(folder: Path, batch: str = "b", lines: int = 3) -> Store:
-    store = Store(folder / "s.sqlite3")
+def stored(folder: Path, batch: str = "b", lines: int = 3) -> BatchStore:
+    store = BatchStore(folder / "s.sqlite3")
     store.add_file(StoredFile("file", "me", "batch", "in", 1, 1))
     store.add_batch(Batch(batch, "me", CHATS, "file", "24h", {}, "", 1, 2))
     store.add_lines(batch, [Line(n + 1, str(n), 0, 1) for n in range(lines)])
@@ -522,16 +522,16 @@ def stored(folder: Path, batch: str = "b", lines: int = 3) -> Store:
 
 def test_a_line_keeps_its_first_answer(tmp_path: Path):
     store = stored(tmp_path)
-    assert store.answer("b", 2, Outcome.COMPLETED, b"first")
-    assert not store.answer("b", 2, Outcome.FAILED, b"second")
+    assert store.answer("b", 2, LineOutcome.COMPLETED, b"first")
+    assert not store.answer("b", 2, LineOutcome.FAILED, b"second")
     assert [each.number for each in store.open_lines("b", 0, 9)] == [1, 3]
     store.close()
-    store = Store(tmp_path / "s.sqlite3")
+    store = BatchStore(tmp_path / "s.sqlite3")
     batch = store.batch("b")
     assert batch and (batch.total, batch.completed, batch.failed) == (3, 1, 0)
     assert [each.answer for each in store.answers("b", 0, 9)] == [b"", b"first", b""]
     store.finish("b", "expired", None, None, 4)
-    assert not store.answer("b", 1, Outcome.COMPLETED, b"late")
+    assert not store.answer("b", 1, LineOutcome.COMPLETED, b"late")
     assert not store.unfinished() and store.batch("b", "you") is None
 
 
@@ -550,4 +550,4 @@ def test_tables_of_a_newer_version_are_not_touched(tmp_path: Path):
     store.db.execute("PRAGMA user_version = 99")
     store.close()
     with pytest.raises(ConfigError, match="newer version"):
-        Store(tmp_path / "s.sqlite3")
+        BatchStore(tmp_path / "s.sqlite3")

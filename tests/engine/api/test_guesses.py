@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from api_fakes import FakeClient, call, make_app, run
 
-from jitney.engine.api.access import Identity, Keys
+from jitney.engine.api.access import ApiKeys, Identity
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.guesses import MAX_REMEMBERED, MOST_ALIKE, MOST_OF_ADDRESS, Guesses
 from jitney.engine.api.routing import Role
@@ -72,7 +72,7 @@ def test_what_is_remembered_is_bounded():
 
 
 def test_a_right_key_is_let_in_among_any_number_of_wrong_ones():
-    keys = Keys(
+    keys = ApiKeys(
         ServerSettings(api_keys=(digest_key("right"),), admin_keys=(digest_key("root"),)), Clock()
     )
     statuses = []

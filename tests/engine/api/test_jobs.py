@@ -20,9 +20,9 @@ from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
 from jitney.engine.api.batches import webhooks
-from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.jobs import table
-from jitney.engine.api.jobs.records import Asked, Job
+from jitney.engine.api.jobs.records import Job, JobRequest
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ErrorInfo
 from jitney.engine.ports import free_port
@@ -291,13 +291,13 @@ def test_a_server_that_is_killed_goes_on_with_its_jobs(folder: Path):
     assert {job["status"] for job in jobs} == {"completed"}
 
 
-def _add(store: Store, id: str) -> None:
+def _add(store: BatchStore, id: str) -> None:
     job = Job(id, "me", CHATS, {}, "https://example.org", 1, 9)
-    table.add(store, job, Asked(b"{}", None, "d"), most_open=9, keep=0)
+    table.add(store, job, JobRequest(b"{}", None, "d"), most_open=9, keep=0)
 
 
 def test_a_job_ends_once(tmp_path: Path):
-    store = Store(tmp_path / "s.sqlite3")
+    store = BatchStore(tmp_path / "s.sqlite3")
     _add(store, "job_1")
     assert table.begin(store, "job_1", 2) == b"{}" == table.begin(store, "job_1", 3)
     assert table.finish(store, "job_1", "completed", b"{}", 4)
@@ -316,8 +316,8 @@ def test_a_job_ends_once(tmp_path: Path):
 
 
 def test_tables_of_before_get_the_table_of_jobs(tmp_path: Path):
-    store = Store(tmp_path / "s.sqlite3")
+    store = BatchStore(tmp_path / "s.sqlite3")
     store.db.executescript("DROP TABLE jobs; PRAGMA user_version = 1")
     store.close()
-    store = Store(tmp_path / "s.sqlite3")
+    store = BatchStore(tmp_path / "s.sqlite3")
     assert table.unfinished(store) == []

@@ -26,7 +26,7 @@ from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import WORKLOADS, Arrival, read_trace_lines
-from jitney.engine.telemetry.cost import Line
+from jitney.engine.telemetry.cost import CostLine
 
 SERVICE_S = 0.05
 Handler = Callable[[str, dict], Awaitable[tuple[int, bytes]]]
@@ -277,9 +277,13 @@ def test_the_servers_ledger_is_the_difference_of_two_readings():
     after = parse_metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
     lines = bill_between(before, after, seconds=1.25)
     assert queue_mean(before, after) == 0.125 and queue_mean(after, after) is None
-    assert lines["prefill"] == Line(2, 200_000_000) and lines["decode"] == Line(6, 600_000_000)
-    assert lines["padding"] == Line(2, 200_000_000) and lines["idle"] == Line(0, 250_000_000)
-    assert lines["cancelled"] == Line(0, 0)
+    assert lines["prefill"] == CostLine(2, 200_000_000) and lines["decode"] == CostLine(
+        6, 600_000_000
+    )
+    assert lines["padding"] == CostLine(2, 200_000_000) and lines["idle"] == CostLine(
+        0, 250_000_000
+    )
+    assert lines["cancelled"] == CostLine(0, 0)
 
 
 def test_texts_are_sized_by_the_endpoints_own_count():

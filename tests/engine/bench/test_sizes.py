@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jitney.engine.bench.other_work import OtherWork
 from jitney.engine.bench.sizes import (
-    Rule,
+    SizeRule,
     SizeTimes,
     Timed,
     best_size,
@@ -95,9 +95,9 @@ class Machine:
         return asyncio.run(measure_sizes(config, self.time_steps)).values
 
 
-def rule(limit_s: float, usual: int) -> Rule:
+def rule(limit_s: float, usual: int) -> SizeRule:
     """Larger sizes than the usual one may take half as long, and must bring a tenth more."""
-    return Rule(usual, limit_s, larger_limit_s=limit_s / 2, worth=1.1)
+    return SizeRule(usual, limit_s, larger_limit_s=limit_s / 2, worth=1.1)
 
 
 def test_a_size_must_be_quick():

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from jitney.dashboard import dashboard_routes
 from jitney.dashboard.remote import RemoteEngine, Unreachable, base_of
-from jitney.dashboard.replica import Replica, SeatView
+from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli import main, top, topview
@@ -133,7 +133,7 @@ def test_a_feed_that_ends_is_an_end():
         asyncio.run(session())
 
 
-def replica_with(*seats: SeatView, **metrics) -> Replica:
+def replica_with(*seats: SeatView, **metrics) -> ReplicaView:
     totals = {
         "rows": dict.fromkeys(ROW_KINDS, 0),
         "steps": {"decode": 0, "mixed": 0},
@@ -141,7 +141,7 @@ def replica_with(*seats: SeatView, **metrics) -> Replica:
         "waiting": 0,
         "latency": {"wait": {"p95": 0.25}, "ttft": {"p95": 2.5}, "itl": None},
     }
-    return Replica(t=1.0, seats=list(seats), metrics=totals | metrics, state="ready")
+    return ReplicaView(t=1.0, seats=list(seats), metrics=totals | metrics, state="ready")
 
 
 def test_every_seat_is_one_character_in_rows_that_fit():
@@ -188,7 +188,7 @@ def test_rates_are_differences_over_the_window():
 def test_full_and_loading_are_said_in_words():
     full = replica_with(SeatView("decode", "a"), SeatView("held", "b"), waiting=5)
     assert topview.headline(full) == "Full: all 2 seats taken, 5 waiting"
-    loading = Replica(
+    loading = ReplicaView(
         state="loading", progress={"stage": "compile", "done": 3, "total": 8, "detail": ""}
     )
     assert topview.headline(loading) == "compile 3 of 8"

@@ -13,7 +13,7 @@ from jitney.engine.cli.vllm_flags import (
     VLLM_FLAGS,
     AlwaysSo,
     Mapped,
-    Refused,
+    RefusedFlag,
     add_vllm_flags,
     table,
 )
@@ -45,7 +45,7 @@ def test_every_flag_leads_to_a_setting_that_exists_or_to_a_reason(flag: str):
             assert (mapped.switch is not None) == (setting.kind is bool)
             for ours in mapped.values.values():
                 assert not setting.choices or ours in setting.choices
-        case AlwaysSo(reason=reason) | Refused(reason=reason):
+        case AlwaysSo(reason=reason) | RefusedFlag(reason=reason):
             named = [word.strip(",.:;()") for word in reason.split() if word.startswith("--")]
             assert not set(named) - {setting.flag for setting in settings().values()}
             assert 10 < len(reason) < 200

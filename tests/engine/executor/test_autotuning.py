@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 from jax._src import compilation_cache, compiler
+from shipped import shipped_options
 
 from jitney.engine.executor.autotuning import (
     RESULTS,
     SHIPPED,
     folder_name,
     programs_folder,
-    shipped_options,
 )
 
 CARD = SimpleNamespace(

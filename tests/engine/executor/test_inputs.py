@@ -57,8 +57,8 @@ class PackedRunner(FakeRunner):
         self.rows_run += batch[0].bucket.tokens
         return batch
 
-    def fetch(self, ticket: Any) -> StepResult:
-        layout, packed, wanted = ticket
+    def fetch(self, launched: Any) -> StepResult:
+        layout, packed, wanted = launched
         return self.run(layout, packed, wanted)
 
     def run(

@@ -25,11 +25,11 @@ from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.fleet import candidate
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper, key_of
-from jitney.engine.fleet.comparison import ARMS, FIGURES, Outcome
+from jitney.engine.fleet.comparison import ARMS, FIGURES, RequestOutcome
 from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.fleet.rollout import Place, Rollout, Rule
+from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
 from jitney.engine.types import EngineRequest, SequenceOutput
 
@@ -151,7 +151,7 @@ def test_a_slower_candidate_is_named_with_its_interval_and_rolled_back(
 def test_how_a_candidate_stands_is_in_the_metrics():
     replicas = [Replica("a"), Replica("b")]
     replicas[0].became("ready")
-    rollout = Rollout("m", "int8", Rule(share=0.25))
+    rollout = Rollout("m", "int8", PromotionRule(share=0.25))
     metrics = FleetMetrics(lambda: {"m": replicas}, lambda: [rollout])
     before = metrics.render().decode()
     assert 'jitney_fleet_rollout_share{candidate="int8",model="m"} 0.25' in before
@@ -161,8 +161,8 @@ def test_how_a_candidate_stands_is_in_the_metrics():
     for number in range(2000):
         for arm in ARMS:
             tokens = (50 if arm == "candidate" else 100) + number % 7
-            outcome = Outcome(True, tokens, 1.0, None, 0.1)
-            rollout.observe(Place(arm, number % 40), outcome)
+            outcome = RequestOutcome(True, tokens, 1.0, None, 0.1)
+            rollout.observe(KeyPlace(arm, number % 40), outcome)
     rollout.decide("roll_back")
     text = metrics.render().decode()
     low = re.search(r'interval{bound="low",figure="tokens_per_s",model="m"} (\S+)', text)

@@ -17,10 +17,10 @@ from jitney.engine.fleet.answering import ModelAnswer, Question
 from jitney.engine.fleet.cascade import Cascade, CascadeSettings
 from jitney.engine.fleet.cascade_tuning import (
     MEASURES,
-    Comparison,
+    ModelComparison,
     Pair,
-    Prices,
     Spent,
+    TokenPrices,
     best_measure,
     ladder,
     read_questions,
@@ -110,7 +110,7 @@ def test_the_threshold_does_what_the_table_says():
     ]
 
     async def scene() -> list[ModelAnswer]:
-        comparison = Comparison(models, "tiny", "big", "equal", Prices())
+        comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices())
         pairs, refusals = await comparison.run(questions, 4, lambda done: None)
         assert len(pairs) == 200 and not refusals
         found.append(ladder(pairs, MEAN, "tokens").cheapest(0.9))
@@ -150,7 +150,7 @@ def test_prices_and_refusals_are_told():
     questions = [
         Question("", "/v1/completions", {"prompt": prompt}) for prompt in ("a", "bad", "b")
     ]
-    comparison = Comparison(models, "tiny", "big", "equal", Prices(1.0, 10.0))
+    comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices(1.0, 10.0))
     pairs, refusals = asyncio.run(comparison.run(questions, 1, lambda done: None))
     assert refusals == ["no"]
     assert [pair.agreement for pair in pairs] == [1.0, 1.0]

@@ -14,7 +14,7 @@ from jitney.engine.fleet.comparison import (
     FIGURES,
     Comparison,
     Interval,
-    Outcome,
+    RequestOutcome,
     Sums,
     half_width,
 )
@@ -125,10 +125,10 @@ def test_rare_errors_of_equal_arms_are_seldom_called_worse():
 def test_a_candidate_that_fails_is_seen_within_few_requests():
     comparison = Comparison()
     for number in range(600):
-        comparison.add("stable", number % CLUSTERS, Outcome(True, 10, 1.0))
+        comparison.add("stable", number % CLUSTERS, RequestOutcome(True, 10, 1.0))
     for number in range(60):
         assert (comparison.interval("errors") is None) == (number < 30)
-        comparison.add("candidate", number, Outcome(ok=number % 3 != 0))
+        comparison.add("candidate", number, RequestOutcome(ok=number % 3 != 0))
     interval = comparison.interval("errors")
     assert interval is not None and interval.verdict(FIGURES["errors"]) == "worse"
     assert interval.estimate == pytest.approx(1 / 3) and interval.low > 0.05
@@ -137,9 +137,9 @@ def test_a_candidate_that_fails_is_seen_within_few_requests():
 def test_figures_are_those_of_the_requests():
     comparison = Comparison()
     for number in range(40):
-        comparison.add("stable", number, Outcome(True, 20, 2.0, 0.5, 0.2))
-        comparison.add("candidate", number, Outcome(True, 20, 4.0, 0.25, 0.4))
-    comparison.add("candidate", 1, Outcome(ok=False, tokens=5, total_s=1.0))
+        comparison.add("stable", number, RequestOutcome(True, 20, 2.0, 0.5, 0.2))
+        comparison.add("candidate", number, RequestOutcome(True, 20, 4.0, 0.25, 0.4))
+    comparison.add("candidate", 1, RequestOutcome(ok=False, tokens=5, total_s=1.0))
     assert comparison.level("stable", "tokens_per_s") == pytest.approx(10)
     assert comparison.level("candidate", "token_cost") == pytest.approx(0.02)
     assert comparison.level("candidate", "errors") == pytest.approx(1 / 41)
@@ -163,8 +163,8 @@ def test_figures_are_those_of_the_requests():
 def test_few_keys_give_no_interval():
     comparison = Comparison()
     for number in range(1000):
-        comparison.add("stable", number % 10, Outcome(True, 10, 1.0))
-        comparison.add("candidate", number % 10, Outcome(True, 10, 1.0))
+        comparison.add("stable", number % 10, RequestOutcome(True, 10, 1.0))
+        comparison.add("candidate", number % 10, RequestOutcome(True, 10, 1.0))
     assert comparison.interval("tokens_per_s") is None
 
 

@@ -359,7 +359,7 @@ def test_a_client_that_leaves_ends_the_work(tmp_path: Path):
             until(lambda: bool(client.open), 30)
         until(lambda: bool(client.aborts) and not client.open, 30)
         (replica,) = served.replicas().values()
-        until(lambda: replica.open == 0 and served.fleet._open.is_idle, 30)
+        until(lambda: replica.open == 0 and not served.fleet._open._count, 30)
 
 
 def test_a_replica_that_goes_is_left_out_and_comes_back(tmp_path: Path):
@@ -443,7 +443,7 @@ def test_a_drain_refuses_and_waits(tmp_path: Path):
         ready(served, fakes)
         with served.http() as http:
             with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as it:
-                until(lambda: not served.fleet._open.is_idle, 30)
+                until(lambda: served.fleet._open._count, 30)
                 served.fleet.begin_drain()
                 refused = served.http().post("/v1/chat/completions", json=CHAT)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (
@@ -451,7 +451,7 @@ def test_a_drain_refuses_and_waits(tmp_path: Path):
                     "draining",
                 )
                 assert said(it.read().decode()) == TEXT
-            until(lambda: served.fleet._open.is_idle, 30)
+            until(lambda: not served.fleet._open._count, 30)
 
 
 def test_the_document_names_every_route(tmp_path: Path):

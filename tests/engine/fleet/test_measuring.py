@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from jitney.engine.fleet.comparison import Outcome
-from jitney.engine.fleet.forwarding import Answer
+from jitney.engine.fleet.comparison import RequestOutcome
+from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.measuring import AnswerWatch, CostMeter
 
 
@@ -22,7 +22,7 @@ class Clock:
 
 def watched(
     *parts: bytes, status: int = 200, stream: bool = True, leave_after: int | None = None
-) -> Outcome | None:
+) -> RequestOutcome | None:
     """Of an answer with a part a second."""
     clock = Clock()
     watch = AnswerWatch(clock)
@@ -34,7 +34,7 @@ def watched(
 
     async def read() -> None:
         kind = b"text/event-stream; charset=utf-8" if stream else b"application/json"
-        answer = await watch.of(Answer(status, [(b"content-type", kind)], body()))
+        answer = await watch.of(ProxiedAnswer(status, [(b"content-type", kind)], body()))
         got = []
         async for part in answer.body:
             got.append(part)
@@ -53,12 +53,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def test_a_stream_has_its_first_token_where_text_first_comes():
-    assert watched(ROLE, PIECE, PIECE, DONE) == Outcome(True, 2, 4.0, 2.0, 0.5)
+    assert watched(ROLE, PIECE, PIECE, DONE) == RequestOutcome(True, 2, 4.0, 2.0, 0.5)
 
 
 def test_a_usage_is_believed_also_cut_in_two():
-    assert watched(ROLE, PIECE, USAGE, DONE) == Outcome(True, 12, 4.0, 2.0, 0.5)
-    assert watched(PIECE, USAGE[:40], USAGE[40:]) == Outcome(True, 12, 3.0, 1.0, 0.5)
+    assert watched(ROLE, PIECE, USAGE, DONE) == RequestOutcome(True, 12, 4.0, 2.0, 0.5)
+    assert watched(PIECE, USAGE[:40], USAGE[40:]) == RequestOutcome(True, 12, 3.0, 1.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_every_form_of_the_api(part: bytes, tokens: int):
 
 def test_a_plain_answer_shows_no_first_token():
     body = b'{"choices":[{"text":"abc"}],"usage":{"prompt_tokens":1,"completion_tokens":9}}'
-    assert watched(body, stream=False) == Outcome(True, 9, 1.0, None, 0.5)
+    assert watched(body, stream=False) == RequestOutcome(True, 9, 1.0, None, 0.5)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -104,7 +104,7 @@ def test_what_the_client_did_says_nothing_of_the_engine():
     watch = AnswerWatch(Clock())
     assert watch.outcome(0.0) is None
     watch.refused(503)
-    assert watch.outcome(0.0) == Outcome(ok=False)
+    assert watch.outcome(0.0) == RequestOutcome(ok=False)
 
 
 def test_engines_cost_is_shared_by_those_who_are_there():

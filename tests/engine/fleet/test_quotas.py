@@ -20,7 +20,7 @@ from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.config import read_fleet
-from jitney.engine.fleet.forwarding import Answer
+from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.quotas import Account, FleetQuotas, prompt_size, sequences_of
 
 #: 10 tokens by the first guess of 4 characters each.
@@ -39,7 +39,7 @@ def answered(account: Account, *parts: bytes, status: int = 200, whole: bool = T
             yield part
 
     async def read() -> None:
-        reading = aiter(account.watched(Answer(status, [], body())).body)
+        reading = aiter(account.watched(ProxiedAnswer(status, [], body())).body)
         for _ in parts:
             await anext(reading)
         if whole:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from jitney.engine.fleet.comparison import ARMS, CLUSTERS, Outcome
-from jitney.engine.fleet.rollout import Place, Rollout, Rule
+from jitney.engine.fleet.comparison import ARMS, CLUSTERS, RequestOutcome
+from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
 
 HOUR_S = 3600.0
 
@@ -24,8 +24,10 @@ class Clock:
         return self.now
 
 
-def rollout_of(rule: Rule | None = None, clock: Callable[[], float] | None = None) -> Rollout:
-    return Rollout("m", "v2", rule or Rule(), clock or Clock())
+def rollout_of(
+    rule: PromotionRule | None = None, clock: Callable[[], float] | None = None
+) -> Rollout:
+    return Rollout("m", "v2", rule or PromotionRule(), clock or Clock())
 
 
 def fill(rollout: Rollout, requests: int, *, slower: float = 0.0, failing: float = 0.0) -> None:
@@ -38,8 +40,8 @@ def fill(rollout: Rollout, requests: int, *, slower: float = 0.0, failing: float
             if is_candidate:
                 seconds /= 1 - slower
             ok = not (is_candidate and random.random() < failing)
-            place = Place(arm, number % CLUSTERS)
-            rollout.observe(place, Outcome(ok, 20 if ok else 0, seconds, seconds / 10, 0.01))
+            place = KeyPlace(arm, number % CLUSTERS)
+            rollout.observe(place, RequestOutcome(ok, 20 if ok else 0, seconds, seconds / 10, 0.01))
 
 
 def test_a_key_always_belongs_to_the_same_arm_in_every_process():
@@ -55,7 +57,7 @@ def test_a_key_always_belongs_to_the_same_arm_in_every_process():
 
 
 def test_a_larger_share_keeps_the_keys_that_were_there():
-    small, large = rollout_of(Rule(share=0.05)), rollout_of(Rule(share=0.3))
+    small, large = rollout_of(PromotionRule(share=0.05)), rollout_of(PromotionRule(share=0.3))
     keys = [f"user-{number}".encode() for number in range(2000)]
     kept = [large.place(key).arm for key in keys if small.place(key).arm == "candidate"]
     assert kept and set(kept) == {"candidate"}
@@ -63,7 +65,10 @@ def test_a_larger_share_keeps_the_keys_that_were_there():
 
 def test_another_candidate_gets_other_keys():
     keys = [f"user-{number}".encode() for number in range(2000)]
-    one, two = Rollout("m", "v2", Rule(share=0.3)), Rollout("m", "v3", Rule(share=0.3))
+    one, two = (
+        Rollout("m", "v2", PromotionRule(share=0.3)),
+        Rollout("m", "v3", PromotionRule(share=0.3)),
+    )
     both = sum(one.place(key).arm == two.place(key).arm == "candidate" for key in keys)
     assert 0.05 < both / 2000 < 0.13  # 0.3 squared
 
@@ -85,7 +90,7 @@ def test_a_slower_candidate_is_rolled_back_in_one_line(caplog: pytest.LogCapture
 
 
 def test_an_equal_candidate_is_promoted_once_enough_requests_came():
-    rollout = rollout_of(Rule(min_requests=1000))
+    rollout = rollout_of(PromotionRule(min_requests=1000))
     fill(rollout, 999)
     assert rollout.look() is None and rollout.state == "running"
     fill(rollout, 201)
@@ -96,13 +101,13 @@ def test_an_equal_candidate_is_promoted_once_enough_requests_came():
 
 def test_a_little_slower_one_is_neither_while_nobody_knows():
     """4 % slower, where 5 % are allowed: no interval of a few requests tells."""
-    rollout = rollout_of(Rule(min_requests=100))
+    rollout = rollout_of(PromotionRule(min_requests=100))
     fill(rollout, 300, slower=0.04)
     assert rollout.look() is None and rollout.state == "running"
 
 
 def test_by_hand_alone():
-    rollout = rollout_of(Rule(promotes=False, rolls_back=False, min_requests=100))
+    rollout = rollout_of(PromotionRule(promotes=False, rolls_back=False, min_requests=100))
     fill(rollout, 600, slower=0.3)
     assert rollout.look() is None
     assert rollout.decide("promote").by == "hand"
@@ -122,7 +127,7 @@ def test_a_failing_candidate_goes_long_before_it_could_be_promoted():
 
 def test_who_stays_undecided_is_rolled_back_in_the_end():
     clock = Clock()
-    rollout = rollout_of(Rule(undecided_after_h=24.0), clock)
+    rollout = rollout_of(PromotionRule(undecided_after_h=24.0), clock)
     fill(rollout, 100)
     clock.now += 23 * HOUR_S
     assert rollout.look() is None
@@ -133,10 +138,10 @@ def test_who_stays_undecided_is_rolled_back_in_the_end():
 
 def test_figures_that_no_request_has_do_not_hold_up_a_promotion():
     """Nobody streams: no first token is ever seen."""
-    rollout = rollout_of(Rule(min_requests=500))
+    rollout = rollout_of(PromotionRule(min_requests=500))
     for number in range(1200):
         for arm in ARMS:
-            rollout.observe(Place(arm, number % CLUSTERS), Outcome(True, 20, 1.0))
+            rollout.observe(KeyPlace(arm, number % CLUSTERS), RequestOutcome(True, 20, 1.0))
     decision = rollout.look()
     assert decision is not None and decision.state == "promoted"
     assert "first_token_s not known" in decision.reason
@@ -164,7 +169,7 @@ def test_what_is_kept_goes_on_and_only_for_the_same_candidate():
     assert later.restore(saved)
     assert later.intervals() == rollout.intervals() and later.since == rollout.since
     assert later.configs == rollout.configs
-    assert not Rollout("m", "v3", Rule()).restore(saved)
+    assert not Rollout("m", "v3", PromotionRule()).restore(saved)
     rollout.decide("promote")
     again = rollout_of()
     again.restore(json.loads(json.dumps(rollout.saved())))
@@ -176,7 +181,7 @@ def test_what_is_kept_goes_on_and_only_for_the_same_candidate():
 
 def test_the_report_is_json_and_has_a_chart_of_bounded_length():
     clock = Clock()
-    rollout = rollout_of(Rule(promotes=False), clock)
+    rollout = rollout_of(PromotionRule(promotes=False), clock)
     fill(rollout, 100)
     for _ in range(1000):
         clock.now += 10

@@ -9,7 +9,7 @@ import pytest
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import ConfigError
 from jitney.engine.hosts.connection import split_address
-from jitney.engine.hosts.environment import Place, find_place, placed
+from jitney.engine.hosts.environment import HostPlace, find_place, placed
 
 TPU = {"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc,t-2.svc,t-3.svc", "TPU_WORKER_ID": "2"}
 LWS = {"LWS_LEADER_ADDRESS": "v-0.v.ns", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
@@ -24,14 +24,14 @@ SLURM = {
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
-        (TPU, Place("t-0.svc", 4, 2)),
-        (LWS, Place("v-0.v.ns", 2, 1)),
-        (LWS | TPU, Place("v-0.v.ns", 2, 1)),
-        (SLURM, Place("gpu07", 3, 0)),
-        (SLURM | {"SLURM_STEP_NODELIST": "a-b,c[1-2]"}, Place("a-b", 3, 0)),
+        (TPU, HostPlace("t-0.svc", 4, 2)),
+        (LWS, HostPlace("v-0.v.ns", 2, 1)),
+        (LWS | TPU, HostPlace("v-0.v.ns", 2, 1)),
+        (SLURM, HostPlace("gpu07", 3, 0)),
+        (SLURM | {"SLURM_STEP_NODELIST": "a-b,c[1-2]"}, HostPlace("a-b", 3, 0)),
     ],
 )
-def test_the_environment_says_which_host_this_is(environ: dict[str, str], place: Place):
+def test_the_environment_says_which_host_this_is(environ: dict[str, str], place: HostPlace):
     assert find_place(environ) == place
 
 

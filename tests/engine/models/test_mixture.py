@@ -34,7 +34,7 @@ from jitney.engine.types import EngineRequest
 from jitney.kernels import experts, fp8
 from jitney.kernels.interface import Fp8Products
 from jitney.kernels.pallas_tpu import experts as pallas_experts
-from jitney.kernels.proof_shapes import Mixture
+from jitney.kernels.proof_shapes import MixtureShape
 from jitney.kernels.select import reference, select
 
 pytestmark = pytest.mark.usefixtures("programs_when_used")
@@ -322,7 +322,7 @@ def test_experts_are_proven_in_the_rows_of_their_blocks():
     )
     served = served_by(random_model(config), config, sizes, buckets, jnp.float32)
     assert set(served.blocks) == {16, 128}
-    assert served.mixtures == (Mixture(128, ("plain", "plain"), "silu"),)
+    assert served.mixtures == (MixtureShape(128, ("plain", "plain"), "silu"),)
     assert {1, 2, 16, 128} <= set(served.product_rows)
 
 

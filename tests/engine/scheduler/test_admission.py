@@ -173,9 +173,9 @@ def worst_gap(target_itl_ms: float) -> float:
         running.append(batch[2].bucket.tokens / 1000)
         return launch(batch)
 
-    def fetched(ticket):
+    def fetched(launched):
         clock.now += running.popleft()
-        return fetch(ticket)
+        return fetch(launched)
 
     core.runner.launch, core.runner.fetch = launched, fetched
     for i in range(3):
@@ -216,9 +216,9 @@ def run_at(core: EngineCore, clock: FakeClock, seconds: float, steps: int) -> No
     """Steps that each take so long on the device."""
     fetch = core.runner.fetch
 
-    def slow(ticket):
+    def slow(launched):
         clock.now += seconds
-        return fetch(ticket)
+        return fetch(launched)
 
     core.runner.fetch = slow
     for _ in range(steps):

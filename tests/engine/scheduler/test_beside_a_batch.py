@@ -41,9 +41,9 @@ class TimedRunner(FakeRunner):
         self.ends.append(self.free_at)
         return StepResult([1] * batch.logit_rows)
 
-    def fetch(self, ticket: StepResult) -> StepResult:
+    def fetch(self, launched: StepResult) -> StepResult:
         self.clock.now = max(self.clock.now, self.ends.pop(0))
-        return ticket
+        return launched
 
 
 @dataclass

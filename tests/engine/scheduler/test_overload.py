@@ -76,7 +76,7 @@ def test_seats_are_not_kept_empty_for_those_who_were_told(ten_times: CrowdRun):
 
 
 def test_those_turned_away_together_are_told_different_times(ten_times: CrowdRun):
-    assert len({round(wait, 3) for wait in ten_times.told}) > 0.9 * len(ten_times.told)
+    assert len({round(wait, 3) for wait in ten_times.waits}) > 0.9 * len(ten_times.waits)
 
 
 @pytest.mark.parametrize("obeys", [0.5, 0.1])
@@ -86,7 +86,7 @@ def test_most_give_up_and_those_who_do_not_are_taken(obeys: float):
     assert run.share_taken >= 0.8
     during = [record for record in run.served if record.end < 90.0]
     assert len(during) > 0.85 * 90.0 * CAPACITY, "nobody's place stays empty"
-    assert max(run.told) < (0.4 + obeys) * 10 * 90
+    assert max(run.waits) < (0.4 + obeys) * 10 * 90
 
 
 @pytest.mark.parametrize("order", ["fair", "shortest", "priority"])
@@ -126,9 +126,9 @@ def crowded_core(clock: FakeClock, **limits: Any) -> EngineCore:
         core.add(make_request(f"sits{number}", [1], max_tokens=200))
     fetch = core.runner.fetch
 
-    def slow(ticket: Any) -> StepResult:
+    def slow(launched: Any) -> StepResult:
         clock.now += 0.01
-        return fetch(ticket)
+        return fetch(launched)
 
     core.runner.fetch = slow
     for _ in range(4):

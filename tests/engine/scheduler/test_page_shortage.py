@@ -66,8 +66,8 @@ class EndingDevice(VirtualDevice):
         self.sampled.append([END if ended else END + 1 for ended in ends])
         return super().launch(batch)
 
-    def fetch(self, ticket: FlyingStep) -> StepResult:
-        super().fetch(ticket)
+    def fetch(self, launched: FlyingStep) -> StepResult:
+        super().fetch(launched)
         return StepResult(self.sampled.pop(0))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 from fakes import (
@@ -24,7 +24,7 @@ from fakes import (
 
 from jitney.engine.config.schema import EngineSection, OrderName, PolicyName
 from jitney.engine.core import EngineCore
-from jitney.engine.scheduler.limits import Batches, SchedulerLimits
+from jitney.engine.scheduler.limits import BatchLimits, SchedulerLimits
 from jitney.engine.scheduler.policies import ORDERS, POLICIES, Situation, make_policy
 from jitney.engine.types import SequenceOutput
 
@@ -76,7 +76,7 @@ def test_the_names_stand_in_one_place():
 def test_who_may_board(
     policy: str, now: float, arrivals: list[float], busy: int, boarders: int, boards_at: float
 ):
-    made = make_policy(policy, Batches(4, wait_s=1.5, timeout_s=1.75))
+    made = make_policy(policy, BatchLimits(4, wait_s=1.5, timeout_s=1.75))
     assert made.boarders(situation(now, arrivals, busy)) == boarders
     if boarders:
         assert made.boards_at(situation(now, arrivals, busy)) <= now
@@ -88,7 +88,7 @@ def test_static_waits_for_its_number_unless_nobody_else_can_come():
     """Nobody has come for an hour, and still three of four do not board; the end of the traffic is
     known to a bench.
     """
-    made = make_policy("static", Batches(4, wait_s=1.5))
+    made = make_policy("static", BatchLimits(4, wait_s=1.5))
     assert made.boarders(situation(3605.0, [5.0] * 3)) == 0
     assert made.boards_at(situation(3605.0, [5.0] * 3)) == float("inf")
     last = situation(5.0, [5.0] * 3)._replace(more_to_come=False)
@@ -204,6 +204,18 @@ def test_dynamic_waits_for_the_oldest_alone():
     clock.now = 0.5
     core.step()
     assert boarding_order(plans) == ["r0.0", "r0.4"]
+
+
+def test_an_order_of_ones_own_boards(monkeypatch: pytest.MonkeyPatch):
+    """Its name and its entry are all that an order takes."""
+    latest = ORDERS["fcfs"]._replace(key=lambda request, expected: -request.arrival)
+    monkeypatch.setitem(cast("dict[str, object]", ORDERS), "latest", latest)
+    core = make_core(seats=1, eos=(), order="latest")
+    plans = watch(core)
+    for number in range(3):
+        core.add(make_request(f"r{number}", [1], arrival=0.1 * number, max_tokens=2))
+    core.run_until_idle()
+    assert boarding_order(plans) == ["r2", "r1", "r0"]
 
 
 def test_a_pause_ends_with_a_deadline():

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jitney.engine.bench.saved import RIDES_DTYPE, TIMES_DTYPE, write_recording
+from jitney.engine.bench.saved import STAYS_DTYPE, TIMES_DTYPE, write_recording
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
@@ -93,14 +93,14 @@ def measured_file(path: Path) -> None:
             (t.number, t.n_prompt, t.n_output, t.arrival, t.boarded, t.first_token, t.finished)
             for t in run.requests
         ]
-        rides = [
+        stays = [
             (s.seat, r.number, s.start, np.nan if s.first_token is None else s.first_token, s.end)
             for r, s in run.stays
         ]
         arrays |= {
             f"records_{policy}": run.records,
             f"times_{policy}": np.array(rows, TIMES_DTYPE),
-            f"rides_{policy}": np.array(rides, RIDES_DTYPE),
+            f"stays_{policy}": np.array(stays, STAYS_DTYPE),
             f"note_{policy}": np.array(msgspec.json.encode(RunNote(engine)).decode()),
         }
     np.savez(path, **arrays)

@@ -11,7 +11,7 @@ from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.fleet import Failures
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
-    Kind,
+    ReplicaKind,
     Targets,
     plan_fleet,
     spare_for,
@@ -21,7 +21,7 @@ from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.simulation.workload import Fixed, Uniform
 
 LLAMA = ModelCost(SHAPES["llama-3.1-8b"])
-H100 = Kind("h100", Roofline(LLAMA, DEVICES["h100"]), chip_hour=3.0)
+H100 = ReplicaKind("h100", Roofline(LLAMA, DEVICES["h100"]), chip_hour=3.0)
 DAY = Day((600.0, 200.0), Uniform(100, 400), Uniform(20, 100))
 TARGETS = Targets(ttft_s=0.5, stream_tok_s=50.0)
 HOW = Circumstances(most_requests=5000, most_seats=32)
@@ -62,13 +62,13 @@ def test_a_record_is_sized_by_its_own_bursts():
 
 
 def test_what_cannot_be_says_why():
-    small = Kind("v5e", Roofline(LLAMA, DEVICES["v5e"]))
+    small = ReplicaKind("v5e", Roofline(LLAMA, DEVICES["v5e"]))
     assert "leave no room" in plan_fleet(small, DAY, TARGETS, HOW).problem
     fast = plan_fleet(H100, DAY, replace(TARGETS, stream_tok_s=5000.0), HOW)
     assert "even alone" in fast.problem and not fast.replicas
     soon = plan_fleet(H100, DAY, replace(TARGETS, ttft_s=0.001), HOW)
     assert "does not come within 1 ms" in soon.problem
-    odd = Kind("3xh100", replace(H100.roofline, count=3))
+    odd = ReplicaKind("3xh100", replace(H100.roofline, count=3))
     assert plan_fleet(odd, DAY, TARGETS, HOW).problem
 
 
@@ -85,7 +85,7 @@ def test_to_spare_by_hand():
 
 def test_a_machine_of_several_chips_is_lost_with_any_of_them():
     how = replace(HOW, failures=Failures(machine_mtbf_s=20_000.0), start_s=100.0)
-    four = Kind("4xh100", replace(H100.roofline, count=4))
+    four = ReplicaKind("4xh100", replace(H100.roofline, count=4))
     day = Day((200.0,), Fixed(300), Fixed(60))
     one, of_four = (plan_fleet(kind, day, TARGETS, how) for kind in (H100, four))
     assert of_four.spare / of_four.replicas > one.spare / one.replicas

@@ -305,13 +305,13 @@ class TimedRunner(FakeRunner):
 
     def launch(self, batch) -> StepResult:
         self.free_at = max(self.free_at, self.clock.now) + 1.0
-        ticket = super().launch(batch)
-        self.due[id(ticket)] = self.free_at
-        return ticket
+        launched = super().launch(batch)
+        self.due[id(launched)] = self.free_at
+        return launched
 
-    def fetch(self, ticket: StepResult) -> StepResult:
-        self.clock.now = max(self.clock.now, self.due[id(ticket)])
-        return super().fetch(ticket)
+    def fetch(self, launched: StepResult) -> StepResult:
+        self.clock.now = max(self.clock.now, self.due[id(launched)])
+        return super().fetch(launched)
 
 
 def diary_of(plan: Plan) -> tuple:

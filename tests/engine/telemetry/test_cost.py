@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.telemetry.cost import Line, RowOwners, as_json, bill, split
+from jitney.engine.telemetry.cost import CostLine, RowOwners, as_json, bill, split
 
 
 def step(number: int, device_s: float, **rows: int) -> np.ndarray:
@@ -24,8 +24,10 @@ def step(number: int, device_s: float, **rows: int) -> np.ndarray:
 def test_a_step_is_paid_for_row_by_row():
     records = np.concatenate((step(1, 0.5, prefill=2, padding=2), step(2, 0.25, decode=4)))
     lines = bill(records, seconds=1.0)
-    assert lines["prefill"] == Line(2, 250_000_000) and lines["padding"] == Line(2, 250_000_000)
-    assert lines["decode"] == Line(4, 250_000_000) and lines["idle"] == Line(0, 250_000_000)
+    assert lines["prefill"] == CostLine(2, 250_000_000) and lines["padding"] == CostLine(
+        2, 250_000_000
+    )
+    assert lines["decode"] == CostLine(4, 250_000_000) and lines["idle"] == CostLine(0, 250_000_000)
     assert as_json(lines, price_per_hour=3600.0)["idle"] == {
         "rows": 0,
         "seconds": 0.25,
@@ -100,5 +102,5 @@ def test_a_request_pays_for_its_own_rows():
     record = step(plan.number, 0.5, prefill=9, padding=plan.bucket.tokens - 9)
     lines, rest = riders.bill(record)
     per_row = 500_000_000 // plan.bucket.tokens
-    assert lines == {"r0": Line(3, 3 * per_row), "r1": Line(6, 6 * per_row)}
-    assert rest == Line(plan.bucket.tokens - 9, (plan.bucket.tokens - 9) * per_row)
+    assert lines == {"r0": CostLine(3, 3 * per_row), "r1": CostLine(6, 6 * per_row)}
+    assert rest == CostLine(plan.bucket.tokens - 9, (plan.bucket.tokens - 9) * per_row)

@@ -18,14 +18,14 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.registry import random_model
 from jitney.kernels.interface import KernelError
 from jitney.kernels.pallas_tpu import pool_layout
-from jitney.kernels.pallas_tpu.blocks import Blocks, blocks_for, chip_of
+from jitney.kernels.pallas_tpu.blocks import BlockSizes, blocks_for, chip_of
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.select import pallas_set, select
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 #: Blocks of 32 keys, so that short contexts have several.
-KERNELS = PallasKernels(interpret=True, blocks=Blocks(32, 3, 2048))
+KERNELS = PallasKernels(interpret=True, blocks=BlockSizes(32, 3, 2048))
 Step = Callable[..., tuple[jax.Array, jax.Array]]
 DECODE = Case((8, 2, 64), (1, 160, 33, 64), rows=6, seqs=6, pages=12)
 MIXED = Case((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=12)
@@ -107,7 +107,7 @@ def test_bfloat16_is_as_close_as_its_rounding():
 def test_every_copy_is_awaited_and_none_races():
     kernels = PallasKernels(
         pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"),
-        blocks=Blocks(16, 2, 2048),
+        blocks=BlockSizes(16, 2, 2048),
     )
     batch = make(
         Case((2, 1, 64), (20, 3, 9, 33), ((30, 18), (5, 3), (9, 4)), rows=32, seqs=8, pages=4)
@@ -224,7 +224,7 @@ def test_a_model_gives_the_logits_of_the_reference():
 
 def test_a_deeper_ring_and_longer_items_give_the_same_bits():
     batch, _, *shallow = attended(MIXED)
-    deep = PallasKernels(interpret=True, blocks=Blocks(32, 7, 4096))
+    deep = PallasKernels(interpret=True, blocks=BlockSizes(32, 7, 4096))
     for expected, got in zip(shallow, attend(batch, deep), strict=True):
         assert (expected == got).all()
 

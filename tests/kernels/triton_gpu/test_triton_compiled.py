@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton")
 from triton_recorder import Call, compile_call, record
 
-from jitney.kernels.experts import Blocks, Stack
+from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.triton_gpu.cut import SHIFTS
@@ -300,7 +300,7 @@ def with_experts(sm: int, block: int, weights: str, dtype: str = "bfloat16") -> 
 
     def use(launch):
         rows, owners = jnp.zeros(n_blocks * block, jnp.int32), jnp.zeros(n_blocks, jnp.int32)
-        blocks = Blocks(rows, owners, jnp.zeros((), jnp.int32))
+        blocks = ExpertBlocks(rows, owners, jnp.zeros((), jnp.int32))
         x = jnp.zeros((512, size), dtype)
         stacks = stack(size, 2 * inner), stack(inner, size)
         TritonKernels(launch).experts(x, *stacks, blocks, "silu")

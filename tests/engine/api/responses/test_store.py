@@ -8,7 +8,7 @@ import random
 import pytest
 
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.responses.store import ResponseStore, Turn
+from jitney.engine.api.responses.store import KeptTurn, ResponseStore
 
 
 class Clock:
@@ -22,8 +22,10 @@ def items(*ids: str, size: int = 10) -> bytes:
     return json.dumps([{"id": id, "text": "x" * size} for id in ids]).encode()
 
 
-def put(store: ResponseStore, tenant: str, id: str, before: Turn | None = None, size=10) -> Turn:
-    turn = Turn(before, items(f"in-{id}", size=size), items(f"out-{id}", size=size))
+def put(
+    store: ResponseStore, tenant: str, id: str, before: KeptTurn | None = None, size=10
+) -> KeptTurn:
+    turn = KeptTurn(before, items(f"in-{id}", size=size), items(f"out-{id}", size=size))
     store.put(tenant, id, turn, {"id": id})
     return turn
 
@@ -118,7 +120,7 @@ def test_bytes_are_those_of_what_is_there_whatever_happened():
     """Against a count of everything that can be reached."""
     draw = random.Random(5)
     store = ResponseStore(12, 30_000, 60)
-    turns: list[tuple[str, Turn]] = []
+    turns: list[tuple[str, KeptTurn]] = []
     for number in range(500):
         tenant = draw.choice("ab")
         own = [turn for owner, turn in turns[-20:] if owner == tenant]
@@ -126,7 +128,7 @@ def test_bytes_are_those_of_what_is_there_whatever_happened():
         turns.append((tenant, put(store, tenant, f"r{number}", before, draw.randrange(3000))))
         if draw.random() < 0.2:
             store.discard(tenant, f"r{draw.randrange(number + 1)}")
-        reached: set[Turn] = set()
+        reached: set[KeptTurn] = set()
         bodies = 0
         for owner in "ab":
             for kept in [id for id in range(number + 1) if has(store, owner, f"r{id}")]:

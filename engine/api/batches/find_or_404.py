@@ -6,14 +6,17 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from jitney.engine.api.batches.keeper import Keeper
-from jitney.engine.api.batches.store import Store
+from jitney.engine.api.batches.keeper import StoreKeeper
+from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.context import context_of
 from jitney.engine.api.errors import HttpError, echo
 
 
-async def found[T](
-    keeper: Keeper, request: Request, kind: str, find: Callable[[Store, str, str], T | None]
+async def find_or_404[T](
+    keeper: StoreKeeper,
+    request: Request,
+    kind: str,
+    find: Callable[[BatchStore, str, str], T | None],
 ) -> T:
     """The file, batch or job that the path names, as `{kind}_id`. Raises HttpError 404 if it is not
     there, or not theirs.
