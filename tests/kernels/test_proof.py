@@ -270,6 +270,24 @@ def test_a_wrong_norm_and_a_wrong_head_are_found():
     assert list(errors(changed(rms_norm=rms_norm, project=project))) == ["norm", "head"]
 
 
+@pytest.mark.parametrize("part", ["sum", "norm"])
+def test_a_wrong_norm_of_a_sum_is_found(part: str):
+    """The sum goes on to the next layer, its norm into the next product."""
+
+    def norm_sum(
+        x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        total, normed = reference.norm_sum(x, added, weight, eps)
+        if part == "sum":
+            return total.at[-1, 16:32].set(0), normed
+        return total, reference.rms_norm(x, weight, eps)
+
+    assert not errors(changed(norm_sum=same(reference.norm_sum)))
+    wrong = changed(norm_sum=norm_sum)
+    assert list(errors(wrong)) == ["norm"]
+    assert proof.without(wrong, ["norm"]).norm_sum is reference.norm_sum
+
+
 def test_numbers_that_are_not_finite_and_kernels_that_raise_are_found():
     def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         return reference.rms_norm(x, weight, eps).at[0, 0].set(jnp.nan)
