@@ -4,6 +4,7 @@ cut.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +18,8 @@ from jitney.kernels.expert_cases import ExpertCase, case_errors
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.int8 import Int8
-from jitney.kernels.interface import Arrange, KernelSet
-from jitney.kernels.proof_shapes import Matrix, ServedShapes, distance
+from jitney.kernels.interface import Arrange, ExpertProducts, KernelSet, OneOf
+from jitney.kernels.proof_shapes import Matrix, Mixture, ServedShapes, distance
 
 #: Most columns of a matrix and rows of a table, but for a remainder (`narrowed`): sixty vectors of
 #: 16, since tiles are chosen by divisors of up to six.
@@ -26,6 +27,8 @@ COLUMNS = 960
 #: Of the rows that are multiplied so many differ, and the others repeat them, which the definition
 #: then need not compute. A prime: no kernel takes that many rows at a time and confuses them.
 _DIFFERENT_ROWS = 61
+#: Experts of a mixture.
+_EXPERTS = 4
 #: Random numbers that are made at a time: float32 that stay in a core's cache.
 _PIECE = 1 << 16
 #: (top-k, top-p) at which the cut is compared; a k beyond the vocabulary is all of it.
@@ -53,7 +56,10 @@ def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         sums = [kernels.norm_sum(one, other, weight, shapes.eps) for one, other in pairs]
         return normed, of_heads, sums
 
-    rows, added = _of_each_count(x, shapes), _of_each_count(turned, shapes)
+    rows, added = (
+        _of_each_count(x, shapes.product_rows),
+        _of_each_count(turned, shapes.product_rows),
+    )
     normed, of_heads, sums = jax.jit(call_all)(rows, added, weight, heads)
     wanted = definitions.rms_norm(x, weight, shapes.eps)
     yield from _distances(normed, wanted)
@@ -105,7 +111,7 @@ class _Product:
 
     matrix: Matrix
     arrange: Arrange | None
-    #: x [T, I], the matrix as `arrange` laid it out, scale [O].
+    #: x [T, I], the matrix as `arrange` laid it out or a `OneOf` of such, scale [O].
     multiply: Callable[[Any, Any, Any], jax.Array]
     #: x [T, I], w [I, O], scale [O].
     define: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -115,6 +121,15 @@ class _Product:
         if self.arrange is None:
             return w
         return self.arrange(w, 2 if self.matrix.gated else 1)
+
+
+def _product_of(kernels: KernelSet, matrix: Matrix) -> _Product:
+    """As models multiply with it; not int4."""
+    if _is_int8(kernels, matrix):
+        return _in_int8(kernels, matrix)
+    if _is_fp8(kernels, matrix):
+        return _in_fp8(kernels, matrix)
+    return _in_floats(kernels, matrix)
 
 
 def _in_floats(kernels: KernelSet, matrix: Matrix) -> _Product:
@@ -166,20 +181,19 @@ def _errors_of(products: list[_Product], shapes: ServedShapes) -> Iterator[float
     """
     if not products:
         return
-    operands = [_random_operands(shapes, one.matrix) for one in products]
-    inputs = [(_of_each_count(x, shapes), w, scale) for x, w, scale in operands]
+    operands = [_random_operands(shapes, one.matrix, 1) for one in products]
+    inputs = [(_of_each_count(x, shapes.product_rows), *rest) for x, *rest in operands]
 
     def call_all(inputs: list[tuple[list[jax.Array], Any, Any]]) -> list[list[jax.Array]]:
         results = []
         for one, (rows, w, scale) in zip(products, inputs, strict=True):
-            w = one.arranged(w)
-            results.append([one.multiply(x, w, scale) for x in rows])
+            laid_out = one.arranged(w[0])
+            results.append([one.multiply(x, laid_out, scale) for x in rows])
         return results
 
     results = jax.jit(call_all)(inputs)
     for one, (x, w, scale), found in zip(products, operands, results, strict=True):
-        wanted = one.define(x, w, scale)
-        yield from _distances(found, wanted)
+        yield from _distances(found, one.define(x, w[0], scale))
 
 
 def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -194,7 +208,7 @@ def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         return [kernels.project(x, table) for x in rows]
 
     wanted = definitions.matmul(x, table.T)
-    yield from _distances(jax.jit(call_all)(_of_each_count(x, shapes), table), wanted)
+    yield from _distances(jax.jit(call_all)(_of_each_count(x, shapes.product_rows), table), wanted)
 
 
 def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -210,28 +224,73 @@ def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         weights = _random_int4(rng, matrix)
         x = _random_rows(rng, shapes, matrix.size_in)
         wanted = np.asarray(jax.jit(matmul_int4)(x, weights), np.float32)
-        yield from _distances(jax.jit(call_all)(_of_each_count(x, shapes), weights), wanted)
+        yield from _distances(
+            jax.jit(call_all)(_of_each_count(x, shapes.product_rows), weights), wanted
+        )
 
 
 def expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Mixtures that are multiplied all blocks at once, in blocks of every number of rows; of their
-    experts four, and of an expert's feed-forward at most some thousand columns.
+    """The products of mixtures, in blocks of every number of rows; of their experts four, and of an
+    expert's feed-forward at most some thousand columns.
     """
-    for mixture in shapes.mixtures:
-        if kernels.experts is None or "int4" in mixture.schemes:
-            continue
-        for block in shapes.blocks:
-            case = ExpertCase(
-                size=shapes.hidden_size,
-                inner=narrowed(mixture.inner, COLUMNS),
-                rows=block + 3,
-                block=block,
-                n_experts=4,
-                schemes=mixture.schemes,
-                activation=mixture.activation,
-                dtype=shapes.dtype,
-            )
-            yield from case_errors(kernels.experts, case)
+    mixtures = [one for one in shapes.mixtures if "int4" not in one.schemes]
+    if kernels.experts is not None:
+        yield from _at_once_errors(kernels.experts, shapes, mixtures)
+    elif kernels.takes_one_of:
+        yield from _one_by_one_errors(kernels, shapes, mixtures)
+
+
+def _at_once_errors(
+    experts: ExpertProducts, shapes: ServedShapes, mixtures: list[Mixture]
+) -> Iterator[float]:
+    """Of all blocks at once."""
+    for mixture, block in itertools.product(mixtures, shapes.blocks):
+        case = ExpertCase(
+            size=shapes.hidden_size,
+            inner=narrowed(mixture.inner, COLUMNS),
+            rows=block + 3,
+            block=block,
+            n_experts=_EXPERTS,
+            schemes=mixture.schemes,
+            activation=mixture.activation,
+            dtype=shapes.dtype,
+        )
+        yield from case_errors(experts, case)
+
+
+def _one_by_one_errors(
+    kernels: KernelSet, shapes: ServedShapes, mixtures: list[Mixture]
+) -> Iterator[float]:
+    """Of the first and the last expert's matrices, each multiplied where it lies among all."""
+    matrices = [matrix for mixture in mixtures for matrix in _matrices_of(mixture, shapes)]
+    products = [_product_of(kernels, matrix) for matrix in dict.fromkeys(matrices)]
+    operands = [_random_operands(shapes, one.matrix, _EXPERTS) for one in products]
+    inputs = [(_of_each_count(x, shapes.blocks), w, scale) for x, w, scale in operands]
+    numbers = np.array([0, _EXPERTS - 1], np.int32)
+
+    def call_all(inputs: Any, numbers: jax.Array) -> list[list[jax.Array]]:
+        results = []
+        for one, (rows, w, scale) in zip(products, inputs, strict=True):
+            laid_out = jax.lax.map(one.arranged, w)
+            for number in numbers:
+                expert = OneOf(laid_out, number)
+                results.append([one.multiply(x, expert, scale) for x in rows])
+        return results
+
+    results = iter(jax.jit(call_all)(inputs, numbers))
+    for one, (x, w, scale) in zip(products, operands, strict=True):
+        for number in numbers:
+            yield from _distances(next(results), one.define(x, w[number], scale))
+
+
+def _matrices_of(mixture: Mixture, shapes: ServedShapes) -> tuple[Matrix, Matrix]:
+    """What opens an expert, and what closes it."""
+    opening, closing = mixture.schemes
+    gated = mixture.activation == "silu" and opening in ("plain", "int8")
+    return (
+        Matrix(shapes.hidden_size, 2 * mixture.inner, opening, gated),
+        Matrix(mixture.inner, shapes.hidden_size, closing),
+    )
 
 
 def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
@@ -245,15 +304,18 @@ def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
 
 
 def _random_operands(
-    shapes: ServedShapes, matrix: Matrix
+    shapes: ServedShapes, matrix: Matrix, count: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x [rows, I], a matrix [I, O] of that scheme, O at most some two thousand, and scales [O]."""
+    """x [., I], so many matrices [count, I, O] of that scheme, O at most some two thousand, and
+    scales [O].
+    """
     rng = np.random.default_rng(matrix.size_in + matrix.size_out)
     x = _random_rows(rng, shapes, matrix.size_in)
     # Products of about 1, so that gates are bent, neither all open nor all shut.
     x = (x.astype(np.float32) * np.float32(4 * matrix.size_in**-0.5)).astype(x.dtype)
-    size = matrix.size_in, narrowed(matrix.size_out, COLUMNS * (2 if matrix.gated else 1))
-    scale = 0.5 + rng.random(size[1], np.float32)
+    size_out = narrowed(matrix.size_out, COLUMNS * (2 if matrix.gated else 1))
+    size = count, matrix.size_in, size_out
+    scale = 0.5 + rng.random(size_out, np.float32)
     match matrix.scheme:
         case "int8":
             return x, rng.integers(-127, 128, size, np.int8), scale / 127
@@ -267,13 +329,13 @@ def _random_rows(rng: np.random.Generator, shapes: ServedShapes, size: int) -> n
     return _random_array(rng, (_DIFFERENT_ROWS, size), shapes.dtype)
 
 
-def _of_each_count(x: np.ndarray, shapes: ServedShapes) -> list[np.ndarray]:
+def _of_each_count(x: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     """As many rows as each row count says, the different ones x [., I] over and over.
 
     Made here, since the compiler makes a loop of every cut in a program.
     """
-    most = _repeated(x, shapes.product_rows[-1])
-    return [most[:rows] for rows in shapes.product_rows]
+    most = _repeated(x, max(counts))
+    return [most[:rows] for rows in counts]
 
 
 def _repeated(x: np.ndarray, rows: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from jitney.kernels import definitions, fp8, proof, reference
 from jitney.kernels import experts as plain_experts
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int8 import Int8
-from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet
+from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet, OneOf
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_products import narrowed
 from jitney.kernels.proof_shapes import Matrix, Mixture, ServedShapes
@@ -446,6 +446,55 @@ def test_products_with_experts_that_are_wrong_are_found(wrong: str):
     kernels = changed(experts=broken)
     assert list(errors(kernels, served)) == ["experts"]
     assert proof.without(kernels, ["experts"]).experts is None
+
+
+MIXTURES = tuple(Mixture(96, (scheme, scheme), "silu") for scheme in ("plain", "int8"))
+
+
+def next_expert(product: Any) -> Any:
+    """The product with the matrix behind the one that was asked for."""
+
+    def turned(w: Any) -> Any:
+        if isinstance(w, Int8):
+            return Int8(turned(w.kernel), w.scale)
+        if isinstance(w, OneOf):
+            return OneOf(w.matrices, (w.number + 1) % len(w.matrices))
+        return w
+
+    return lambda x, w, *dtype: product(x, turned(w), *dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kernel_that_reads_another_of_many_matrices_is_found(dtype: str):
+    """In each format, in what opens an expert and in what closes it; then each matrix is copied out
+    before it is multiplied.
+    """
+    kernels = select("cpu", "auto")
+    if kernels.name != "native":
+        pytest.skip("native kernels do not run on this CPU")
+    assert kernels.int8 is not None
+    served = replace(SERVED, dtype=dtype, kv_dtype=dtype, matrices=(), blocks=(16, 32))
+    proofs = proof.prove(kernels, replace(served, mixtures=MIXTURES))
+    assert "experts" in [found.kernel for found in proofs] and all(found.ok for found in proofs)
+    wrong_int8 = [
+        replace(kernels.int8, **{name: next_expert(getattr(kernels.int8, name))})
+        for name in ("matmul", "gated")
+    ]
+    for mixture, wrong in (
+        (MIXTURES[0], {"matmul": next_expert(kernels.matmul)}),
+        (MIXTURES[0], {"gated": next_expert(kernels.gated)}),
+        (MIXTURES[1], {"int8": wrong_int8[0]}),
+        (MIXTURES[1], {"int8": wrong_int8[1]}),
+    ):
+        broken = replace(kernels, **wrong)
+        assert list(errors(broken, replace(served, mixtures=(mixture,)))) == ["experts"]
+        assert not proof.without(broken, ["experts"]).takes_one_of
+
+
+def test_the_references_products_are_given_no_matrix_among_many():
+    """They take none: experts failed in the first step where products had been taken out."""
+    kernels = changed(matmul=same(reference.matmul), takes_one_of=True)
+    assert not proof.without(kernels, ["products"]).takes_one_of
 
 
 def test_experts_in_four_bits_are_multiplied_one_after_the_other_and_not_proved():
