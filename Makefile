@@ -70,7 +70,8 @@ build/tpu: | $(DEV)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ "$$wanted"
 
 # The whole table of kernel tiles, and the engine's steps, compiled for GPUs and TPUs that need not be there: twenty
-# minutes on two cores. What came out is written beside the benchmarks.
+# minutes on two cores. What came out is written beside the benchmarks. The CPU kernels compiled for each named CPU, and
+# checked where this one runs them; and the default model's answers with every level of them: ten minutes more.
 test-compile: export JITNEY_TEST_COMPILE := 1
 test-compile: export JITNEY_CUDA_PLUGIN := build/cuda
 test-compile: export JITNEY_TPU_PLUGIN := build/tpu
@@ -79,6 +80,8 @@ test-compile: $(DEV) build/cuda build/tpu
 	@rm -rf $(JITNEY_COMPILED)
 	@$(BIN)/python -m pytest tests/kernels/triton_gpu/test_triton_compiled.py tests/kernels/pallas_tpu/test_pallas_compiled.py \
 	  tests/compiled $(ARGS)
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels/cpu/test_native_cpus.py \
+	  tests/engine/test_engine.py::test_the_default_model_equals_the_reference $(ARGS)
 	@$(BIN)/python docs/benchmarks/compiled_programs.py
 
 # The CPU kernels for ARM, compiled by a cross compiler (g++-aarch64-linux-gnu, or ziglang) and run by an emulator, which

@@ -52,12 +52,13 @@ _MASS_LIMIT = 1e-3
 FIELDS: dict[str, tuple[str, ...]] = {
     "attention": ("paged_attention", "attend", "rotate_and_write", "pool_shape"),
     "norm": ("rms_norm", "norm_sum"),
-    "products": ("arrange", "matmul", "gated"),
+    # Those of the reference take no matrix among many.
+    "products": ("arrange", "matmul", "gated", "takes_one_of"),
     "head": ("project",),
     "int4 product": ("matmul_int4",),
     "int8 product": ("int8",),
     "fp8 product": ("fp8",),
-    "experts": ("experts",),
+    "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
 }
 

@@ -21,6 +21,11 @@ from jitney.kernels.scales import limit_of
 
 #: Most sequences of a step whose contexts are long; the others have a page or two.
 _LONG = 8
+#: Rows of a prompt behind the longest context.
+_LATE_ROWS = 5
+#: Tokens, and at least pages, that long contexts share: of as many different ones as a context has
+#: the random numbers alone would take longer than a start may wait.
+_SHARED, _SHARED_PAGES = 1024, 32
 #: Random numbers of a quantised pool: so many times their spread fills its range.
 _SPREADS = 8
 
@@ -36,6 +41,12 @@ class _StepArrays(NamedTuple):
     factors: dict[str, Any]  # kv_scales float32 [2K] of a pool of 8 bits, else empty
 
 
+class _RandomPool(NamedTuple):
+    kv: np.ndarray  # [N, page, 2K, D]
+    factors: dict[str, np.ndarray]  # kv_scales float32 [2K], none of a pool of floats
+    limit: float  # the greatest number it holds, 0 of a pool of floats
+
+
 @dataclass(frozen=True)
 class _AttentionStep:
     """The attention's part of one step, in numpy."""
@@ -43,6 +54,7 @@ class _AttentionStep:
     arrays: _StepArrays
     rows: int  # that are not padding, the first of the T
     limit: float  # greatest number of a pool of 8 bits, else 0
+    key_heads: tuple[int, ...]  # those that are compared, and their query heads
 
 
 @dataclass
@@ -108,12 +120,13 @@ class MetaBuilder:
 
 def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Decode steps of the least and the most seats, and the smallest steps with prompts, of few
-    seats and of all; for each window.
+    seats and of all; for each window. Of each of these kinds some with the longest contexts.
 
     A set with `rotate_and_write` is asked for that and for `attend`, as models do.
     """
     sizes = sorted({shapes.decode[0], shapes.decode[-1]})
     steps = [_decode_step(shapes, seats) for seats in sizes]
+    steps += _long_steps(shapes)
     steps += [_mixed_step(shapes, rows, seqs) for rows, seqs in shapes.prompt_steps]
     yield from _errors_of(kernels, shapes, steps)
 
@@ -160,7 +173,7 @@ def _errors_of(
     if not writes:
         yield from _rotation_errors(kernels, shapes, steps[-1])
 
-    def call_all(inputs: list[_StepArrays]) -> list[tuple[jax.Array, jax.Array]]:
+    def call_all(inputs: list[_StepArrays]) -> list[tuple[jax.Array, jax.Array | None]]:
         cases = itertools.product(shapes.windows, inputs)
         return [_attend(kernels, shapes, given, window) for window, given in cases]
 
@@ -171,30 +184,41 @@ def _errors_of(
         if writes:
             pool = _written(step, step.arrays.k, step.arrays.v)
         wanted = _definition(shapes, step, pool, window)
-        yield distance(np.asarray(o)[: step.rows], wanted[: step.rows])
-        yield distance(_in_floats(np.asarray(kv), step), _in_floats(pool, step))
+        query_heads = _query_heads(shapes, step)
+        yield distance(np.asarray(o)[: step.rows, query_heads], wanted[: step.rows])
+        if writes:
+            yield distance(_in_floats(np.asarray(kv), step), _in_floats(pool, step))
+
+
+def _query_heads(shapes: ServedShapes, step: _AttentionStep) -> list[int]:
+    """The query heads of the key heads that are compared."""
+    group = shapes.n_heads // shapes.n_kv_heads
+    return [head * group + at for head in step.key_heads for at in range(group)]
 
 
 def _attend(
     kernels: KernelSet, shapes: ServedShapes, given: _StepArrays, window: int
-) -> tuple[jax.Array, jax.Array]:
-    """(outputs, pool) of the kernel that models call."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """(outputs, pool) of the kernel that models call; no pool of one that does not write."""
     q, k, v, kv, meta, factors = given
     options: dict[str, Any] = {"scale": shapes.head_dim**-0.5, "window": window, **factors}
     if shapes.softcap:
         options["softcap"] = shapes.softcap
     if kernels.rotate_and_write is None:
         return kernels.paged_attention(q, k, v, kv, meta, **options)
-    return kernels.attend(q, kv, meta, **options), kv
+    return kernels.attend(q, kv, meta, **options), None
 
 
 def _definition(
     shapes: ServedShapes, step: _AttentionStep, pool: np.ndarray, window: int
 ) -> np.ndarray:
-    """What the step's rows ought to be, [T, H, D], over this pool."""
+    """What the step's rows ought to be over this pool: [T, ., D], compared heads."""
     meta = step.arrays.meta
+    if len(step.key_heads) < shapes.n_kv_heads:
+        rows = [row for head in step.key_heads for row in (2 * head, 2 * head + 1)]
+        pool = pool[:, :, rows]
     return definitions.attention(
-        step.arrays.q,
+        step.arrays.q[:, _query_heads(shapes, step)],
         _in_floats(pool, step),
         np.asarray(meta.kv_lens),
         np.asarray(meta.cu_q),
@@ -250,7 +274,7 @@ def _in_floats(kv: np.ndarray, step: _AttentionStep) -> np.ndarray:
     """The numbers that a pool [N, page, 2K, D] stands for, float32."""
     wide = kv.astype(np.float32)
     if step.arrays.factors:
-        wide *= step.arrays.factors["kv_scales"][:, None]
+        wide *= step.arrays.factors["kv_scales"][: kv.shape[2], None]  # all are alike
     return wide
 
 
@@ -285,6 +309,68 @@ def _mixed_step(shapes: ServedShapes, rows: int, seqs: int) -> _AttentionStep:
     return _make_step(shapes, decoding, prompts, rows=rows, seqs=seqs)
 
 
+def _long_steps(shapes: ServedShapes) -> list[_AttentionStep]:
+    """Steps of contexts that are longer than those of the others: the longest that is served, alone
+    and behind rows of a prompt, and its halves, since a kernel may cut a context in another way at
+    each power of two.
+    """
+    lengths = []
+    length = shapes.context
+    while length > _context_lengths(shapes, 1)[0]:
+        lengths.append(length)
+        length = -(-length // 2)  # rounded up, it lies between the next lower powers of two
+    if not lengths:
+        return []
+    pool = _random_pool(np.random.default_rng(29), shapes, _long_pages(shapes))
+    seats = min(shapes.decode[-1], _LONG)
+    steps = []
+    for first in range(0, len(lengths), seats):
+        few = lengths[first : first + seats]
+        steps.append(_long_step(shapes, pool, few, (shapes.decode[-1], shapes.decode[-1])))
+    if shapes.decode[0] != shapes.decode[-1]:
+        least = shapes.decode[0]
+        steps.append(_long_step(shapes, pool, lengths[:1], (least, least)))
+    rows, seqs = shapes.prompt_steps[0]
+    late = min(_LATE_ROWS, rows - 1)
+    steps.append(_long_step(shapes, pool, lengths[:1], (seqs, rows), late))
+    return steps
+
+
+def _long_pages(shapes: ServedShapes) -> int:
+    """Of a pool of long steps: trash, those that contexts share, and two of each context's own."""
+    return 1 + _shared_pages(shapes) + 2 * _LONG
+
+
+def _shared_pages(shapes: ServedShapes) -> int:
+    return max(_SHARED_PAGES, _SHARED // shapes.page_size)
+
+
+def _long_step(
+    shapes: ServedShapes,
+    pool: _RandomPool,
+    lengths: list[int],
+    sizes: tuple[int, int],
+    new: int = 1,
+) -> _AttentionStep:
+    """A step of sizes (S, T) and `new` rows for each of these contexts, which share most of their
+    pages, as in a cache of prefixes: a context's first pages are one page, its next ones another.
+    """
+    seqs, rows = sizes
+    shared = _shared_pages(shapes)
+    rng = np.random.default_rng(len(lengths) + rows)
+    shape = seqs, rows, shapes.pages
+    sequences = MetaBuilder.empty(shape, _long_pages(shapes), shapes.page_size, rng)
+    own = sequences.free[sequences.free > shared].reshape(_LONG, 2)
+    for length, at_the_end in zip(lengths, own, strict=False):
+        first = -(-length // shapes.page_size) - 2
+        spread = np.arange(first) * shared // first
+        sequences.free = np.concatenate([rng.permutation(shared)[spread] + 1, at_the_end])
+        sequences.add(length, new)
+    key_heads = tuple({0, shapes.n_kv_heads - 1})
+    n_decode = len(lengths) if new == 1 else 0
+    return _random_step(rng, shapes, sequences, pool, n_decode, key_heads)
+
+
 def _make_step(
     shapes: ServedShapes,
     decoding: list[int],
@@ -304,25 +390,41 @@ def _make_step(
     sequences = MetaBuilder.empty((seqs, rows, shapes.pages), n_pages, page, rng)
     for length, count in pieces:
         sequences.add(length, count)
+    key_heads = tuple(range(shapes.n_kv_heads))
+    pool = _random_pool(rng, shapes, n_pages)
+    return _random_step(rng, shapes, sequences, pool, len(decoding), key_heads)
+
+
+def _random_step(
+    rng: np.random.Generator,
+    shapes: ServedShapes,
+    sequences: MetaBuilder,
+    pool: _RandomPool,
+    n_decode: int,
+    key_heads: tuple[int, ...],
+) -> _AttentionStep:
+    """Random numbers for the sequences, of which the first n_decode decode."""
+    rows = len(sequences.positions)
     dtype = jnp.dtype(shapes.dtype)
     q = rng.standard_normal((rows, shapes.n_heads, shapes.head_dim), np.float32).astype(dtype)
     new_shape = (2, rows, shapes.n_kv_heads, shapes.head_dim)
     k, v = rng.standard_normal(new_shape, np.float32).astype(dtype)
-    pool, factors, limit = _random_pool(rng, shapes, n_pages)
-    arrays = _StepArrays(q, k, v, pool, sequences.meta(len(decoding)), factors)
-    return _AttentionStep(arrays, rows=sequences.rows, limit=limit)
+    meta = sequences.meta(n_decode)
+    arrays = _StepArrays(q, k, v, pool.kv, meta, pool.factors)
+    return _AttentionStep(arrays, sequences.rows, pool.limit, key_heads)
 
 
-def _random_pool(
-    rng: np.random.Generator, shapes: ServedShapes, n_pages: int
-) -> tuple[np.ndarray, dict[str, np.ndarray], float]:
-    """(pool [N, page, 2K, D], its factors, the greatest number it holds; none and 0 for floats)."""
+def _random_pool(rng: np.random.Generator, shapes: ServedShapes, n_pages: int) -> _RandomPool:
     n_rows = 2 * shapes.n_kv_heads
-    shape = (n_pages, shapes.page_size, n_rows, shapes.head_dim)
-    kv = rng.standard_normal(shape, np.float32)
+    page_shape = shapes.page_size, n_rows, shapes.head_dim
+    kv = np.empty((n_pages, *page_shape), jnp.dtype(shapes.kv_dtype))
     factors: dict[str, np.ndarray] = {}
     limit = limit_of(jnp.zeros((), shapes.kv_dtype))
     if limit:
-        kv = np.clip(kv * limit / _SPREADS, -limit, limit)
         factors["kv_scales"] = np.full(n_rows, _SPREADS / limit, np.float32)
-    return kv.astype(jnp.dtype(shapes.kv_dtype)), factors, limit
+    for page in range(n_pages):  # a float32 of each number in the pool would take long to get
+        numbers = rng.standard_normal(page_shape, np.float32)
+        if limit:
+            numbers = np.clip(numbers * limit / _SPREADS, -limit, limit)
+        kv[page] = numbers.astype(kv.dtype)
+    return _RandomPool(kv, factors, limit)

@@ -4,8 +4,10 @@ cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,79 +18,76 @@ from jitney.kernels.expert_cases import ExpertCase, case_errors
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.int8 import Int8
-from jitney.kernels.interface import KernelSet
-from jitney.kernels.proof_shapes import Matrix, ServedShapes, distance
+from jitney.kernels.interface import Arrange, ExpertProducts, KernelSet, OneOf
+from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes, distance
 
 #: Most columns of a matrix and rows of a table, but for a remainder (`narrowed`): sixty vectors of
 #: 16, since tiles are chosen by divisors of up to six.
 _COLUMNS = 960
+#: Of the rows that are multiplied so many differ, and the others repeat them, which the definition
+#: then need not compute. A prime: no kernel takes that many rows at a time and confuses them.
+_DIFFERENT_ROWS = 61
+#: Experts of a mixture.
+_EXPERTS = 4
+#: Random numbers that are made at a time: float32 that stay in a core's cache.
+_PIECE = 1 << 16
 #: (top-k, top-p) at which the cut is compared; a k beyond the vocabulary is all of it.
 _CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (2000, 0.999))
 
 
 def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Rows of the hidden size at every row count, and heads where they are normed."""
-    cases = [(rows, shapes.hidden_size) for rows in shapes.product_rows]
-    if shapes.qk_norm:
-        cases.append((shapes.decode[-1] * shapes.n_heads, shapes.head_dim))
+    """Rows of the hidden size at every row count, alone and added to the same in another order, and
+    heads where they are normed.
+    """
     rng = np.random.default_rng(5)
-    inputs = []
-    for rows, size in cases:
-        x = _random_array(rng, (rows, size), shapes.dtype)
-        inputs.append((x, _random_array(rng, (size,), shapes.norm_weights)))
+    weight = _random_array(rng, (shapes.hidden_size,), shapes.norm_weights)
+    x = _random_rows(rng, shapes, shapes.hidden_size)
+    turned = np.ascontiguousarray(x[:, ::-1])
+    heads: list[tuple[np.ndarray, np.ndarray]] = []
+    if shapes.qk_norm:
+        size = shapes.decode[-1] * shapes.n_heads, shapes.head_dim
+        head_weight = _random_array(rng, (shapes.head_dim,), shapes.norm_weights)
+        heads.append((_random_array(rng, size, shapes.dtype), head_weight))
 
-    def call_all(inputs: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        return [kernels.rms_norm(x, weight, shapes.eps) for x, weight in inputs]
+    def call_all(rows: Any, added: Any, weight: Any, heads: Any) -> tuple[list[Any], ...]:
+        normed = [kernels.rms_norm(given, weight, shapes.eps) for given in rows]
+        of_heads = [kernels.rms_norm(given, own, shapes.eps) for given, own in heads]
+        pairs = zip(rows, added, strict=True)
+        sums = [kernels.norm_sum(one, other, weight, shapes.eps) for one, other in pairs]
+        return normed, of_heads, sums
 
-    for got, (x, weight) in zip(jax.jit(call_all)(inputs), inputs, strict=True):
-        yield distance(got, definitions.rms_norm(x, weight, shapes.eps))
-    yield from _sum_errors(kernels, shapes, inputs[: len(shapes.product_rows)])
-
-
-def _sum_errors(
-    kernels: KernelSet, shapes: ServedShapes, inputs: list[tuple[np.ndarray, np.ndarray]]
-) -> Iterator[float]:
-    """Rows of the hidden size, each added to the same in another order, and the norm of that."""
-
-    def call_all(inputs: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
-        return [kernels.norm_sum(x, x[:, ::-1], weight, shapes.eps) for x, weight in inputs]
-
-    for (total, got), (x, weight) in zip(jax.jit(call_all)(inputs), inputs, strict=True):
-        wanted = (x.astype(np.float32) + x[:, ::-1].astype(np.float32)).astype(x.dtype)
-        yield distance(total, wanted)
-        yield distance(got, definitions.rms_norm(wanted, weight, shapes.eps))
+    rows, added = (
+        _of_each_count(x, shapes.product_rows),
+        _of_each_count(turned, shapes.product_rows),
+    )
+    normed, of_heads, sums = jax.jit(call_all)(rows, added, weight, heads)
+    wanted = definitions.rms_norm(x, weight, shapes.eps)
+    yield from _distances(normed, wanted)
+    for got, given in zip(of_heads, heads, strict=True):
+        yield distance(got, definitions.rms_norm(*given, shapes.eps))
+    total = (x.astype(np.float32) + turned.astype(np.float32)).astype(x.dtype)
+    wanted = definitions.rms_norm(total, weight, shapes.eps)
+    totals, normed = zip(*sums, strict=True)
+    yield from _distances(totals, total)
+    yield from _distances(normed, wanted)
 
 
 def product_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Every matrix of a layer but those that have a product of their own, at every row count."""
-    for matrix in shapes.matrices:
-        if _has_its_own(kernels, matrix):
-            continue
-        x, w = _random_product(shapes, matrix)
-        products = jax.jit(partial(_products_of, kernels, shapes, matrix))(x, w)
-        define = definitions.gated if _gated_plain(matrix) else definitions.matmul
-        wanted = define(x, w)
-        for got in products:
-            yield distance(got, wanted[: len(got)])
+    matrices = [one for one in shapes.matrices if not _has_its_own(kernels, one)]
+    return _errors_of([_in_floats(kernels, one) for one in matrices], shapes)
 
 
-def _products_of(
-    kernels: KernelSet, shapes: ServedShapes, matrix: Matrix, x: jax.Array, w: jax.Array
-) -> list[jax.Array]:
-    """The products of the first rows of x [T, I] with w [I, O], one for each row count."""
-    product = kernels.gated if _gated_plain(matrix) else kernels.matmul
-    if kernels.arrange is not None and matrix.scheme == "plain":
-        w = kernels.arrange(w, _parts(matrix))
-    return [product(x[:rows], w) for rows in shapes.product_rows]
+def int8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Matrices in int8 whose products round rows to int8, at every row count."""
+    matrices = [one for one in shapes.matrices if _is_int8(kernels, one)]
+    return _errors_of([_in_int8(kernels, one) for one in matrices], shapes)
 
 
-def _gated_plain(matrix: Matrix) -> bool:
-    """Whether its product is `KernelSet.gated`, which is for floats."""
-    return matrix.gated and matrix.scheme == "plain"
-
-
-def _parts(matrix: Matrix) -> int:
-    return 2 if matrix.gated else 1
+def fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Matrices in fp8 whose products round rows to fp8, at every row count."""
+    matrices = [one for one in shapes.matrices if _is_fp8(kernels, one)]
+    return _errors_of([_in_fp8(kernels, one) for one in matrices], shapes)
 
 
 def _has_its_own(kernels: KernelSet, matrix: Matrix) -> bool:
@@ -106,57 +105,95 @@ def _is_int8(kernels: KernelSet, matrix: Matrix) -> bool:
     return kernels.int8 is not None and matrix.scheme == "int8"
 
 
-def int8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Matrices in int8 whose products round rows to int8, at every row count."""
-    for matrix in shapes.matrices:
-        if not _is_int8(kernels, matrix):
-            continue
-        x, w = _random_product(shapes, matrix)
-        rng = np.random.default_rng(19)
-        # Gates of a size that a gate bends, neither all open nor all shut.
-        scale = (0.5 + rng.random(w.shape[1], np.float32)) / matrix.size_in
-        products = jax.jit(partial(_int8_products_of, kernels, shapes, matrix))(x, w, scale)
-        define = definitions.gated_int8 if matrix.gated else definitions.matmul_int8
-        wanted = define(x, w, scale)
-        for got in products:
-            yield distance(got, wanted[: len(got)])
+@dataclass(frozen=True)
+class _Product:
+    """How a set multiplies with a matrix, and what should come of it."""
+
+    matrix: Matrix
+    arrange: Arrange | None
+    #: x [T, I], the matrix as `arrange` laid it out or a `OneOf` of such, scale [O].
+    multiply: Callable[[Any, Any, Any], jax.Array]
+    #: x [T, I], w [I, O], scale [O].
+    define: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+    def arranged(self, w: jax.Array) -> jax.Array:
+        """w [I, O] as `multiply` takes it."""
+        if self.arrange is None:
+            return w
+        return self.arrange(w, 2 if self.matrix.gated else 1)
 
 
-def _int8_products_of(
-    kernels: KernelSet,
-    shapes: ServedShapes,
-    matrix: Matrix,
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array,
-) -> list[jax.Array]:
-    """The products of the first rows of x [T, I] with w [I, O], one for each row count."""
-    assert kernels.int8 is not None
-    weights = Int8(kernels.int8.arrange(w, _parts(matrix)), scale)
-    product = kernels.int8.gated if matrix.gated else kernels.int8.matmul
-    return [product(x[:rows], weights) for rows in shapes.product_rows]
+def _product_of(kernels: KernelSet, matrix: Matrix) -> _Product:
+    """As models multiply with it; not int4."""
+    if _is_int8(kernels, matrix):
+        return _in_int8(kernels, matrix)
+    if _is_fp8(kernels, matrix):
+        return _in_fp8(kernels, matrix)
+    return _in_floats(kernels, matrix)
 
 
-def fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Matrices in fp8 whose products round rows to fp8, at every row count."""
-    for matrix in shapes.matrices:
-        if not _is_fp8(kernels, matrix):
-            continue
-        x, w = _random_product(shapes, matrix)
-        scale = 0.5 + np.random.default_rng(23).random(w.shape[1], np.float32)
-        products = jax.jit(partial(_fp8_products_of, kernels, shapes))(x, w, scale)
-        wanted = definitions.matmul_fp8(x, w, scale)
-        for got in products:
-            yield distance(got, wanted[: len(got)])
+def _in_floats(kernels: KernelSet, matrix: Matrix) -> _Product:
+    """Floats, and codes that are widened, whose scales come behind the product."""
+    if matrix.scheme != "plain":
+        return _Product(
+            matrix,
+            None,
+            lambda x, w, scale: kernels.matmul(x, w),
+            lambda x, w, scale: definitions.matmul(x, w),
+        )
+    multiply, define = kernels.matmul, definitions.matmul
+    if matrix.gated:
+        multiply, define = kernels.gated, definitions.gated
+    return _Product(
+        matrix,
+        kernels.arrange,
+        lambda x, w, scale: multiply(x, w),
+        lambda x, w, scale: define(x, w),
+    )
 
 
-def _fp8_products_of(
-    kernels: KernelSet, shapes: ServedShapes, x: jax.Array, w: jax.Array, scale: jax.Array
-) -> list[jax.Array]:
-    """The products of the first rows of x [T, I] with w [I, O], one for each row count."""
-    assert kernels.fp8 is not None
-    weights = Fp8(kernels.fp8.arrange(w), scale)
-    return [kernels.fp8.matmul(x[:rows], weights, x.dtype) for rows in shapes.product_rows]
+def _in_int8(kernels: KernelSet, matrix: Matrix) -> _Product:
+    products = kernels.int8
+    assert products is not None
+    multiply, define = products.matmul, definitions.matmul_int8
+    if matrix.gated:
+        multiply, define = products.gated, definitions.gated_int8
+    return _Product(
+        matrix, products.arrange, lambda x, w, scale: multiply(x, Int8(w, scale)), define
+    )
+
+
+def _in_fp8(kernels: KernelSet, matrix: Matrix) -> _Product:
+    products = kernels.fp8
+    assert products is not None
+    return _Product(
+        replace(matrix, gated=False),  # no set gates it at once
+        products.arrange,
+        lambda x, w, scale: products.matmul(x, Fp8(w, scale), x.dtype),
+        definitions.matmul_fp8,
+    )
+
+
+def _errors_of(products: list[_Product], shapes: ServedShapes) -> Iterator[float]:
+    """Of all products at every row count.
+
+    One program: a program for each matrix takes as long to compile as this one of five of them.
+    """
+    if not products:
+        return
+    operands = [_random_operands(shapes, one.matrix, 1) for one in products]
+    inputs = [(_of_each_count(x, shapes.product_rows), *rest) for x, *rest in operands]
+
+    def call_all(inputs: list[tuple[list[jax.Array], Any, Any]]) -> list[list[jax.Array]]:
+        results = []
+        for one, (rows, w, scale) in zip(products, inputs, strict=True):
+            laid_out = one.arranged(w[0])
+            results.append([one.multiply(x, laid_out, scale) for x in rows])
+        return results
+
+    results = jax.jit(call_all)(inputs)
+    for one, (x, w, scale), found in zip(products, operands, results, strict=True):
+        yield from _distances(found, one.define(x, w[0], scale))
 
 
 def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -164,53 +201,96 @@ def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     if not shapes.table:
         return
     rng = np.random.default_rng(11)
-    x = _random_array(rng, (shapes.product_rows[-1], shapes.hidden_size), shapes.dtype)
+    x = _random_rows(rng, shapes, shapes.hidden_size)
     table = _random_array(rng, (narrowed(shapes.table, _COLUMNS), shapes.hidden_size), shapes.dtype)
 
-    def call_all(x: jax.Array, table: jax.Array) -> list[jax.Array]:
-        return [kernels.project(x[:rows], table) for rows in shapes.product_rows]
+    def call_all(rows: list[jax.Array], table: jax.Array) -> list[jax.Array]:
+        return [kernels.project(x, table) for x in rows]
 
     wanted = definitions.matmul(x, table.T)
-    for got in jax.jit(call_all)(x, table):
-        yield distance(got, wanted[: len(got)])
+    yield from _distances(jax.jit(call_all)(_of_each_count(x, shapes.product_rows), table), wanted)
 
 
 def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Matrices in 4 bits, with zero points, at every row count; against the reference's product."""
     rng = np.random.default_rng(13)
 
-    def call_all(x: jax.Array, weights: Int4) -> list[jax.Array]:
-        return [kernels.matmul_int4(x[:rows], weights) for rows in shapes.product_rows]
+    def call_all(rows: list[jax.Array], weights: Int4) -> list[jax.Array]:
+        return [kernels.matmul_int4(x, weights) for x in rows]
 
     for matrix in shapes.matrices:
         if matrix.scheme != "int4":
             continue
         weights = _random_int4(rng, matrix)
-        x = _random_array(rng, (shapes.product_rows[-1], matrix.size_in), shapes.dtype)
+        x = _random_rows(rng, shapes, matrix.size_in)
         wanted = np.asarray(jax.jit(matmul_int4)(x, weights), np.float32)
-        for got in jax.jit(call_all)(x, weights):
-            yield distance(got, wanted[: len(got)])
+        yield from _distances(
+            jax.jit(call_all)(_of_each_count(x, shapes.product_rows), weights), wanted
+        )
 
 
 def expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Mixtures that are multiplied all blocks at once, in blocks of every number of rows; of their
-    experts four, and of an expert's feed-forward at most some thousand columns.
+    """The products of mixtures, in blocks of every number of rows; of their experts four, and of an
+    expert's feed-forward at most some thousand columns.
     """
-    for mixture in shapes.mixtures:
-        if kernels.experts is None or "int4" in mixture.schemes:
-            continue
-        for block in shapes.blocks:
-            case = ExpertCase(
-                size=shapes.hidden_size,
-                inner=narrowed(mixture.inner, _COLUMNS),
-                rows=block + 3,
-                block=block,
-                n_experts=4,
-                schemes=mixture.schemes,
-                activation=mixture.activation,
-                dtype=shapes.dtype,
-            )
-            yield from case_errors(kernels.experts, case)
+    mixtures = [one for one in shapes.mixtures if "int4" not in one.schemes]
+    if kernels.experts is not None:
+        yield from _at_once_errors(kernels.experts, shapes, mixtures)
+    elif kernels.takes_one_of:
+        yield from _one_by_one_errors(kernels, shapes, mixtures)
+
+
+def _at_once_errors(
+    experts: ExpertProducts, shapes: ServedShapes, mixtures: list[MixtureShape]
+) -> Iterator[float]:
+    """Of all blocks at once."""
+    for mixture, block in itertools.product(mixtures, shapes.blocks):
+        case = ExpertCase(
+            size=shapes.hidden_size,
+            inner=narrowed(mixture.inner, _COLUMNS),
+            rows=block + 3,
+            block=block,
+            n_experts=_EXPERTS,
+            schemes=mixture.schemes,
+            activation=mixture.activation,
+            dtype=shapes.dtype,
+        )
+        yield from case_errors(experts, case)
+
+
+def _one_by_one_errors(
+    kernels: KernelSet, shapes: ServedShapes, mixtures: list[MixtureShape]
+) -> Iterator[float]:
+    """Of the first and the last expert's matrices, each multiplied where it lies among all."""
+    matrices = [matrix for mixture in mixtures for matrix in _matrices_of(mixture, shapes)]
+    products = [_product_of(kernels, matrix) for matrix in dict.fromkeys(matrices)]
+    operands = [_random_operands(shapes, one.matrix, _EXPERTS) for one in products]
+    inputs = [(_of_each_count(x, shapes.blocks), w, scale) for x, w, scale in operands]
+    numbers = np.array([0, _EXPERTS - 1], np.int32)
+
+    def call_all(inputs: Any, numbers: jax.Array) -> list[list[jax.Array]]:
+        results = []
+        for one, (rows, w, scale) in zip(products, inputs, strict=True):
+            laid_out = jax.lax.map(one.arranged, w)
+            for number in numbers:
+                expert = OneOf(laid_out, number)
+                results.append([one.multiply(x, expert, scale) for x in rows])
+        return results
+
+    results = iter(jax.jit(call_all)(inputs, numbers))
+    for one, (x, w, scale) in zip(products, operands, strict=True):
+        for number in numbers:
+            yield from _distances(next(results), one.define(x, w[number], scale))
+
+
+def _matrices_of(mixture: MixtureShape, shapes: ServedShapes) -> tuple[Matrix, Matrix]:
+    """What opens an expert, and what closes it."""
+    opening, closing = mixture.schemes
+    gated = mixture.activation == "silu" and opening in ("plain", "int8")
+    return (
+        Matrix(shapes.hidden_size, 2 * mixture.inner, opening, gated),
+        Matrix(mixture.inner, shapes.hidden_size, closing),
+    )
 
 
 def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
@@ -223,21 +303,60 @@ def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
     return Int4(jnp.asarray(packed), jnp.asarray(scales), jnp.asarray(zeros))
 
 
-def _random_product(shapes: ServedShapes, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
-    """x [rows, I] and a matrix [I, O] of that scheme, O at most some two thousand."""
+def _random_operands(
+    shapes: ServedShapes, matrix: Matrix, count: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [., I], so many matrices [count, I, O] of that scheme, O at most some two thousand, and
+    scales [O].
+    """
     rng = np.random.default_rng(matrix.size_in + matrix.size_out)
-    x = _random_array(rng, (shapes.product_rows[-1], matrix.size_in), shapes.dtype)
+    x = _random_rows(rng, shapes, matrix.size_in)
+    # Products of about 1, so that gates are bent, neither all open nor all shut.
+    x = (x.astype(np.float32) * np.float32(4 * matrix.size_in**-0.5)).astype(x.dtype)
     size_out = narrowed(matrix.size_out, _COLUMNS * (2 if matrix.gated else 1))
+    size = count, matrix.size_in, size_out
+    scale = 0.5 + rng.random(size_out, np.float32)
     match matrix.scheme:
         case "int8":
-            return x, rng.integers(-127, 128, (matrix.size_in, size_out), np.int8)
+            return x, rng.integers(-127, 128, size, np.int8), scale / 127
         case "fp8":
-            return x, _random_array(rng, (matrix.size_in, size_out), "float8_e4m3fn")
-    return x, _random_array(rng, (matrix.size_in, size_out), shapes.dtype)
+            return x, _random_array(rng, size, "float8_e4m3fn"), scale
+    return x, _random_array(rng, size, shapes.dtype), scale
+
+
+def _random_rows(rng: np.random.Generator, shapes: ServedShapes, size: int) -> np.ndarray:
+    """Different rows of `size` numbers."""
+    return _random_array(rng, (_DIFFERENT_ROWS, size), shapes.dtype)
+
+
+def _of_each_count(x: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    """As many rows as each row count says, the different ones x [., I] over and over.
+
+    Made here, since the compiler makes a loop of every cut in a program.
+    """
+    most = _repeated(x, max(counts))
+    return [most[:rows] for rows in counts]
+
+
+def _repeated(x: np.ndarray, rows: int) -> np.ndarray:
+    """x [., n], over and over: [rows, n]."""
+    return np.resize(x, (rows, x.shape[1]))
+
+
+def _distances(found: Sequence[jax.Array], wanted: np.ndarray) -> Iterator[float]:
+    """Of what came of each row count from what should come of the different rows."""
+    for got in found:
+        yield distance(got, _repeated(wanted, len(got)))
 
 
 def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return (2 * rng.random(shape, np.float32) - 1).astype(jnp.dtype(dtype))
+    """Numbers from -1 to 1; a piece at a time, which halves the time for a large matrix."""
+    array = np.empty(shape, jnp.dtype(dtype))
+    flat = array.reshape(-1)
+    for first in range(0, flat.size, _PIECE):
+        piece = flat[first : first + _PIECE]
+        piece[:] = 2 * rng.random(piece.size, np.float32) - 1
+    return array
 
 
 def narrowed(size: int, columns: int) -> int:

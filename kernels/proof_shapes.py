@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-#: Most rows of a product, and of prompts in a step: more are more of the same tiles.
+#: Rows of a product, and of prompts in a step, up to which each count is compared: more are more of
+#: the same tiles, and only the most of them are.
 MOST_ROWS = 256
+#: Most rows of a product, as many as a CPU is given (`jitney.engine.bench.sizes`).
+_LARGEST = 2048
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,9 @@ class ServedShapes:
     @property
     def product_rows(self) -> tuple[int, ...]:
         """Row counts at which products are compared, ascending."""
-        counts = {min(rows, MOST_ROWS) for rows in (*self.decode, *self.mixed, *self.blocks)}
-        return tuple(sorted(counts))
+        served = (*self.decode, *self.mixed, *self.blocks)
+        counts = {min(rows, MOST_ROWS) for rows in served}
+        return tuple(sorted({*counts, min(max(served), _LARGEST)}))
 
 
 def distance(got: jax.Array | np.ndarray, want: np.ndarray) -> float:

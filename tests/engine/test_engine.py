@@ -262,17 +262,18 @@ def test_alone_and_in_a_crowd_of_32(llm, params):
 @pytest.mark.skipif(not arranges_here(), reason="this CPU's weights are not arranged in pairs")
 @pytest.mark.parametrize("weights", ["plain", "int8"])
 def test_bfloat16_gives_the_same_answer_in_every_bucket(weights: str):
-    """Alone, in a crowd and in other chunks. A sum that was rounded elsewhere would move a
+    """Alone, in a crowd of 32 and in other chunks. A sum that was rounded elsewhere would move a
     log-probability by 1e-3; the last bit of it is XLA's, which adds up the vocabulary of fewer than
     8 rows in another order."""
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
-    prompts = [prompt(300 + i, 3 + 9 * i) for i in range(10)]
+    prompts = [prompt(300 + i, 3 + 3 * i) for i in range(40)]
 
     def answers(**settings: Any) -> tuple[list[list[int]], np.ndarray]:
-        options: dict[str, Any] = SETTINGS | {"dtype": "bfloat16", "weights": weights} | settings
+        kept: dict[str, Any] = {"dtype": "bfloat16", "weights": weights, "max_seats": 32}
+        options: dict[str, Any] = SETTINGS | kept | settings
         engine = when_used("tiny-random", **options)
         done = engine.generate(prompts, params) + [
-            engine.generate([one], params)[0] for one in prompts[::3]
+            engine.generate([one], params)[0] for one in prompts[::7]
         ]
         completions = [answer.outputs[0] for answer in done]
         return (
@@ -280,11 +281,11 @@ def test_bfloat16_gives_the_same_answer_in_every_bucket(weights: str):
             np.array([[entry.logprob for entry in c.logprobs or ()] for c in completions]),
         )
 
-    tokens, logprobs = answers(seat_buckets=[1, 4, 8], token_buckets=[16, 64])
-    others, other_logprobs = answers(seat_buckets=[8], token_budget=24, token_buckets=[24])
-    assert tokens == others and tokens[10:] == tokens[:10:3]
+    tokens, logprobs = answers(seat_buckets=[1, 8, 32], token_buckets=[16, 64])
+    others, other_logprobs = answers(seat_buckets=[32], token_budget=40, token_buckets=[40])
+    assert tokens == others and tokens[40:] == tokens[:40:7]
     np.testing.assert_allclose(logprobs, other_logprobs, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(logprobs[10:], logprobs[:10:3], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(logprobs[40:], logprobs[:40:7], rtol=0, atol=2e-6)
 
 
 def test_neighbours_of_every_kind_change_nothing(llm):
