@@ -7,6 +7,7 @@ owns it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -300,6 +301,8 @@ class Kernels(Protocol):
     def fp8(self) -> Fp8Products | None: ...
     @property
     def experts(self) -> ExpertProducts | None: ...
+    @property
+    def part_seconds(self) -> Callable[[], Mapping[str, float]] | None: ...
 
 
 @jax.tree_util.register_dataclass
@@ -372,6 +375,9 @@ class KernelSet:
     sums_in_halves: bool = False
     #: True where `matmul`, `gated` and those of int8 take a `OneOf` for weights.
     takes_one_of: bool = False
+    #: Seconds that this process has spent so far in the kernels of each part of a step, by the
+    #: part's name; None where they have no clocks.
+    part_seconds: Callable[[], Mapping[str, float]] | None = None
     #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
     instructions: str = ""
 

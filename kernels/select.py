@@ -88,6 +88,7 @@ def _native() -> KernelSet:
         project=usual.project,
         int8=Int8Products(int8.arrange, int8.matmul, int8.gated),
         takes_one_of=True,
+        part_seconds=library.part_seconds,
     )
 
 

@@ -1,13 +1,22 @@
-"""What a streamed token costs in the API process, in processor time, and which share of the machine
-that is.
+"""What a streamed token costs in the API process, in processor time and by part, and which share of
+the machine that is.
 
-    python docs/benchmarks/http_cost.py [--streams 32] [--tokens-per-s 673] [--json FILE]
+    python docs/benchmarks/http_cost.py [--streams 32] [--tokens-per-s 764] [--json FILE]
 
 Starts `jitney serve`, drives it as `jitney bench peers` does, and reads the user and system time of
 the process that answers HTTP and of the core's beside it, before and after. Other work on the
 machine makes processor times a little longer, not many times, so this needs no quiet machine;
-`--tokens-per-s` is the rate for which the share of all cores is said (default: the rate of this
+`--tokens-per-s` are the rates for which the share of all cores is said (default: the rate of this
 run).
+
+Where it goes is sampled: whenever the process has used a tick of the kernel's (4 ms on most), its
+main thread says which part of the program it is in, by the innermost file that belongs to one, and
+the part gets the processor time since the last sample. 384 requests give 600 samples, which tell a
+part of a quarter to 2 % of the whole.
+
+parse: what the core and the clients send; detokenise: tokens to text; frame: JSON and events; send:
+HTTP and the system's `send`; streams: the tasks that wait for tokens and hand them on; poll: asking
+the system which sockets are ready; loop: the rest of the event loop.
 """
 
 from __future__ import annotations
@@ -16,30 +25,108 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import httpx
 
 from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, first_model, open_client
 from jitney.engine.bench.load import LoadResult, run_load
-from jitney.engine.bench.peer_process import Peer, free_port, ours
 from jitney.engine.bench.peers import OUTPUTS, PROMPTS
+from jitney.engine.cli import main as jitney
 from jitney.engine.machine import cpu_name
+from jitney.engine.ports import free_port
 from jitney.engine.simulation.workload import Arrival, Closed, synthesise
 
-_START_S, _STOP_S = 600.0, 30.0
+_START_S, _STOP_S, _REPORT_S = 600.0, 30.0, 10.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+#: Processor time between two samples; the kernel looks once a tick.
+_SAMPLE_S = 0.001
+_SAMPLED = "--sampled"
+#: The part of the program that a function belongs to, by a piece of its file's path and of its
+#: name; the first that fits. What stands in none of them belongs to whoever called it.
+PARTS = {
+    "parse": (
+        "engine/process/",
+        "/zmq/",
+        "engine/messages.py",
+        "engine/api/schema.py",
+        "engine/text/tokenizer.py",
+        "/asyncio/selector_events.py:_read_ready",
+    ),
+    "detokenise": ("engine/text/detokenizer.py", "engine/api/choices.py"),
+    "frame": ("engine/api/formats.py", "engine/api/jsonio.py"),
+    "send": (
+        "/h11/",
+        "/uvicorn/",
+        "/starlette/",
+        "engine/api/protocol.py",
+        "/asyncio/selector_events.py:write",
+    ),
+    "streams": ("engine/api/", "engine/telemetry/"),
+    "poll": ("/selectors.py",),
+    "loop": ("/asyncio/",),
+}
+
+
+def part_of(frame: FrameType | None) -> str:
+    """The part of the program that a stack is in."""
+    while frame is not None:
+        place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
+        for part, places in PARTS.items():
+            if any(known in place for known in places):
+                return part
+        frame = frame.f_back
+    return "other"
+
+
+class Sampler:
+    """Which part of this process its main thread's processor time goes to. SIGUSR2 writes the
+    seconds by part into a file and begins again.
+    """
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._last = time.thread_time()
+        self._spent: Counter[str] = Counter()
+        signal.signal(signal.SIGPROF, self._sample)
+        signal.signal(signal.SIGUSR2, self._report)
+        signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
+
+    def _sample(self, _: int, frame: FrameType | None) -> None:
+        now = time.thread_time()
+        self._spent[part_of(frame)] += now - self._last
+        self._last = now
+
+    def _report(self, _: int, __: FrameType | None) -> None:
+        beside = self._file.with_suffix(".new")
+        beside.write_text(json.dumps(self._spent))
+        beside.replace(self._file)
+        self._spent.clear()
+
+
+def sampled(pid: int, file: Path) -> dict[str, float]:
+    """Seconds by part since the last time."""
+    file.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGUSR2)
+    until = time.monotonic() + _REPORT_S
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return json.loads(file.read_text())
 
 
 @contextmanager
-def served(peer: Peer, port: int) -> Iterator[int]:
-    """The process that answers HTTP, once it does."""
-    command = [*peer.command, "--port", str(port)]
+def served(words: Sequence[str], port: int, file: Path) -> Iterator[int]:
+    """The process that answers HTTP, once it does: `jitney WORDS`, sampled into a file."""
+    command = [sys.executable, __file__, _SAMPLED, str(file), *words, "--port", str(port)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -94,44 +181,66 @@ async def drive(url: str, arrivals: list[Arrival], streams: int) -> LoadResult:
         return await run_load(send, arrivals, concurrency=streams, closed=True)
 
 
-def report(load: LoadResult, api_s: float, core_s: float, rate: float) -> dict[str, object]:
-    """Figures, by token."""
+def report(
+    load: LoadResult,
+    api_s: float,
+    core_s: float,
+    parts: Mapping[str, float],
+    rates: Sequence[float],
+) -> dict[str, object]:
+    """Figures, by token. parts: seconds of the API process; the rest is its other threads' and what
+    no sample saw.
+    """
     tokens = sum(answer.n_output for answer in load.answers)
-    own_rate = tokens / load.seconds
-    rate = rate or own_rate
+    own_rate = round(tokens / load.seconds, 1)
     per_token = api_s / tokens
+    seconds = {**parts, "other threads": max(0.0, api_s - sum(parts.values()))}
     return {
         "machine": cpu_name(),
         "tokens": tokens,
-        "output_tok_s": round(own_rate, 1),
+        "output_tok_s": own_rate,
         "api_us_per_token": round(1e6 * per_token, 1),
+        "parts_us_per_token": {name: round(1e6 * s / tokens, 1) for name, s in seconds.items()},
         "core_us_per_token": round(1e6 * core_s / tokens, 1),
         "client_us_per_token": round(1e6 * load.sender.cpu_share * load.seconds / tokens, 1),
-        "share_for_tok_s": rate,
-        "api_share_of_machine": round(per_token * rate / (os.cpu_count() or 1), 4),
+        "api_share_of_machine_at_tok_s": {
+            rate: round(per_token * rate / (os.cpu_count() or 1), 4) for rate in rates or [own_rate]
+        },
+        "load_average": os.getloadavg()[0],
     }
 
 
 def main() -> None:
+    if sys.argv[1:2] == [_SAMPLED]:
+        Sampler(Path(sys.argv[2]))
+        sys.exit(jitney(sys.argv[3:]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--weights", default="", help="such as int8; default: the checkpoint's")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--tokens-per-s", type=float, default=0.0)
+    parser.add_argument("--requests", type=int, default=384)
+    parser.add_argument("--tokens-per-s", type=float, nargs="*", default=[])
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     arrivals = synthesise(args.requests, PROMPTS, OUTPUTS, Closed(), 0)
     port = args.port or free_port()
     url = f"http://127.0.0.1:{port}"
-    with served(ours(args.model, "auto", "bfloat16"), port) as pid:
-        asyncio.run(drive(url, arrivals[: args.streams], args.streams))
-        before = costs(pid)
-        load = asyncio.run(drive(url, arrivals, args.streams))
-        api_s, core_s = (now - then for now, then in zip(costs(pid), before, strict=True))
-    found = report(load, api_s, core_s, args.tokens_per_s)
+    words = ["serve", args.model, "--dtype", "bfloat16", "--no-prefix-cache"]
+    if args.weights:
+        words += ["--weights", args.weights]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "parts.json"
+        with served(words, port, file) as pid:
+            asyncio.run(drive(url, arrivals[: args.streams], args.streams))
+            before = costs(pid)
+            sampled(pid, file)
+            load = asyncio.run(drive(url, arrivals, args.streams))
+            parts = sampled(pid, file)
+            api_s, core_s = (now - then for now, then in zip(costs(pid), before, strict=True))
+    found = report(load, api_s, core_s, parts, args.tokens_per_s)
     text = json.dumps(found, indent=1)
     print(text)
     if args.json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
+from jitney.engine.bench.step_parts import DECODING
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
 from jitney.engine.cli.display import load_llm
 from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
@@ -16,6 +17,7 @@ from jitney.engine.types import JsonDict, JsonObject
 _FLAGS = (
     Flag.whole("--repeats", "times each step is run", 7),
     Flag.number("--seconds", "begin no new round after this", 60.0),
+    Flag.switch("--parts", "the share of each kernel in a step, too (native kernels)"),
     Flag.of("--json", "write the report with the table; - is standard output", metavar="FILE"),
 )
 _COMMAND = Command(
@@ -40,11 +42,14 @@ def run(arguments: Sequence[str]) -> int:
 
 def _measured(args: Namespace, config: Config) -> JsonDict:
     from jitney.engine.bench.step import measure
+    from jitney.engine.bench.step_parts import measure_parts
     from jitney.engine.checkpoints.sources import resolve
 
     llm = load_llm(config)
     shape = resolve(config.model.id, revision=config.model.revision or None).config
     report = measure(llm, shape, repeats=args.repeats, seconds=args.seconds)
+    if args.parts:
+        report["parts"] = measure_parts(llm, shape, args.repeats)
     llm.close()
     return report
 
@@ -60,6 +65,57 @@ def show(report: JsonObject) -> None:
     table = Table(heads, [_cells(case) for case in report["cases"]])
     print_table(table, "{model} {dtype}, {kernels} kernels on {device}".format_map(report))
     print_lines(_notes(report))
+    if "parts" in report:
+        _show_parts(report)
+
+
+def _show_parts(report: JsonObject) -> None:
+    """One row a step, the parts as shares of it."""
+    from jitney.engine.report.page import Table
+    from jitney.engine.report.tables import print_lines, print_table
+
+    if not report["parts"]:
+        print_lines([_NO_PARTS.format_map(report)])
+        return
+    heads = ["step", "keys", "ms", *_PARTS.values(), "rest", "GB/s"]
+    table = Table(heads, [_part_cells(row) for row in report["parts"]])
+    print_table(table, "parts of a step, % of its time")
+    print_lines([_HOW_TO_READ_PARTS])
+
+
+def _part_cells(row: JsonObject) -> list[str]:
+    rows = row["decode"] or row["prompt"]
+    if row["decode"] and row["prompt"]:
+        rows = f"{row['decode']}+{row['prompt']}"
+    seconds = [*(row["parts_s"][name] for name in _PARTS), row["rest_s"]]
+    reading = row["parts_s"][DECODING]
+    return [
+        str(rows),
+        str(row["keys"]),
+        f"{1e3 * row['step_s']:.1f}",
+        *(f"{100 * spent / row['step_s']:.1f}" for spent in seconds),
+        f"{row['kv_read_bytes'] / reading / 1e9:.1f}" if row["decode"] else "",
+    ]
+
+
+#: Heads of the columns, by the kernels' own names of their parts.
+_PARTS = {
+    "products": "products",
+    "head": "head",
+    DECODING: "decode",
+    "attention of prompts": "prompts",
+    "norms": "norms",
+    "rotation and writes": "rotate",
+}
+_HOW_TO_READ_PARTS = (
+    "step: rows that decode + rows of a prompt, run alone; decode, prompts: their attention; "
+    "head: where it is the embedding, else it is among the products; rotate: rotation of queries "
+    "and keys, and the writes into the pool; rest: XLA's own programs, sampling, launch and host; "
+    "GB/s: keys and values that decoding rows read"
+)
+_NO_PARTS = (
+    "parts: the native kernels on one device have clocks; these are {kernels} kernels on {device}"
+)
 
 
 def _cells(case: JsonObject) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,6 +53,9 @@ class Library:
     layout: PanelLayout
     #: XLA multiplies with AMX, and these kernels do not: their compiler is too old for it.
     leaves_amx: bool = False
+    #: Seconds that the calls of each part of a step have taken since it was loaded, by the part's
+    #: name. Parts whose calls run beside each other add up to more than has passed.
+    part_seconds: Callable[[], dict[str, float]] = dict
 
     @property
     def multiplies_pairs(self) -> bool:
@@ -73,6 +76,11 @@ class Library:
         row counts choose.
         """
         return self.multiplies_pairs and not self.leaves_amx
+
+
+def part_seconds() -> dict[str, float]:
+    """See `Library.part_seconds`, of the one that serves."""
+    return load().part_seconds()
 
 
 @cache
@@ -141,8 +149,23 @@ def register(path: Path, level: str, leaves_amx: bool = False) -> Library:
     """
     code = ctypes.CDLL(str(path))
     numbers = (ctypes.c_int * len(PanelLayout._fields)).in_dll(code, "jitney_panel_layout")
-    library = Library(level, PanelLayout(*numbers), leaves_amx)
+    library = Library(level, PanelLayout(*numbers), leaves_amx, _clock_of(code))
     for handler in _HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(code, f"jitney_{handler}"))
         jax.ffi.register_ffi_target(library.target(handler), capsule, platform="cpu")
     return library
+
+
+def _clock_of(code: ctypes.CDLL) -> Callable[[], dict[str, float]]:
+    """What reads the times of a library's parts."""
+    first = ctypes.c_char.in_dll(code, "jitney_part_names")
+    names = ctypes.string_at(ctypes.addressof(first)).decode().split(",")
+    read = code.jitney_part_times
+    read.restype = None
+
+    def seconds() -> dict[str, float]:
+        numbers = (ctypes.c_double * len(names))()
+        read(numbers)
+        return dict(zip(names, numbers, strict=True))
+
+    return seconds

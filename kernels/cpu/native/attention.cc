@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "amx.h"
+#include "parts.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -510,8 +511,28 @@ void run_ticket(const Call& call, Index ticket) {
                            n_keys);
 }
 
+// The tickets of a call that has rows of both kinds, by kind: a block of prompt rows and a decoding
+// row run beside each other, so the call's time is theirs in proportion to that of their threads.
+struct Mixed {
+  std::atomic<std::int64_t> decoding{0}, prompts{0};  // nanoseconds of all threads
+
+  void add(bool decodes, std::int64_t nanoseconds) {
+    (decodes ? decoding : prompts).fetch_add(nanoseconds, std::memory_order_relaxed);
+  }
+
+  // Nanoseconds of a call.
+  void divide(std::int64_t taken) const {
+    const std::int64_t all = decoding + prompts;
+    const auto share = static_cast<double>(decoding) / static_cast<double>(all > 0 ? all : 1);
+    const auto of_decoding = static_cast<std::int64_t>(share * static_cast<double>(taken));
+    add_time(Part::kDecodeAttention, of_decoding);
+    add_time(Part::kPromptAttention, taken - of_decoding);
+  }
+};
+
 template <class Number, class Keys, class Kind>
 void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
+  const Watch watch;
   const Index row_size = call.heads * call.size;
   Number* o = static_cast<Number*>(call.o);
   std::memset(o + rows * row_size, 0,
@@ -520,8 +541,20 @@ void run(ffi::ThreadPool& pool, const Call& call, Index rows, Index all_rows) {
   for (Index sequence = call.decoding; sequence < call.present; ++sequence) {
     tickets += call.blocks_of(sequence) * call.kv_heads;
   }
-  share(pool, tickets, all_rows,
-        [&](Index ticket) { run_ticket<Number, Keys, Kind>(call, ticket); });
+  const Index blocks = tickets - call.decoding;
+  if (blocks == 0 || call.decoding == 0) {
+    share(pool, tickets, all_rows,
+          [&](Index ticket) { run_ticket<Number, Keys, Kind>(call, ticket); });
+    add_time(blocks > 0 ? Part::kPromptAttention : Part::kDecodeAttention, watch.elapsed());
+    return;
+  }
+  Mixed mixed;
+  share(pool, tickets, all_rows, [&](Index ticket) {
+    const Watch own;
+    run_ticket<Number, Keys, Kind>(call, ticket);
+    mixed.add(ticket >= blocks, own.elapsed());
+  });
+  mixed.divide(watch.elapsed());
 }
 
 // q [T, H, D], kv [N, page, 2K, D] of one dtype, kv_lens [S], cu_q [S + 1], table [S, P], counts

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "panels.h"
+#include "parts.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -128,6 +129,7 @@ bool is_float(ffi::DataType kind) {
 ffi::Error int8_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                        ffi::AnyBuffer scales, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> y, bool gated) {
+  const Timed timed(Part::kProducts);
   const auto xs = x.dimensions(), ys = y->dimensions(), ss = scales.dimensions();
   const auto [ws, weights] = chosen(w, rest);
   using Element = Int8Panels::Left;

@@ -4,6 +4,7 @@
 // or rounds it first as each bucket's fusions happen to fall; both move a sum across a rounding
 // edge now and then, and then an answer.
 #include "norms.h"
+#include "parts.h"
 #include "tasks.h"
 
 namespace jitney {
@@ -58,6 +59,7 @@ void norm(ffi::ThreadPool& pool, const Rows& of, float eps) {
 
 // Rows [T, E] of one dtype, weight [E] of the same or float32.
 ffi::Error norm_rows(ffi::ThreadPool& pool, const Rows& of, float eps) {
+  const Timed timed(Part::kNorms);
   const ffi::DataType dtype = of.x.element_type(), weights = of.weight.element_type();
   if (of.x.dimensions().size() != 2 || of.weight.dimensions().size() != 1) {
     return refused("a norm takes x [T, E] and weight [E]");

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "panels.h"
+#include "parts.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -19,6 +20,7 @@ constexpr Index kStripe = 512;
 // [T, P * C] in float32 or bfloat16, or, gated, [T, P * C / 2].
 ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, bool gated) {
+  const Timed timed(Part::kProducts);
   const auto xs = x.dimensions(), ys = y->dimensions();
   const auto [ws, weights] = chosen(w, rest);
 #if JITNEY_PAIRS
@@ -93,6 +95,7 @@ void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::An
 // x float32 [T, I], w float32 or bfloat16 [I, O] -> y float32 [T, O].
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::Result<ffi::AnyBuffer> y) {
+  const Timed timed(Part::kProducts);
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
   if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || xs[1] != ws[0] || ys[0] != xs[0] ||
       ys[1] != ws[1]) {
@@ -224,6 +227,7 @@ void project_amx(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyB
 // y float32 [T, V].
 ffi::Error project(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer table,
                    ffi::Result<ffi::AnyBuffer> y) {
+  const Timed timed(Part::kHead);
   const auto xs = x.dimensions(), ts = table.dimensions(), ys = y->dimensions();
   if (xs.size() != 2 || ts.size() != 2 || ys.size() != 2 || xs[1] != ts[1] || ys[0] != xs[0] ||
       ys[1] != ts[0]) {

@@ -5,6 +5,7 @@
 // XLA makes three passes of it: one that turns queries, one that turns keys and lays them beside
 // the values, and one, on a single thread, that puts them into the pool.
 #include "norms.h"
+#include "parts.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -151,6 +152,7 @@ ffi::Error rotate_and_write(ffi::ThreadPool pool, ffi::AnyBuffer heads,
                             ffi::AnyBuffer key_norm, ffi::AnyBuffer before,
                             ffi::Result<ffi::AnyBuffer> turned, ffi::Result<ffi::AnyBuffer> after,
                             float eps) {
+  const Timed timed(Part::kRotation);
   const Buffers of{heads, query_norm, key_norm, cos, sin, to, *turned, *after};
   if (const char* why = wrong_shapes(of)) {
     return refused(why);

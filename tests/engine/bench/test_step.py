@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ import pytest
 from jitney.engine import LLM
 from jitney.engine.bench import step
 from jitney.engine.bench.step import StepCase, StepTiming, cases, measured_floor, plan_of, table_of
+from jitney.engine.bench.step_parts import DECODING, measure_parts, part_cases
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_step import show
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.step_table import HostTimes, StepTable
 from jitney.engine.types import SamplingParams
+from jitney.kernels.select import reference
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -103,6 +107,7 @@ def report() -> dict:
         patch.setitem(step.PRODUCT_SIDE, True, 128)
         before = greedy_answer(llm)
         made = step.measure(llm, tiny_config(), repeats=3, seconds=20)
+        made["parts"] = measure_parts(llm, tiny_config(), 3)
     assert greedy_answer(llm) == before  # the engine is as good as it was
     llm.close()
     return made
@@ -133,3 +138,40 @@ def test_the_report_fits_a_terminal(report: dict, capsys):
     show(report)
     out = capsys.readouterr().out
     assert "decode-4" in out and "of the sum" in out and max(map(len, out.splitlines())) <= 80
+
+
+def test_the_parts_of_a_step_are_those_it_has_and_no_more_than_it_took(report: dict):
+    if not report["kernels"].startswith("native"):
+        pytest.skip("these kernels have no clocks")
+    rows = {(row["decode"], row["prompt"]): row for row in report["parts"]}
+    assert set(rows) == {(1, 0), (0, 16), (3, 13)}
+    for (decode, prompt), row in rows.items():
+        parts = row["parts_s"]
+        assert sum(parts.values()) + row["rest_s"] == pytest.approx(row["step_s"])
+        assert row["rest_s"] > 0 and parts["norms"] > 0
+        assert (parts[DECODING] > 0) == (decode > 0)
+        assert (parts["attention of prompts"] > 0) == (prompt > 0)
+    # float32 products of so few rows are ours; this model's head is a matrix like any other.
+    assert rows[1, 0]["parts_s"]["products"] > 0
+    # 255 positions and the new one; 2 layers, keys and values, 2 heads of 16 float32.
+    assert rows[1, 0]["kv_read_bytes"] == 256 * 2 * 2 * 2 * 16 * 4
+
+
+def test_kernels_without_clocks_have_no_parts_and_one_line_says_so(report: dict, capsys):
+    runner = SimpleNamespace(program=SimpleNamespace(kernels=reference()))
+    llm: Any = SimpleNamespace(core=SimpleNamespace(runner=runner))
+    assert measure_parts(llm, tiny_config(), 3) == []
+    show({**report, "parts": []})
+    out = capsys.readouterr().out
+    assert "the native kernels on one device have clocks" in out and "GB/s:" not in out
+
+
+def test_parts_are_measured_at_few_and_many_seats_and_with_a_prompt():
+    made = part_cases(make_buckets(max_seats=32, token_budget=512), 2048)
+    decoding = [(len(case.decode), case.decode[0]) for case in made if case.bucket.decode_only]
+    long = [384, 1024, 2047]
+    assert decoding == [*((1, n) for n in long), *((8, n) for n in long), (32, 384)]
+    assert [(len(case.decode), case.prompts) for case in made[-2:]] == [
+        (0, ((0, 512),)),
+        (31, ((0, 481),)),
+    ]

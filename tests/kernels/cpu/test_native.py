@@ -2,6 +2,8 @@
 they share.
 """
 
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -64,6 +66,48 @@ def test_attention_matches_numpy(case: str, window: int, softcap: float):
     np.testing.assert_array_equal(after, expected)
     np.testing.assert_allclose(np.asarray(o)[: batch.n_rows], attention(batch, expected), atol=4e-6)
     assert (np.asarray(o)[batch.n_rows :] == 0).all()  # padding is computed by nobody
+
+
+DECODING, PROMPTS = "attention of decoding rows", "attention of prompts"
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("decode, absent sequences", {DECODING}),
+        ("prefill alone", {PROMPTS}),
+        ("mixed, chunks in the middle of prompts", {DECODING, PROMPTS}),
+    ],
+)
+def test_attention_gives_its_time_to_the_rows_that_it_is_for(case: str, parts: set[str]):
+    batch = make(CASES[case])
+    attend = jax.jit(lambda *args: paged_attention(*args, **batch.options))
+    assert parts_of(attend, batch.q, batch.k, batch.v, batch.kv, batch.meta) == parts
+
+
+def test_each_kernel_gives_its_time_to_its_part():
+    x, w = jnp.ones((8, 64)), jnp.ones((64, 96))
+    assert parts_of(jax.jit(OURS.matmul), x, w) == {"products"}
+    assert parts_of(jax.jit(OURS.project), x, w.T) == {"head"}
+    assert parts_of(jax.jit(norms.rms_norm, static_argnums=2), x, jnp.ones(64), 1e-5) == {"norms"}
+    batch = make(Case((4, 2, 32), (5, 100)))
+    angles = jnp.ones((len(batch.q), 1, 16))
+    heads = jnp.concatenate([batch.q, batch.k, batch.v], axis=1)
+    rotate = jax.jit(rotate_and_write)
+    assert parts_of(rotate, heads, (angles, angles), batch.kv, batch.meta) == {
+        "rotation and writes"
+    }
+
+
+def parts_of(call: Callable[..., Any], *arguments: Any) -> set[str]:
+    """The parts whose times a call adds to, which add up to no more than it takes."""
+    jax.block_until_ready(call(*arguments))  # compiled
+    before, started = library.part_seconds(), time.perf_counter()
+    jax.block_until_ready(call(*arguments))
+    taken, after = time.perf_counter() - started, library.part_seconds()
+    grown = {name: after[name] - before[name] for name in after}
+    assert sum(grown.values()) <= taken
+    return {name for name, seconds in grown.items() if seconds > 0}
 
 
 def test_bfloat16_attention_rounds_its_weights_and_its_result():
