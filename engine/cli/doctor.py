@@ -285,7 +285,8 @@ def _tiny(config: Config) -> Config:
     return config.model_copy(update={"model": model, "engine": engine})
 
 
-_TINY_MODEL = {"id": "tiny-random", "revision": "", "context": 0}
+#: An adapter fits the model that it was made for.
+_TINY_MODEL = {"id": "tiny-random", "revision": "", "context": 0, "adapters": ()}
 _TINY_ENGINE = {
     "max_seats": 4,
     "token_budget": 64,
