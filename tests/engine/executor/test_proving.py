@@ -150,6 +150,25 @@ def test_adapters_are_proved_without_weights(tmp_path: Path):
     assert Matrix(64, 16) in shapes_served(shapes, source.config).matrices  # padded to 16 columns
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_an_experts_share_is_that_of_its_group(groups: int):
+    """With groups a device has fewer experts, and more of each."""
+    source = resolve("tiny-random:mixtral")
+    whole = source.config.in_groups(groups)
+    own = whole.local(4)
+    shapes = load_shapes(source, whole, 4, jnp.float32, WeightStorage())
+    inner = source.config.intermediate_size * groups // 4
+    found = shapes_served(shapes, own)
+    assert {mixture.inner for mixture in found.mixtures} == {inner}
+    assert set(found.matrices) == {
+        Matrix(64, own.qkv_size),
+        Matrix(own.n_heads * own.head_dim, 64),
+        Matrix(64, 2 * inner, "plain", True),
+        Matrix(inner, 64),
+        Matrix(64, own.vocab_share),
+    }
+
+
 def test_one_row_is_no_size_while_any_product_is_xlas(monkeypatch: pytest.MonkeyPatch):
     """XLA:CPU takes many times as long for one row as for four, whichever kernel was taken out."""
 
