@@ -44,13 +44,13 @@ from jitney.engine.executor.memory import (
     page_count,
 )
 from jitney.engine.executor.program import StateSizes
-from jitney.engine.executor.proving import proven, served_by
+from jitney.engine.executor.proving import proofs_of, proven, served_by
 from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.threads import use_processors
 from jitney.engine.hosts.link import FirstHost, Hosts, OtherHost
 from jitney.engine.loading.adapters import load_adapters
 from jitney.engine.loading.describe import describe_weights
-from jitney.engine.loading.load import load_model
+from jitney.engine.loading.load import load_model, load_shapes
 from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.mixture import set_experts_apart
@@ -63,6 +63,7 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineInfo, KernelProof, pooling_of
 from jitney.kernels.interface import KernelError, KernelSet
+from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import reference, reference_of, select, with_product_rows
 
 _log = logging.getLogger("jitney.core")
@@ -116,7 +117,7 @@ class _Setup:
 
     @property
     def local(self) -> ModelConfig:
-        return self.source.config.local(len(self.devices))
+        return self.source.config.local(self.settings.tensor_parallel)
 
     def sizes(self, n_pages: int = 1) -> StateSizes:
         """What the engine's arrays are sized by."""
@@ -166,10 +167,7 @@ def build_follower(
 def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts | None) -> _Built:
     defaults = sampling_defaults(config.sampling, source)
     setup = _set_up(config, source, hosts)
-    kernels = choose_kernels(setup.device.platform, config.engine.kernels)
-    kernels = with_product_rows(kernels, config.engine.product_rows)
-    if setup.mesh is not None:
-        kernels = replace(kernels, fp8=None)  # its layout is not split
+    kernels = _choose_kernels(setup)
     model = _load(setup, kernels, progress)
     progress(messages.Progress("proof", 0, 1, kernels.label))
     kernels, proofs = _prove(setup, model, kernels)
@@ -189,10 +187,34 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
     return _Built(setup, runner, alone, info)
 
 
+def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[KernelProof]]:
+    """The kernel set that an engine would begin with, and what is found of each of its kernels in
+    the shapes that it would serve, without the model's weights and on one device.
+
+    Raises JitneyError in one line.
+    """
+    one = config.engine.model_copy(update={"tensor_parallel": 1})
+    devices = start_jax(config.model_copy(update={"engine": one}))
+    setup = _setup_on(devices, config, source)
+    kernels = _choose_kernels(setup)
+    whole = setup.source.config
+    storage = choose_weight_storage(config.model.weights, setup.device.platform, kernels)
+    model = load_shapes(source, whole, setup.settings.tensor_parallel, setup.dtype, storage)
+    folders = config.model.adapter_folders
+    if folders:
+        load_adapters(model, whole, folders, setup.dtype)
+    return kernels.label, proofs_of(kernels, _served(setup, model, kernels))
+
+
 def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
+    return _setup_on(start_jax(config, hosts), config, source, hosts)
+
+
+def _setup_on(
+    devices: list[Any], config: Config, source: ModelSource, hosts: Hosts | None = None
+) -> _Setup:
     model = source.config.in_groups(config.engine.expert_parallel)
     source = replace(source, config=model)
-    devices = start_jax(config, hosts)
     mesh = None
     if len(devices) > 1:
         mesh = make_mesh(devices)
@@ -212,6 +234,15 @@ def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
         context=_choose_context(config.model.context, source.config),
         hosts=hosts,
     )
+
+
+def _choose_kernels(setup: _Setup) -> KernelSet:
+    settings = setup.settings
+    kernels = choose_kernels(setup.device.platform, settings.kernels)
+    kernels = with_product_rows(kernels, settings.product_rows)
+    if settings.tensor_parallel > 1:
+        kernels = replace(kernels, fp8=None)  # its layout is not split
+    return kernels
 
 
 def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
@@ -242,14 +273,19 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
 
 def _prove(setup: _Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
     """The kernels that prove right in the sizes they will serve."""
-    buckets = _make_buckets(setup, kernels)
-    served = served_by(model, setup.local, setup.sizes(), buckets, setup.dtype)
+    served = _served(setup, model, kernels)
     kernels, proofs = proven(kernels, served, named=setup.settings.kernels != "auto")
     if setup.hosts is not None:
         wrong = [proof.kernel for proof in proofs if not proof.ok]
         found = f"{kernels.label} on {setup.device.device_kind}, {setup.dtype}"
         setup.hosts.same("kernels", f"{found}, without {', '.join(wrong) or 'none'}")
     return kernels, proofs
+
+
+def _served(setup: _Setup, model: Model, kernels: KernelSet) -> ServedShapes:
+    """What the engine will ask of its kernels."""
+    buckets = _make_buckets(setup, kernels)
+    return served_by(model, setup.local, setup.sizes(), buckets, setup.dtype)
 
 
 def _say_if_widened(model: Model, kernels: KernelSet) -> None:

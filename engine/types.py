@@ -597,14 +597,21 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     named here, has left.
     """
 
+    #: Its number, from 0.
     seat: int
     state: str
+    #: None, and all below as declared here: nobody sits in it.
     request_id: str | None = None
     #: Its sequence gives way to others.
     background: bool = False
+    #: Which of its request's `n` answers the sequence is, from 0.
     index: int = 0
+    #: Tokens of the prompt.
     n_prompt: int = 0
+    #: Tokens, of prompt and answer, that are computed or are in the steps on their way.
     n_computed: int = 0
+    #: Tokens of the answer so far, and at most.
     n_output: int = 0
     max_tokens: int = 0
+    #: Of the pool, that the sequence has.
     pages: int = 0

@@ -51,11 +51,13 @@ class SleepQuery(BaseModel):
 
 
 async def list_models(service: Service, request: Request) -> Response:
+    """The cards of the model, under each of its names, and of its adapters."""
     models = [_model(service, name) for name in (*service.model_names, *service.adapters)]
     return _json({"object": "list", "data": models})
 
 
 async def show_model(service: Service, request: Request) -> Response:
+    """One card; 404 for a name that is none of the model's or of its adapters."""
     name = request.path_params["model"]
     if name not in (*service.model_names, *service.adapters):
         raise no_model(name)
@@ -79,6 +81,7 @@ def _model(service: Service, name: str) -> JsonDict:
 
 
 async def livez(service: Service, request: Request) -> Response:
+    """The process answers, whatever its engine does."""
     return _json({"status": "ok"})
 
 
@@ -91,6 +94,7 @@ async def readyz(service: Service, request: Request) -> Response:
 
 
 async def startupz(service: Service, request: Request) -> Response:
+    """The engine has been ready once; until then 503."""
     reason = service.unready()
     if service.client.info is None and reason is not None:
         raise reason
@@ -130,20 +134,24 @@ def _proof(proof: KernelProof) -> JsonDict:
 
 
 async def show_openapi(service: Service, request: Request) -> Response:
+    """The description of all routes, made once at start."""
     return Response(service.openapi, media_type="application/json")
 
 
 async def show_metrics(service: Service, request: Request) -> Response:
+    """What Prometheus reads."""
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def reset_prefix_cache(service: Service, request: Request) -> Response:
+    """Forget the pages that are kept for prompts to come."""
     service.ready()
     await service.client.reset_prefix_cache()
     return _json({"status": "reset"})
 
 
 async def sleep(service: Service, request: Request) -> Response:
+    """Give the device's memory back, see `SleepQuery`; asleep already is no error."""
     query = read_query(request, SleepQuery)
     if service.client.state != "sleeping":
         service.ready()
@@ -152,6 +160,7 @@ async def sleep(service: Service, request: Request) -> Response:
 
 
 async def wake_up(service: Service, request: Request) -> Response:
+    """Serve again; awake already is no error."""
     if service.client.state != "sleeping":
         service.ready()
     await service.client.wake()
@@ -159,6 +168,7 @@ async def wake_up(service: Service, request: Request) -> Response:
 
 
 async def is_sleeping(service: Service, request: Request) -> Response:
+    """Whether the engine gave its memory back."""
     return _json({"is_sleeping": service.client.state == "sleeping"})
 
 

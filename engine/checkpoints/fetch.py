@@ -112,6 +112,14 @@ def _check_sha256(path: Path) -> None:
         )
 
 
+def cached_hub(repository: str, revision: str | None) -> Path | None:
+    """Folder of a repository's snapshot, if its configuration is in the cache; fetches nothing."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repository, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def fetch_hub(
     repository: str, revision: str | None, folder: Path | None, progress: Progress
 ) -> Path:

@@ -63,19 +63,24 @@ class WeightMap:
 class Dialect:
     """The names that a file format uses, without `.weight` or `.bias`."""
 
+    #: The embedding, the norm behind the last layer, and the output head.
     embed: str
     norm: str
     lm_head: str
     #: With `{i}`; the names from here on follow it.
     layer: str
+    #: Before attention and MLP.
     attention_norm: str
     mlp_norm: str
+    #: Projections of attention: queries, keys, values, and the one behind it.
     q: str
     k: str
     v: str
     o: str
+    #: Of each head, before it is rotated.
     q_norm: str
     k_norm: str
+    #: Of the MLP.
     gate: str
     up: str
     down: str

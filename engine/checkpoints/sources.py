@@ -15,6 +15,7 @@ from typing import Literal
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.fetch import (
     Progress,
+    cached_hub,
     fetch_hub,
     fetch_smollm2,
     fetched_smollm2,
@@ -28,6 +29,24 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
 DEFAULT_MODEL = "smollm2-135m"
+#: What its file says, for those who ask before it is fetched.
+_DEFAULT_CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    n_layers=30,
+    n_heads=9,
+    n_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    windows=(0,) * 30,
+    context_length=8192,
+    rope_theta=100000.0,
+    rms_eps=9.999999747378752e-06,  # 1e-5 in float32
+    tie_embeddings=True,
+    bos_id=1,
+    eos_ids=(2,),
+)
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -86,6 +105,20 @@ def local_source(model: str) -> ModelSource | None:
     """
     if is_repository(model) or (model == DEFAULT_MODEL and fetched_smollm2() is None):
         return None
+    return resolve(model)
+
+
+def shapes_source(model: str, revision: str | None = None) -> ModelSource | None:
+    """A model whose configuration is known without fetching anything; None where it is not.
+
+    Of the default model before it is fetched: one without a file, so that nobody knows in which
+    types its matrices are stored. Raises ModelError in one line.
+    """
+    if is_repository(model):
+        folder = cached_hub(model, revision)
+        return None if folder is None else _hf_source(folder, model)
+    if model == DEFAULT_MODEL and fetched_smollm2() is None:
+        return ModelSource("tiny", "", DEFAULT_MODEL, _DEFAULT_CONFIG)
     return resolve(model)
 
 

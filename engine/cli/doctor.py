@@ -30,7 +30,7 @@ from jitney.engine.config.schema import (
 )
 from jitney.engine.errors import JitneyError
 from jitney.engine.executor.memory import claim_memory
-from jitney.engine.types import EngineInfo, KernelProof
+from jitney.engine.types import KernelProof
 
 if TYPE_CHECKING:
     from jitney.engine.llm import LLM
@@ -231,21 +231,36 @@ def _is_here(name: str, revision: str) -> bool:
     """True when running the model needs no network. Raises ModelError if there can be no such
     model.
     """
+    from jitney.engine.checkpoints.fetch import cached_hub
     from jitney.engine.checkpoints.sources import DEFAULT_MODEL, is_repository, resolve
 
     if name == DEFAULT_MODEL:
         return any((cache_dir() / "models").glob(f"{DEFAULT_MODEL}*.gguf"))
     if is_repository(name):
-        return _is_cached(name, revision)
+        return cached_hub(name, revision or None) is not None
     resolve(name)
     return True
 
 
-def _is_cached(repository: str, revision: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
+def kernels(config: Config) -> Iterator[_Finding]:
+    """Compares every kernel with what it should compute, in the shapes of the model and of these
+    settings, without weights; those of a model that would have to be fetched are not known, and a
+    random model of a few kilobytes stands in.
+    """
+    check_platform(config.engine.platform)
+    from jitney.engine.build import prove_kernels
+    from jitney.engine.checkpoints.sources import resolve, shapes_source
 
-    cached = try_to_load_from_cache(repository, "config.json", revision=revision or None)
-    return isinstance(cached, str)
+    of = config.model.id
+    source = shapes_source(of, config.model.revision or None)
+    shapes = f"in the shapes of {of}"
+    if source is None:
+        config = _tiny_model(config)
+        source = resolve(config.model.id)
+        shapes = f"in the shapes of {source.name}, as {of} is still to be fetched"
+    label, proofs = prove_kernels(config, source)
+    yield _Finding("kernels", f"{label}, {shapes}", True)
+    yield from map(proof_finding, proofs)
 
 
 def one_token(config: Config) -> Iterator[_Finding]:
@@ -255,17 +270,11 @@ def one_token(config: Config) -> Iterator[_Finding]:
 
     started = time.perf_counter()
     with contextlib.closing(LLM(_tiny(config))) as llm:
-        yield from _choices(llm.info)
+        info = llm.info
         tokens = _computed(llm)
+    yield _Finding("weights and KV", f"{info.weights} and {info.kv_dtype}", True)
     seconds = time.perf_counter() - started
     yield _Finding("one token", f"computed in {seconds:.1f} s, compilation included", tokens == 1)
-
-
-def _choices(info: EngineInfo) -> Iterator[_Finding]:
-    """What the engine chose to run with."""
-    yield _Finding("kernels", info.kernels, True)
-    yield from map(proof_finding, info.proofs)
-    yield _Finding("weights and KV", f"{info.weights} and {info.kv_dtype}", True)
 
 
 def _computed(llm: LLM) -> int:
@@ -279,23 +288,30 @@ def _computed(llm: LLM) -> int:
 
 def _tiny(config: Config) -> Config:
     """The same settings for a model of a few kilobytes, in few and small programs."""
+    small = _tiny_model(config)
+    engine = small.engine.model_copy(update=_TINY_ENGINE)
+    return small.model_copy(update={"engine": engine})
+
+
+def _tiny_model(config: Config) -> Config:
+    """The same settings for a model of a few kilobytes, on as many devices of this host as it can
+    be split over.
+    """
     parts = math.gcd(config.engine.devices_here, 4)
     model = config.model.model_copy(update=_TINY_MODEL)
-    engine = config.engine.model_copy(update=_TINY_ENGINE | {"tensor_parallel": parts})
+    engine = config.engine.model_copy(update=_ONE_HOST | {"tensor_parallel": parts})
     return config.model_copy(update={"model": model, "engine": engine})
 
 
-_TINY_MODEL = {"id": "tiny-random", "revision": "", "context": 0}
+#: An adapter fits the model that it was made for.
+_TINY_MODEL = {"id": "tiny-random", "revision": "", "context": 0, "adapters": ()}
+_ONE_HOST = {"expert_parallel": 1, "coordinator": "", "n_hosts": 1, "host_id": 0}
 _TINY_ENGINE = {
     "max_seats": 4,
     "token_budget": 64,
     "pages": 64,
     "seat_buckets": (4,),
     "token_buckets": (64,),
-    "expert_parallel": 1,
-    "coordinator": "",
-    "n_hosts": 1,
-    "host_id": 0,
 }
 
 
@@ -317,5 +333,6 @@ CHECKS: dict[str, Callable[[Config], Iterator[_Finding]]] = {
     "cache folder": _folders,
     "port": _port,
     "model": model,
+    "kernels": kernels,
     "one token": one_token,
 }

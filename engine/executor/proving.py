@@ -39,6 +39,11 @@ def proven(
     return kernels, [_shown(proof) for proof in proofs]
 
 
+def proofs_of(kernels: KernelSet, served: ServedShapes) -> list[KernelProof]:
+    """What is found of each kernel, and nothing done about it."""
+    return [_shown(proof) for proof in prove(kernels, served)]
+
+
 def _report_wrong(kernels: KernelSet, wrong: str, *, named: bool) -> None:
     if named:
         raise ConfigError(
@@ -63,7 +68,8 @@ def served_by(
 ) -> ServedShapes:
     """What an engine will ask of its kernels.
 
-    own: the model's configuration on one device. dtype: of the activations.
+    model: with arrays over all devices, or an abstract one of such shapes. own: its configuration
+    on one device. dtype: of the activations.
     """
     table = 0
     if own.tie_embeddings:
@@ -125,24 +131,21 @@ def _matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:
     """The different matrices of all layers, in the sizes of one of `shards` devices."""
     found: dict[Matrix, None] = {}
     for linear in model.linears():
-        found[_matrix_of(linear, shards)] = None
-        found |= dict.fromkeys(_adapter_matrices(linear, shards))
+        matrix = _matrix_of(linear, shards)
+        found[matrix] = None
+        found |= dict.fromkeys(_adapter_matrices(linear, matrix))
     return tuple(found)
 
 
-def _adapter_matrices(linear: Linear, shards: int) -> Iterator[Matrix]:
-    """Those of its adapters, of which each device has the inputs or the outputs that it has of the
+def _adapter_matrices(linear: Linear, own: Matrix) -> Iterator[Matrix]:
+    """Those of its adapters, of which each device has the inputs and the outputs that it has of the
     matrix itself.
     """
     if linear.adapters is None:
         return
-    inputs, columns, outputs = linear.adapters.sizes
-    if linear.summed:
-        inputs //= shards
-    else:
-        outputs //= shards
-    yield Matrix(inputs, columns, "plain", False, 0)
-    yield Matrix(columns, outputs, "plain", False, 0)
+    columns = linear.adapters.columns
+    yield Matrix(own.size_in, columns, "plain", False, 0)
+    yield Matrix(columns, own.size_out, "plain", False, 0)
 
 
 def _matrix_of(linear: Linear, shards: int) -> Matrix:

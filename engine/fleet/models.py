@@ -55,16 +55,22 @@ class FleetModel(Protocol):
 class ReplicatedModel:
     """Engines that answer alike."""
 
+    #: What clients ask for it by.
     name: str
+    #: Its part of the fleet's file.
     section: ReplicasSection
+    #: Asks the engines; its connections, and the counts below, are the whole fleet's.
     client: httpx.AsyncClient
     metrics: FleetMetrics
+    #: How often, and how long, an engine is tried for one request.
     patience: Patience = field(default_factory=Patience)
     #: Whether requests get a seed.
     repeat_streams: bool = True
     #: What engines elsewhere are asked with, in place of the client's key; empty: with that.
     key: str = ""
+    #: Its engines, whether they answer now or not, and what is known of each.
     engines: ReplicaSet = field(default_factory=lambda: ReplicaSet([]))
+    #: Requests that were given out in turn.
     _turn: int = 0
     #: By router = "prefix".
     _known: KnownBeginnings = field(default_factory=KnownBeginnings)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jitney.engine.checkpoints.fetch import Progress, no_progress
 from jitney.engine.checkpoints.gguf import half_split
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.names import Path, Piece, Target, check
+from jitney.engine.checkpoints.names import Path, Piece, Target, WeightMap, check
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import repack
 from jitney.engine.loading.checkpoint import Checkpoint, open_checkpoint
@@ -29,7 +29,13 @@ from jitney.engine.models.layers import DType, Linear
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, greatest, group_size, quantise
 from jitney.engine.models.registry import abstract_model, model_class, random_model
-from jitney.engine.models.sharding import BY_INPUTS, Shares, device_number, largest_of_group
+from jitney.engine.models.sharding import (
+    BY_INPUTS,
+    Shares,
+    device_number,
+    largest_of_group,
+    whole_shape,
+)
 
 _log = logging.getLogger("jitney.core")
 
@@ -85,6 +91,47 @@ def load_model(
     return model
 
 
+def load_shapes(
+    source: ModelSource, whole: ModelConfig, shards: int, dtype: DType, storage: WeightStorage
+) -> Model:
+    """What `load_model` would make of a model over so many devices, with shapes in place of arrays.
+
+    whole: the configuration of all devices. Of a checkpoint whose matrices stay as they are stored,
+    those of the first layer are read, and the other layers are taken to be stored alike.
+    """
+    model = abstract_model(whole.local(shards), dtype=dtype, weights=storage.scheme)
+    if source.kind != "tiny" and storage.as_stored:
+        weights = model_class(whole.architecture).weight_map(whole, source.kind)
+        loader = _Loader(open_checkpoint(source, weights), storage, None)
+        _store_alike(model, weights, loader, dtype)
+    groups = 1 if whole.experts is None else whole.experts.groups
+    graph, state = nnx.split(model)
+    leaves = []
+    for path, leaf in _flat_leaves(state):
+        shape = whole_shape(path, leaf.shape, shards, groups)
+        leaves.append((path, leaf.replace(jax.ShapeDtypeStruct(shape, leaf.dtype))))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def _store_alike(model: Model, weights: WeightMap, loader: _Loader, dtype: DType) -> None:
+    """Give the matrices of an abstract model the schemes that their checkpoint has."""
+    plain = abstract_model(model.config, dtype=dtype)
+    found: dict[Path, tuple[str, int] | None] = {}
+    for target in weights.targets:
+        path = target.path
+        if path[-1] != "kernel":
+            continue
+        place = tuple(name for name in path if not isinstance(name, int))
+        if place not in found:
+            found[place] = loader.stored_scheme(target)
+        stored = found[place]
+        if stored is not None:
+            scheme, group = stored
+            pack = partial(quantise, scheme=scheme, dtype=dtype, group=group)
+            packed = jax.eval_shape(pack, linear_at(plain, path).packed.kernel)
+            linear_at(model, path).set_matrix(packed)
+
+
 @dataclass(frozen=True)
 class _Loader:
     """Where weights come from, and how and where they are stored."""
@@ -117,6 +164,19 @@ class _Loader:
                 return None
             parts.append(_reordered(part, piece))
         return repack.alike(parts)
+
+    def stored_scheme(self, target: Target) -> tuple[str, int] | None:
+        """The scheme that a matrix is taken in as it is stored, and R of int4; None: its floats
+        are.
+        """
+        stored = self._as_stored(target)
+        if stored is None:
+            return None
+        first = stored[0]
+        group = 0
+        if first.scheme == "int4":
+            group = 2 * first.kernel.shape[0] // first.scale.shape[0]
+        return first.scheme, group
 
     def _packed(self, name: str) -> Packed | None:
         """A tensor as it is stored, on the default device; with shares, on the host."""

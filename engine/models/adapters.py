@@ -37,11 +37,9 @@ class Adapters(nnx.Module):
         return kernels.matmul(jnp.where(own, columns, 0).astype(x.dtype), self.b[...], jnp.float32)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """(I, C, O), over all devices; not once they are arranged."""
-        inputs, columns = self.a.shape
-        _, outputs = self.b.shape
-        return inputs, columns, outputs
+    def columns(self) -> int:
+        """C; not once they are arranged."""
+        return self.a.shape[1]
 
     def arrange(self, kernels: Kernels) -> None:
         """Lay both out as the kernel set multiplies them fastest."""

@@ -153,9 +153,9 @@ class Linear(nnx.Module):
 
     @property
     def packed(self) -> Packed:
-        """The matrix as it is stored."""
+        """The matrix as it is stored; of an abstract model its shapes."""
         params = self.scale, self.zeros, self.lows
-        return Packed(self.kernel[...], *map(_array_of, params))
+        return Packed(self.kernel.get_value(), *map(_array_of, params))
 
     def adapt(self, adapters: Adapters) -> None:
         """Have the rows that ask for one of these adapters changed by it."""
@@ -172,7 +172,8 @@ class Linear(nnx.Module):
 
 
 def _array_of(param: nnx.Param | None) -> Any:
-    return None if param is None else param[...]
+    """The array of a weight, or its shape, which cannot be indexed."""
+    return None if param is None else param.get_value()
 
 
 def gated_product(x: Array, packed: Packed, activation: Activation, kernels: Kernels) -> Array:

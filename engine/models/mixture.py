@@ -193,7 +193,11 @@ class ExpertLinear(Linear):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(I, O) of one expert, over all devices; not once they are arranged."""
+        """(I, O) of one expert, over all devices; not once they are arranged.
+
+        Of devices in groups each group's share of inputs or outputs is counted, though it is of
+        other experts: a device has I or O divided by all devices, with groups as without.
+        """
         size_in, size_out = super().sizes
         return size_in, size_out // self.n_experts
 

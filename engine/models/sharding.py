@@ -128,7 +128,7 @@ def _sharding_of(path: Path, ndim: int, mesh: Mesh, groups: int = 1) -> NamedSha
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
 
 
-def _whole_shape(path: Path, own: Sequence[int], shards: int, groups: int = 1) -> tuple[int, ...]:
+def whole_shape(path: Path, own: Sequence[int], shards: int, groups: int = 1) -> tuple[int, ...]:
     """A weight's shape over all devices, given that of one device's share."""
     whole = list(own)
     axis = _axis_of(path, len(own), groups)
@@ -324,7 +324,7 @@ class Shares:
         """
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(
-            _whole_shape(path, own, self.mesh.size, self.groups),
+            whole_shape(path, own, self.mesh.size, self.groups),
             _sharding_of(path, len(own), self.mesh, self.groups),
             list(pieces),
         )

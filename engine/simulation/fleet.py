@@ -124,20 +124,25 @@ class _Moment:
 class FleetRun:
     """What a simulation brought. Columns are [requests], in seconds; NaN: it was refused."""
 
+    #: What was asked, in the order of its arrival.
     traffic: Traffic
+    #: When the first token came, and the last.
     first: np.ndarray
     end: np.ndarray
-    #: Prompt tokens found in a cache.
+    #: Prompt tokens found in a cache, of each request.
     cached: np.ndarray
     #: Requests that no replica took, that were repeated elsewhere, and that went on in a new core.
     refused: int = 0
     repeated: int = 0
     continued: int = 0
+    #: Cores that were lost and came back on their machine, and machines that were replaced.
     core_failures: int = 0
     machine_failures: int = 0
+    #: Replicas that were started after the first ones, in place of lost ones or by the scaling.
     started: int = 0
     #: Of all that ran or started, until everybody had an answer.
     replica_s: float = 0.0
+    #: How the fleet stood, in the order of time.
     moments: list[_Moment] = field(default_factory=list[_Moment])
 
     @property

@@ -113,16 +113,20 @@ class Circumstances:
     """How a fleet is run, whatever it is made of. The mean time between losses of machines is that
     of one chip."""
 
+    #: How a replica is chosen for a request.
     router: str = "least-wait"
+    #: How often cores and machines are lost, and how long that takes to be mended.
     failures: Failures = NO_FAILURES
     #: From the decision to start a replica until it is ready.
     start_s: float = 180.0
+    #: Each replica's settings of these names; seats are chosen, up to so many.
     token_budget: int = 2048
     page_size: int = 16
     most_seats: int = 256
     #: Requests that are simulated at most: half as many while a load is looked for, all of them of
     #: the busiest time at the end.
     most_requests: int = 60_000
+    #: Of all that is drawn: arrivals, lengths and losses.
     seed: int = 0
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jitney.engine.checkpoints.names import Path
 from jitney.engine.executor.program import Program, StateSizes
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import _sharding_of, _whole_shape
+from jitney.engine.models.sharding import _sharding_of, whole_shape
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.kernels.interface import Kernels
 
@@ -49,7 +49,7 @@ def _on_mesh(path: Path, own: Any, mesh: Mesh, groups: int) -> jax.ShapeDtypeStr
     share; groups: of experts.
     """
     return jax.ShapeDtypeStruct(
-        _whole_shape(path, own.shape, mesh.size, groups),
+        whole_shape(path, own.shape, mesh.size, groups),
         own.dtype,
         sharding=_sharding_of(path, len(own.shape), mesh, groups),
     )

@@ -25,6 +25,7 @@ import numpy as np
 from adapter_files import write_adapter
 from flax import nnx
 from lowered_steps import lower_step
+from served_shapes import shapes_served
 
 from jitney.engine import LLM, SamplingParams, build
 from jitney.engine.checkpoints import families
@@ -35,7 +36,7 @@ from jitney.engine.cli.display import load_llm
 from jitney.engine.config.schema import Config
 from jitney.engine.executor.program import Program, StateSizes, allocate
 from jitney.engine.loading.calibration import calibrate
-from jitney.engine.loading.load import WeightStorage, load_model
+from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import POOL, WHOLE, gather, make_mesh
@@ -96,6 +97,20 @@ def logits(
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, leaves), POOL, WHOLE, WHOLE
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
     return np.asarray(jax.jit(step)(*args))
+
+
+def proved_shapes(family: str, devices: int, groups: int) -> np.ndarray:
+    """What a split model's engine asks of its kernels, in words: told by its arrays, and told
+    without them.
+    """
+    source = resolve(f"tiny-random:{family}")
+    whole = source.config.in_groups(groups)
+    mesh = make_mesh(jax.devices()[:devices])
+    models = (
+        load_model(source, whole, mesh=mesh),
+        load_shapes(source, whole, devices, jnp.float32, WeightStorage()),
+    )
+    return np.array([str(shapes_served(model, whole.local(devices))) for model in models])
 
 
 def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
@@ -255,6 +270,7 @@ FUNCTIONS = {
     "served": served,
     "served_at_once": served_at_once,
     "adapted": adapted,
+    "proved_shapes": proved_shapes,
 }
 
 

@@ -40,22 +40,29 @@ class Batch:
     """One batch. Its state and the times of its changes are the store's to write."""
 
     id: str
+    #: As of a file.
     owner: str
     #: The route that its lines name.
     endpoint: str
+    #: Whose lines are asked.
     input_file_id: str
     #: As the client wrote it, such as "24h".
     completion_window: str
+    #: The client's own notes, given back with it.
     metadata: dict[str, str]
     #: Where its end is told; empty: nowhere.
     webhook_url: str
     created_at: int
+    #: Lines that were not asked by then are not any more.
     expires_at: int
+    #: As OpenAI names them: validating, in_progress, finalizing and cancelling, then one of ENDED.
     status: str = "validating"
     #: When each other state was reached.
     times: dict[str, int] = field(default_factory=dict[str, int])
+    #: Files of the lines answered with a 200, and of the other ones; None while there are none.
     output_file_id: str | None = None
     error_file_id: str | None = None
+    #: What is wrong with its input file.
     faults: list[Fault] = field(default_factory=list[Fault])
     #: Lines in all, those answered with a 200, and the other ones.
     total: int = 0

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 
 from jitney.engine.checkpoints import fetch
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.checkpoints.sources import ModelSource, resolve, shapes_source
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import ModelError
 
@@ -212,3 +212,30 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch):
     assert cache_dir() == Path("/x/jitney")
     monkeypatch.setenv("JITNEY_CACHE", "~/j")
     assert cache_dir() == Path("/home/me/j")
+
+
+def test_the_default_models_shapes_are_known_before_it_is_fetched(
+    smollm2: ModelSource, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("JITNEY_CACHE", str(tmp_path))
+    source = shapes_source("smollm2-135m")
+    assert source is not None and source.path == ""
+    assert source.config == smollm2.config
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_repositorys_shapes_are_known_once_its_configuration_is_cached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    write_folder(tmp_path)
+    cached = {("owner/model", "v1"): str(tmp_path / "config.json")}
+
+    def look(repository: str, name: str, *, revision: str | None) -> str | None:
+        assert name == "config.json"
+        return cached.get((repository, revision or ""))
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look)
+    assert shapes_source("owner/model") is None
+    source = shapes_source("owner/model", "v1")
+    assert source is not None and source.name == "owner/model"
+    assert source.config.vocab_size == CONFIG["vocab_size"]

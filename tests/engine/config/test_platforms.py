@@ -100,9 +100,9 @@ def test_doctor_reports_it_as_bad_and_runs_nothing_elsewhere(capsys: pytest.Capt
         == 1
     )
     found = json.loads(capsys.readouterr().out)
-    for name in ("devices", "one token"):
+    for name in ("devices", "kernels", "one token"):
         assert found[name]["ok"] is False and "cuda12" in found[name]["value"]
-    assert "kernels" not in found
+    assert "weights and KV" not in found
 
 
 def test_what_jax_then_runs_on_has_the_last_word(monkeypatch: pytest.MonkeyPatch):

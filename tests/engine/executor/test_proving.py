@@ -5,19 +5,27 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from adapter_files import write_adapter
 from api_fakes import FakeClient, call, make_app, run
 from programs import await_use
+from served_shapes import shapes_served
 from wrong_kernels import SMALL, choose, wrong_set
 
 from jitney.engine import LLM, SamplingParams
+from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.cli.doctor import proof_finding
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.runner import Runner
+from jitney.engine.loading.adapters import load_adapters
+from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
 from jitney.engine.types import KernelProof
 from jitney.kernels import reference
+from jitney.kernels.proof_shapes import Matrix
 from jitney.kernels.select import reference as reference_set
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -104,11 +112,61 @@ def test_doctor_runs_the_proof(capsys: pytest.CaptureFixture[str], monkeypatch: 
     from jitney.engine.cli import doctor
 
     choose(monkeypatch, wrong_set())
-    monkeypatch.setattr(doctor, "CHECKS", {"one token": doctor.one_token})
-    assert doctor.run(["--json"]) == 1
+    checks = {"kernels": doctor.kernels, "one token": doctor.one_token}
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    assert doctor.run(["--json", "--model", "tiny-random"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["  attention"]["ok"] is False and "taken out" in told["  attention"]["value"]
     assert told["one token"]["ok"] is True
+
+
+@pytest.mark.parametrize("scheme", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
+def test_shapes_without_weights_are_those_of_the_loaded_model(family: str, scheme: str):
+    source = resolve(f"tiny-random:{family}")
+    storage = WeightStorage(scheme)
+    loaded = load_model(source, source.config, storage=storage)
+    shapes = load_shapes(source, source.config, 1, jnp.float32, storage)
+    assert shapes_served(shapes, source.config) == shapes_served(loaded, source.config)
+    assert {matrix.scheme for matrix in shapes_served(shapes, source.config).matrices} == {scheme}
+
+
+def test_a_checkpoint_that_stays_in_4_bits_is_known_by_its_first_layer(smollm2: ModelSource):
+    storage = WeightStorage("plain", frozenset({"int4"}))
+    shapes = load_shapes(smollm2, smollm2.config, 1, jnp.float32, storage)
+    loaded = load_model(smollm2, smollm2.config, storage=storage)
+    assert shapes_served(shapes, smollm2.config) == shapes_served(loaded, smollm2.config)
+    assert "int4" in {matrix.scheme for matrix in shapes_served(shapes, smollm2.config).matrices}
+
+
+def test_adapters_are_proved_without_weights(tmp_path: Path):
+    source = resolve("tiny-random")
+    folders = {"own": str(write_adapter(tmp_path / "own", source.config, 1))}
+    shapes = load_shapes(source, source.config, 1, jnp.float32, WeightStorage())
+    loaded = load_model(source, source.config)
+    for model in (shapes, loaded):
+        load_adapters(model, source.config, folders, jnp.float32)
+    assert shapes_served(shapes, source.config) == shapes_served(loaded, source.config)
+    assert Matrix(64, 16) in shapes_served(shapes, source.config).matrices  # padded to 16 columns
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_an_experts_share_is_that_of_its_group(groups: int):
+    """With groups a device has fewer experts, and more of each."""
+    source = resolve("tiny-random:mixtral")
+    whole = source.config.in_groups(groups)
+    own = whole.local(4)
+    shapes = load_shapes(source, whole, 4, jnp.float32, WeightStorage())
+    inner = source.config.intermediate_size * groups // 4
+    found = shapes_served(shapes, own)
+    assert {mixture.inner for mixture in found.mixtures} == {inner}
+    assert set(found.matrices) == {
+        Matrix(64, own.qkv_size),
+        Matrix(own.n_heads * own.head_dim, 64),
+        Matrix(64, 2 * inner, "plain", True),
+        Matrix(inner, 64),
+        Matrix(64, own.vocab_share),
+    }
 
 
 def test_one_row_is_no_size_while_any_product_is_xlas(monkeypatch: pytest.MonkeyPatch):

@@ -54,6 +54,8 @@ CASES = (
 
 #: What a job is told of dtype, scheme and pools.
 PLAIN, INT8 = ("float32", "plain", ""), ("float32", "int8", "")
+#: Of these what is proved is compared: devices that share KV heads, and groups of experts.
+PROVED = (("llama", 4, 1), ("qwen3_moe", 4, 2), ("mixtral", 2, 2))
 #: Of these, with whole experts on each group of devices: devices and groups.
 GROUPED = (("qwen3_moe", 4, 2), ("mixtral", 2, 2))
 
@@ -82,6 +84,7 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
         (f"int8 experts {n}", "logits", [folders["qwen3_moe"], n, prompt, *INT8, groups])
         for n, groups in ((1, 1), (4, 2), (2, 2))
     ]
+    found += [(f"proved {case[0]}", "proved_shapes", list(case)) for case in PROVED]
     found.append(("program in 2", "program", [2, True, [4, 4], "mixtral", 2]))
     found += [
         (f"bfloat16 {n}", "logits", [folders["qwen3"], n, prompt, "bfloat16"]) for n in (1, 2)
@@ -132,6 +135,14 @@ def test_logits_equal_transformers(results: dict[str, np.ndarray], case: str, co
     np.testing.assert_allclose(
         results[f"{case} {count}"][DATA["rows"]], expected, atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize("family", [case[0] for case in PROVED])
+def test_kernels_are_proved_in_one_devices_shapes_with_and_without_weights(
+    results: dict[str, np.ndarray], family: str
+):
+    loaded, without = results[f"proved {family}"]
+    assert without == loaded and "Matrix(" in loaded
 
 
 @pytest.mark.parametrize(("case", "count", "groups"), GROUPED)
