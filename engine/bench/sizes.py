@@ -135,10 +135,8 @@ async def measure_sizes(config: Config, time_steps: _Time) -> Measured:
     """
     seats, rows = config.engine.max_seats, config.engine.token_budget
     times = await _alone(time_steps, _of_sizes(config, seats, rows))
-    products = await _choose_products(config, times, time_steps)
-    if products:
-        config = _with(config, **products)
-        times = await _alone(time_steps, _of_sizes(config, seats, rows))
+    products, times = await _choose_products(config, times, time_steps)
+    config = _with(config, **products)
     while (larger := _larger(times, seats, rows)) != (seats, rows):
         seats, rows = larger
         times = await _alone(time_steps, _of_sizes(config, seats, rows))
@@ -158,20 +156,27 @@ async def measure_sizes(config: Config, time_steps: _Time) -> Measured:
     return Measured((times, *fewer), _but_defaults(values))
 
 
-async def _choose_products(config: Config, times: SizeTimes, time_steps: _Time) -> _Values:
-    """Who multiplies: settings that make steps quicker than in `times`, if there are any."""
+async def _choose_products(
+    config: Config, times: SizeTimes, time_steps: _Time
+) -> tuple[_Values, SizeTimes]:
+    """Who multiplies: settings that make steps quicker than in `times`, if there are any, and the
+    times with them.
+    """
     engine = config.engine
     sizes = _of_sizes(config, engine.max_seats, engine.token_budget)
     if times.untried and engine.kernels == "auto":
         plain = await _alone(time_steps, _with(sizes, kernels="reference"))
         if _slower_with(times, plain):
-            return {"kernels": "reference"}
+            return {"kernels": "reference"}, plain
     if times.rows_choose and engine.product_rows == _usual("product_rows"):
         ours = await _alone(time_steps, _with(sizes, product_rows=_ANY_ROWS))
         rows = _rows_as_fast(ours, times, engine.product_rows)
+        if rows == _ANY_ROWS:
+            return {"product_rows": rows}, ours
         if rows > engine.product_rows:
-            return {"product_rows": rows}
-    return {}
+            between = await _alone(time_steps, _with(sizes, product_rows=rows))
+            return {"product_rows": rows}, between
+    return {}, times
 
 
 def _slower_with(kernels: SizeTimes, plain: SizeTimes) -> bool:
