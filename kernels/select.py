@@ -72,8 +72,7 @@ def _native() -> KernelSet:
         level = library.load().level
     except library.NoLibrary as error:
         raise KernelError(f"kernels native cannot run here: {error}") from error
-    usual = products.up_to(products.USUAL_ROWS)
-    return replace(
+    kernels = replace(
         reference(),
         name="native",
         instructions=level,
@@ -83,13 +82,11 @@ def _native() -> KernelSet:
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
         arrange=products.arrange,
-        matmul=usual.matmul,
-        gated=usual.gated,
-        project=usual.project,
         int8=Int8Products(int8.arrange, int8.matmul, int8.gated),
         takes_one_of=True,
         part_seconds=library.part_seconds,
     )
+    return with_product_rows(kernels, products.USUAL_ROWS)
 
 
 def with_product_rows(kernels: KernelSet, rows: int) -> KernelSet:
