@@ -38,11 +38,10 @@ constexpr bool kMultipliesPairs = false;
 
 // Whether one instruction multiplies and adds quads of bytes, and the registers that hold the sums
 // of them: without that, what is multiplied takes twice as many registers.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(JITNEY_SQUARES)
-constexpr bool kMultipliesQuads = true;
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#define JITNEY_QUADS 1
 constexpr int kQuadSums = kSums;
 #else
-constexpr bool kMultipliesQuads = false;
 constexpr int kQuadSums = kSums * 2 / 3;
 #endif
 

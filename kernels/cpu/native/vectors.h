@@ -30,7 +30,7 @@ inline void store(Floats numbers, Bfloat16* to) {
 #endif
 }
 
-#if !(defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_MATMUL_INT8))
+#if !JITNEY_QUADS
 // z + the products of kLanes quads of int8, x, with quads of uint8, y; modulo 2**32.
 inline Ints multiply_add_quads(Ints x, Ints y, Ints z) {
   const Shorts even_x = (Shorts)((Halves)x << 8) >> 8, odd_x = (Shorts)x >> 8;
