@@ -316,6 +316,7 @@ def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngin
         info.seat_buckets,
         info.token_buckets,
         on_device=info.platform != "cpu",
+        padding_is_free=info.padding_is_free,
     )
 
 

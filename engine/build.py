@@ -310,6 +310,17 @@ def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
     )
 
 
+def _padding_is_free(setup: _Setup, model: Model, kernels: KernelSet) -> bool:
+    """Whether nothing is multiplied for rows that pad a step, with a model as it is laid out to be
+    served: see `Buckets.padding_is_free`.
+    """
+    if not kernels.leaves_out_padding:
+        return False
+    settings = setup.settings
+    any_layout = settings.product_rows >= settings.token_budget
+    return any_layout or all(linear.in_panels for linear in model.linears())
+
+
 def _smallest_bucket(kernels: KernelSet) -> int:
     """XLA:CPU's own products are ten times slower at one row than at four, be they with weights,
     with keys or of the head.
@@ -322,7 +333,10 @@ def _smallest_bucket(kernels: KernelSet) -> int:
 
 
 def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
-    buckets = _make_buckets(setup, kernels)
+    buckets = replace(
+        _make_buckets(setup, kernels),
+        padding_is_free=_padding_is_free(setup, model, kernels),
+    )
     make_runner = Runner
     if isinstance(setup.hosts, FirstHost):
         make_runner = LeadingRunner
@@ -702,6 +716,7 @@ def _describe(
         adapters=tuple(setup.config.model.adapter_folders),
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
+        padding_is_free=buckets.padding_is_free,
     )
 
 

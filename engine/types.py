@@ -546,6 +546,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         int, ...
     ] = ()  # rows of the decode-only steps that programs were compiled for, ascending
     token_buckets: tuple[int, ...] = ()  # rows of those with prompts
+    padding_is_free: bool = False  # see `scheduler.buckets.Buckets`
     proofs: list[KernelProof] = []  # of every kernel that is not the reference's own
     max_logprobs: int = MAX_LOGPROBS  # alternatives that are computed for each token
     canary_every: int = 0  # one request in so many is computed again with the reference; 0: none

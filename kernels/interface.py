@@ -8,7 +8,8 @@ owns it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -215,6 +216,11 @@ class _GatedInt8(Protocol):
         ...
 
 
+def _bound(product: Callable[..., jax.Array], count: jax.Array) -> Any:
+    """A product that is told how many rows it has."""
+    return partial(product, count=count)
+
+
 @dataclass(frozen=True)
 class Int8Products:
     """How a set multiplies weights in int8 where it rounds rows to int8 too."""
@@ -293,6 +299,7 @@ class Kernels(Protocol):
     def sums_in_halves(self) -> bool: ...
     @property
     def takes_one_of(self) -> bool: ...
+    def of_rows(self, count: jax.Array) -> Kernels: ...
     @property
     def matmul_int4(self) -> Int4Matmul: ...
     @property
@@ -375,6 +382,9 @@ class KernelSet:
     sums_in_halves: bool = False
     #: True where `matmul`, `gated` and those of int8 take a `OneOf` for weights.
     takes_one_of: bool = False
+    #: True where they also take `count`, int32: rows from there on are nobody's, and become 0 or
+    #: what the others become. False where all rows of a shape are computed anyway.
+    leaves_out_padding: bool = False
     #: Seconds that this process has spent so far in the kernels of each part of a step, by the
     #: part's name; None where they have no clocks.
     part_seconds: Callable[[], Mapping[str, float]] | None = None
@@ -385,6 +395,23 @@ class KernelSet:
     def label(self) -> str:
         """The name with its instructions, as people read it: "native (avx512_bf16)"."""
         return f"{self.name} ({self.instructions})" if self.instructions else self.name
+
+    def of_rows(self, count: jax.Array) -> KernelSet:
+        """The set for rows of which those from `count` on pad the step: where it leaves out their
+        products. Inside a traced function only; no argument of another one.
+        """
+        if not self.leaves_out_padding:
+            return self
+        int8 = self.int8
+        if int8 is not None:
+            int8 = replace(
+                int8,
+                matmul=_bound(int8.matmul, count),
+                gated=_bound(int8.gated, count),
+            )
+        return replace(
+            self, matmul=_bound(self.matmul, count), gated=_bound(self.gated, count), int8=int8
+        )
 
     @property
     def multiplies_int4(self) -> bool:

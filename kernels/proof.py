@@ -53,7 +53,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "attention": ("paged_attention", "attend", "rotate_and_write", "pool_shape"),
     "norm": ("rms_norm", "norm_sum"),
     # Those of the reference take no matrix among many.
-    "products": ("arrange", "matmul", "gated", "takes_one_of"),
+    "products": ("arrange", "matmul", "gated", "takes_one_of", "leaves_out_padding"),
     "head": ("project",),
     "int4 product": ("matmul_int4",),
     "int8 product": ("int8",),

@@ -84,6 +84,7 @@ def _native() -> KernelSet:
         arrange=products.arrange,
         int8=Int8Products(int8.arrange, int8.matmul, int8.gated),
         takes_one_of=True,
+        leaves_out_padding=True,
         part_seconds=library.part_seconds,
     )
     return with_product_rows(kernels, products.USUAL_ROWS)

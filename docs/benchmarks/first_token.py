@@ -6,8 +6,8 @@ scheduler on a virtual clock, with measured step times.
 
 The requests are those of `jitney bench peers`; a client sends its next one `--client-ms` after the
 last token of the one before, as it does over HTTP. Without `--steps`: a CPU of two Zen 5 cores and
-SmolLM2-135M in bfloat16. The first request of each stream is left out of the parts: all of those
-come at once.
+SmolLM2-135M in bfloat16, with and without products of rows that pad a step; with it, as those steps
+have it. The first request of each stream is left out of the parts: all of those come at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,13 @@ from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import EngineRequest
 
-#: Milliseconds of a step by its rows, without prompt rows and with, measured on a quiet machine,
-#: 2026-11-22; each query-key pair takes 20 ns, each key of a decode row 0.2 us.
-DECODE_MS = {1: 8.5, 4: 11, 8: 15, 16: 20, 32: 28}
-MIXED_MS = {64: 36, 128: 50, 256: 88, 512: 158}
+#: Milliseconds of a step by the rows of its bucket, without prompt rows and with, measured on a
+#: quiet machine, 2026-11-25; each query-key pair takes 20 ns, each key of a decode row 0.2 us.
+DECODE_MS = {1: 8, 4: 9.5, 8: 10.5, 16: 13, 32: 17}
+MIXED_MS = {64: 26, 128: 43, 256: 84, 512: 160}
+#: The same of a step with prompts beside 31 others where padding is free: without a prompt row, and
+#: what each prompt row adds.
+BESIDE_MS, ROW_MS = 19, 0.29
 HOST = HostTimes(before=0.0004, after=0.0003)
 SEATS, TOKEN_BUDGET = 32, 512
 #: (what it is, the prompts' share, whether the next step is planned late).
@@ -50,11 +54,26 @@ VARIANTS: tuple[tuple[str, Share, bool], ...] = (
 PARTS = ("until_planned", "behind_a_step", "own_steps")
 
 
-def zen5() -> StepTable:
-    """The step times above."""
+def zen5(*, free: bool) -> StepTable:
+    """The step times above; free: padding is."""
     decode = [Curve(rows, rows, ms / 1000, per_key=2e-7) for rows, ms in DECODE_MS.items()]
+    if free:
+        beside, row = BESIDE_MS / 1000, ROW_MS / 1000
+        mixed = [
+            Curve(rows, SEATS, beside, per_prompt=row, per_pair=2e-8, points=1) for rows in MIXED_MS
+        ]
+        return StepTable(decode + mixed, host=HOST, source="Zen 5, 2 cores, padding is free")
     mixed = [Curve(rows, SEATS, ms / 1000, per_pair=2e-8) for rows, ms in MIXED_MS.items()]
     return StepTable(decode + mixed, host=HOST, source="Zen 5, 2 cores")
+
+
+def tables(args: argparse.Namespace) -> Iterator[StepTable]:
+    """The machines that are asked about."""
+    if args.steps:
+        yield StepTable.load(args.steps)
+    else:
+        yield zen5(free=False)
+        yield zen5(free=True)
 
 
 @dataclass
@@ -96,7 +115,8 @@ def run(
 ) -> tuple[list[RequestRecord], StepLog]:
     """All requests, served."""
     limits = SchedulerLimits(SEATS, 8192, prefill_share=share)
-    buckets = make_buckets(max_seats=SEATS, token_budget=TOKEN_BUDGET)
+    sizes = make_buckets(max_seats=SEATS, token_budget=TOKEN_BUDGET)
+    buckets = replace(sizes, padding_is_free=table.padding_is_free)
     device = VirtualDevice(table, args.seed)
     core = EngineShape(limits, buckets, 4097, plans_late=late).new_core(device)
     requests = RequestRecords(keep_times=True)
@@ -144,14 +164,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    table = StepTable.load(args.steps) if args.steps else zen5()
     arrivals = synthesise(args.requests, PROMPTS, OUTPUTS, Closed(), args.seed)
-    found: dict[str, dict[str, float]] = {}
-    for name, share, late in VARIANTS:
-        found[name] = figures(*run(arrivals, table, share, late, args), args.streams)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for table in tables(args):
+        own = found[table.source] = {}
+        for name, share, late in VARIANTS:
+            own[name] = figures(*run(arrivals, table, share, late, args), args.streams)
+        show(own, f"{args.streams} streams, ms; {table.source}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
-    shown = Table(title=f"{args.streams} streams, ms; {table.source}")
+
+
+def show(found: dict[str, dict[str, float]], title: str) -> None:
+    """A row for each variant."""
+    shown = Table(title=title)
     for head in ("", *next(iter(found.values()))):
         shown.add_column(head.replace("_", " "), justify="right" if head else "left")
     for name, values in found.items():

@@ -333,12 +333,18 @@ def shape_for(
     and nobody is refused unless caps are given."""
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape
+    from jitney.engine.simulation.step_table import StepTable
 
     settings = _simulated_settings(args, config.engine)
     context = config.model.context or max(map(_n_tokens, arrivals))
     pages = settings.pages or _pages_for(table, settings, context)
-    on_device = isinstance(table, Roofline)
-    return EngineShape.of(settings, context_length=context, pages=pages, on_device=on_device)
+    return EngineShape.of(
+        settings,
+        context_length=context,
+        pages=pages,
+        on_device=isinstance(table, Roofline),
+        padding_is_free=isinstance(table, StepTable) and table.padding_is_free,
+    )
 
 
 def _n_tokens(arrival: Arrival) -> int:

@@ -56,6 +56,7 @@ class Attention(nnx.Module):
         self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
         """x [T, E], rope (cos, sin), kv [N, page, 2K, D] -> ([T, E], kv)."""
+        kernels = kernels.of_rows(meta.counts[2])
         heads = self.qkv(x, kernels, adapted=meta.adapted).reshape(x.shape[0], -1, self.head_dim)
         factors = self._pool_factors()
         options: dict[str, Any] = {

@@ -27,6 +27,8 @@ DType = Any
 #: From so many on, rows of a product whose results are summed over devices are many: half of the
 #: outputs take longer to send than to set out.
 _ROWS_IN_HALVES = 256
+#: Axes of a matrix as it comes, at most: those of experts that are set apart, [X, I, O].
+_FLAT = 3
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) -> Array:
@@ -131,6 +133,11 @@ class Linear(nnx.Module):
         if self.packed.scheme == "int4":
             size_in *= 2
         return size_in, size_out
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether a CPU's kernels laid the matrix out for products of any number of rows."""
+        return self.kernel.ndim > _FLAT
 
     def arrange(self, kernels: Kernels) -> None:
         """Lay the matrix out as the kernel set multiplies it fastest."""
@@ -247,6 +254,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]."""
+        if rows.count is not None:
+            kernels = kernels.of_rows(rows.count)
         inner = self.gate_up.gated(x, kernels, rows.adapted)
         return self.down(inner, kernels, adapted=rows.adapted)
 

@@ -267,8 +267,8 @@ class Experts(MLP):
 
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]; rows of padding are 0."""
-        scores = kernels.matmul(x, self.router[...], jnp.float32)
         count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
+        scores = kernels.of_rows(count).matmul(x, self.router[...], jnp.float32)
         routes = route(scores[:, : self.experts.n_experts], self.experts, count, self._first())
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
@@ -298,7 +298,9 @@ class Experts(MLP):
                 for array in (routes.rows, routes.weights)
             )
             block = x.at[at].get(mode="fill", fill_value=0)
-            answers = self._answers(block, routes.experts[number], kernels)
+            # Those of a block stand before its places of nobody.
+            own = kernels.of_rows(jnp.sum(at < len(x), dtype=jnp.int32))
+            answers = self._answers(block, routes.experts[number], own)
             return sums.at[at].add(answers * weights[:, None], mode="drop")
 
         return jax.lax.fori_loop(0, routes.count, add_block, jnp.zeros(x.shape, jnp.float32))

@@ -48,6 +48,10 @@ class Buckets:
 
     decode: tuple[Bucket, ...]
     mixed: tuple[Bucket, ...]
+    #: Rows that pad a step take next to no time: what is multiplied is what the step has, as on a
+    #: CPU whose kernels leave out the rest. Where shapes decide, as on a GPU or TPU, they take as
+    #: long as any.
+    padding_is_free: bool = False
 
     @cached_property
     def token_budget(self) -> int:
@@ -86,6 +90,8 @@ class Buckets:
         `riders` decoding sequences: whichever computes fewer rows, padding included, over the two
         steps. sequences: of this step, the prompt's own included.
         """
+        if self.padding_is_free:
+            return count
         total = rows + count
         now, later = self.mixed_for(sequences), self.mixed_for(riders + 1)
         lower = max((b.tokens for b in now if rows < b.tokens < total), default=0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -58,12 +59,15 @@ LEAST_SHARE, _LEVELS = 0.25, 16
 _FILL = 1.2
 #: A bucket that was seen fewer times does not tell how soon a step of it may be done.
 _FEWEST_SEEN = 3
+#: A step with less than this share of its bucket's rows tells as much of them as one with so many:
+#: what it took is mostly not theirs.
+_LEAST_FULL = 0.5
 
 
-#: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows.
-type _Observed = tuple[Bucket, float, int]
-#: By bucket: seconds and pairs of the newest steps.
-type _Steps = defaultdict[Bucket, deque[tuple[float, int]]]
+#: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows, its rows.
+type _Observed = tuple[Bucket, float, int, int]
+#: By bucket: seconds and pairs of the newest steps, as if each had been full.
+type _Steps = defaultdict[Bucket, deque[tuple[float, float]]]
 
 
 class _Slope:
@@ -77,11 +81,11 @@ class _Slope:
         self._means: dict[Bucket, tuple[float, float]] = {}
         self._pairs_pairs, self._pairs_seconds = _FEW_PAIRS**2, 0.0
 
-    def observe(self, bucket: Bucket, seconds: float, pairs: int) -> None:
+    def observe(self, bucket: Bucket, seconds: float, pairs: float) -> None:
         """A mixed step; a time that strays from what was expected by more than half of the mean
         counts as that much.
         """
-        usual, usual_pairs = self._means.get(bucket, (seconds, float(pairs)))
+        usual, usual_pairs = self._means.get(bucket, (seconds, pairs))
         more = pairs - usual_pairs
         expected = more * self.value
         stray = expected + max(-usual / 2, min(usual / 2, seconds - usual - expected))
@@ -102,7 +106,9 @@ def _no_steps() -> _Steps:
 class StepTimeEstimate:
     """Step times in seconds, by bucket and by what its prompt rows attend to.
 
-    Steps are taken in when somebody asks, many at a time: running streams alone ask nothing.
+    Steps are taken in when somebody asks, many at a time: running streams alone ask nothing. Where
+    padding is free, what a step with prompts took is kept as what it would have taken with as many
+    rows as its bucket has: all beyond a decode step grows with the rows.
     """
 
     buckets: Buckets
@@ -112,24 +118,43 @@ class StepTimeEstimate:
     _seen: _Steps = field(default_factory=_no_steps)
     _slope: _Slope = field(default_factory=_Slope)
 
-    def observe(self, bucket: Bucket, seconds: float, pairs: int = 0) -> None:
+    def observe(self, bucket: Bucket, seconds: float, pairs: int = 0, rows: int = 0) -> None:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
-        rows.
+        rows; rows: those that were somebody's, 0: all.
         """
-        self._news.append((bucket, seconds, pairs))
+        self._news.append((bucket, seconds, pairs, rows or bucket.tokens))
         if len(self._news) >= _MOST_NEWS:
             self._take_in()
 
     def _take_in(self) -> None:
         """Learn from the steps observed since the last time, in their order."""
-        for bucket, seconds, pairs in self._news:
-            self._seen[bucket].append((seconds, pairs))
+        for bucket, seconds, pairs, rows in self._news:
             self._step = (
                 seconds if self._step is None else _FADE * self._step + (1 - _FADE) * seconds
             )
+            whole, scale = seconds, 1 / self._fullness(bucket, rows)
+            if scale > 1:
+                least = min(seconds, self._least())
+                whole = least + (seconds - least) * scale
+            self._seen[bucket].append((whole, pairs * scale))
             if not bucket.decode_only:
-                self._slope.observe(bucket, seconds, pairs)
+                self._slope.observe(bucket, whole, pairs * scale)
         self._news.clear()
+
+    def _fullness(self, bucket: Bucket, rows: int) -> float:
+        """The share of a full step's rows by which one with so many is told from it."""
+        if bucket.decode_only or not self.buckets.padding_is_free:
+            return 1.0
+        return min(1.0, max(_LEAST_FULL, rows / bucket.tokens))
+
+    def _least(self) -> float:
+        """Seconds that a step takes however few its rows are, as far as it was seen: those of the
+        smallest one that only decoded.
+        """
+        for bucket in self.buckets.decode:
+            if bucket in self._seen:
+                return self._typical(bucket)
+        return 0.0
 
     @property
     def step(self) -> float | None:
@@ -143,21 +168,20 @@ class StepTimeEstimate:
         self._take_in()
         return self._slope.value
 
-    def mixed(self, bucket: Bucket) -> float | None:
-        """Typical time of a mixed bucket without what its prompt rows attend to; None before any
-        mixed step.
+    def mixed(self, bucket: Bucket, rows: int = 0) -> float | None:
+        """Typical time of a mixed bucket with so many rows, 0: all of them, without what its prompt
+        rows attend to; None before any mixed step.
 
         A bucket that was not seen goes by the nearest one, in proportion to the rows: too long for
         a larger bucket, too short for a smaller one, until the first step of its own.
         """
         self._take_in()
-        if bucket in self._seen:
-            return self._base(bucket)
         seen = [other for other in self.buckets.mixed if other in self._seen]
         if not seen:
             return None
         near = min(seen, key=lambda other: abs(other.tokens - bucket.tokens))
-        return self._base(near) * bucket.tokens / near.tokens
+        full = self._base(near) * bucket.tokens / near.tokens
+        return self._with_rows(full, bucket, rows or bucket.tokens)
 
     def decode(self, sequences: int) -> float | None:
         """Typical time of a step in which so many sequences decode and nothing else; None before
@@ -205,14 +229,26 @@ class StepTimeEstimate:
                 return count - sequences
         return None
 
-    def soonest(self, bucket: Bucket) -> float | None:
-        """The least seconds that the newest steps of a bucket took; None where too few were seen to
-        tell.
+    def soonest(self, bucket: Bucket, rows: int) -> float | None:
+        """The least seconds that the newest steps of a bucket took, with so many rows; None where
+        too few were seen to tell.
         """
         self._take_in()
         if bucket not in self._seen or len(self._seen[bucket]) < _FEWEST_SEEN:
             return None
-        return min(self._seen[bucket])[0]
+        return self._shortest(bucket, rows)
+
+    def _shortest(self, bucket: Bucket, rows: int) -> float:
+        """The least seconds of a bucket that was seen, with so many rows."""
+        return self._with_rows(min(self._seen[bucket])[0], bucket, rows)
+
+    def _with_rows(self, full: float, bucket: Bucket, rows: int) -> float:
+        """Seconds of a step with so many rows, from those of a full one."""
+        fullness = self._fullness(bucket, rows)
+        if fullness == 1:
+            return full
+        least = min(full, self._least())
+        return least + (full - least) * fullness
 
     def _decode_bucket(self, sequences: int) -> Bucket:
         return next(bucket for bucket in self.buckets.decode if sequences <= bucket.seats)
@@ -244,7 +280,7 @@ class StepTimeEstimate:
                 break
             held = bucket.tokens
             if bucket in self._seen:
-                longest = max(longest, min(self._seen[bucket])[0])
+                longest = max(longest, self._shortest(bucket, rows))
         return longest
 
 
@@ -285,11 +321,17 @@ class PrefillBudget:
             return _auto_share(decoding, prompts)
         return self.share
 
-    def is_short(self, rest: int) -> bool:
-        """Whether a prompt with so many rows left may end in the next step, by what `most` allows
-        short ones.
+    def is_short(self, rest: int, whole: int) -> bool:
+        """Whether a prompt may end in the next step by what `most` allows short ones: rest, the
+        rows it has left, of `whole` rows that it had when it boarded.
+
+        Where padding is free, the end of a prompt that took several full steps is not short: who
+        rides beside it has waited often enough. Elsewhere `Buckets.thrifty` cuts such an end.
         """
-        return rest <= SHORT_SHARE * self.step_times.buckets.token_budget
+        buckets = self.step_times.buckets
+        if buckets.padding_is_free and whole > buckets.token_budget:
+            return False
+        return rest <= SHORT_SHARE * buckets.token_budget
 
     def most(self, decoding: int, start: int = 0, prompts: int = 1, *, short: bool = False) -> int:
         """Prompt rows for a step of so many decoding sequences; to be asked once per step, while
@@ -305,7 +347,7 @@ class PrefillBudget:
         if (decoding, share) not in self._wanted:
             self._wanted[decoding, share] = self._most_wanted(decoding, share)
         rows, bucket = self._wanted[decoding, share]
-        usual = self.step_times.mixed(bucket)
+        usual = self.step_times.mixed(bucket, decoding + rows)
         beside = buckets.mixed_for(decoding + 1)
         if usual is None:
             return min(rows, beside[0].tokens - decoding) if self.target_itl_s else rows
@@ -313,12 +355,12 @@ class PrefillBudget:
         if self.step_times.has_seen(bucket):
             limit = min(limit, self._bearable(decoding, slower))
         if (
-            self._timely(bucket, decoding, start, limit - usual) >= rows
+            self._timely(bucket.tokens, decoding, start, limit - usual) >= rows
         ):  # as nearly always: no need to ask the others
             return rows
         timely = max(
-            self._timely(other, decoding, start, limit - (self.step_times.mixed(other) or 0.0))
-            for other in beside
+            self._timely(size, decoding, start, limit - (self.step_times.mixed(other, size) or 0.0))
+            for other, size in _sizes(beside, buckets.padding_is_free)
         )
         if timely < 1 and self.target_itl_s:
             self._denied = (self._denied + 1) % PATIENCE
@@ -336,15 +378,15 @@ class PrefillBudget:
             return fewest
         limit = _BACKGROUND_SLOWER * alone
         timely = [
-            self._timely(bucket, decoding, start, limit - usual)
+            self._timely(bucket.tokens, decoding, start, limit - usual)
             for bucket in buckets
             if (usual := self.step_times.mixed(bucket)) is not None
         ]
         return max([fewest, *timely])
 
     def _most_wanted(self, decoding: int, share: float) -> tuple[int, Bucket]:
-        """The share of prompt rows, and the bucket of the step; or as many rows as fill the next
-        smaller bucket if that is at least half as many: no padding then."""
+        """The share of prompt rows, and the bucket of the step; or, unless padding is free, as many
+        rows as fill the next smaller bucket if that is at least half as many: no padding then."""
         buckets = self.step_times.buckets
         beside = buckets.mixed_for(decoding + 1)
         rows = min(buckets.token_budget - decoding, max(1, int(share * buckets.token_budget)))
@@ -352,7 +394,7 @@ class PrefillBudget:
             (bucket.tokens for bucket in beside if decoding < bucket.tokens <= decoding + rows),
             default=decoding,
         )
-        if 2 * (lower - decoding) >= rows:
+        if not buckets.padding_is_free and 2 * (lower - decoding) >= rows:
             rows = lower - decoding
         return rows, next(bucket for bucket in beside if decoding + rows <= bucket.tokens)
 
@@ -384,9 +426,9 @@ class PrefillBudget:
         smallest = self.step_times.buckets.mixed_for(decoding + 1)[0]
         return max(slower * alone, _STRETCH * (self.step_times.mixed(smallest) or 0.0))
 
-    def _timely(self, bucket: Bucket, decoding: int, start: int, left: float) -> int:
-        """The most prompt rows from `start` that fit the bucket and can attend in the `left`
-        seconds; 0 if left < 0.
+    def _timely(self, size: int, decoding: int, start: int, left: float) -> int:
+        """The most prompt rows from `start` that fit a step of so many rows and can attend in the
+        `left` seconds; 0 if left < 0.
 
         r rows attend to r * (start + r / 2) positions.
         """
@@ -394,7 +436,18 @@ class PrefillBudget:
             return 0
         slope = self.step_times.per_pair
         rows = math.sqrt(start * start + 2 * left / slope) - start if slope else math.inf
-        return int(min(rows, bucket.tokens - decoding))
+        return int(max(0.0, min(rows, size - decoding)))
+
+
+def _sizes(buckets: Sequence[Bucket], padding_is_free: bool) -> Iterator[tuple[Bucket, int]]:
+    """(bucket, rows) of steps that are worth thinking of: full ones, and where padding is free some
+    between.
+    """
+    for bucket in buckets:
+        if padding_is_free:
+            for eighths in (5, 6, 7):
+                yield bucket, bucket.tokens * eighths // 8
+        yield bucket, bucket.tokens
 
 
 def _auto_share(decoding: int, prompts: int) -> float:

@@ -252,7 +252,7 @@ class Scheduler:
         """A planned step took so long on the device; what is foreseen and promised rests on
         this.
         """
-        self.step_times.observe(plan.bucket, seconds, plan.work.pairs)
+        self.step_times.observe(plan.bucket, seconds, plan.work.pairs, plan.rows)
 
     def pause(self, now: float) -> float:
         """Seconds in which no plan can come of who is here, because the policy lets everybody wait;
@@ -502,13 +502,16 @@ class Scheduler:
         """
         wanting = len(prompts) + self.state.n_seatable
         budget = self._prefill_budget
-        short = budget.is_short(self._first_rest(prompts))
+        short = self._first_is_short(prompts)
         return budget.most(draft.n_decode, _first_row(prompts), wanting, short=short)
 
-    def _first_rest(self, prompts: list[Sequence]) -> int:
-        """Rows that the first prompt has left: of these, or else of those who wait."""
+    def _first_is_short(self, prompts: list[Sequence]) -> bool:
+        """Whether the first prompt is: of these, or else of those who wait."""
         first = prompts[0] if prompts else self.state.queue.head()
-        return 0 if first is None else first.n_left
+        if first is None:
+            return True
+        whole = len(first.tokens) - first.cached_tokens
+        return self._prefill_budget.is_short(first.n_left, whole)
 
     def _plan_prefill(self, prompts: list[Sequence], draft: Draft) -> None:
         """Go on with prompts that have boarded, in that order."""

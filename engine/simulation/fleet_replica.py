@@ -313,11 +313,15 @@ class ReplicaModel:
         """Of the pages that it has at its end."""
         return -(-request.n_longest // self._page) * self._page
 
-    def _first_rest(self) -> int:
-        """Rows that the first prompt has left: of those who have a seat, or else who wait."""
+    def _first_rows(self) -> tuple[int, int]:
+        """Rows that the first prompt has left, and had: of those who have a seat, or else who
+        wait.
+        """
         if self._prompts:
-            return self._prompts[0].n_left
-        return self._waiting[0].n_known
+            first = self._prompts[0]
+            return first.n_left, first.request.n_known - first.request.n_cached
+        waiting = self._waiting[0].n_known
+        return waiting, waiting
 
     def _draft_prompts(self) -> _Draft:
         """Prompt rows as the scheduler plans them: those who have a seat, then those who board."""
@@ -326,7 +330,8 @@ class ReplicaModel:
         start = prompts[0].start if prompts else 0
         most = self.costs.token_budget - decoding
         if wanting := len(prompts) + seatable:
-            most = min(most, self.costs.prompt_rows(decoding, start, wanting, self._first_rest()))
+            rest, whole = self._first_rows()
+            most = min(most, self.costs.prompt_rows(decoding, start, wanting, rest, whole))
         draft = _Draft(decoding, most, decoding)
         for at, prompt in enumerate(prompts):
             if not draft.tokens_left:

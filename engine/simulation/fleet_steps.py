@@ -35,8 +35,11 @@ class _KnownStepTimes(StepTimeEstimate):
     def per_pair(self) -> float:
         return self._per_pair
 
-    def mixed(self, bucket: Bucket) -> float:
-        return self._mixed[bucket]
+    def mixed(self, bucket: Bucket, rows: int = 0) -> float:
+        return self._with_rows(self._mixed[bucket], bucket, rows or bucket.tokens)
+
+    def _least(self) -> float:
+        return next(iter(self._decode.values()))
 
     def decode(self, sequences: int) -> float:
         return next(
@@ -93,9 +96,9 @@ class StepCosts:
         """Of the token budget, for so many prompts beside so many decoding sequences."""
         return self._budget.share_beside(decoding, prompts)
 
-    def prompt_rows(self, decoding: int, start: int, prompts: int, rest: int) -> int:
-        """As `PrefillBudget.most`; rest: rows that the first prompt has left."""
-        short = self._budget.is_short(rest)
+    def prompt_rows(self, decoding: int, start: int, prompts: int, rest: int, whole: int) -> int:
+        """As `PrefillBudget.most`; rest, whole: rows that the first prompt has left, and had."""
+        short = self._budget.is_short(rest, whole)
         return self._most(decoding, start - start % _START_STEP, prompts, short=short)
 
     def mixed_seconds(self, work: StepWork, sequences: int) -> float:

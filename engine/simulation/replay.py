@@ -48,6 +48,8 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     token_buckets: tuple[int, ...] = ()
     #: On a GPU or TPU.
     on_device: bool = False
+    #: See `Buckets`.
+    padding_is_free: bool = False
 
     def shape(self, changes: JsonDict) -> EngineShape:
         """It with some settings changed; with as many seats and as large a budget it keeps its
@@ -59,6 +61,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
             context_length=self.context_length,
             pages=(changes.get("pages") or self.pages) + 1,
             on_device=self.on_device,
+            padding_is_free=self.padding_is_free,
             buckets=self.own_buckets(settings),
         )
 
@@ -69,7 +72,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
             return None
         decode = [Bucket(size, size) for size in self.seat_buckets]
         mixed = [mixed_bucket(size, settings.max_seats) for size in self.token_buckets]
-        return Buckets(tuple(decode), tuple(mixed))
+        return Buckets(tuple(decode), tuple(mixed), self.padding_is_free)
 
 
 class ReplayJob(msgspec.Struct, frozen=True):

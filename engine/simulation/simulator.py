@@ -64,13 +64,16 @@ class EngineShape:
         context_length: int,
         pages: int,
         on_device: bool = False,
+        padding_is_free: bool = False,
         buckets: Buckets | None = None,
     ) -> EngineShape:
         """The engine that these settings describe; pages as in `EngineShape`, because settings may
-        leave it to the machine. on_device: on a GPU or TPU. buckets: those of a running engine,
-        where they are known."""
+        leave it to the machine. on_device: on a GPU or TPU. padding_is_free: see `Buckets`.
+        buckets: those of a running engine, where they are known."""
         limits = SchedulerLimits(context_length=context_length, **_shared(settings))
-        buckets = buckets or buckets_of(settings, on_device)
+        if buckets is None:
+            sizes = buckets_of(settings, on_device)
+            buckets = replace(sizes, padding_is_free=padding_is_free)
         late = not on_device and settings.n_hosts == 1
         return cls(limits, buckets, pages, settings.page_size, plans_late=late)
 

@@ -133,6 +133,18 @@ class StepTable:
         self.noise, self.errors = noise or {}, errors or {}
         self._by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
 
+    @property
+    def padding_is_free(self) -> bool:
+        """Whether the measured steps with prompts took as long as they had rows, rather than as
+        long as their buckets have: see `Buckets`. Most of the seconds decide.
+        """
+        by_rows = by_bucket = 0.0
+        for curve in self.curves:
+            if not curve.decode_only:
+                by_rows += curve.points * curve.per_prompt * curve.tokens
+                by_bucket += curve.points * curve.fixed
+        return by_rows > by_bucket
+
     def seconds(self, bucket: Bucket, work: StepWork) -> float:
         """Expected device seconds of a step."""
         shape = bucket.tokens, bucket.seats

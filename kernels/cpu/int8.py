@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
-from jitney.kernels.cpu.products import in_panels, operands
+from jitney.kernels.cpu.products import counted, in_panels, operands
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import OneOf
 
@@ -43,18 +43,20 @@ def _shifted(w: jax.Array) -> jax.Array:
     return w ^ jnp.int8(-128)
 
 
-def matmul(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
-    """See `jitney.kernels.interface.Int8Products`."""
+def matmul(
+    x: jax.Array, w: Int8, dtype: Any = jnp.float32, *, count: jax.Array | None = None
+) -> jax.Array:
+    """See `jitney.kernels.interface.Int8Products`, and `KernelSet.leaves_out_padding` there."""
     if not _served(x, w):
         return reference.matmul_int8(x, _apart(w), dtype)
-    return _call(x, w, dtype, gated=False)
+    return _call(x, w, dtype, count, gated=False)
 
 
-def gated(x: jax.Array, w: Int8) -> jax.Array:
-    """See `jitney.kernels.interface.Int8Products`."""
+def gated(x: jax.Array, w: Int8, *, count: jax.Array | None = None) -> jax.Array:
+    """See `jitney.kernels.interface.Int8Products`, and `KernelSet.leaves_out_padding` there."""
     if not _served(x, w):
         return reference.gated_int8(x, _apart(w))
-    return _call(x, w, x.dtype, gated=True)
+    return _call(x, w, x.dtype, count, gated=True)
 
 
 def _apart(w: Int8) -> Int8:
@@ -68,9 +70,9 @@ def _served(x: jax.Array, w: Int8) -> bool:
     return w.kernel.ndim == 4 and x.dtype in _FLOATS
 
 
-def _call(x: jax.Array, w: Int8, dtype: Any, *, gated: bool) -> jax.Array:
+def _call(x: jax.Array, w: Int8, dtype: Any, count: jax.Array | None, *, gated: bool) -> jax.Array:
     columns = w.scale.shape[0] // (2 if gated else 1)
     shape = jax.ShapeDtypeStruct((x.shape[0], columns), dtype)
     call = jax.ffi.ffi_call(library.load().target("int8_panels"), shape)
     weights, *which = operands(w.kernel)
-    return call(x, weights, w.scale, *which, gated=gated)
+    return call(x, weights, w.scale, counted(x, count), *which, gated=gated)

@@ -67,28 +67,36 @@ class Products:
     #: Most rows that are ours where weights are as they come; more are XLA's.
     most_rows: int
 
-    def matmul(self, x: jax.Array, w: jax.Array | OneOf, dtype: Any = jnp.float32) -> jax.Array:
+    def matmul(
+        self,
+        x: jax.Array,
+        w: jax.Array | OneOf,
+        dtype: Any = jnp.float32,
+        *,
+        count: jax.Array | None = None,
+    ) -> jax.Array:
         """x [T, I] times w, [I, O] or arranged in panels -> [T, O], summed in float32 and rounded
-        to `dtype`.
+        to `dtype`. count: see `jitney.kernels.interface.KernelSet.leaves_out_padding`.
         """
         if w.ndim == 4:
-            return _call_panels(x, w, dtype, gated=False)
+            return _call_panels(x, w, dtype, count, gated=False)
         if isinstance(w, OneOf):
             w = w.apart()
         if x.ndim != 2 or not self._are_ours(x, w) or w.shape[1] % _LANES:
             return reference.matmul(x, w, dtype)
         shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
-        return jax.ffi.ffi_call(library.load().target("product"), shape)(
-            x.astype(jnp.float32), w
-        ).astype(dtype)
+        call = jax.ffi.ffi_call(library.load().target("product"), shape)
+        return call(x.astype(jnp.float32), w, counted(x, count)).astype(dtype)
 
-    def gated(self, x: jax.Array, w: jax.Array | OneOf) -> jax.Array:
+    def gated(
+        self, x: jax.Array, w: jax.Array | OneOf, *, count: jax.Array | None = None
+    ) -> jax.Array:
         """x [T, I] times w, [I, 2F] or arranged in two parts -> silu(first half) * second half,
-        [T, F] in x's dtype.
+        [T, F] in x's dtype. count: as of `matmul`.
         """
         if w.ndim == 4:
-            return _call_panels(x, w, jnp.bfloat16, gated=True)
-        return reference.gate(self.matmul(x, w), x.dtype)
+            return _call_panels(x, w, jnp.bfloat16, count, gated=True)
+        return reference.gate(self.matmul(x, w, count=count), x.dtype)
 
     def project(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [T, E] times the transpose of table [V, E] -> float32 [T, V]."""
@@ -127,10 +135,19 @@ def operands(w: jax.Array | OneOf) -> tuple[jax.Array, ...]:
     return (w.matrices, w.number) if isinstance(w, OneOf) else (w,)
 
 
-def _call_panels(x: jax.Array, w: jax.Array | OneOf, dtype: Any, *, gated: bool) -> jax.Array:
+def counted(x: jax.Array, count: jax.Array | None) -> jax.Array:
+    """int32: how many of x's first rows are multiplied, all of them if nobody counted."""
+    return jnp.int32(x.shape[0]) if count is None else count
+
+
+def _call_panels(
+    x: jax.Array, w: jax.Array | OneOf, dtype: Any, count: jax.Array | None, *, gated: bool
+) -> jax.Array:
     """bfloat16 [T, I] times panels [P, I / B, C, B] -> [T, P * C], or half as many columns if
     gated, in dtype.
     """
     panels, _, columns, _ = w.shape
     shape = jax.ShapeDtypeStruct((x.shape[0], panels * columns // (2 if gated else 1)), dtype)
-    return jax.ffi.ffi_call(library.load().target("panels"), shape)(x, *operands(w), gated=gated)
+    call = jax.ffi.ffi_call(library.load().target("panels"), shape)
+    weights, *which = operands(w)
+    return call(x, weights, counted(x, count), *which, gated=gated)

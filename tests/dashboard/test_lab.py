@@ -231,6 +231,10 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     )
     assert small == compiled, "with no more rows than seats a bucket has a seat for four rows"
     assert [bucket.seats for bucket in small.mixed] == [2, 4, 16]
+    free = msgspec.structs.replace(engine, padding_is_free=True)
+    for changes in ({}, {"max_seats": 8, "token_budget": 64}):
+        assert free.shape(changes).buckets.padding_is_free
+        assert not engine.shape(changes).buckets.padding_is_free
     more = engine.shape({"max_seats": 8, "token_budget": 64}).buckets
     assert [b.seats for b in more.decode] == [1, 4, 8], "those of a device, not of a CPU"
     client = served_client()

@@ -608,3 +608,25 @@ def test_tokens_that_may_not_come_do_not_come(llm: LLM):
     banned = tokens(banned_sequences=((free[0],), (free[1], free[2])))
     assert len(banned) == 12 and free[0] not in banned
     assert (free[1], free[2]) not in itertools.pairwise(banned)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_free"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"weights": "int8"}, True),
+        ({"weights": "int4"}, False),
+        ({}, False),  # products of more than eight rows are XLA's
+        ({"product_rows": 64}, True),
+        ({"dtype": "bfloat16", "kernels": "reference"}, False),
+    ],
+    ids=str,
+)
+def test_an_engine_says_whether_rows_of_padding_are_multiplied(
+    settings: dict[str, Any], is_free: bool
+):
+    if is_free and not arranges_here():
+        pytest.skip("no native kernels that arrange weights here")
+    engine = when_used("tiny-random", **{**SETTINGS, **settings})
+    assert engine.info.padding_is_free == is_free
+    assert engine.core.scheduler.buckets.padding_is_free == is_free

@@ -540,6 +540,25 @@ def test_the_references_products_are_given_no_matrix_among_many():
     assert not proof.without(kernels, ["products"]).takes_one_of
 
 
+@pytest.mark.parametrize("name", ["matmul", "gated"])
+def test_a_product_that_leaves_out_a_row_too_many_is_found(name: str):
+    """Where it is told how many rows there are; then all rows are multiplied."""
+    kernels = select("cpu", "auto")
+    if kernels.name != "native":
+        pytest.skip("native kernels do not run on this CPU")
+    product = getattr(kernels, name)
+
+    def cut_short(x: Any, w: Any, *dtype: Any, count: Any = None) -> Any:
+        return product(x, w, *dtype, count=None if count is None else count - 1)
+
+    broken = replace(kernels, **{name: cut_short})
+    served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
+    assert not errors(kernels, served)
+    assert list(errors(broken, served)) == ["products"]
+    right = proof.without(broken, ["products"])
+    assert not right.leaves_out_padding and right.of_rows(jnp.int32(3)) is right
+
+
 def test_experts_in_four_bits_are_multiplied_one_after_the_other_and_not_proved():
     served = replace(SERVED, mixtures=(MixtureShape(96, ("int4", "int4"), "silu"),), blocks=(16,))
     assert proof.prove(changed(experts=plain_experts.experts), served) == ()

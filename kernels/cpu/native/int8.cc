@@ -4,6 +4,7 @@
 
 #include "panels.h"
 #include "parts.h"
+#include "rows.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -60,7 +61,7 @@ void round_row(const Number* x, Index size, Index row, const Rounded& to) {
 template <class Number>
 void round_rows(ffi::ThreadPool& pool, const Number* x, Index rows, Index size,
                 const Rounded& to) {
-  const Index together = rows < kManyRows ? rows : kRowsATime;
+  const Index together = rows < kManyRows ? std::max<Index>(1, rows) : kRowsATime;
   share(pool, parts(rows, together), rows, [&](Index ticket) {
     const Index end = std::min(rows, (ticket + 1) * together);
     for (Index row = ticket * together; row < end; ++row) {
@@ -125,9 +126,9 @@ bool is_float(ffi::DataType kind) {
 
 // x [T, I] float32 or bfloat16, w int8 [P, I / B, C, B] (or `Chosen` of many), B inputs side by
 // side, whose bits are those of the weight + 128 as uint8, scales float32 [P * C] -> y [T, P * C]
-// in float32 or bfloat16, or, gated, [T, P * C / 2].
+// in float32 or bfloat16, or, gated, [T, P * C / 2]. Rows from `count` on are zeros.
 ffi::Error int8_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                       ffi::AnyBuffer scales, ffi::RemainingArgs rest,
+                       ffi::AnyBuffer scales, RowCount count, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> y, bool gated) {
   const Timed timed(Part::kProducts);
   const auto xs = x.dimensions(), ys = y->dimensions(), ss = scales.dimensions();
@@ -146,22 +147,24 @@ ffi::Error int8_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   if (xs[1] % kLanes != 0 || ws[2] % (gated ? 2 * kLanes : kLanes) != 0) {
     return refused("panels of int8 take whole vectors of inputs and of columns");
   }
-  const Rounded rows = room_for(xs[0], xs[1]);
+  const Index rows = present(count, xs[0]);
+  clear_rows(pool, *y, rows);
+  const Rounded codes = room_for(rows, xs[1]);
   if (x.element_type() == ffi::DataType::F32) {
-    round_rows(pool, static_cast<const float*>(x.untyped_data()), xs[0], xs[1], rows);
+    round_rows(pool, static_cast<const float*>(x.untyped_data()), rows, xs[1], codes);
   } else {
-    round_rows(pool, static_cast<const Bfloat16*>(x.untyped_data()), xs[0], xs[1], rows);
+    round_rows(pool, static_cast<const Bfloat16*>(x.untyped_data()), rows, xs[1], codes);
   }
-  const Panels<Int8Panels> of{reinterpret_cast<const Element*>(rows.codes),
+  const Panels<Int8Panels> of{reinterpret_cast<const Element*>(codes.codes),
                               static_cast<const Element*>(weights),
-                              xs[0],
+                              rows,
                               ws[0],
                               ws[1],
                               ws[2]};
   if (y->element_type() == ffi::DataType::F32) {
-    multiply_int8<float>(pool, of, rows, scales, *y, gated);
+    multiply_int8<float>(pool, of, codes, scales, *y, gated);
   } else {
-    multiply_int8<Bfloat16>(pool, of, rows, scales, *y, gated);
+    multiply_int8<Bfloat16>(pool, of, codes, scales, *y, gated);
   }
   return ffi::Error::Success();
 }
@@ -176,6 +179,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_int8_panels, jitney::int8_panels,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<jitney::RowCount>()
                                   .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<bool>("gated"));

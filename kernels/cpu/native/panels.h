@@ -147,6 +147,9 @@ void multiply_panel_amx(const Panels<Kind>& of, Index panel, Index first, const 
 // [columns] of each row, and may overwrite them.
 template <class Kind, class Finish>
 void multiply_panels(xla::ffi::ThreadPool& pool, const Panels<Kind>& of, const Finish& finish) {
+  if (of.rows == 0) {
+    return;
+  }
   share(pool, of.panels * of.chunks(), of.rows, [&](Index ticket) {
     const Index panel = ticket % of.panels, first = ticket / of.panels * of.chunk();
     if constexpr (kAmx<Kind>) {

@@ -3,6 +3,7 @@
 
 #include "panels.h"
 #include "parts.h"
+#include "rows.h"
 #include "tasks.h"
 #include "tiles.h"
 
@@ -17,8 +18,8 @@ constexpr int kWeightsAhead = 48, kTableAhead = 16;
 constexpr Index kStripe = 512;
 
 // x bfloat16 [T, I], w bfloat16 [P, I / B, C, B] (or `Chosen` of many), B inputs side by side -> y
-// [T, P * C] in float32 or bfloat16, or, gated, [T, P * C / 2].
-ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+// [T, P * C] in float32 or bfloat16, or, gated, [T, P * C / 2]. Rows from `count` on are zeros.
+ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, RowCount count,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, bool gated) {
   const Timed timed(Part::kProducts);
   const auto xs = x.dimensions(), ys = y->dimensions();
@@ -39,9 +40,11 @@ ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   if (ws[2] % (gated ? 2 * kLanes : kLanes) != 0) {
     return refused("a panel has whole vectors of columns");
   }
+  const Index rows = present(count, xs[0]);
+  clear_rows(pool, *y, rows);
   const Panels<Bfloat16Panels> of{static_cast<const Element*>(x.untyped_data()),
                                   static_cast<const Element*>(weights),
-                                  xs[0],
+                                  rows,
                                   ws[0],
                                   ws[1],
                                   ws[2]};
@@ -67,9 +70,12 @@ ffi::Error panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
 // each tile's columns are multiplied with all of them while they are near; the last rows overlap
 // those before, and are the same bits again.
 template <class Kind>
-void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
-                   ffi::AnyBuffer& y) {
-  const Index rows = x.dimensions()[0], depth = w.dimensions()[0], outs = w.dimensions()[1];
+void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, Index rows,
+                   const ffi::AnyBuffer& w, ffi::AnyBuffer& y) {
+  if (rows == 0) {
+    return;
+  }
+  const Index depth = w.dimensions()[0], outs = w.dimensions()[1];
   const auto* left = static_cast<const typename Kind::Left*>(x.untyped_data());
   const auto* right = static_cast<const typename Kind::Right*>(w.untyped_data());
   auto* to = static_cast<float*>(y.untyped_data());
@@ -92,8 +98,9 @@ void multiply_runs(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::An
   });
 }
 
-// x float32 [T, I], w float32 or bfloat16 [I, O] -> y float32 [T, O].
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+// x float32 [T, I], w float32 or bfloat16 [I, O] -> y float32 [T, O]. Rows from `count` on are
+// zeros.
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, RowCount count,
                    ffi::Result<ffi::AnyBuffer> y) {
   const Timed timed(Part::kProducts);
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
@@ -107,13 +114,15 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   if (x.element_type() != ffi::DataType::F32 || y->element_type() != ffi::DataType::F32) {
     return refused("x and the product are float32");
   }
+  const Index rows = present(count, xs[0]);
   if (w.element_type() == ffi::DataType::F32) {
-    multiply_runs<Single>(pool, x, w, *y);
+    multiply_runs<Single>(pool, x, rows, w, *y);
   } else if (w.element_type() == ffi::DataType::BF16) {
-    multiply_runs<Widened>(pool, x, w, *y);
+    multiply_runs<Widened>(pool, x, rows, w, *y);
   } else {
     return refused("weights are float32 or bfloat16");
   }
+  clear_rows(pool, *y, rows);
   return ffi::Error::Success();
 }
 
@@ -279,6 +288,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_panels, jitney::panels,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<jitney::RowCount>()
                                   .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<bool>("gated"));
@@ -288,6 +298,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_product, jitney::product,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<jitney::RowCount>()
                                   .Ret<xla::ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jitney_project, jitney::project,

@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from collections import deque
+from dataclasses import replace
 from itertools import count
 from types import FrameType
 
@@ -69,6 +70,29 @@ def test_the_least_time_of_a_prompt_is_never_more_than_was_measured():
         round(step_times.fastest_prefill(rows), 3) for rows in (0, 20, 40, 128, 200, 256, 300, 600)
     ] == [0, 0, 0.1, 0.1, 0.4, 0.4, 0.5, 0.9]
     assert StepTimeEstimate(BUCKETS).fastest_prefill(500) == 0.0
+
+
+def test_where_padding_is_free_a_step_takes_as_long_as_it_has_rows():
+    """10 ms and 1 ms a row; what is asked is told for the rows that are asked about."""
+    step_times = StepTimeEstimate(replace(BUCKETS, padding_is_free=True))
+    small, bucket = Bucket(1, 1), Bucket(128, 16)
+    step_times.observe(small, 0.010)
+    assert step_times.mixed(bucket) is None
+    for rows in (65, 100, 128):
+        step_times.observe(bucket, 0.010 + 0.001 * rows, pairs=50 * rows, rows=rows)
+    assert step_times.mixed(bucket) == pytest.approx(0.138)
+    assert step_times.mixed(bucket, 96) == pytest.approx(0.106)
+    assert step_times.soonest(bucket, 128) == pytest.approx(0.138)
+    assert step_times.soonest(bucket, 96) == pytest.approx(0.106)
+    assert step_times.fastest_prefill(96) == pytest.approx(0.106)
+    assert step_times.per_pair == 0, "rows that are more are no rows that attend to more"
+    # Of a step that is nearly empty little is its rows'.
+    step_times.observe(Bucket(256, 16), 0.014, rows=2)
+    assert step_times.mixed(Bucket(256, 16)) == pytest.approx(0.018)
+    padded = StepTimeEstimate(BUCKETS)
+    for rows in (65, 100, 128):
+        padded.observe(bucket, 0.138, rows=rows)
+    assert padded.mixed(bucket) == padded.soonest(bucket, 65) == pytest.approx(0.138)
 
 
 @pytest.mark.parametrize(

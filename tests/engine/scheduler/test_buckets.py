@@ -1,5 +1,7 @@
 """Bucket choice: what a step pads to, and when a prompt is worth splitting over two steps."""
 
+from dataclasses import replace
+
 import pytest
 
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
@@ -54,6 +56,11 @@ def test_nothing_lies_above_the_budget():
 )
 def test_a_prompt_is_split_where_that_computes_fewer_rows(rows, count, riders, expected):
     assert BUCKETS.thrifty(rows, count, riders, riders + 1) == expected
+
+
+def test_no_prompt_is_split_where_padding_is_free():
+    buckets = replace(BUCKETS, padding_is_free=True)
+    assert buckets.thrifty(31, 120, 31, 32) == 120 and buckets.thrifty(0, 300, 0, 1) == 300
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,25 @@ def test_few_points_keep_the_common_slope():
         assert table.seconds(D32, work) == pytest.approx(TRUE[D32].seconds(work), rel=0.02)
 
 
+@pytest.mark.parametrize("free", [True, False])
+def test_steps_tell_whether_padding_is_free(free: bool):
+    """As steps of a CPU's kernels and of XLA's take: 1 ms a row that is somebody's, or a row of the
+    bucket.
+    """
+    rng = np.random.default_rng(3)
+    made = []
+    for bucket in (D32, M64, M128):
+        for _ in range(30):
+            work = random_work(rng, bucket)
+            rows = work.decode + work.prompt if free else bucket.tokens
+            seconds = (0.010 + 0.001 * rows) * float(rng.uniform(0.95, 1.05))
+            made.append(Point(bucket, work, seconds))
+    table = StepTable.from_points(made)
+    assert table.padding_is_free == free
+    assert StepTable(table.curves).padding_is_free == free
+    assert not StepTable([Curve(8, 8, 0.010)]).padding_is_free, "no step had a prompt"
+
+
 def test_unseen_buckets_lie_between_their_neighbours():
     table = StepTable(
         [

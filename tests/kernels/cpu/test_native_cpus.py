@@ -13,9 +13,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 import native_checks
 import pytest
 
@@ -105,14 +106,17 @@ def level_of(cpu: str) -> build.Level:
 
 
 @pytest.fixture(scope="module", params=[level.name for level in build.LEVELS])
-def shipped(request) -> library.Library:
+def shipped(request) -> Iterator[library.Library]:
     """One of the libraries that ship, compiled if it is not there yet."""
     level = next(level for level in build.LEVELS if level.name == request.param)
     if not level.needs <= build.cpu_flags():
         pytest.skip(f"this CPU does not run {level.name}")
     compiler_for(level)
     (path,) = build.build([level])
-    return native_checks.use(path, f"checked_{level.name}")
+    # What was compiled for one library would be called again for the next.
+    jax.clear_caches()
+    yield native_checks.use(path, f"checked_{level.name}")
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("level", build.LEVELS, ids=lambda level: level.name)
