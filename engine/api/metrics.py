@@ -122,6 +122,10 @@ _GAUGES = {
     ),
     "seats": ("seats", _of_engine("seats")),
     "seats_busy": ("seats taken", _newest("seats_busy")),
+    "padding_is_free": (
+        "1 where rows that pad a step take next to no time: nothing is multiplied for them",
+        lambda client: int(_of_engine("padding_is_free")(client)),
+    ),
     "kv_pages": ("KV pages", _of_engine("pages")),
     "kv_pages_used": ("KV pages held by sequences", _newest("pages_used")),
     "kv_pages_cached": ("KV pages kept for the prefix cache alone", _newest("pages_cached")),

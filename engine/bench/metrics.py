@@ -40,6 +40,10 @@ async def read_metrics(client: httpx.AsyncClient, base: str) -> Samples | None:
     return None if _rows(samples, "prefill") is None else samples
 
 
+#: The metric that is 1 where padding is free.
+_FREE = "jitney_padding_is_free"
+
+
 def _rows(samples: Samples, kind: str) -> float | None:
     return samples.get(("jitney_rows_total", (("kind", kind),)))
 
@@ -48,11 +52,15 @@ def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, C
     """Rows and device time by kind between two readings, `seconds` apart.
 
     The server tells the time of all steps together, so it is split over the rows of all steps
-    alike, unlike a bill made from step records; idle is the rest of `seconds`.
+    alike, unlike a bill made from step records, or over all but padding where that is free; idle
+    is the rest of `seconds`.
     """
     counts = [_rows_between(before, after, kind) for kind in SPLIT_ORDER]
     busy = round((_step_seconds(after) - _step_seconds(before)) * NANO)
-    lines = map(CostLine, counts, _shares(busy, counts))
+    paid = counts
+    if after.get((_FREE, ())):
+        paid = [0, *counts[1:]]
+    lines = map(CostLine, counts, _shares(busy, paid))
     return with_idle(dict(zip(SPLIT_ORDER, lines, strict=True)), busy, seconds)
 
 

@@ -77,6 +77,19 @@ class OfflineRun:
         return self.shape.limits
 
     @property
+    def costs(self) -> Bill:
+        """What its device time was spent on."""
+        free = self.shape.buckets.padding_is_free
+        return bill(self.records, self.seconds, padding_is_free=free)
+
+    @property
+    def request_shares(self) -> Bill:
+        """What each request took of it."""
+        free = self.shape.buckets.padding_is_free
+        shares, _ = self.owners.bill(self.records, padding_is_free=free)
+        return shares
+
+    @property
     def as_measured(self) -> MeasuredRun:
         """The run as the simulator compares it with a prediction."""
         return MeasuredRun(self.requests, self.records, RunNote(self.shape, self.concurrency))
@@ -98,7 +111,7 @@ PolicyRuns = Mapping[str, OfflineRun]
 
 def bills_of(runs: PolicyRuns) -> dict[str, Bill]:
     """What each run's device time was spent on."""
-    return {policy: bill(run.records, run.seconds) for policy, run in runs.items()}
+    return {policy: run.costs for policy, run in runs.items()}
 
 
 class _NotingRunner:

@@ -136,7 +136,7 @@ _LEDGER_NOTE = (
 def _request_shares(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
     """The costliest requests of continuous batching, or of the first policy that ran."""
     policy = "continuous" if "continuous" in runs else next(iter(runs))
-    shares, _ = runs[policy].owners.bill(runs[policy].records)
+    shares = runs[policy].request_shares
     table = tables.costliest_table(shares, price_per_hour)
     chart = figures.request_costs(shares, price_per_hour)
     title = f"What each request took ({name}, {policy})"

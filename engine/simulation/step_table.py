@@ -4,6 +4,7 @@ squares.
 A step of bucket b takes
 
     fixed_b + per_key * keys + per_longest * longest + per_prompt * prompt rows + per_pair * pairs
+        + per_decode * decode rows
 
 (see `engine.scheduler.plan.StepWork`). All buckets of a kind (decode-only, mixed) are fitted
 together first, each with its own fixed part; then each bucket on its own, pulled towards the
@@ -35,7 +36,7 @@ _STALL, _ROUNDS = 4.0, 6
 #: Factors kept of the scatter of measured / fitted.
 _NOISE_POINTS = 200
 
-_COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair")
+_COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair", "per_decode")
 
 
 class Point(NamedTuple):
@@ -58,6 +59,7 @@ class Curve(msgspec.Struct, frozen=True):
     per_longest: float = 0.0
     per_prompt: float = 0.0
     per_pair: float = 0.0
+    per_decode: float = 0.0
     points: int = 0
 
     @property
@@ -71,6 +73,7 @@ class Curve(msgspec.Struct, frozen=True):
             + self.per_longest * work.longest
             + self.per_prompt * work.prompt
             + self.per_pair * work.pairs
+            + self.per_decode * work.decode
         )
 
 
@@ -329,7 +332,7 @@ def _fit_bucket(
 
 def _slopes_of(work: StepWork) -> tuple[int, ...]:
     """What the slopes of a curve are multiplied with, in their order."""
-    return work.keys, work.longest, work.prompt, work.pairs
+    return work.keys, work.longest, work.prompt, work.pairs, work.decode
 
 
 def nonnegative(

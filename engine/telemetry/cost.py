@@ -2,8 +2,9 @@
 request.
 
 A step's device time is split over the rows it computed, evenly: a padding row costs as much as a
-useful one. Times are whole nanoseconds and are cut at the rounded-down edges of cumulated rows, so
-the parts of a step, a run or a request always add up to the whole, to the nanosecond.
+useful one, but nothing where padding is free (`engine.scheduler.buckets.Buckets`). Times are whole
+nanoseconds and are cut at the rounded-down edges of cumulated rows, so the parts of a step, a run
+or a request always add up to the whole, to the nanosecond.
 """
 
 from __future__ import annotations
@@ -60,16 +61,24 @@ def split(total: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.diff(total[:, None] * edges // whole, axis=1, prepend=0)
 
 
-def bill(records: np.ndarray, seconds: float) -> _Lines:
+def bill(records: np.ndarray, seconds: float, *, padding_is_free: bool = False) -> _Lines:
     """Rows and device time by kind, of steps [steps] STEP_DTYPE, and `idle`: the run's other time.
 
     Idle is what is left of `seconds`, the run's wall-clock time; none if the steps took longer than
     that.
     """
     rows = np.stack([records[kind].astype(np.int64) for kind in SPLIT_ORDER], axis=1)
-    times = split(_nanoseconds(records), rows)
+    paid = rows.copy()
+    if padding_is_free:
+        paid[:, 0] = _costly_padding(rows.sum(axis=1), rows[:, 0])
+    times = split(_nanoseconds(records), paid)
     lines = _lines(SPLIT_ORDER, rows.sum(axis=0), times.sum(axis=0))
     return with_idle(lines, int(times.sum()), seconds)
+
+
+def _costly_padding(computed: np.ndarray, padding: np.ndarray) -> np.ndarray:
+    """Padding rows [steps] that are paid for where padding is free: of steps of nothing else."""
+    return np.where(padding == computed, padding, 0)
 
 
 def with_idle(lines: _Lines, busy: int, seconds: float) -> _Lines:
@@ -102,7 +111,9 @@ class RowOwners:
             owners.append(numbers.setdefault(chunk.seq.request.id, len(numbers)))
             rows.append(chunk.count)
 
-    def bill(self, records: np.ndarray) -> tuple[_Lines, CostLine]:
+    def bill(
+        self, records: np.ndarray, *, padding_is_free: bool = False
+    ) -> tuple[_Lines, CostLine]:
         """(rows and device time of each request, the rest: padding) of steps [steps] STEP_DTYPE in
         order.
 
@@ -112,14 +123,17 @@ class RowOwners:
         """
         times = _nanoseconds(records)
         computed = records["bucket_tokens"].astype(np.int64)
-        padding = records["padding"].astype(np.int64)
+        padding = n_padding = records["padding"].astype(np.int64)
+        if padding_is_free:
+            padding = _costly_padding(computed, n_padding)
+            computed = computed - n_padding + padding
         steps = np.frombuffer(self._steps, np.int64)
         kept = np.isin(steps, records["step"])
         at = np.searchsorted(records["step"], steps[kept])
         rows = np.frombuffer(self._rows, np.int64)[kept]
         own = _cut(times, computed, padding, at, rows)
         wasted = times * padding // np.maximum(1, computed)
-        return self._by_request(kept, rows, own), CostLine(int(padding.sum()), int(wasted.sum()))
+        return self._by_request(kept, rows, own), CostLine(int(n_padding.sum()), int(wasted.sum()))
 
     def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> _Lines:
         """rows and times: of the entries that are kept."""

@@ -284,6 +284,10 @@ def test_the_servers_ledger_is_the_difference_of_two_readings():
         0, 250_000_000
     )
     assert lines["cancelled"] == CostLine(0, 0)
+    free = parse_metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
+    lines = bill_between(before, free, seconds=1.25)
+    assert lines["padding"] == CostLine(2, 0)
+    assert lines["prefill"] == CostLine(2, 250_000_000)
 
 
 def test_texts_are_sized_by_the_endpoints_own_count():

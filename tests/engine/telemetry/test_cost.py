@@ -49,11 +49,19 @@ def test_the_lines_add_up_to_the_device_time(steps: list[tuple[float, list[int]]
     records = np.concatenate(
         [step(n, s, **dict(zip(ROW_KINDS, rows, strict=True))) for n, (s, rows) in enumerate(steps)]
     )
-    lines = bill(records, seconds=0.0)
     exact = sum(round(float(np.float32(s)) * 1e9) for s, _ in steps)
-    assert sum(line.nanoseconds for line in lines.values()) == exact
-    assert sum(line.rows for line in lines.values()) == sum(sum(rows) for _, rows in steps)
-    assert all(line.nanoseconds >= 0 for line in lines.values())
+    for free in (False, True):
+        lines = bill(records, seconds=0.0, padding_is_free=free)
+        assert sum(line.nanoseconds for line in lines.values()) == exact
+        assert sum(line.rows for line in lines.values()) == sum(sum(rows) for _, rows in steps)
+        assert all(line.nanoseconds >= 0 for line in lines.values())
+
+
+def test_padding_that_is_free_is_not_paid_for():
+    records = np.concatenate((step(1, 0.5, prefill=2, padding=2), step(2, 0.25, padding=4)))
+    lines = bill(records, seconds=1.0, padding_is_free=True)
+    assert lines["prefill"] == CostLine(2, 500_000_000)
+    assert lines["padding"] == CostLine(6, 250_000_000), "somebody pays for a step of nothing else"
 
 
 @given(st.integers(0, 10**11), st.lists(st.integers(0, 65536), min_size=1, max_size=50).filter(any))
@@ -83,13 +91,14 @@ def test_requests_and_padding_share_all_of_a_run(lengths: list[tuple[int, int]],
         core.add(make_request(f"r{number}", [1 + number % 30] * n_prompt, max_tokens=n_output))
     core.run_until_idle()
     records = core.ledger.since(-1)
-    lines, rest = riders.bill(records)
-    whole = bill(records, seconds=0.0)
-    assert rest == whole["padding"]
-    assert sum(line.nanoseconds for line in lines.values()) + rest.nanoseconds == sum(
-        line.nanoseconds for line in whole.values()
-    )
-    assert sum(line.rows for line in lines.values()) + rest.rows == records["bucket_tokens"].sum()
+    for free in (True, False):
+        lines, rest = riders.bill(records, padding_is_free=free)
+        whole = bill(records, seconds=0.0, padding_is_free=free)
+        assert rest == whole["padding"]
+        paid = sum(line.nanoseconds for line in lines.values()) + rest.nanoseconds
+        assert paid == sum(line.nanoseconds for line in whole.values())
+        rows = sum(line.rows for line in lines.values()) + rest.rows
+        assert rows == records["bucket_tokens"].sum()
     assert set(lines) == {f"r{number}" for number in range(len(lengths))}
 
 
