@@ -156,6 +156,21 @@ class Service:
         """Counts one open generation request, which `drained` waits for."""
         return self._open.one()
 
+    @property
+    def own_places(self) -> int:
+        """See `batches.host.RequestHost`."""
+        info, _ = self.ready()
+        return info.seats
+
+    @property
+    def most_of_key(self) -> int:
+        """See `batches.host.RequestHost`."""
+        return self.quotas.max_concurrent
+
+    def opening(self, key: str) -> AbstractContextManager[None]:
+        """See `batches.host.RequestHost`."""
+        return self.quotas.open(key)
+
     def unready(self) -> RequestError | None:
         """Why no request can be served now, or None."""
         if self.draining or self.client.state == "draining":

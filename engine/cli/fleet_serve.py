@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.drain import drain_status
@@ -102,7 +103,9 @@ def _application(config: FleetConfig, keys: AcceptedKeys, host: str) -> Applicat
     from jitney.engine.cli.serve import limits
     from jitney.engine.fleet.ray_app import build_application
 
-    settings = with_page(limits(Config(server=config.server), keys), _PAGE)
+    # There may be several ingresses, on any node: none of them keeps jobs.
+    own = replace(limits(Config(server=config.server), keys), data_dir=None)
+    settings = with_page(own, _PAGE)
     return build_application(
         config, settings, keys.users, keys.admins, url_key=_engine_key(config), host=host
     )
@@ -176,7 +179,7 @@ class _Serving:
         from jitney.engine.fleet.page import fleet_page_routes
 
         config = Config(server=self.config.server)
-        settings = limits(config, keys)
+        settings = replace(limits(config, keys), data_dir=self.config.data_dir)
         page = fleet_page_routes(self.fleet, settings, _PAGE, self.config.fleet.price_per_hour)
         app = create_ingress(self.fleet, with_page(settings, _PAGE), extra_routes=page)
         return web_server(config, settings, app, Connections(settings))

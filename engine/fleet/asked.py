@@ -92,6 +92,14 @@ class Asked:
             return self
         return self.with_fields(seed=secrets.randbits(31))
 
+    def headers_for(self, key: str) -> RawHeaders:
+        """What a replica is told that we ask with `key` ourselves, if that is not empty: a request
+        that brings no key is a job's, whose client showed its own when it came.
+        """
+        if not key or any(name in _KEYS for name, _ in self.headers):
+            return self.headers
+        return self.with_key(key).headers
+
     def kept_by(self, replica: str) -> Asked:
         """For this replica alone."""
         return replace(self, keeper=replica)

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from jitney.engine.config.layers import load_config, read_toml, settings, unknown_word
-from jitney.engine.config.schema import Config, Section, ServerSection
+from jitney.engine.config.schema import Config, Section, ServerSection, cache_dir
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.composed import COMPOSED_KINDS, check_parts, composed_of
 from jitney.engine.fleet.sections import FleetSection, ReplicasSection
@@ -53,6 +53,10 @@ AS_OF_A_SERVER = (
     "max_connections",
     "log_level",
     "drain_s",
+    "data_dir",
+    "webhook_prefixes",
+    "webhook_secret_file",
+    "key_jobs",
 )
 #: Of these, what the environment may give.
 _KEYS = ("api_keys", "admin_keys")
@@ -103,6 +107,13 @@ class FleetConfig:
     def path(self, name: str) -> Path:
         """A file that it names."""
         return self.file.parent / Path(name).expanduser()
+
+    @property
+    def data_dir(self) -> Path:
+        """Where jobs are kept: one fleet's alone, and no engine's."""
+        if self.server.data_dir:
+            return self.path(self.server.data_dir)
+        return cache_dir() / "fleet-data"
 
 
 def read_fleet(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from jitney.engine.api.errors import HttpError, no_model
 from jitney.engine.api.open_requests import OpenRequests
+from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.api.tracing import Tracing
 from jitney.engine.errors import RequestError
@@ -18,6 +20,10 @@ from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replicas import Replica
+
+if TYPE_CHECKING:
+    from jitney.engine.api.batches.service import Batches
+    from jitney.engine.api.jobs.service import Jobs
 
 
 class Fleet:
@@ -40,6 +46,10 @@ class Fleet:
         self.adapters = adapters
         self.metrics = metrics
         self.slices = Slices()
+        #: Of the endpoint, once it is made; where jobs are kept, and they.
+        self.settings = ServerSettings()
+        self.batches: Batches | None = None
+        self.jobs: Jobs | None = None
         #: Who keeps which answer of /v1/responses.
         self.keepers = Keepers()
         self.created = int(time.time())
@@ -80,8 +90,14 @@ class Fleet:
         return None
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on; those that run go on."""
+        """Refuse new requests from now on; those that run go on, but for jobs, which go on at the
+        next start.
+        """
         self.draining = True
+        if self.jobs is not None:
+            self.jobs.stop()
+        if self.batches is not None:
+            self.batches.stop()
 
     async def drained(self) -> None:
         """Wait until no request is open."""
@@ -94,6 +110,26 @@ class Fleet:
             raise RequestError("the fleet is shutting down", code="draining")
         with self._open.one():
             yield
+
+    @property
+    def own_places(self) -> int:
+        """See `RequestHost`: the seats of all engines that are ready."""
+        ready = {
+            replica.name: replica.seats
+            for known in self.replicas.values()
+            for replica in known
+            if replica.state == "ready"
+        }
+        return max(1, sum(ready.values()))
+
+    @property
+    def most_of_key(self) -> int:
+        """See `RequestHost`."""
+        return self.quotas.max_concurrent
+
+    def opening(self, key: str) -> AbstractContextManager[None]:
+        """See `RequestHost`: the route itself counts (`FleetQuotas.holding`)."""
+        return nullcontext()
 
     def unready(self) -> RequestError | None:
         """Why no request can be answered now, or None."""

@@ -361,7 +361,7 @@ class Exchange:
         request = self.client.build_request(
             self.asked.method,
             replica.url + self.asked.path,
-            headers=self.asked.headers,
+            headers=self.asked.headers_for(replica.key),
             content=self.asked.body or None,
         )
         async with replica.deadline():

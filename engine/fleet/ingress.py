@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -18,12 +19,16 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api import answers
+from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.blocks import send_body
 from jitney.engine.api.context import Context, context_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.edge import answer_unrouted, edge
 from jitney.engine.api.endpoints import Endpoint
 from jitney.engine.api.errors import HttpError, echo, no_model
+from jitney.engine.api.jobs.routes import JOB_ROUTES
+from jitney.engine.api.jobs.service import Jobs
+from jitney.engine.api.jobs.table import JOB_ENDS
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES, probe
@@ -279,6 +284,7 @@ FLEET_ROUTES = (
         role=Role.ADMIN,
         answer=ReplicaList,
     ),
+    *JOB_ROUTES,
     *ROLLOUT_ROUTES,
 )
 _PASSED_PATHS = frozenset(route.path for route in _PASSED_ROUTES)
@@ -292,14 +298,27 @@ def create_ingress(
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The application; `app.state.fleet` is the fleet. extra_routes stand behind the same keys and
-    limits.
+    limits. Jobs that an earlier one has left go on when its lifespan begins.
     """
     fleet.openapi = document(tuple(routes))
+    fleet.settings = settings
     table = RouteTable(routes)
+    batches = fleet.batches = Batches(fleet, table, [JOB_ENDS])
+    jobs = fleet.jobs = Jobs(fleet, table, batches)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await batches.start()
+        await jobs.start()
+        yield
+        await jobs.close()
+        await batches.close()
+
     app = Starlette(
         routes=[*(_starlette_route(route, fleet) for route in routes), *extra_routes],
         middleware=edge(fleet, settings, table),
         exception_handlers={HTTPException: partial(answer_unrouted, table)},
+        lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
     app.state.fleet = fleet

@@ -137,8 +137,10 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_fleet(config, key) as (fleet, parts):
             found.append((fleet, parts))
-            inner.append(create_ingress(fleet, limits))
-            yield
+            ingress = create_ingress(fleet, limits)
+            inner.append(ingress)
+            async with ingress.router.lifespan_context(ingress):
+                yield
 
     inner: list[Starlette] = []
     outer = Starlette(lifespan=lifespan)

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from jitney.engine.api.access import Identity
+from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.lines import LineRequest, request_in
 from jitney.engine.api.batches.records import LineOutcome
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError, echo, error_form, error_response
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
-from jitney.engine.api.service import Service
 from jitney.engine.errors import RequestError
 
 #: Refusals of the moment: too much waits, or the engine is not there. The line tries again.
@@ -69,8 +69,8 @@ class _Reply:
 class LineExecutor:
     """Answers lines. background: nobody waits for them, so that they give way to other requests."""
 
-    def __init__(self, service: Service, table: RouteTable, *, background: bool):
-        self._service = service
+    def __init__(self, host: RequestHost, table: RouteTable, *, background: bool):
+        self._host = host
         self._table = table
         self._background = background
 
@@ -131,18 +131,18 @@ class LineExecutor:
             raise AssertionError
 
         try:
-            _check_size(request, route, self._service)
-            with self._service.quotas.open(owner):
-                answer = await route.handler(self._service, Request(scope, receive))
+            _check_size(request, route, self._host)
+            with self._host.opening(owner):
+                answer = await route.handler(self._host, Request(scope, receive))
                 await answer(scope, receive, reply.take)
         except Exception as error:
             return _refusal(error, request_id, request.url)
         return reply
 
 
-def _check_size(request: LineRequest, route: HttpRoute, service: Service) -> None:
+def _check_size(request: LineRequest, route: HttpRoute, host: RequestHost) -> None:
     """The limit that HTTP has."""
-    limit = route.body_limit or service.settings.body_limit
+    limit = route.body_limit or host.settings.body_limit
     if len(request.body) > limit:
         raise HttpError(413, f"the body may have at most {limit} bytes")
 

@@ -6,21 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from jitney.engine.api.service import Service
+from jitney.engine.api.batches.host import RequestHost
 
-#: Seconds between two looks at whether the engine is there.
+#: Seconds between two looks at whether an engine is there.
 _LOOK_S = 0.5
+#: Places of a key where keys have no limit: as many as there are.
+_ALL = 1 << 30
 
 
 class Places:
-    """As many requests in flight as the engine has seats, and of one key at most half of what it
-    may have open, so that its other requests find room.
+    """As many requests in flight as there are seats, and of one key at most half of what it may
+    have open, so that its other requests find room.
     """
 
-    def __init__(self, service: Service):
-        self._service = service
-        self._seats = 0
-        self._all: asyncio.Semaphore | None = None
+    def __init__(self, host: RequestHost):
+        self._host = host
+        self._count = 0
+        self._all = asyncio.Semaphore(0)
         self._of_key: dict[str, asyncio.Semaphore] = {}
 
     @asynccontextmanager
@@ -34,34 +36,35 @@ class Places:
 
     async def acquire(self, owner: str) -> None:
         """Wait for a place, which is to be given back with `release`."""
-        places = await self._of_all()
+        while not self._grow():
+            await asyncio.sleep(_LOOK_S)
         own = self._of(owner)
         await own.acquire()
         try:
-            await places.acquire()
+            await self._all.acquire()
         except BaseException:
             own.release()
             raise
 
     def release(self, owner: str) -> None:
         """Give a place back."""
-        assert self._all is not None
         self._all.release()
         self._of_key[owner].release()
+        self._grow()
 
-    async def _of_all(self) -> asyncio.Semaphore:
-        """Known once the engine is."""
-        while self._service.unready() is not None:
-            await asyncio.sleep(_LOOK_S)
-        if self._all is None:
-            info, _ = self._service.ready()
-            self._seats = info.seats
-            self._all = asyncio.Semaphore(info.seats)
-        return self._all
+    def _grow(self) -> bool:
+        """Have as many places as there are seats now; False while nobody can answer. Where seats
+        have gone, those that are left say that they are full, and requests try again.
+        """
+        if self._host.unready() is not None:
+            return False
+        while self._count < self._host.own_places:
+            self._count += 1
+            self._all.release()
+        return True
 
     def _of(self, owner: str) -> asyncio.Semaphore:
         if owner not in self._of_key:
-            allowed = self._service.quotas.max_concurrent
-            most = max(1, allowed // 2) if allowed else self._seats
-            self._of_key[owner] = asyncio.Semaphore(most)
+            allowed = self._host.most_of_key
+            self._of_key[owner] = asyncio.Semaphore(max(1, allowed // 2) if allowed else _ALL)
         return self._of_key[owner]

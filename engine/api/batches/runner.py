@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineReader, read_line
 from jitney.engine.api.batches.places import Places
@@ -15,7 +16,6 @@ from jitney.engine.api.batches.records import Batch, Fault, Line
 from jitney.engine.api.batches.results import finish
 from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.batches.tasks import Tasks
-from jitney.engine.api.service import Service
 
 #: Lines of a batch that are taken from the store at once.
 _GROUP = 64
@@ -31,20 +31,20 @@ class BatchRunner:
 
     def __init__(
         self,
-        service: Service,
+        host: RequestHost,
         keeper: StoreKeeper,
         executor: LineExecutor,
         on_end: Callable[[], None],
     ):
         """on_end is called when a batch is over."""
-        self._service = service
+        self._host = host
         self._keeper = keeper
         self._executor = executor
         self._on_end = on_end
         self._tasks = Tasks(self._forget)
         #: Set for a batch that is to be cancelled.
         self._cancels: dict[str, asyncio.Event] = {}
-        self._places = Places(service)
+        self._places = Places(host)
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
@@ -93,7 +93,7 @@ class BatchRunner:
 
     async def _read_lines(self, batch: Batch) -> list[Fault]:
         """Write down where each line of the file lies; what is wrong with it."""
-        settings = self._service.settings
+        settings = self._host.settings
         await self._keeper.do(BatchStore.begin_lines, batch.id)
         path = self._keeper.path(batch.input_file_id)
         try:

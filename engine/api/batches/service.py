@@ -14,12 +14,12 @@ from pathlib import Path
 
 from jitney.engine.api.batches.deliveries import BATCH_ENDS, Deliveries
 from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper, has_batches, open_keeper
 from jitney.engine.api.batches.runner import BatchRunner
 from jitney.engine.api.batches.webhooks import Webhooks
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.routing import RouteTable
-from jitney.engine.api.service import Service
 from jitney.engine.errors import JitneyError, RequestError
 
 _log = logging.getLogger("jitney.api")
@@ -41,11 +41,11 @@ class _Open:
 class Batches:
     """One server's files and batches."""
 
-    def __init__(self, service: Service, table: RouteTable, others: Sequence[Deliveries] = ()):
+    def __init__(self, host: RequestHost, table: RouteTable, others: Sequence[Deliveries] = ()):
         """others: what is told to URLs beside the ends of batches."""
-        self._service = service
+        self._host = host
         self._queues = (BATCH_ENDS, *others)
-        self.executor = LineExecutor(service, table, background=True)
+        self.executor = LineExecutor(host, table, background=True)
         self._opening = asyncio.Lock()
         self._parts: _Open | None = None
         self._stopped = False
@@ -53,7 +53,7 @@ class Batches:
 
     async def start(self) -> None:
         """Go on with what an earlier server has left; what is wrong with its folder is logged."""
-        folder = self._service.settings.data_dir
+        folder = self._host.settings.data_dir
         if folder is None or not await asyncio.to_thread(has_batches, folder):
             return
         try:
@@ -111,15 +111,15 @@ class Batches:
             return self._parts
 
     async def _open(self) -> _Open:
-        folder = self._service.settings.data_dir
+        folder = self._host.settings.data_dir
         if folder is None or self._stopped:
             raise _unavailable("this server keeps no files")
         keeper = await _open_folder(folder)
-        settings = self._service.settings
+        settings = self._host.settings
         webhooks = Webhooks(
             keeper, settings.webhook_prefixes, settings.webhook_secret, self._queues
         )
-        runner = BatchRunner(self._service, keeper, self.executor, webhooks.wake)
+        runner = BatchRunner(self._host, keeper, self.executor, webhooks.wake)
         await runner.start()
         return _Open(keeper, runner, webhooks, asyncio.create_task(webhooks.run()))
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api.batches.find_or_404 import find_or_404
 from jitney.engine.api.batches.forms import shown_list, window_s
+from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.service import now
@@ -33,7 +34,6 @@ from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import checked
-from jitney.engine.api.service import Service
 from jitney.engine.errors import RequestError
 
 _GET = ("GET",)
@@ -44,18 +44,18 @@ _REPEAT_HEADER = "idempotency-key"
 _MOST_KEY_CHARS = 255
 
 
-async def _create_job(service: Service, request: Request) -> Response:
-    jobs = _jobs(service)
-    raw = await service.slices.result(read_object(await request.body()))
+async def _create_job(host: RequestHost, request: Request) -> Response:
+    jobs = _jobs(host)
+    raw = await host.slices.result(read_object(await request.body()))
     body = checked(JobBody, raw)
     jobs.executor.route(body.endpoint, param="endpoint")
     if body.body.get("stream"):
         raise RequestError("a job has no stream; see /v1/jobs/{job_id}/events", param="body.stream")
     keeper, runner = await jobs.keeper(), await jobs.runner()
-    job = _new_job(service, body, context_of(request.scope).tenant)
+    job = _new_job(host, body, context_of(request.scope).tenant)
     asked = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
     ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
-    most = service.settings.key_jobs
+    most = host.settings.key_jobs
     known = await keeper.do(table.add, job, asked, most_open=most, keep=_KEPT_JOBS)
     if known is None:
         runner.begin(job)
@@ -64,10 +64,10 @@ async def _create_job(service: Service, request: Request) -> Response:
     return _accepted(known.job, ignored)
 
 
-def _new_job(service: Service, body: JobBody, owner: str) -> Job:
+def _new_job(host: RequestHost, body: JobBody, owner: str) -> Job:
     created_at = now()
     url = body.webhook_url or ""
-    check_webhook_url(service.settings.webhook_prefixes, url, "webhook_url")
+    check_webhook_url(host.settings.webhook_prefixes, url, "webhook_url")
     return Job(
         id=new_id("job_"),
         owner=owner,
@@ -110,21 +110,21 @@ def _accepted(job: Job, headers: dict[str, str]) -> Response:
     return json_answer(shown_job(job), headers | where, status=202)
 
 
-async def _list_jobs(service: Service, request: Request) -> Response:
-    keeper = await _jobs(service).keeper()
+async def _list_jobs(host: RequestHost, request: Request) -> Response:
+    keeper = await _jobs(host).keeper()
     query = read_query(request, JobQuery)
     owner = context_of(request.scope).tenant
     jobs, more = await keeper.do(table.page, owner, after=query.after, limit=query.limit)
     return json_answer(shown_list([shown_job(job) for job in jobs], more=more))
 
 
-async def _show_job(service: Service, request: Request) -> Response:
-    keeper = await _jobs(service).keeper()
+async def _show_job(host: RequestHost, request: Request) -> Response:
+    keeper = await _jobs(host).keeper()
     return json_answer(shown_job(await _job(keeper, request)))
 
 
-async def _cancel_job(service: Service, request: Request) -> Response:
-    jobs = _jobs(service)
+async def _cancel_job(host: RequestHost, request: Request) -> Response:
+    jobs = _jobs(host)
     keeper, runner = await jobs.keeper(), await jobs.runner()
     job = await _job(keeper, request)
     await runner.cancel(job.id)
@@ -136,11 +136,11 @@ async def _cancel_job(service: Service, request: Request) -> Response:
     return json_answer(shown_job(job))
 
 
-async def _job_events(service: Service, request: Request) -> ASGIApp:
-    jobs = _jobs(service)
+async def _job_events(host: RequestHost, request: Request) -> ASGIApp:
+    jobs = _jobs(host)
     keeper, runner = await jobs.keeper(), await jobs.runner()
     await _job(keeper, request)
-    return _EventAnswer(_events(keeper, runner, request, service.settings.keep_alive_s))
+    return _EventAnswer(_events(keeper, runner, request, host.settings.keep_alive_s))
 
 
 async def _events(
@@ -185,9 +185,9 @@ async def _job(keeper: StoreKeeper, request: Request) -> Job:
     return await find_or_404(keeper, request, "job", table.find)
 
 
-def _jobs(service: Service) -> Jobs:
-    assert service.jobs is not None  # `create_app` has made them
-    return service.jobs
+def _jobs(host: RequestHost) -> Jobs:
+    assert host.jobs is not None  # the application has made them
+    return host.jobs
 
 
 JOB_ROUTES = (

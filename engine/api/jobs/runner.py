@@ -11,13 +11,13 @@ from functools import partial
 import orjson
 
 from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineRequest
 from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.tasks import Tasks
 from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.records import Job
-from jitney.engine.api.service import Service
 
 
 class JobRunner:
@@ -25,7 +25,7 @@ class JobRunner:
 
     def __init__(
         self,
-        service: Service,
+        host: RequestHost,
         keeper: StoreKeeper,
         executor: LineExecutor,
         on_end: Callable[[], None],
@@ -34,7 +34,7 @@ class JobRunner:
         self._keeper = keeper
         self._executor = executor
         self._on_end = on_end
-        self._places = Places(service)
+        self._places = Places(host)
         self._tasks = Tasks(self._changed)
         #: Set, and forgotten, at a job's next change.
         self._changes: dict[str, asyncio.Event] = {}

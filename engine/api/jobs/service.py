@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.jobs.runner import JobRunner
 from jitney.engine.api.routing import RouteTable
-from jitney.engine.api.service import Service
 
 if TYPE_CHECKING:
     from jitney.engine.api.batches.service import Batches
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class Jobs:
     """One server's jobs."""
 
-    def __init__(self, service: Service, table: RouteTable, batches: Batches):
-        self._service = service
+    def __init__(self, host: RequestHost, table: RouteTable, batches: Batches):
+        self._host = host
         self._batches = batches
-        self.executor = LineExecutor(service, table, background=False)
+        self.executor = LineExecutor(host, table, background=False)
         self._opening = asyncio.Lock()
         self._runner: JobRunner | None = None
 
@@ -39,7 +39,7 @@ class Jobs:
         async with self._opening:
             if self._runner is None:
                 keeper, webhooks = await self._batches.keeper(), await self._batches.webhooks()
-                runner = JobRunner(self._service, keeper, self.executor, webhooks.wake)
+                runner = JobRunner(self._host, keeper, self.executor, webhooks.wake)
                 await runner.start()
                 self._runner = runner
             return self._runner

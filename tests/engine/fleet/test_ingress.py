@@ -101,7 +101,8 @@ def test_models_are_listed_and_unknown_ones_refused(tmp_path: Path):
         assert http.get("/healthz").status_code == http.get("/livez").status_code == 200
         gone = http.post("/v1/chat/completions", json=CHAT)
         assert gone.status_code == 503 and gone.headers["retry-after"]
-        assert http.get("/v1/jobs").status_code == 404
+        kept = http.get("/v1/jobs")
+        assert (kept.status_code, kept.json()["error"]["code"]) == (503, "no_store")
         # A form, too, is told that there is no such route, not that it should be JSON.
         form = http.post("/v1/files", files={"file": b"..."}, data={"purpose": "batch"})
         assert form.status_code == 404 and "/v1/files" in form.json()["error"]["message"]

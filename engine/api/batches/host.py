@@ -1,0 +1,52 @@
+"""What batches and jobs need of the server whose routes answer their requests: that of an engine
+(`engine.api.service`) or of a fleet (`engine.fleet.fleet`).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.slices import Slices
+from jitney.engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from jitney.engine.api.jobs.service import Jobs
+
+
+class RequestHost(Protocol):
+    """A server that also sends itself requests."""
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+    @property
+    def slices(self) -> Slices:
+        """The loop's time for long answers."""
+        ...
+
+    @property
+    def jobs(self) -> Jobs | None:
+        """None until the application is made."""
+        ...
+
+    @property
+    def own_places(self) -> int:
+        """Requests of its own that may be under way, at least one; asked while it is ready."""
+        ...
+
+    @property
+    def most_of_key(self) -> int:
+        """Sequences that one key may have open; 0 for no limit."""
+        ...
+
+    def unready(self) -> RequestError | None:
+        """Why no request can be answered now, or None."""
+        ...
+
+    def opening(self, key: str) -> AbstractContextManager[None]:
+        """Counts a request of its own among those of the key that it came with, where the route
+        does not. Raises RequestError rate_limit.
+        """
+        ...
