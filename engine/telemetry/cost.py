@@ -158,7 +158,7 @@ def _cut(
     return total[at] * ends // whole - total[at] * (ends - rows) // whole
 
 
-def as_json(lines: _Lines, price_per_hour: float | None = None) -> dict[str, JsonDict]:
+def as_json(lines: Bill, price_per_hour: float | None = None) -> dict[str, JsonDict]:
     """Lines as plain numbers; money only with a price."""
     return {name: _plain(line, price_per_hour) for name, line in lines.items()}
 
