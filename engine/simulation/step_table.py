@@ -309,6 +309,7 @@ def fit_kind(points: Sequence[Point]) -> list[Curve]:
     shapes = np.array([(point.bucket.tokens, point.bucket.seats) for point in points])
     buckets, which = np.unique(shapes, axis=0, return_inverse=True)
     slopes = np.array([_slopes_of(point.work) for point in points], float)
+    slopes[:, ~_tell_apart(slopes, which.reshape(-1))] = 0.0
     fixed = (which.reshape(-1, 1) == np.arange(len(buckets))).astype(float)
     seconds = _seconds_of(points)
     common = nonnegative(np.hstack((fixed, slopes)), seconds)
@@ -318,6 +319,14 @@ def fit_kind(points: Sequence[Point]) -> list[Curve]:
         prior = np.array([common[at], *common[len(buckets) :]])
         curves.append(_fit_bucket(tokens, seats, slopes[mine], seconds[mine], prior))
     return curves
+
+
+def _tell_apart(slopes: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Columns bool [k] of slopes [n, k] that differ among the steps of some bucket, `which` [n]:
+    the others cannot be told from the fixed part, which then has all of it.
+    """
+    groups = [slopes[which == bucket] for bucket in np.unique(which)]
+    return np.any([np.ptp(group, axis=0) > 0 for group in groups], axis=0)
 
 
 def _fit_bucket(

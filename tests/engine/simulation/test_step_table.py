@@ -112,6 +112,13 @@ def test_coefficients_are_never_negative():
     )  # sum of x y over sum of x x
 
 
+def test_what_never_differs_is_no_slope():
+    """One row in every step: it is not known what a second one would cost."""
+    made = [Point(D8, StepWork(decode=1, keys=keys), 0.010) for keys in range(100, 140)]
+    table = StepTable.from_points(made)
+    assert table.seconds(D8, StepWork(decode=8, keys=120)) == pytest.approx(0.010)
+
+
 def test_few_points_keep_the_common_slope():
     """A bucket seen once, at one context, says nothing about how it grows with the context."""
     lonely = StepWork(decode=20, keys=20_000, longest=1000)
