@@ -20,10 +20,10 @@ token_budget = 64
 seat_buckets = [4]
 token_buckets = [64]
 """
-_REQUESTS, _TOKENS = 8, 160
+_REQUESTS, _TOKENS = 8, 96
 #: Tokens said by an engine before it is killed: a twelfth of what its four requests ask for, so
 #: that it is not done with them before a busy machine comes to kill it.
-_BEFORE_THE_KILL = 48
+_BEFORE_THE_KILL = 32
 
 
 def _asked(number: int) -> dict[str, Any]:
