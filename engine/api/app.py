@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.edge import answer_unrouted, edge
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
-from jitney.engine.api.jobs.service import Jobs
+from jitney.engine.api.jobs.service import Jobs, at_work
 from jitney.engine.api.jobs.table import JOB_ENDS
 from jitney.engine.api.openapi import document
 from jitney.engine.api.routes import ROUTES
@@ -51,11 +51,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await batches.start()
-        await jobs.start()
-        yield
-        await jobs.close()
-        await batches.close()
+        async with at_work(batches, jobs):
+            yield
         service.close()
 
     app = Starlette(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -27,7 +26,7 @@ from jitney.engine.api.edge import answer_unrouted, edge
 from jitney.engine.api.endpoints import Endpoint
 from jitney.engine.api.errors import HttpError, echo, no_model
 from jitney.engine.api.jobs.routes import JOB_ROUTES
-from jitney.engine.api.jobs.service import Jobs
+from jitney.engine.api.jobs.service import Jobs, at_work
 from jitney.engine.api.jobs.table import JOB_ENDS
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.openapi import document
@@ -306,19 +305,11 @@ def create_ingress(
     batches = fleet.batches = Batches(fleet, table, [JOB_ENDS])
     jobs = fleet.jobs = Jobs(fleet, table, batches)
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await batches.start()
-        await jobs.start()
-        yield
-        await jobs.close()
-        await batches.close()
-
     app = Starlette(
         routes=[*(_starlette_route(route, fleet) for route in routes), *extra_routes],
         middleware=edge(fleet, settings, table),
         exception_handlers={HTTPException: partial(answer_unrouted, table)},
-        lifespan=lifespan,
+        lifespan=lambda app: at_work(batches, jobs),
     )
     app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
     app.state.fleet = fleet

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from jitney.engine.api.batches.execution import LineExecutor
@@ -56,3 +58,13 @@ class Jobs:
         self.stop()
         if self._runner is not None:
             await self._runner.stopped()
+
+
+@asynccontextmanager
+async def at_work(batches: Batches, jobs: Jobs) -> AsyncIterator[None]:
+    """The time of a server: what an earlier one has left goes on, and all is let go at the end."""
+    await batches.start()
+    await jobs.start()
+    yield
+    await jobs.close()
+    await batches.close()
