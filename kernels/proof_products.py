@@ -182,27 +182,29 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
     """
     if not matrices:
         return
+    products = [_product_of(kernels, matrix) for matrix in matrices]
     operands = [_random_operands(shapes, matrix, 1) for matrix in matrices]
     inputs = [(_of_each_count(x, shapes.product_rows), *rest) for x, *rest in operands]
-    counts = {rows: np.int32(rows - rows // 3) for rows in shapes.product_rows}
-    if not kernels.leaves_out_padding:
-        counts = {}
+    # Rows that count, of each number of rows that is multiplied with padding.
+    counts: dict[int, Any] = {}
+    if kernels.leaves_out_padding:
+        counts = {rows: np.int32(rows - rows // 3) for rows in shapes.product_rows}
 
-    def call_all(inputs: Any, counts: dict[int, jax.Array]) -> list[list[jax.Array]]:
+    def call_all(inputs: Any, counts: dict[int, Any]) -> list[tuple[list[Any], list[Any]]]:
         results = []
-        for matrix, (rows, w, scale) in zip(matrices, inputs, strict=True):
-            laid_out = _product_of(kernels, matrix).arranged(w[0])
-            found = [_product_of(kernels, matrix).multiply(x, laid_out, scale) for x in rows]
-            for x in rows if counts else ():
-                own = kernels.of_rows(counts[len(x)])
-                found.append(_product_of(own, matrix).multiply(x, laid_out, scale))
-            results.append(found)
+        for one, matrix, (rows, w, scale) in zip(products, matrices, inputs, strict=True):
+            laid_out = one.arranged(w[0])
+            padded = []
+            for x in rows:
+                if len(x) in counts:
+                    counted = _product_of(kernels.of_rows(counts[len(x)]), matrix)
+                    padded.append(counted.multiply(x, laid_out, scale))
+            results.append(([one.multiply(x, laid_out, scale) for x in rows], padded))
         return results
 
     results = jax.jit(call_all)(inputs, counts)
-    for matrix, (x, w, scale), found in zip(matrices, operands, results, strict=True):
-        wanted = _product_of(kernels, matrix).define(x, w[0], scale)
-        whole, padded = found[: len(shapes.product_rows)], found[len(shapes.product_rows) :]
+    for one, (x, w, scale), (whole, padded) in zip(products, operands, results, strict=True):
+        wanted = one.define(x, w[0], scale)
         yield from _distances(whole, wanted)
         yield from _distances([got[: counts[len(got)]] for got in padded], wanted)
 
