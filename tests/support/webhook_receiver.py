@@ -25,6 +25,9 @@ class Receiver(ThreadingHTTPServer):
     """Keeps all that comes, and answers some of it with a 500."""
 
     daemon_threads = True
+    #: Connections that wait to be accepted. Of more than these the system drops some, which are
+    #: tried again a second later: 32 messages come at once.
+    request_queue_size = 128
 
     def __init__(self, fails: Callable[[int], bool]):
         """fails: whether the message of that number, counted from 1, is answered with a 500."""
