@@ -1,5 +1,5 @@
 """What each kernel of a set gives: closed loops with the whole set, and with each kernel in turn
-replaced by the reference's.
+replaced by the reference's, if the model has a use for it.
 
     python docs/benchmarks/kernel_gain.py [--model smollm2-135m] [--repeats 2] [--kernels norm head]
 
@@ -9,6 +9,7 @@ Ratios below 1 are what taking a kernel out costs. Sets take turns, and medians 
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -18,16 +19,26 @@ from jitney.engine import LLM, build
 from jitney.engine.machine import cpu_name
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import FIELDS, without
-from jitney.kernels.select import reference, select
+from jitney.kernels.select import with_product_rows
 
 #: Streams and lengths of the loops; the last one reads prompts.
 STREAMS = (32, 8, 1)
 
 
-def measured(model: str, kernels: KernelSet) -> dict[str, float]:
+def load(model: str, left_out: list[str]) -> LLM:
+    """The engine with the reference's kernels in place of those left out, of which it must not
+    choose anew who multiplies how many rows.
+    """
+
+    def chosen(kernels: KernelSet, rows: int) -> KernelSet:
+        return without(with_product_rows(kernels, rows), left_out)
+
+    build.with_product_rows = chosen
+    return LLM(model, prefix_cache=False, max_seats=32)
+
+
+def measured(llm: LLM) -> dict[str, float]:
     """Output tokens a second by streams, and prompt tokens a second."""
-    build.select = lambda platform, name="auto": kernels
-    llm = LLM(model, prefix_cache=False, max_seats=32)
     found: dict[str, float] = {}
     for streams in STREAMS:
         work = requests(16 if streams == 1 else 64, 96, 64, spread=True)
@@ -35,7 +46,6 @@ def measured(model: str, kernels: KernelSet) -> dict[str, float]:
         found[f"{streams} streams"] = loop["output_tok_s"]
     loop = closed_loop(llm, requests(24, 512, 1, spread=False), 8)
     found["prompts of 512"] = loop["prompt_tok_s"]
-    llm.close()
     return found
 
 
@@ -45,20 +55,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--kernels", nargs="+", default=list(FIELDS), choices=list(FIELDS))
     args = parser.parse_args()
-    whole = select("cpu")
-    plain = reference()
-    groups = [
-        name
-        for name, fields in FIELDS.items()
-        if name in args.kernels
-        and any(getattr(whole, field) is not getattr(plain, field) for field in fields)
-    ]
-    sets = {"all of them": whole} | {f"without {name}": without(whole, [name]) for name in groups}
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sets}
+    runs: dict[str, list[dict[str, float]]] = {}
+    with closing(load(args.model, [])) as llm:
+        label = f"{llm.info.kernels} kernels, {args.model} {llm.info.dtype} on {cpu_name()}"
+        proved = {proof.kernel for proof in llm.info.proofs}
+    sets: dict[str, list[str]] = {"all of them": []}
+    for name in args.kernels:
+        if name in proved:
+            sets[f"without {name}"] = [name]
     for _ in range(args.repeats):
-        for name, kernels in sets.items():
-            runs[name].append(measured(args.model, kernels))
-    print(f"{whole.label} kernels, {args.model} on {cpu_name()}")
+        for name, left_out in sets.items():
+            with closing(load(args.model, left_out)) as llm:
+                runs.setdefault(name, []).append(measured(llm))
+    print(label)
     best = {
         work: median(run[work] for run in runs["all of them"]) for work in runs["all of them"][0]
     }

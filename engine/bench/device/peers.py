@@ -40,6 +40,9 @@ _REPEATS = 7
 _SLACK = 64
 _CONTINUOUS = "transformers, continuous batching"
 _SDPA = "torch SDPA"
+_FLASHINFER = "FlashInfer"
+#: Bytes that FlashInfer is given to work in, as its documentation says.
+_FLASHINFER_BYTES = 128 << 20
 _COMPILED = "torch.compile, static cache"
 
 
@@ -88,8 +91,11 @@ def batch_tasks(
 
 
 def torch_tasks(job: PartJob) -> Tasks:
-    """Attention by SDPA over whole, contiguous caches, and compiled decode steps."""
+    """Attention by SDPA over whole, contiguous caches, prompts by FlashInfer over pages, and
+    compiled decode steps.
+    """
     yield from _tasks(_sdpa_tasks(job))
+    yield from where_installed(_flashinfer_tasks(job), "torch", "flashinfer")
     yield from _tasks(_compiled_tasks(job))
 
 
@@ -101,6 +107,12 @@ def _sdpa_tasks(job: PartJob) -> Tasks:
     for rows in sizes.prompts[:2]:
         row = job.row("prompt attention", f"{rows:,} rows", _SDPA)
         yield Task(row, partial(_sdpa_row, job, 1, rows, rows))
+
+
+def _flashinfer_tasks(job: PartJob) -> Tasks:
+    for rows in job.sizes.prompts:
+        row = job.row("prompt attention", f"{rows:,} rows", _FLASHINFER)
+        yield Task(row, partial(_flashinfer_row, job, rows))
 
 
 def _compiled_tasks(job: PartJob) -> Tasks:
@@ -211,20 +223,75 @@ def _sdpa_row(job: PartJob, seqs: int, rows: int, context: int, row: Row) -> Ite
     """Attention of `rows` new rows of each sequence, keys and values contiguous."""
     torch = module("torch")
     attend = torch.nn.functional.scaled_dot_product_attention
-    config, dtype = job.config, getattr(torch, job.dtype)
+
+    def run(given: tuple[Any, Any, Any]) -> None:
+        q, k, v = given
+        attend(q, k, v, is_causal=rows > 1, enable_gqa=True)
+
+    make = partial(_random_heads, job, seqs, rows, context)
+    yield _attention_row(job, (seqs, rows, context), make, run, row)
+
+
+def _attention_row(
+    job: PartJob,
+    shape: tuple[int, int, int],
+    make: Callable[[], Any],
+    run: Callable[[Any], None],
+    row: Row,
+) -> Row:
+    """The row with its times, over as many inputs as the caches do not hold. shape: sequences, new
+    rows of each, and their contexts. make: random inputs. run: attention of them.
+    """
+    seqs, rows, context = shape
+    config, itemsize = job.config, getattr(module("torch"), job.dtype).itemsize
     heads, dim = config.n_heads, config.head_dim
-    moved = dtype.itemsize * seqs * (2 * context * config.n_kv_heads + 2 * rows * heads) * dim
+    moved = itemsize * seqs * (2 * context * config.n_kv_heads + 2 * rows * heads) * dim
     operations = 4.0 * heads * dim * seqs * rows * (2 * context - rows + 1) / 2
     floor_s, bound = job.measured.of(moved, operations)
     copies = max(1, min(8, math.ceil(job.sizes.cache_bytes / moved)))
-    given = [_random_heads(job, seqs, rows, context) for _ in range(copies)]
+    given = [make() for _ in range(copies)]
 
-    def run() -> None:
-        for q, k, v in given:
-            attend(q, k, v, is_causal=rows > 1, enable_gqa=True)
+    def run_all() -> None:
+        for each in given:
+            run(each)
 
-    spent = [sample / copies for sample in _samples(run, job.sizes.sample_s)]
-    yield replace(row, floor_s=floor_s, bound=bound, **timing_fields(spent))
+    spent = [sample / copies for sample in _samples(run_all, job.sizes.sample_s)]
+    return replace(row, floor_s=floor_s, bound=bound, **timing_fields(spent))
+
+
+def _flashinfer_row(job: PartJob, rows: int, row: Row) -> Iterator[Row]:
+    """Attention of a prompt over pages that lie as ours do, planned once for all runs."""
+    torch, device = module("torch"), _place()
+    if device.type != "cuda":
+        yield noted(row, "FlashInfer runs on NVIDIA's GPUs")
+        return
+    config, page, dtype = job.config, job.page_size, getattr(torch, job.dtype)
+    n_pages = rows // page
+    whole = partial(torch.tensor, dtype=torch.int32, device=device)
+    workspace = torch.zeros(_FLASHINFER_BYTES, dtype=torch.uint8, device=device)
+    attention = module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    attention.plan(
+        whole([0, rows]),
+        whole([0, n_pages]),
+        torch.randperm(n_pages, device=device).int(),
+        whole([page]),
+        config.n_heads,
+        config.n_kv_heads,
+        config.head_dim,
+        page,
+        causal=True,
+        q_data_type=dtype,
+    )
+    random_of = partial(torch.randn, dtype=dtype, device=device)
+
+    def make() -> tuple[Any, Any]:
+        pool = random_of(n_pages, page, 2 * config.n_kv_heads, config.head_dim)
+        return random_of(rows, config.n_heads, config.head_dim), (pool[:, :, ::2], pool[:, :, 1::2])
+
+    def run(given: tuple[Any, Any]) -> None:
+        attention.run(*given)
+
+    yield _attention_row(job, (1, rows, rows), make, run, row)
 
 
 def _random_heads(job: PartJob, seqs: int, rows: int, context: int) -> tuple[Any, Any, Any]:

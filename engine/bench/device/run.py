@@ -52,7 +52,8 @@ PARTS = {
     "products": "products with weights in each scheme",
     "write": "norm, rotation and write of keys and values",
     "sampling": "top-p threshold over the vocabulary",
-    "torch": "attention and compiled decode steps in PyTorch",
+    "cudnn": "prompt attention by cuDNN",
+    "torch": "attention by PyTorch and FlashInfer, compiled decode steps in PyTorch",
 }
 #: What must be in the environment of a part; it is added to what is there.
 _ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}

@@ -44,6 +44,7 @@ OURS = {
     "contexts": ("steps", "long_steps"),
     "prefill": ("steps", "prefill_steps"),
     "quantised": ("steps", "quantised_steps"),
+    "cudnn": ("prompt_peers", "prompts"),
 }
 PEERS = {
     "transformers": ("peers", "batching"),

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
-from jitney.engine.bench.device import kernels, timing, worker
+from jitney.engine.bench.device import kernels, prompt_peers, timing, worker
 from jitney.engine.bench.device.check import checks
 from jitney.engine.bench.device.kernels import Contexts, attend_row, make_inputs
 from jitney.engine.bench.device.power import PowerMeter
@@ -215,7 +216,8 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
     assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
-    assert silent <= {"check", "graphs", "write", "sampling", "transformers", "vllm", "torch"}
+    peers = {"transformers", "vllm", "cudnn", "torch"}
+    assert silent <= {"check", "graphs", "write", "sampling", *peers}
     for part in (
         "steps",
         "attention",
@@ -357,6 +359,31 @@ def test_both_files_say_the_same(found: tuple[DeviceResults, Path]):
 
 
 # What goes wrong
+
+
+def test_cudnn_is_asked_for_the_attention_that_ours_computes(monkeypatch: pytest.MonkeyPatch):
+    """As far as a machine without a GPU goes: what is compared with is a naive attention over the
+    pages, and what a GPU would be given is cuDNN's, over pages and causal.
+    """
+    given = prompt_peers.make_prompt(job("cudnn"), 48, jnp.float32, 0)
+    order = np.asarray(given.table).reshape(-1)
+    assert sorted(order) == [0, 1, 2] and given.keys.shape[:2] == (3, 16)
+    keys, values = (np.asarray(pool)[order].reshape(48, -1, 16) for pool in given[1:3])
+    queries = np.asarray(given.q)[0]
+    group = queries.shape[1] // keys.shape[1]
+    scores = np.einsum("thd,shd->hts", queries, keys.repeat(group, 1)) / 4
+    scores = np.where(np.tri(48, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    wanted = np.einsum("hts,shd->thd", weights, values.repeat(group, 1))
+    np.testing.assert_allclose(prompt_peers.in_a_row(given)[0], wanted, atol=1e-5)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
+    given = prompt_peers.make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
+    traced = jax.jit(prompt_peers.over_pages).trace(given)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    [call] = [line for line in text.splitlines() if "custom_call" in line]
+    assert "__cudnn$fmhaSoftmax" in call and "PADDING_CAUSAL" in call
+    assert re.search(r"is_paged_attention\S* true", call)
 
 
 def test_a_wrong_kernel_is_said_and_not_timed():
@@ -619,7 +646,7 @@ LOADED = """
 import sys
 from importlib.metadata import packages_distributions
 from jitney.engine.bench.device import (
-    check, kernels, loop, peers, products, steps, vllm_peer, worker
+    check, kernels, loop, peers, products, prompt_peers, steps, vllm_peer, worker
 )
 from jitney.engine.cli import bench_device
 from jitney.kernels.compat import jax_triton

@@ -1,0 +1,110 @@
+"""Attention of one prompt by other people's kernels, where the device has them: cuDNN's over pages,
+which jax carries, and FlashInfer's, which is called on PyTorch's tensors.
+
+They are measured beside ours (`kernels.attention`), at the same sizes, so that a device says whose
+are the quickest for its heads. Neither serves: cuDNN has keys and values in pools of their own and
+takes every prompt from its first token on, and FlashInfer plans each step on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from msgspec.structs import replace
+
+from jitney.engine.bench.device.kernels import WRONG, Contexts, checked
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted
+from jitney.engine.bench.device.timing import copies_for, distance, timed
+from jitney.engine.types import JsonDict
+from jitney.kernels.interface import KernelSet
+
+_BY = "cuDNN"
+
+
+class _Prompt(NamedTuple):
+    """One prompt of T tokens, whole pages, whose keys and values lie in pools of their own."""
+
+    q: jax.Array  #: [1, T, H, D]
+    keys: jax.Array  #: [N, page, K, D]
+    values: jax.Array  #: the same
+    table: jax.Array  #: int32 [1, 1, N, 1], the pages in the prompt's order
+
+
+def prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+    """A row for each size of prompt; none of the sets is called."""
+    for rows in job.sizes.prompts:
+        row = job.row("prompt attention", f"{rows:,} rows", _BY)
+        yield Task(row, partial(_cudnn_row, job, dtype, rows))
+
+
+def _cudnn_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
+    if jax.default_backend() != "gpu":
+        yield noted(row, "cuDNN runs on NVIDIA's GPUs")
+        return
+    load = Contexts((), ((rows, rows),))
+    size = jnp.dtype(dtype).itemsize
+    moved = load.moved(job.config, size, size)
+    floor_s, bound = job.measured.of(moved, load.operations(job.config))
+    given = make_prompt(job, rows, dtype, 0)
+    error = float(distance(jax.jit(over_pages)(given), jax.jit(in_a_row)(given)))
+
+    def time() -> JsonDict:
+        seeds = range(1, copies_for(job, moved))
+        copies = [given, *(make_prompt(job, rows, dtype, seed) for seed in seeds)]
+        return timed(
+            lambda q, other: over_pages(other._replace(q=q)),
+            jnp.copy(given.q),
+            copies,
+            floor_s=floor_s,
+            sample_s=job.sizes.sample_s,
+        )
+
+    row = replace(row, floor_s=floor_s, bound=bound, error=error)
+    yield checked(row, WRONG[size], time)
+
+
+def make_prompt(job: PartJob, rows: int, dtype: Any, seed: int) -> _Prompt:
+    """Random queries, keys and values; the pages are shuffled."""
+    config, page = job.config, job.page_size
+    n_pages = rows // page
+    for_queries, for_keys, for_values = jax.random.split(jax.random.key(seed), 3)
+    pool = (n_pages, page, config.n_kv_heads, config.head_dim)
+    order = np.random.default_rng(seed).permutation(n_pages).astype(np.int32)
+    return _Prompt(
+        jax.random.normal(for_queries, (1, rows, config.n_heads, config.head_dim), dtype),
+        jax.random.normal(for_keys, pool, dtype),
+        jax.random.normal(for_values, pool, dtype),
+        jnp.asarray(order.reshape(1, 1, n_pages, 1)),
+    )
+
+
+def over_pages(given: _Prompt) -> jax.Array:
+    """cuDNN's attention. -> [1, T, H, D]"""
+    # jax has no public name for it.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    length = jnp.full((1,), given.q.shape[1], jnp.int32)
+    return cudnn.paged_attention(
+        given.q,
+        given.keys,
+        given.values,
+        length,
+        length,
+        given.table,
+        given.table,
+        scale=given.q.shape[-1] ** -0.5,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    )
+
+
+def in_a_row(given: _Prompt) -> jax.Array:
+    """The same by XLA, the pages put in order first."""
+    order = given.table.reshape(-1)
+    shape = (1, -1, *given.keys.shape[2:])
+    keys, values = given.keys[order].reshape(shape), given.values[order].reshape(shape)
+    return jax.nn.dot_product_attention(given.q, keys, values, is_causal=True, implementation="xla")
