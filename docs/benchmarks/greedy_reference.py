@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,6 +34,7 @@ def answers(kernels: str) -> tuple[int, int, float]:
     """(equal answers, all answers, largest distance of a top-5 log-probability) of one kernel
     set.
     """
+    jax.clear_caches()  # programs of other kernels call those
     items = json.loads((TESTS / "data" / "smollm2_greedy.json").read_text())["items"]
     llm = LLM(
         "smollm2-135m",
@@ -79,7 +81,7 @@ def report(name: str, kernels: str) -> None:
 
 def compiled_for(cpu: str) -> tuple[library.Library | None, str]:
     """The kernels compiled for a CPU's name, and why they cannot run here if so."""
-    sys.path[:0] = [str(TESTS / "support")]
+    sys.path[:0] = [str(TESTS / "support"), str(TESTS / "kernels" / "cpu")]
     from test_native_cpus import level_of
 
     level = level_of(cpu)

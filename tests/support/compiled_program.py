@@ -225,9 +225,17 @@ def _sizes_of_rows(step: Step) -> set[tuple[int, int]]:
 
 
 def wide_gates(step: Step, made: Account) -> list[str]:
-    """Instructions that write gates, and what they gate, as float32 to memory."""
-    size = step.spec.rows * 2 * step.config.intermediate_size
-    return [name for name, array in made.made if (array.dtype, array.elements) == ("f32", size)]
+    """Instructions that write gates, and what they gate, as float32 to memory. Their number of
+    elements alone does not tell them: four parts of a product of 6,144 outputs have as many as
+    gates of 2 times 12,288.
+    """
+    width = step.config.intermediate_size
+    size = step.spec.rows * 2 * width
+    return [
+        name
+        for name, array in made.made
+        if (array.dtype, array.elements) == ("f32", size) and array.dims[-1] in (width, 2 * width)
+    ]
 
 
 def describe(step: Step, compiled: jax.stages.Compiled, folder: Path) -> dict[str, Any]:
