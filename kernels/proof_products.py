@@ -35,6 +35,10 @@ _PIECE = 1 << 16
 _CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (2000, 0.999))
 
 
+#: Rows that count, by all rows of a product.
+type _Counts = dict[int, Any]
+
+
 def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Rows of the hidden size at every row count, alone and added to the same in another order, and
     heads where they are normed.
@@ -185,19 +189,16 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
     products = [_product_of(kernels, matrix) for matrix in matrices]
     operands = [_random_operands(shapes, matrix, 1) for matrix in matrices]
     inputs = [(_of_each_count(x, shapes.product_rows), *rest) for x, *rest in operands]
-    # Rows that count, of each number of rows that is multiplied with padding.
-    counts: dict[int, Any] = {}
-    if kernels.leaves_out_padding:
-        counts = {rows: np.int32(rows - rows // 3) for rows in shapes.product_rows}
+    counts = _present_rows(kernels, shapes.product_rows)
 
-    def call_all(inputs: Any, counts: dict[int, Any]) -> list[tuple[list[Any], list[Any]]]:
+    def call_all(inputs: Any, counts: _Counts) -> list[tuple[list[Any], list[Any]]]:
         results = []
-        for one, matrix, (rows, w, scale) in zip(products, matrices, inputs, strict=True):
+        for one, (rows, w, scale) in zip(products, inputs, strict=True):
             laid_out = one.arranged(w[0])
             padded = []
             for x in rows:
                 if len(x) in counts:
-                    counted = _product_of(kernels.of_rows(counts[len(x)]), matrix)
+                    counted = _counting(one, kernels, counts[len(x)])
                     padded.append(counted.multiply(x, laid_out, scale))
             results.append(([one.multiply(x, laid_out, scale) for x in rows], padded))
         return results
@@ -207,6 +208,22 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
         wanted = one.define(x, w[0], scale)
         yield from _distances(whole, wanted)
         yield from _distances([got[: counts[len(got)]] for got in padded], wanted)
+
+
+def _present_rows(kernels: KernelSet, sizes: Sequence[int]) -> _Counts:
+    """Rows that count, of each number of rows that is multiplied with padding: two thirds; none
+    where the set multiplies padding, too.
+    """
+    if not kernels.leaves_out_padding:
+        return {}
+    return {rows: np.int32(rows - rows // 3) for rows in sizes}
+
+
+def _counting(product: _Product, kernels: KernelSet, count: Any) -> _Product:
+    """The same product of a step's first `count` rows; of all of them if nobody counted."""
+    if count is None:
+        return product
+    return _product_of(kernels.of_rows(count), product.matrix)
 
 
 def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -274,26 +291,36 @@ def _at_once_errors(
 def _one_by_one_errors(
     kernels: KernelSet, shapes: ServedShapes, mixtures: list[MixtureShape]
 ) -> Iterator[float]:
-    """Of the first and the last expert's matrices, each multiplied where it lies among all."""
+    """Of the first and the last expert's matrices, each multiplied where it lies among all; where
+    the set leaves out rows that pad a block, the first one's with blocks of which a third are such.
+    """
     matrices = [matrix for mixture in mixtures for matrix in _matrices_of(mixture, shapes)]
     products = [_product_of(kernels, matrix) for matrix in dict.fromkeys(matrices)]
     operands = [_random_operands(shapes, one.matrix, _EXPERTS) for one in products]
     inputs = [(_of_each_count(x, shapes.blocks), w, scale) for x, w, scale in operands]
     numbers = np.array([0, _EXPERTS - 1], np.int32)
+    counts: tuple[_Counts, ...] = (_present_rows(kernels, shapes.blocks), {})
 
-    def call_all(inputs: Any, numbers: jax.Array) -> list[list[jax.Array]]:
+    def call_all(
+        inputs: Any, numbers: jax.Array, counts: tuple[_Counts, ...]
+    ) -> list[list[jax.Array]]:
         results = []
         for one, (rows, w, scale) in zip(products, inputs, strict=True):
             laid_out = jax.lax.map(one.arranged, w)
-            for number in numbers:
+            for number, present in zip(numbers, counts, strict=True):
                 expert = OneOf(laid_out, number)
-                results.append([one.multiply(x, expert, scale) for x in rows])
+                answers = []
+                for x in rows:
+                    counted = _counting(one, kernels, present.get(len(x)))
+                    answers.append(counted.multiply(x, expert, scale))
+                results.append(answers)
         return results
 
-    results = iter(jax.jit(call_all)(inputs, numbers))
+    results = iter(jax.jit(call_all)(inputs, numbers, counts))
     for one, (x, w, scale) in zip(products, operands, strict=True):
-        for number in numbers:
-            yield from _distances(next(results), one.define(x, w[number], scale))
+        for number, present in zip(numbers, counts, strict=True):
+            answers = [got[: present.get(len(got), len(got))] for got in next(results)]
+            yield from _distances(answers, one.define(x, w[number], scale))
 
 
 def _matrices_of(mixture: MixtureShape, shapes: ServedShapes) -> tuple[Matrix, Matrix]:

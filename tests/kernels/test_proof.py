@@ -504,7 +504,7 @@ def next_expert(product: Any) -> Any:
             return OneOf(w.matrices, (w.number + 1) % len(w.matrices))
         return w
 
-    return lambda x, w, *dtype: product(x, turned(w), *dtype)
+    return lambda x, w, *dtype, **count: product(x, turned(w), *dtype, **count)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -542,7 +542,9 @@ def test_the_references_products_are_given_no_matrix_among_many():
 
 @pytest.mark.parametrize("name", ["matmul", "gated"])
 def test_a_product_that_leaves_out_a_row_too_many_is_found(name: str):
-    """Where it is told how many rows there are; then all rows are multiplied."""
+    """Where it is told how many rows there are, of a step and of a block of an expert's; then all
+    rows are multiplied.
+    """
     kernels = select("cpu", "auto")
     if kernels.name != "native":
         pytest.skip("native kernels do not run on this CPU")
@@ -555,6 +557,9 @@ def test_a_product_that_leaves_out_a_row_too_many_is_found(name: str):
     served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
     assert not errors(kernels, served)
     assert list(errors(broken, served)) == ["products"]
+    of_experts = replace(served, matrices=(), blocks=(16, 32), mixtures=MIXTURES[:1])
+    assert not errors(kernels, of_experts)
+    assert list(errors(broken, of_experts)) == ["experts"]
     right = proof.without(broken, ["products"])
     assert not right.leaves_out_padding and right.of_rows(jnp.int32(3)) is right
 
