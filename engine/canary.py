@@ -46,6 +46,7 @@ class _Watched:
     wants_logprobs: bool  # the client asked for log-probabilities itself
     tokens: list[int] = field(default_factory=list)  # generated so far
     logprobs: list[float] = field(default_factory=list)  # of each of them, natural log
+    too_long: bool = False  # to be computed again; nothing of it is kept
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,6 +61,8 @@ class CanaryCore(EngineCore):
     #: Largest difference of log-probabilities that rounding explains.
     limit: float
     _added: int = 0
+    #: A request is to be watched: the next one that can be.
+    _is_due: bool = False
     #: By request id: those that are served now, and those that the other core has.
     _watched: dict[str, _Watched] = field(default_factory=dict)
     _waiting: dict[str, _Watched] = field(default_factory=dict)
@@ -95,20 +98,31 @@ class CanaryCore(EngineCore):
         if request.pooling is not None:
             return request  # it brings no token
         self._added += 1
-        if self._added % self.every or len(self._waiting) + len(self._watched) >= _MOST_WAITING:
+        self._is_due |= self._added % self.every == 0
+        if not self._is_due or not self._can_watch(request):
             return request
+        self._is_due = False
         sampling = request.sampling
-        longest = len(request.prompt) + (sampling.max_tokens or MOST_TOKENS)
-        # Scoring it takes room for one token more.
-        had_before = request.resumed is not None
-        if had_before or sampling.n != 1 or longest >= self.alone.scheduler.limits.context_length:
-            return request
         wants_logprobs = sampling.logprobs is not None
         self._watched[request.id] = _Watched(request, wants_logprobs)
         if wants_logprobs:
             return request
         asking = msgspec.structs.replace(sampling, logprobs=0)
         return msgspec.structs.replace(request, sampling=asking)
+
+    def _can_watch(self, request: EngineRequest) -> bool:
+        """Whether the request can be computed again. An answer whose end nobody has named is
+        watched until it is too long for that.
+        """
+        if len(self._waiting) + len(self._watched) >= _MOST_WAITING:
+            return False
+        sampling = request.sampling
+        longest = len(request.prompt) + (sampling.max_tokens or 0)
+        return request.resumed is None and sampling.n == 1 and self._has_room(longest)
+
+    def _has_room(self, n_tokens: int) -> bool:
+        """Whether so many can be scored, which takes room for one more."""
+        return n_tokens < self.alone.scheduler.limits.context_length
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
@@ -135,8 +149,7 @@ class CanaryCore(EngineCore):
         watched = self._watched.get(output.request_id)
         if watched is None:
             return output
-        watched.tokens += output.tokens
-        watched.logprobs += [entry.logprob for entry in output.logprobs or ()]
+        self._keep(watched, output)
         if output.finish is not None:
             del self._watched[output.request_id]
             if output.error is None and watched.tokens:
@@ -144,6 +157,16 @@ class CanaryCore(EngineCore):
         if watched.wants_logprobs:
             return output
         return msgspec.structs.replace(output, logprobs=None)
+
+    def _keep(self, watched: _Watched, output: SequenceOutput) -> None:
+        """What the output adds to the answer; nothing once it is too long."""
+        length = len(watched.request.prompt) + len(watched.tokens) + len(output.tokens)
+        watched.too_long |= not self._has_room(length)
+        if watched.too_long:
+            watched.tokens, watched.logprobs = [], []
+        else:
+            watched.tokens += output.tokens
+            watched.logprobs += [entry.logprob for entry in output.logprobs or ()]
 
     def _compute_again(self, watched: _Watched) -> None:
         request = EngineRequest(

@@ -131,6 +131,26 @@ def test_an_answer_that_fills_the_context_is_left_alone():
     assert [one.right for one in findings(served(llm, [[1] * 23], GREEDY))] == [True]
 
 
+def test_the_next_one_that_can_be_is_watched():
+    """Every second request is one that is not computed again."""
+    several = SamplingParams(max_tokens=4, temperature=0.0, n=2, ignore_eos=True)
+    reports = served(LLM("tiny-random", canary_every=2, **SMALL), PROMPTS, GREEDY, several)
+    assert [one.right for one in findings(reports)] == [True]
+
+
+def test_an_answer_whose_end_nobody_has_named_is_watched_until_it_is_too_long():
+    open_end = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
+    llm = LLM("tiny-random", canary_every=1, context=32, **SMALL)
+    reports = served(llm, [[1, 2]], open_end)
+    outputs = [output for report in reports for output in report.outputs]
+    assert sum(len(output.tokens) for output in outputs) == 30
+    assert all(output.logprobs is None for output in outputs) and not findings(reports)
+    llm = LLM("tiny-random", canary_every=1, context=32, **SMALL)
+    ended = max(outputs[3].tokens)
+    reports = served(llm, [[1, 2]], structs.replace(open_end, stop_token_ids=(ended,)))
+    assert [one.right for one in findings(reports)] == [True]
+
+
 def test_counters_metrics_and_page_count_what_was_found():
     client = FakeClient()
     assert isinstance(client.counters, EngineCounters)
