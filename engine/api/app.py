@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Route
 
-from jitney.engine.api.batches.service import Batches
-from jitney.engine.api.edge import answer_unrouted, edge
+from jitney.engine.api.edge import application
 from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
-from jitney.engine.api.jobs.service import Jobs, at_work
-from jitney.engine.api.jobs.table import JOB_ENDS
 from jitney.engine.api.openapi import document
+from jitney.engine.api.own_requests import OwnRequests
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, RouteTable
 from jitney.engine.api.service import Service
@@ -46,22 +42,16 @@ def create_app(
     service = Service(client, tokenizer, settings, model_name)
     service.openapi = document(tuple(routes))
     table = RouteTable(routes)
-    batches = service.batches = Batches(service, table, [JOB_ENDS])
-    jobs = service.jobs = Jobs(service, table, batches)
+    own = service.own_requests = OwnRequests(service, table)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with at_work(batches, jobs):
+        async with own.at_work():
             yield
         service.close()
 
-    app = Starlette(
-        routes=[*(_starlette_route(route, service) for route in routes), *extra_routes],
-        middleware=edge(service, settings, table),
-        exception_handlers={HTTPException: partial(answer_unrouted, table)},
-        lifespan=lifespan,
-    )
-    app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
+    all_routes = [*(_starlette_route(route, service) for route in routes), *extra_routes]
+    app = application(service, settings, table, all_routes, lifespan)
     app.state.service = service
     return app
 

@@ -1,13 +1,19 @@
-"""What every request passes before a handler sees it, and what one without a route is told."""
+"""What every request passes before a handler sees it, and what one without a route is told: the
+same for an engine and for a fleet.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import Scope
 
 from jitney.engine.api.access import AccessControl, ApiKeys, Identify, Identity, bearer
@@ -18,8 +24,29 @@ from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimit
 from jitney.engine.api.routing import Role, RouteTable, route_path
 from jitney.engine.api.settings import ServerSettings
 
+#: What lives as long as the application.
+type _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
-def edge(
+
+def application(
+    observer: RequestObserver,
+    settings: ServerSettings,
+    table: RouteTable,
+    routes: Sequence[BaseRoute],
+    lifespan: _Lifespan,
+) -> Starlette:
+    """Routes behind the edge. table: those of them that it knows by their lines."""
+    app = Starlette(
+        routes=routes,
+        middleware=_edge(observer, settings, table),
+        exception_handlers={HTTPException: partial(_answer_unrouted, table)},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
+    return app
+
+
+def _edge(
     observer: RequestObserver, settings: ServerSettings, table: RouteTable
 ) -> list[Middleware]:
     """What every request passes before a handler sees it, outermost first."""
@@ -79,7 +106,7 @@ def _no_route(path: str) -> HttpError:
     )
 
 
-async def answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
+async def _answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
     """Answers to a path or method that no route takes."""
     context = context_of(request)
     error = _router_error(table, route_path(request.scope), error)

@@ -24,10 +24,9 @@ from jitney.engine.structured.setup import CheckerSetup
 from jitney.engine.types import EngineInfo, Grammar, JsonDict
 
 if TYPE_CHECKING:
-    from jitney.engine.api.batches.service import Batches
     from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.grammars import Grammars
-    from jitney.engine.api.jobs.service import Jobs
+    from jitney.engine.api.own_requests import OwnRequests
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.config.layers import Layered
     from jitney.engine.text.tokenizer import Tokenizer
@@ -72,9 +71,8 @@ class Service:
         self.tracing: Tracing | None = None
         #: The settings, and where each came from; None: nobody said.
         self.layered: Layered | None = None
-        #: Files and batches of requests, and jobs.
-        self.batches: Batches | None = None
-        self.jobs: Jobs | None = None
+        #: Files and batches of requests, and jobs; None until the application is made.
+        self.own_requests: OwnRequests | None = None
         self._turns: TurnFormat | None = None
         self._special_texts: dict[str, int] | None = None
 
@@ -139,10 +137,8 @@ class Service:
         the lines of batches, which go on at the next start.
         """
         self.draining = True
-        if self.batches is not None:
-            self.batches.stop()
-        if self.jobs is not None:
-            self.jobs.stop()
+        if self.own_requests is not None:
+            self.own_requests.stop()
 
     async def drained(self) -> None:
         """Wait until no generation request is open."""
@@ -166,6 +162,12 @@ class Service:
     def most_of_key(self) -> int:
         """See `batches.host.RequestHost`."""
         return self.quotas.max_concurrent
+
+    def check_background(self) -> None:
+        """See `batches.host.RequestHost`: where batches keep their seats, nobody gives way."""
+        info = self.client.info
+        if info is not None and info.policy != "continuous":
+            raise RequestError("batches need a server with the policy continuous")
 
     def opening(self, key: str) -> AbstractContextManager[None]:
         """See `batches.host.RequestHost`."""

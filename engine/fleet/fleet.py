@@ -22,8 +22,7 @@ from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replicas import Replica
 
 if TYPE_CHECKING:
-    from jitney.engine.api.batches.service import Batches
-    from jitney.engine.api.jobs.service import Jobs
+    from jitney.engine.api.own_requests import OwnRequests
 
 
 class Fleet:
@@ -46,10 +45,9 @@ class Fleet:
         self.adapters = adapters
         self.metrics = metrics
         self.slices = Slices()
-        #: Of the endpoint, once it is made; where jobs are kept, and they.
+        #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
         self.settings = ServerSettings()
-        self.batches: Batches | None = None
-        self.jobs: Jobs | None = None
+        self.own_requests: OwnRequests | None = None
         #: Who keeps which answer of /v1/responses.
         self.keepers = Keepers()
         self.created = int(time.time())
@@ -90,14 +88,12 @@ class Fleet:
         return None
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on; those that run go on, but for jobs, which go on at the
-        next start.
+        """Refuse new requests from now on; those that run go on, but for jobs and the lines of
+        batches, which go on at the next start.
         """
         self.draining = True
-        if self.jobs is not None:
-            self.jobs.stop()
-        if self.batches is not None:
-            self.batches.stop()
+        if self.own_requests is not None:
+            self.own_requests.stop()
 
     async def drained(self) -> None:
         """Wait until no request is open."""
@@ -126,6 +122,9 @@ class Fleet:
     def most_of_key(self) -> int:
         """See `RequestHost`."""
         return self.quotas.max_concurrent
+
+    def check_background(self) -> None:
+        """See `RequestHost`: an engine that has no background refuses each line."""
 
     def opening(self, key: str) -> AbstractContextManager[None]:
         """See `RequestHost`: the route itself counts (`FleetQuotas.holding`)."""

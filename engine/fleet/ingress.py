@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from typing import Literal
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api import answers
-from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.blocks import send_body
 from jitney.engine.api.context import Context, context_of
 from jitney.engine.api.disconnect import until_disconnect
-from jitney.engine.api.edge import answer_unrouted, edge
+from jitney.engine.api.edge import application
 from jitney.engine.api.endpoints import Endpoint
 from jitney.engine.api.errors import HttpError, echo, no_model
 from jitney.engine.api.jobs.routes import JOB_ROUTES
-from jitney.engine.api.jobs.service import Jobs, at_work
-from jitney.engine.api.jobs.table import JOB_ENDS
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.openapi import document
+from jitney.engine.api.own_requests import OwnRequests
 from jitney.engine.api.routes import ROUTES, probe
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.settings import ServerSettings
@@ -302,16 +298,9 @@ def create_ingress(
     fleet.openapi = document(tuple(routes))
     fleet.settings = settings
     table = RouteTable(routes)
-    batches = fleet.batches = Batches(fleet, table, [JOB_ENDS])
-    jobs = fleet.jobs = Jobs(fleet, table, batches)
-
-    app = Starlette(
-        routes=[*(_starlette_route(route, fleet) for route in routes), *extra_routes],
-        middleware=edge(fleet, settings, table),
-        exception_handlers={HTTPException: partial(answer_unrouted, table)},
-        lifespan=lambda app: at_work(batches, jobs),
-    )
-    app.router.redirect_slashes = False  # the redirect would repeat the client's Host header
+    own = fleet.own_requests = OwnRequests(fleet, table)
+    all_routes = [*(_starlette_route(route, fleet) for route in routes), *extra_routes]
+    app = application(fleet, settings, table, all_routes, lambda app: own.at_work())
     app.state.fleet = fleet
     return app
 

@@ -6,12 +6,23 @@ import json
 import time
 from typing import Any
 
+import openai
 from openai import OpenAI
 from openai.types import Batch
 
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
+
+
+def client_of(url: str, key: str = "none") -> OpenAI:
+    """A client of the server at this address."""
+    return OpenAI(
+        base_url=f"{url}/v1",
+        api_key=key,
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False),
+    )
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jitney.engine.api.slices import Slices
 from jitney.engine.errors import RequestError
 
 if TYPE_CHECKING:
-    from jitney.engine.api.jobs.service import Jobs
+    from jitney.engine.api.own_requests import OwnRequests
 
 
 class RequestHost(Protocol):
@@ -27,8 +27,8 @@ class RequestHost(Protocol):
         ...
 
     @property
-    def jobs(self) -> Jobs | None:
-        """None until the application is made."""
+    def own_requests(self) -> OwnRequests | None:
+        """Its batches and jobs; None until the application is made."""
         ...
 
     @property
@@ -43,6 +43,10 @@ class RequestHost(Protocol):
 
     def unready(self) -> RequestError | None:
         """Why no request can be answered now, or None."""
+        ...
+
+    def check_background(self) -> None:
+        """Raises RequestError where nothing may run in the background."""
         ...
 
     def opening(self, key: str) -> AbstractContextManager[None]:

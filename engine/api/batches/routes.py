@@ -29,6 +29,7 @@ from jitney.engine.api.batches.forms import (
     shown_list,
     window_s,
 )
+from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import Batch, StoredFile, new_id
 from jitney.engine.api.batches.service import Batches, now
@@ -43,7 +44,6 @@ from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import checked
-from jitney.engine.api.service import Service
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
 
@@ -55,17 +55,17 @@ _BLOCK = 1 << 16
 _KEPT_BATCHES = 1000
 
 
-async def _upload_file(service: Service, request: Request) -> Response:
-    batches = _batches(service)
+async def _upload_file(host: RequestHost, request: Request) -> Response:
+    batches = _batches(host)
     keeper = await batches.keeper()
     owner = context_of(request.scope).tenant
-    await _check_room(keeper, service.settings, owner)
+    await _check_room(keeper, host.settings, owner)
     id = new_id("file-")
     async with batches.uploading():
-        upload = await _received(request, keeper.part(id), service.settings.file_limit)
+        upload = await _received(request, keeper.part(id), host.settings.file_limit)
         try:
             _check_purpose(upload)
-            await _check_room(keeper, service.settings, owner, upload.size)
+            await _check_room(keeper, host.settings, owner, upload.size)
             file = StoredFile(id, owner, "batch", upload.name, upload.size, now())
             await asyncio.to_thread(keeper.part(id).rename, keeper.path(id))
             await keeper.do(BatchStore.add_file, file)
@@ -111,8 +111,8 @@ def _full(reason: str) -> HttpError:
     return HttpError(400, f"{reason}; delete some", code="storage_full", param="file")
 
 
-async def _list_files(service: Service, request: Request) -> Response:
-    keeper = await _batches(service).keeper()
+async def _list_files(host: RequestHost, request: Request) -> Response:
+    keeper = await _batches(host).keeper()
     query = read_query(request, FileQuery)
     files, more = await keeper.do(
         BatchStore.files,
@@ -125,13 +125,13 @@ async def _list_files(service: Service, request: Request) -> Response:
     return json_answer(shown_list([shown_file(file) for file in files], more=more))
 
 
-async def _show_file(service: Service, request: Request) -> Response:
-    keeper = await _batches(service).keeper()
+async def _show_file(host: RequestHost, request: Request) -> Response:
+    keeper = await _batches(host).keeper()
     return json_answer(shown_file(await _file(keeper, request)))
 
 
-async def _file_content(service: Service, request: Request) -> ASGIApp:
-    keeper = await _batches(service).keeper()
+async def _file_content(host: RequestHost, request: Request) -> ASGIApp:
+    keeper = await _batches(host).keeper()
     file = await _file(keeper, request)
     headers = {"content-type": "application/octet-stream", "x-content-type-options": "nosniff"}
     return BlockAnswer(_blocks_of(keeper.path(file.id)), headers)
@@ -147,8 +147,8 @@ async def _blocks_of(path: Path) -> AsyncGenerator[bytes]:
         file.close()
 
 
-async def _delete_file(service: Service, request: Request) -> Response:
-    keeper = await _batches(service).keeper()
+async def _delete_file(host: RequestHost, request: Request) -> Response:
+    keeper = await _batches(host).keeper()
     file = await _file(keeper, request)
     needed_by = await keeper.do(BatchStore.delete_file, file.id, file.owner)
     if needed_by:
@@ -161,14 +161,14 @@ async def _file(keeper: StoreKeeper, request: Request) -> StoredFile:
     return await find_or_404(keeper, request, "file", BatchStore.file)
 
 
-async def _create_batch(service: Service, request: Request) -> Response:
-    batches = _batches(service)
-    raw = await service.slices.result(read_object(await request.body()))
+async def _create_batch(host: RequestHost, request: Request) -> Response:
+    batches = _batches(host)
+    raw = await host.slices.result(read_object(await request.body()))
     body = checked(BatchBody, raw)
     batches.executor.route(body.endpoint, param="endpoint")
     keeper, runner = await batches.keeper(), await batches.runner()
-    batch = _new_batch(service, body, context_of(request.scope).tenant)
-    await _check_batch(keeper, service.settings, batch)
+    batch = _new_batch(host, body, context_of(request.scope).tenant)
+    await _check_batch(keeper, host.settings, batch)
     await keeper.do(BatchStore.forget_ended, batch.owner, _KEPT_BATCHES)
     await keeper.do(BatchStore.add_batch, batch)
     runner.begin(batch.id)
@@ -176,14 +176,12 @@ async def _create_batch(service: Service, request: Request) -> Response:
     return json_answer(shown_batch(batch), ignored_header(ignored))
 
 
-def _new_batch(service: Service, body: BatchBody, owner: str) -> Batch:
-    info = service.client.info
-    if info is not None and info.policy != "continuous":
-        raise RequestError("batches need a server with the policy continuous")
+def _new_batch(host: RequestHost, body: BatchBody, owner: str) -> Batch:
+    host.check_background()
     created_at = now()
     metadata = body.metadata or {}
     webhook_url = metadata.get(WEBHOOK_KEY, "")
-    check_webhook_url(service.settings.webhook_prefixes, webhook_url, f"metadata.{WEBHOOK_KEY}")
+    check_webhook_url(host.settings.webhook_prefixes, webhook_url, f"metadata.{WEBHOOK_KEY}")
     return Batch(
         id=new_id("batch_"),
         owner=owner,
@@ -214,21 +212,21 @@ async def _check_batch(keeper: StoreKeeper, settings: ServerSettings, batch: Bat
         )
 
 
-async def _list_batches(service: Service, request: Request) -> Response:
-    keeper = await _batches(service).keeper()
+async def _list_batches(host: RequestHost, request: Request) -> Response:
+    keeper = await _batches(host).keeper()
     query = read_query(request, BatchQuery)
     owner = context_of(request.scope).tenant
     batches, more = await keeper.do(BatchStore.batches, owner, after=query.after, limit=query.limit)
     return json_answer(shown_list([shown_batch(batch) for batch in batches], more=more))
 
 
-async def _show_batch(service: Service, request: Request) -> Response:
-    keeper = await _batches(service).keeper()
+async def _show_batch(host: RequestHost, request: Request) -> Response:
+    keeper = await _batches(host).keeper()
     return json_answer(shown_batch(await _batch(keeper, request)))
 
 
-async def _cancel_batch(service: Service, request: Request) -> Response:
-    batches = _batches(service)
+async def _cancel_batch(host: RequestHost, request: Request) -> Response:
+    batches = _batches(host)
     keeper, runner = await batches.keeper(), await batches.runner()
     batch = await _batch(keeper, request)
     sources = ("validating", "in_progress")
@@ -246,9 +244,9 @@ async def _batch(keeper: StoreKeeper, request: Request) -> Batch:
     return await find_or_404(keeper, request, "batch", BatchStore.batch)
 
 
-def _batches(service: Service) -> Batches:
-    assert service.batches is not None  # `create_app` has made them
-    return service.batches
+def _batches(host: RequestHost) -> Batches:
+    assert host.own_requests is not None  # the application has made them
+    return host.own_requests.batches
 
 
 BATCH_ROUTES = (

@@ -186,8 +186,8 @@ async def _job(keeper: StoreKeeper, request: Request) -> Job:
 
 
 def _jobs(host: RequestHost) -> Jobs:
-    assert host.jobs is not None  # the application has made them
-    return host.jobs
+    assert host.own_requests is not None  # the application has made them
+    return host.own_requests.jobs
 
 
 JOB_ROUTES = (

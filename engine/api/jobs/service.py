@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
+from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.jobs.runner import JobRunner
 from jitney.engine.api.routing import RouteTable
-
-if TYPE_CHECKING:
-    from jitney.engine.api.batches.service import Batches
 
 
 class Jobs:
@@ -58,13 +53,3 @@ class Jobs:
         self.stop()
         if self._runner is not None:
             await self._runner.stopped()
-
-
-@asynccontextmanager
-async def at_work(batches: Batches, jobs: Jobs) -> AsyncIterator[None]:
-    """The time of a server: what an earlier one has left goes on, and all is let go at the end."""
-    await batches.start()
-    await jobs.start()
-    yield
-    await jobs.close()
-    await batches.close()

@@ -13,10 +13,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from api_fakes import FakeClient, Script, make_app, until
-from batch_files import CHATS, COMPLETIONS, EMBEDDINGS, answers, begin, ended, jsonl, line
+from batch_files import (
+    CHATS,
+    COMPLETIONS,
+    EMBEDDINGS,
+    answers,
+    begin,
+    client_of,
+    ended,
+    jsonl,
+    line,
+)
 from batch_process import serving_process
 from openai import OpenAI
 
@@ -31,14 +40,8 @@ from jitney.engine.ports import free_port
 @contextmanager
 def server(folder: Path, port: int) -> Iterator[tuple[OpenAI, subprocess.Popen[bytes]]]:
     """A server process and a client of it."""
-    client = OpenAI(
-        base_url=f"http://127.0.0.1:{port}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    )
     with serving_process(folder, port) as process:
-        yield client, process
+        yield client_of(f"http://127.0.0.1:{port}"), process
 
 
 def answered(client: OpenAI, id: str) -> int:

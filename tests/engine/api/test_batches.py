@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from api_fakes import FakeClient, Script, call, http_client, make_app, served, until
-from batch_files import CHATS, EMBEDDINGS, answers, begin, ended, jsonl, line
+from batch_files import CHATS, EMBEDDINGS, answers, begin, client_of, ended, jsonl, line
 from openai import OpenAI
 from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
@@ -36,15 +36,6 @@ def serving(
     app = make_app(engine, data_dir=folder, **settings)
     with served(app) as (url, _):
         yield client_of(url, key)
-
-
-def client_of(url: str, key: str = "none") -> OpenAI:
-    return OpenAI(
-        base_url=f"{url}/v1",
-        api_key=key,
-        max_retries=0,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    )
 
 
 @pytest.fixture
@@ -157,7 +148,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(folder: Path, caplog:
     async def leave() -> int:
         app = make_app(data_dir=folder)
         reply = await call(app, "/v1/files", headers=headers, messages=messages, leave_after=0.01)
-        await app.state.service.batches.close()
+        await app.state.service.own_requests.batches.close()
         return reply.status
 
     assert asyncio.run(leave()) == 400

@@ -1,0 +1,38 @@
+"""The requests that a server sends itself: lines of batches, and jobs. They begin and end with it,
+and lie in one store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from jitney.engine.api.batches.host import RequestHost
+from jitney.engine.api.batches.service import Batches
+from jitney.engine.api.jobs.service import Jobs
+from jitney.engine.api.jobs.table import JOB_ENDS
+from jitney.engine.api.routing import RouteTable
+
+
+class OwnRequests:
+    """Those of one server. table: the routes that answer them."""
+
+    def __init__(self, host: RequestHost, table: RouteTable):
+        self.batches = Batches(host, table, [JOB_ENDS])
+        self.jobs = Jobs(host, table, self.batches)
+
+    @asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        """The server's time: what an earlier one has left goes on, and all is let go at the end."""
+        await self.batches.start()
+        await self.jobs.start()
+        yield
+        await self.jobs.close()
+        await self.batches.close()
+
+    def stop(self) -> None:
+        """The server is about to stop: what is being computed is given up, and is taken up again at
+        its next start.
+        """
+        self.jobs.stop()
+        self.batches.stop()
