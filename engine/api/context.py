@@ -35,7 +35,7 @@ class Context:
     completion_tokens: int = 0
     #: The client went away before the answer was complete.
     left: bool = False
-    #: Nobody waits for it: it is a line of a batch.
+    #: Nobody waits for it: it is a line of a batch, of ours or of a fleet's (`background`).
     background: bool = False
     #: What it uses of its key's tokens, while it runs.
     spending: Spending | None = None

@@ -1,4 +1,4 @@
-"""Work for a client that may leave before it is done."""
+"""Work that may have to end before it is done: its client leaves, or the server stops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,15 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
     Starlette notices a client's leaving only in some responses and ASGI versions, and never while a
     request waits.
     """
+    return await until(_disconnected(receive), work)
+
+
+async def until(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work`, cancelling it if `end` comes first; True if it did. Errors of `work` are
+    raised.
+    """
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(receive))
+    watch = asyncio.create_task(end)
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

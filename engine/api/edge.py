@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Scope
 
 from jitney.engine.api.access import AccessControl, ApiKeys, Identify, Identity, bearer
+from jitney.engine.api.background import BackgroundRequests
 from jitney.engine.api.context import context_of
 from jitney.engine.api.cross_site import SiteGuard, cors
 from jitney.engine.api.errors import HttpError, echo, error_response
@@ -61,6 +62,7 @@ def _edge(
             identify=_identify(ApiKeys(settings)),
             missing=_no_key,
         ),
+        Middleware(BackgroundRequests),
         Middleware(BodyLimit, settings=settings),
     ]
 

@@ -176,6 +176,8 @@ class GenerationEndpoint(Endpoint[Service]):
             await request.body()
             with self.service.generating(), self.service.quotas.open(context.tenant):
                 answering = self._answer(request, send)
+                if context.background:
+                    answering = self.service.until_drain(answering)
                 context.left = await until_disconnect(receive, answering)
         except ClientDisconnect:
             context.left = True

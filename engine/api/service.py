@@ -4,12 +4,14 @@ take requests.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from jitney.engine.api.disconnect import until
 from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.quotas import Quotas
@@ -62,6 +64,7 @@ class Service:
             settings.responses_kept, settings.responses_bytes, settings.responses_ttl_s
         )
         self._open = OpenRequests()
+        self._drain_begun = asyncio.Event()
         self._threads = TextThreads()
         #: Renders chats; None: the text threads do, which a template that never ends would take.
         self.chat_templates: ChatTemplates | None = None
@@ -134,11 +137,19 @@ class Service:
 
     def begin_drain(self) -> None:
         """Refuse new generation requests from now on; those that run go on, but for jobs and
-        the lines of batches, which go on at the next start.
+        the lines of batches, which go on at the next start, or at another engine of their fleet.
         """
         self.draining = True
+        self._drain_begun.set()
         if self.own_requests is not None:
             self.own_requests.stop()
+
+    async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what nobody waits for, which a drain does not wait for either. Raises RequestError
+        draining if one begins first.
+        """
+        if await until(self._drain_begun.wait(), work):
+            raise RequestError("the server is shutting down", code="draining")
 
     async def drained(self) -> None:
         """Wait until no generation request is open."""

@@ -1,0 +1,50 @@
+"""Requests in the background that come over HTTP: lines of a fleet's batches, at its engines.
+
+Such a request may wait for as long as it takes: no deadline of the server's ends it, and the bounds
+of others' waiting are not asked (`engine.scheduler.entrance`). So not everybody may send one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jitney.engine.api.access import identity_of
+from jitney.engine.api.context import context_of
+from jitney.engine.api.errors import HttpError, echo
+
+#: Says that nobody waits for a request.
+BACKGROUND_HEADER = "x-jitney-background"
+_YES = "1"
+#: The header as it is sent.
+BACKGROUND_MARK = (BACKGROUND_HEADER.encode(), _YES.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundRequests:
+    """Takes an administrator's word that nobody waits for a request; a user's is refused."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            context_of(scope).background = _is_background(scope)
+        await self.app(scope, receive, send)
+
+
+def _is_background(scope: Scope) -> bool:
+    """Raises HttpError."""
+    name = BACKGROUND_HEADER.encode()
+    given = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+    if not given:
+        return False
+    if not identity_of(scope).is_admin:
+        raise HttpError(
+            403,
+            f"{BACKGROUND_HEADER} needs an administrator's key (admin_keys, admin_key_file)",
+            code="admin_key_needed",
+        )
+    if given != [_YES]:
+        raise HttpError(400, f"{BACKGROUND_HEADER} must be {_YES}, not {echo(', '.join(given))}")
+    return True
