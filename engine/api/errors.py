@@ -182,6 +182,17 @@ def _retry_headers(pause_s: float) -> dict[str, str]:
     }
 
 
+def retry_after_s(headers: Mapping[str, str], default: float) -> float:
+    """Seconds after which a refusal wants its client to come again. headers: lower case, of any
+    server; default: where they do not say.
+    """
+    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        value = headers.get(name, "")
+        if value.isascii() and value.isdigit():
+            return int(value) * unit
+    return default
+
+
 def _router_answer(error: HTTPException) -> _ErrorAnswer:
     """The router lists the allowed methods in the order of a set; ours is the same on every run."""
     message, code = _ROUTER.get(error.status_code, (error.detail, None))

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +21,23 @@ from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.lines import LineRequest, request_in
 from jitney.engine.api.batches.records import LineOutcome
 from jitney.engine.api.context import Context
-from jitney.engine.api.errors import HttpError, echo, error_form, error_response
+from jitney.engine.api.errors import (
+    HttpError,
+    echo,
+    error_form,
+    error_response,
+    retry_after_s,
+)
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.errors import RequestError
 
 #: Refusals of the moment: too much waits, or the engine is not there. The line tries again.
 _NOT_NOW = (429, 503)
-_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 30.0
+_SHORTEST_WAIT_S, _USUAL_WAIT_S, _LONGEST_WAIT_S = 0.2, 1.0, 30.0
+
+
+#: Lasts as long as one try of a request may.
+type Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +53,21 @@ class _Reply:
     """What a handler sends."""
 
     status: int = 0
-    headers: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    headers: dict[str, str] = field(default_factory=dict[str, str])
     body: bytearray = field(default_factory=bytearray)
 
     async def take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self.headers = dict(message["headers"])
+            self.headers = _texts(message["headers"])
         elif message["type"] == "http.response.body":
             self.body += message.get("body", b"")
 
     @property
     def wait_s(self) -> float:
         """Seconds after which to try again."""
-        told = self.headers.get(b"retry-after-ms", b"1000")
-        return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, int(told) / 1000))
+        wait_s = retry_after_s(self.headers, _USUAL_WAIT_S)
+        return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, wait_s))
 
     def shown(self, request_id: str) -> dict[str, Any]:
         """As a part of a larger JSON text."""
@@ -74,9 +86,11 @@ class LineExecutor:
         self._table = table
         self._background = background
 
-    async def answer(self, raw: bytes, custom_id: str, endpoint: str, owner: str) -> LineAnswer:
+    async def answer(
+        self, raw: bytes, custom_id: str, endpoint: str, owner: str, turn: Turn = nullcontext
+    ) -> LineAnswer:
         """Answer a line, however long that takes. endpoint: see `request_in`; owner: digest of the
-        key that the batch came with.
+        key that the batch came with; turn: see `answered`.
         """
         request_id = uuid.uuid4().hex
         try:
@@ -84,7 +98,7 @@ class LineExecutor:
         except RequestError as error:
             reply = _refusal(error, request_id, endpoint)
         else:
-            reply = await self.answered(request, request_id, owner)
+            reply = await self.answered(request, request_id, owner, turn)
         return await asyncio.to_thread(_written, custom_id, request_id, reply)
 
     def route(self, path: str, *, param: str = "url") -> HttpRoute:
@@ -96,20 +110,19 @@ class LineExecutor:
             raise RequestError(f"{echo(path)} is not a route that batches may name", param=param)
         return route
 
-    async def answered(self, request: LineRequest, request_id: str, owner: str) -> _Reply:
-        """What the route that a request names answers, however long that takes."""
+    async def answered(
+        self, request: LineRequest, request_id: str, owner: str, turn: Turn = nullcontext
+    ) -> _Reply:
+        """What the route that a request names answers, however long that takes: a refusal of the
+        moment is waited for. turn: is entered for each try, and left while it waits.
+        """
         try:
             route = self.route(request.url)
         except RequestError as error:
             return _refusal(error, request_id, request.url)
-        return await self._reply(request, route, request_id, owner)
-
-    async def _reply(
-        self, request: LineRequest, route: HttpRoute, request_id: str, owner: str
-    ) -> _Reply:
-        """A refusal of the moment is waited for."""
         while True:
-            reply = await self._once(request, route, request_id, owner)
+            async with turn():
+                reply = await self._once(request, route, request_id, owner)
             if reply.status not in _NOT_NOW:
                 return reply
             await asyncio.sleep(reply.wait_s)
@@ -150,7 +163,12 @@ def _check_size(request: LineRequest, route: HttpRoute, host: RequestHost) -> No
 def _refusal(error: Exception, request_id: str, path: str) -> _Reply:
     """An error as HTTP answers it."""
     response: Response = error_response(error, request_id, error_form(path))
-    return _Reply(response.status_code, dict(response.raw_headers), bytearray(response.body))
+    headers = _texts(response.raw_headers)
+    return _Reply(response.status_code, headers, bytearray(response.body))
+
+
+def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
 
 
 def _scope_of(request: LineRequest, context: Context) -> Scope:

@@ -26,7 +26,8 @@ _MOST_FAULTS = 10
 class BatchRunner:
     """A task for each batch that is not over. All lives on one event loop.
 
-    Lines in flight have places of their own (`Places`), over all batches.
+    Lines in flight have places of their own (`Places`), over all batches. One that is refused for
+    the moment leaves its place while it waits: at a fleet, others may be for another model.
     """
 
     def __init__(
@@ -140,20 +141,22 @@ class BatchRunner:
         )
 
     async def _feed(self, batch: Batch) -> None:
-        """Take up the lines in their order, as places for them come free."""
+        """Take up the lines in their order, no more at a time than there are places at all."""
+        taken_up = Places(self._host)
         after = 0
         async with asyncio.TaskGroup() as group:
             while lines := await self._keeper.do(BatchStore.open_lines, batch.id, after, _GROUP):
                 after = lines[-1].number
                 for line in lines:
-                    await self._places.acquire(batch.owner)
+                    await taken_up.acquire(batch.owner)
                     task = group.create_task(self._answer(batch, line))
-                    task.add_done_callback(lambda _: self._places.release(batch.owner))
+                    task.add_done_callback(lambda _: taken_up.release(batch.owner))
 
     async def _answer(self, batch: Batch, line: Line) -> None:
         path = self._keeper.path(batch.input_file_id)
         raw = await asyncio.to_thread(read_line, path, line)
-        answer = await self._executor.answer(raw, line.custom_id, batch.endpoint, batch.owner)
+        turn = partial(self._places.taken, batch.owner)
+        answer = await self._executor.answer(raw, line.custom_id, batch.endpoint, batch.owner, turn)
         await self._keeper.do(BatchStore.answer, batch.id, line.number, answer.outcome, answer.text)
 
     async def _end(self, id: str) -> None:
