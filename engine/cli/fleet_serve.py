@@ -103,7 +103,7 @@ def _application(config: FleetConfig, keys: AcceptedKeys, host: str) -> Applicat
     from jitney.engine.cli.serve import limits
     from jitney.engine.fleet.ray_app import build_application
 
-    # There may be several ingresses, on any node: none of them keeps jobs.
+    # There may be several ingresses, on any node: none of them keeps files, batches or jobs.
     own = replace(limits(Config(server=config.server), keys), data_dir=None)
     settings = with_page(own, _PAGE)
     return build_application(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from jitney.engine.api.background import BACKGROUND_HEADER
 from jitney.engine.api.errors import HttpError, answer_to
 from jitney.engine.api.schema import ChatBody, CompletionBody, parse_body
 from jitney.engine.errors import RequestError
@@ -90,6 +91,16 @@ class Question:
     @property
     def is_chat(self) -> bool:
         return self.route == CHAT
+
+    @property
+    def background(self) -> bool:
+        """Nobody waits for the answer: it is a line of a batch."""
+        return BACKGROUND_HEADER in self.headers
+
+    def for_people(self) -> Question:
+        """The same, as somebody waits for it."""
+        kept = {name: text for name, text in self.headers.items() if name != BACKGROUND_HEADER}
+        return replace(self, headers=kept)
 
     @property
     def streams(self) -> bool:

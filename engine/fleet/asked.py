@@ -14,6 +14,7 @@ import orjson
 from starlette.requests import Request
 
 from jitney.engine.api.access import address_of
+from jitney.engine.api.background import BACKGROUND_MARK
 from jitney.engine.api.context import context_of
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -73,6 +74,11 @@ class Asked:
         return self.fields.get("stream") is True
 
     @property
+    def background(self) -> bool:
+        """Nobody waits for it: it is a line of a batch."""
+        return BACKGROUND_MARK in self.headers
+
+    @property
     def repeatable(self) -> bool:
         """Another replica would write the same stream, if it has a seed."""
         return self.stream and self.route in _REPEATABLE
@@ -94,7 +100,8 @@ class Asked:
 
     def headers_for(self, key: str) -> RawHeaders:
         """What a replica is told that we ask with `key` ourselves, if that is not empty: a request
-        that brings no key is a job's, whose client showed its own when it came.
+        that brings no key is a job's or a line of a batch, whose client showed its own when that
+        came.
         """
         if not key or any(name in _KEYS for name, _ in self.headers):
             return self.headers
@@ -124,6 +131,8 @@ async def asked_of(request: Request, fields: JsonDict | None = None) -> Asked:
     headers = [(name, value) for name, value in scope["headers"] if name in _PASSED]
     headers.append((b"x-request-id", context.request_id.encode()))
     headers.append((b"x-forwarded-for", address_of(scope).encode()))
+    if context.background:
+        headers.append(BACKGROUND_MARK)
     return Asked(
         scope["method"],
         f"{path}?{query}" if query else path,

@@ -33,7 +33,8 @@ from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.fleet")
 
-#: Routes whose answers are compared; others go to a key's arm as well.
+#: Routes whose answers are compared, but those that nobody waits for; others go to a key's arm as
+#: well.
 _COMPARED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 #: Characters of a prompt that are its key where a request names nobody.
 _KEY_CHARS = 1024
@@ -172,7 +173,7 @@ class ModelWithCandidate:
                 self._observe(place, asked, outcome)
 
     def _observe(self, place: KeyPlace, asked: Asked, outcome: RequestOutcome) -> None:
-        if asked.route in _COMPARED:
+        if asked.route in _COMPARED and not asked.background:
             self.rollout.observe(place, outcome)
 
     def _per_second(self, arm: ArmName) -> float:

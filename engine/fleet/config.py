@@ -54,6 +54,11 @@ AS_OF_A_SERVER = (
     "log_level",
     "drain_s",
     "data_dir",
+    "file_limit",
+    "key_files",
+    "key_file_bytes",
+    "key_batches",
+    "batch_lines",
     "webhook_prefixes",
     "webhook_secret_file",
     "key_jobs",
@@ -110,7 +115,7 @@ class FleetConfig:
 
     @property
     def data_dir(self) -> Path:
-        """Where jobs are kept: one fleet's alone, and no engine's."""
+        """Where files, batches and jobs are kept: one fleet's alone, and no engine's."""
         if self.server.data_dir:
             return self.path(self.server.data_dir)
         return cache_dir() / "fleet-data"

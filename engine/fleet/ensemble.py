@@ -192,7 +192,7 @@ class Ensemble:
 
     async def _ask(self, member: _Member, question: Question) -> ModelAnswer | HttpError:
         try:
-            async with asyncio.timeout(self._settings.wait_s):
+            async with asyncio.timeout(None if question.background else self._settings.wait_s):
                 return await self._models.answer(self._question_to(member, question))
         except (HttpError, RequestError) as error:
             return named(error, member.stage, question.body)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,7 +20,13 @@ from typing import Protocol
 import httpx
 import orjson
 
-from jitney.engine.api.errors import ErrorForm, answer_to, error_event, error_form
+from jitney.engine.api.errors import (
+    ErrorForm,
+    answer_to,
+    error_event,
+    error_form,
+    retry_after_s,
+)
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked, RawHeaders
 from jitney.engine.fleet.repeating import (
@@ -341,11 +347,11 @@ class Exchange:
         """
         await self._leave()
         started = time.monotonic()
-        replica.begin()
+        replica.begin(background=self.asked.background)
         try:
             response = await self._send(replica)
         except BaseException as error:
-            replica.end()
+            replica.end(background=self.asked.background)
             if not isinstance(error, httpx.TransportError | TimeoutError):
                 raise
             self._cannot_reach(replica, error)
@@ -385,12 +391,13 @@ class Exchange:
         replica, response = attempt.replica, attempt.response
         refusal = _Refusal(
             _complete(response.status_code, attempt.headers(), body),
-            _retry_after(response.headers),
+            retry_after_s(response.headers, _RETRY_S),
             is_own_limit(body),
         )
         await self._leave()
         if not refusal.final:
-            replica.refused(refusal.retry_s)
+            if not self.asked.background:  # it may have room for people all the same
+                replica.refused(refusal.retry_s)
             self.choosing.attempted(replica, "full")
         return refusal
 
@@ -411,7 +418,7 @@ class Exchange:
         """End what is open at a replica."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
-            attempt.replica.end(attempt.took)
+            attempt.replica.end(attempt.took, background=self.asked.background)
             await attempt.response.aclose()
 
     def _failure(self, error: Exception) -> bytes:
@@ -447,15 +454,6 @@ async def _broken_off(begun: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator
     yield begun
     async for part in rest:
         yield part
-
-
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds."""
-    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        value = headers.get(name, "")
-        if value.isascii() and value.isdigit():
-            return int(value) * unit
-    return _RETRY_S
 
 
 def is_own_limit(body: bytes) -> bool:

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api import answers
+from jitney.engine.api.batches.routes import BATCH_ROUTES
 from jitney.engine.api.blocks import send_body
 from jitney.engine.api.context import Context, context_of
 from jitney.engine.api.disconnect import until_disconnect
@@ -112,8 +113,9 @@ class _Sending:
         """The status goes with the first byte, so that what fails before is a status too."""
         body = aiter(answer.body)
         first = await anext(body, b"")
-        first_s = context.elapsed_ms / 1000
-        self.fleet.metrics.first_byte.labels(self.model_name).observe(first_s)
+        if not context.background:
+            first_s = context.elapsed_ms / 1000
+            self.fleet.metrics.first_byte.labels(self.model_name).observe(first_s)
         if self.asked.route == RESPONSES:
             self.fleet.keepers.learn(self.model_name, _replica_of(answer), first)
         headers = answer.headers
@@ -279,6 +281,7 @@ FLEET_ROUTES = (
         role=Role.ADMIN,
         answer=ReplicaList,
     ),
+    *BATCH_ROUTES,
     *JOB_ROUTES,
     *ROLLOUT_ROUTES,
 )
@@ -293,7 +296,7 @@ def create_ingress(
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The application; `app.state.fleet` is the fleet. extra_routes stand behind the same keys and
-    limits. Jobs that an earlier one has left go on when its lifespan begins.
+    limits. Batches and jobs that an earlier one has left go on when its lifespan begins.
     """
     fleet.openapi = document(tuple(routes))
     fleet.settings = settings

@@ -24,8 +24,18 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 #: Name -> what it is, and where it is read.
 _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
     "replica_ready": ("1 if the replica takes requests", lambda replica: replica.state == "ready"),
-    "replica_open": ("requests of this ingress that are open at the replica", attrgetter("open")),
-    "replica_load": ("requests at the replica, of everybody", attrgetter("load")),
+    "replica_open": (
+        "requests of this ingress that somebody waits for, open at the replica",
+        attrgetter("open"),
+    ),
+    "replica_background": (
+        "requests of this ingress that nobody waits for, open at the replica",
+        attrgetter("lines"),
+    ),
+    "replica_load": (
+        "requests at the replica that somebody waits for, of everybody",
+        attrgetter("load"),
+    ),
     "replica_predicted_wait_seconds": (
         "seconds that one more request would wait for a seat of the replica",
         lambda replica: replica.predicted_wait(time.monotonic()),

@@ -113,7 +113,7 @@ class ReplicatedModel:
         """Those that are ready, in the order of the model's router; full ones by their own word
         come last. prompt: its beginnings.
         """
-        names = iter((asked.keeper,)) if asked.keeper else self._routed(prompt)
+        names = self._names(asked, prompt)
         full: list[Replica] = []
         for replica in map(self.engines.ready, names):
             if replica is None or not replica.holds(asked.adapter):
@@ -145,9 +145,16 @@ class ReplicatedModel:
 
     def _beginnings(self, asked: Asked) -> list[bytes]:
         """Of a prompt; none where there is nothing to choose by them."""
-        if self.section.router != "prefix" or asked.keeper:
+        if self.section.router != "prefix" or asked.keeper or asked.background:
             return []
         return beginnings(asked, self.section.prefix_chars)
+
+    def _names(self, asked: Asked, prompt: Sequence[bytes]) -> Iterator[str]:
+        if asked.keeper:
+            return iter((asked.keeper,))
+        if asked.background:  # whatever the router: it goes where seats are left
+            return self.engines.rooms.order()
+        return self._routed(prompt)
 
     def _routed(self, prompt: Sequence[bytes]) -> Iterator[str]:
         match self.section.router:

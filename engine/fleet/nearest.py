@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ class Embedder:
     seats: int
     #: Of all that it made.
     usages: list[JsonDict] = field(default_factory=list)
+
+    def for_people(self) -> Embedder:
+        """The same for vectors that people will wait for, if the question is in the background."""
+        return replace(self, question=self.question.for_people())
 
     async def vectors(self, texts: Sequence[str]) -> _Vectors:
         """Of texts that are not empty, in order. Raises HttpError, RequestError."""

@@ -357,7 +357,11 @@ class Pipeline:
         for stage in settings.stages:
             if isinstance(stage, _EmbedStage) and (texts := _texts_of_settings(stage, folder)):
                 self._kept[stage.name] = KeptDocuments(texts, stage.prefix)
-        self._budget = StageBudget([stage.model for stage in self._stages], settings.max_waiting)
+        stage_models = [stage.model for stage in self._stages]
+        #: For questions that somebody waits for, and for lines of batches, which would keep the
+        #: others' places as long as they give way at the engines.
+        self._budget = StageBudget(stage_models, settings.max_waiting)
+        self._lines_budget = StageBudget(stage_models, settings.max_waiting)
 
     async def start(self) -> None:
         """Start the processes that render its templates."""
@@ -375,7 +379,7 @@ class Pipeline:
     async def answer(self, question: Question) -> ModelAnswer:
         """Raises HttpError, RequestError."""
         async with self._last_question(question) as (asked, run):
-            with _in_stage(self._last, _passed_on(question)), self._timed(self._last):
+            with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
                 answer = await self._models.answer(asked)
             body = answer.body | {"usage": self._usage(answer.usage, run)}
             body[MADE_FIELD] = self._told(answer.body)
@@ -385,7 +389,7 @@ class Pipeline:
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
         """The last stage's stream. Raises HttpError, RequestError."""
         async with self._last_question(question) as (asked, run):
-            with _in_stage(self._last, _passed_on(question)), self._timed(self._last):
+            with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
                 async with self._models.stream(asked) as stream:
                     headers = stage_header(self._last.name, stream.headers)
                     yield ModelStream(self._chunks(stream, run), headers)
@@ -399,7 +403,7 @@ class Pipeline:
         if self._reads_documents:
             documents_in(question.own.get(_DOCUMENTS))
         await self._look_at_seats()
-        async with self._budget.place(question.deadline):
+        async with self._budget_of(question).place(question.deadline):
             run = _Run(question, variables)
             for stage in self._stages[:-1]:
                 with _in_stage(stage):
@@ -408,17 +412,22 @@ class Pipeline:
                 asked = await self._asked_last(run)
             yield asked, run
 
+    def _budget_of(self, question: Question) -> StageBudget:
+        return self._lines_budget if question.background else self._budget
+
     @contextmanager
-    def _timed(self, stage: _Stage) -> Iterator[None]:
+    def _timed(self, stage: _Stage, question: Question) -> Iterator[None]:
         """Tell the budget how long a stage's model takes."""
         began = time.monotonic()
         yield
-        self._budget.spent(self._stages.index(stage), time.monotonic() - began)
+        spent_s = time.monotonic() - began
+        self._budget_of(question).spent(self._stages.index(stage), spent_s)
 
     async def _look_at_seats(self) -> None:
         for stage in self._stages:
             seats = stage.seats or await self._models.seats(stage.model) or _UNKNOWN_SEATS
             self._budget.set_seats(stage.model, seats)
+            self._lines_budget.set_seats(stage.model, seats)
 
     async def _made(self, stage: _Stage, run: _Run) -> JsonDict:
         """What a stage makes, as later templates see it."""
@@ -438,7 +447,7 @@ class Pipeline:
         asked = Question(
             stage.model, route, body, question.headers, question.deadline, question.own
         )
-        with self._timed(stage):
+        with self._timed(stage, question):
             answer = await self._models.answer(asked)
         run.usages += stage_usage(stage.name, stage.model, answer.usage)
         texts = [text_of(choice) for choice in answer.choices]
@@ -475,7 +484,7 @@ class Pipeline:
             async with at_once:
                 return await self._score(stage, run, text)
 
-        with self._timed(stage):
+        with self._timed(stage, run.question):
             scored = await all_of(score(text) for text in texts)
         usage = total_usage([usage for _, usage in scored])
         del usage["stages"]
@@ -499,15 +508,15 @@ class Pipeline:
         if kept is None:
             texts = _texts_of_run(stage, run)
             prefixed = [stage.prefix + text for text in texts]
-            with self._timed(stage):
+            with self._timed(stage, run.question):
                 vectors = await embedder.vectors([query, *prefixed])
             own, documents = vectors[:1], vectors[1:]
         else:
             texts = kept.texts
-            with self._timed(stage):
+            with self._timed(stage, run.question):
                 own = await embedder.vectors([query])
             # Not timed: only the first request has to wait for it.
-            documents = await kept.vectors(embedder, own.shape[1])
+            documents = await kept.vectors(embedder.for_people(), own.shape[1])
         run.usages += stage_usage(stage.name, stage.model, embedder.usage)
         found = await nearest(own, documents, stage.keep)
         best = [texts[place] for place, _ in found]

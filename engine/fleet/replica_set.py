@@ -22,6 +22,8 @@ class ReplicaSet:
         self.total = 0.0
         #: Those that are ready, by the wait that they predict.
         self.waits = LeastWait()
+        #: The same by the share of their seats that is taken, for lines of batches.
+        self.rooms = LeastWait()
         #: Of those that are ready, the fewest seats that one says it has; 0: one does not say.
         self.least_seats = 0
         self._by_name: dict[str, Replica] = {}
@@ -82,6 +84,7 @@ class ReplicaSet:
         self.loads[name] = load
         full = replica.full_until > now
         self.waits.put(name, replica.predicted_wait(now), load, full=full)
+        self.rooms.put(name, replica.taken, load, full=full)
         if self._seats.get(name) != replica.seats:
             self._seats[name] = replica.seats
             self.least_seats = min(self._seats.values())
@@ -92,5 +95,6 @@ class ReplicaSet:
         self.total -= self.loads.pop(name)
         self._names = None
         self.waits.drop(name)
+        self.rooms.drop(name)
         del self._seats[name]
         self.least_seats = min(self._seats.values(), default=0)

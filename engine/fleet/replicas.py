@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,8 +27,10 @@ _log = logging.getLogger("jitney.fleet")
 _LOOK_S, CONNECT_S = 5.0, 5.0
 #: What the mean of a request's seconds keeps of itself with each new one.
 _FADE = 0.9
-#: Names of metrics -> what they are here; vLLM's too, so that its engines can be mixed in.
+#: Names of metrics, or of one series with its labels -> what they are here; vLLM's too, so that its
+#: engines can be mixed in.
 _LOADS = {
+    'jitney_requests_open{lane="background"}': "background",
     "jitney_seats": "seats",
     "jitney_requests_running": "running",
     "jitney_requests_waiting": "waiting",
@@ -63,15 +65,18 @@ class Replica:
     #: Names of the models that it serves, and of those the first one's context.
     models: tuple[str, ...] = ()
     context_length: int | None = None
-    #: As it said itself: seats (0: it did not), sequences in seats and waiting, predicted wait in
-    #: seconds (None: it did not say).
+    #: As it said itself: seats (0: it did not), sequences in seats and waiting, those of them that
+    #: nobody waits for, predicted wait in seconds (None: it did not say).
     seats: int = 0
     running: float = 0.0
     waiting: float = 0.0
+    background: float = 0.0
     wait_s: float | None = None
-    #: Requests of ours that are open there, now and when it was last looked at.
+    #: Requests of ours that somebody waits for and that are open there, now and when it was last
+    #: looked at; and lines of our batches.
     open: int = 0
     open_then: int = 0
+    lines: int = 0
     #: Mean seconds of a request of ours; 0: none has ended.
     request_s: float = 0.0
     #: Until then it is full, by its own word.
@@ -87,8 +92,22 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """Requests there, of everybody, as far as is known."""
-        return max(self.open, self.running + self.waiting + self.open - self.open_then)
+        """Requests there that somebody waits for, of everybody, as far as is known: those in the
+        background give way to one more.
+        """
+        return max(self.open, self._told + self.open - self.open_then)
+
+    @property
+    def _told(self) -> float:
+        """Of `load`, what it said itself."""
+        return max(0.0, self.running + self.waiting - self.background)
+
+    @property
+    def taken(self) -> float:
+        """Share of its seats that is taken, by lines of our batches too; above 1 where some
+        wait.
+        """
+        return (self.load + self.lines) / max(1, self.seats)
 
     def holds(self, adapter: str) -> bool:
         """Whether it answers requests for an adapter; empty: for none, which all do."""
@@ -102,21 +121,26 @@ class Replica:
         seat_s = self.request_s / seats
         if self.wait_s is None:
             return max(0.0, self.load - seats) * seat_s
-        since = max(0.0, self.load - max(seats, self.running + self.waiting))
+        since = max(0.0, self.load - max(seats, self._told))
         return self.wait_s + since * seat_s
 
-    def begin(self) -> None:
-        """One of our requests goes there."""
-        self.open += 1
+    def begin(self, *, background: bool = False) -> None:
+        """One of our requests goes there. background: nobody waits for it."""
         self.given += 1
-        self.changed()
+        self._count(1, background)
 
-    def end(self, took: float | None = None) -> None:
+    def end(self, took: float | None = None, *, background: bool = False) -> None:
         """One of our requests is there no more. took: seconds, if it was answered."""
-        self.open -= 1
-        if took is not None:
+        if took is not None and not background:
             before = self.request_s or took
             self.request_s = _FADE * before + (1 - _FADE) * took
+        self._count(-1, background)
+
+    def _count(self, requests: int, background: bool) -> None:
+        if background:
+            self.lines += requests
+        else:
+            self.open += requests
         self.changed()
 
     def changed(self) -> None:
@@ -172,6 +196,7 @@ class Replica:
             "seats": self.seats,
             "load": self.load,
             "open": self.open,
+            "background": self.lines,
             "waiting": self.waiting,
             "predicted_wait_s": self.predicted_wait(now),
             "given": self.given,
@@ -247,12 +272,14 @@ class Watch:
         open_then = replica.open
         answer = await self._get(replica, "/metrics")
         if answer.status_code != 200:  # we may not see it: what we gave it ourselves is all we know
-            replica.running, replica.waiting, replica.open_then = 0.0, 0.0, 0
+            replica.running, replica.waiting, replica.background = 0.0, 0.0, 0.0
+            replica.open_then = 0
             return
         values = _values(answer.text)
         replica.seats = int(values.get("seats", 0))
         replica.running = values.get("running", 0.0)
         replica.waiting = values.get("waiting", 0.0)
+        replica.background = values.get("background", 0.0)
         replica.wait_s = values.get("wait_s")
         replica.open_then = open_then
 
@@ -280,13 +307,18 @@ def _models_of(answer: httpx.Response) -> tuple[tuple[str, ...], int | None]:
 
 
 def _values(text: str) -> dict[str, float]:
-    """The numbers of `_LOADS` in Prometheus' text form; those of one name are summed."""
+    """What an engine's metrics, in Prometheus' text form, say of its load."""
+    return _summed(text, _LOADS)
+
+
+def _summed(text: str, names: Mapping[str, str]) -> dict[str, float]:
+    """The numbers of these names; those of one name are summed."""
     values: dict[str, float] = {}
     for line in text.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        here = _LOADS.get(name)
+        series, _, value = line.rpartition(" ")
+        here = names.get(series) or names.get(series.partition("{")[0])
         if here is None:
             continue
         with suppress(ValueError):
-            values[here] = values.get(here, 0.0) + float(line.rsplit(" ", 1)[1])
+            values[here] = values.get(here, 0.0) + float(value)
     return values

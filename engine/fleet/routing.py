@@ -145,7 +145,8 @@ type _Wait = tuple[bool, float, float, str]
 
 
 class LeastWait:
-    """Replicas by their predicted wait, of equal ones by their load; full ones last.
+    """Replicas by their predicted wait, or by another number that is the best one where it is the
+    least; of equal ones by their load; full ones last.
 
     A heap in which a replica's old entries stay until they come up: a change and the first of n
     replicas cost O(log n).

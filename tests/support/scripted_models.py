@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jitney.engine.fleet.answering import ModelAnswer, ModelStream, Question, chunks_of
@@ -122,6 +122,11 @@ def chat(model: str, text: str = "hello", **fields: Any) -> Question:
     """A chat of one message."""
     body = {"messages": [{"role": "user", "content": text}]} | fields
     return Question.of(model, "/v1/chat/completions", body, {})
+
+
+def in_background(question: Question) -> Question:
+    """The same, as a line of a batch asks it."""
+    return replace(question, headers={"x-jitney-background": "1"})
 
 
 def completion(model: str, prompt: Any = "hello", **fields: Any) -> Question:

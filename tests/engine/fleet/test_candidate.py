@@ -253,6 +253,15 @@ def test_a_candidate_that_is_gone_is_counted_too(tmp_path: Path):
         assert {found.ask(http, user) for user in moved} == {found.candidate.name}
 
 
+def test_lines_of_batches_go_to_both_arms_and_are_not_compared(tmp_path: Path):
+    """How long they take says how much people ask for, and nothing of an engine."""
+    line = {"x-jitney-background": "1"}
+    with arms(tmp_path) as found, found.served.http(headers=line) as http:
+        names = {found.ask(http, f"user-{number}") for number in range(40)}
+        assert names == {found.stable.name, found.candidate.name}
+        assert [found.model.rollout.comparison.requests(arm) for arm in ARMS] == [0, 0]
+
+
 def test_a_mistake_of_the_clients_is_told_and_not_counted(tmp_path: Path):
     with arms(tmp_path, rule="share = 0.99") as found, found.served.http() as http:
         for number in range(20):

@@ -16,6 +16,7 @@ from scripted_models import (
     chunks,
     completion,
     fails,
+    in_background,
     said_in,
 )
 
@@ -99,6 +100,14 @@ def test_one_that_is_late_is_left_out_and_said():
     assert time.monotonic() - began < 60
     assert answer.body["model"] == "b"
     assert "within 0.2 s" in answer.body["jitney"]["left_out"][0]["reason"]
+
+
+def test_nobody_is_late_for_a_line_of_a_batch():
+    late = always("1")
+    late.delay_s = 0.2
+    models = ScriptedModels(a=late, b=always("2"))
+    answer = run(ensemble(models, wait_s=0.01).answer(in_background(chat("e"))))
+    assert "left_out" not in answer.body["jitney"]
 
 
 def test_where_all_fail_the_first_one_is_named():

@@ -101,11 +101,12 @@ def test_models_are_listed_and_unknown_ones_refused(tmp_path: Path):
         assert http.get("/healthz").status_code == http.get("/livez").status_code == 200
         gone = http.post("/v1/chat/completions", json=CHAT)
         assert gone.status_code == 503 and gone.headers["retry-after"]
-        kept = http.get("/v1/jobs")
-        assert (kept.status_code, kept.json()["error"]["code"]) == (503, "no_store")
+        form = {"files": {"file": b"..."}, "data": {"purpose": "batch"}}
+        for kept in (http.get("/v1/jobs"), http.get("/v1/batches"), http.post("/v1/files", **form)):
+            assert (kept.status_code, kept.json()["error"]["code"]) == (503, "no_store")
         # A form, too, is told that there is no such route, not that it should be JSON.
-        form = http.post("/v1/files", files={"file": b"..."}, data={"purpose": "batch"})
-        assert form.status_code == 404 and "/v1/files" in form.json()["error"]["message"]
+        unknown = http.post("/v1/uploads", **form)
+        assert unknown.status_code == 404 and "/v1/uploads" in unknown.json()["error"]["message"]
 
 
 def test_bad_bodies_are_refused_as_an_engine_does(tmp_path: Path):

@@ -13,7 +13,7 @@ import pytest
 from api_fakes import FakeClient, Script
 from fleet_engines import FakeEngine, engines, fleet_of
 from pydantic import ValidationError
-from scripted_models import ScriptedModels, always
+from scripted_models import ScriptedModels, always, in_background
 
 from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import ConfigError, RequestError
@@ -41,6 +41,8 @@ class EmbeddingModels(ScriptedModels):
         self.size = size
         #: Inputs of each request.
         self.inputs: list[list[str]] = []
+        #: Of each, whether it was in the background.
+        self.background: list[bool] = []
         self.models["finder"].seats = 4
 
     async def answer(self, question: Question) -> ModelAnswer:
@@ -49,6 +51,7 @@ class EmbeddingModels(ScriptedModels):
         assert question.sent_body("finder")["encoding_format"] == "base64"
         inputs = question.body["input"]
         self.inputs.append(inputs)
+        self.background.append(question.background)
         await asyncio.sleep(0)
         data = [
             {"object": "embedding", "index": index, "embedding": self._vector(text)}
@@ -109,6 +112,15 @@ def test_the_scores_are_cosines():
     ask(models, [chat("aab", documents=["ab", "c", "a"])], NEAR | {"keep": 3}, final)
     # (2,1).(1,1) / (sqrt 5 sqrt 2), (2,1).(1,0) / sqrt 5, and nothing in common.
     assert prompts(models) == ["0.949 0.894 0.0"]
+
+
+def test_documents_that_people_will_wait_for_are_embedded_as_for_them():
+    """A line of a batch may be the first question."""
+    models = EmbeddingModels()
+    answers = ask(models, [in_background(chat())], NEAR | {"documents": TEXTS}, FINAL)
+    assert models.background == [True, False], "the question, then the documents"
+    stages = {each["stage"]: each for each in answers[0].usage["stages"]}
+    assert stages["near"]["prompt_tokens"] == len("cats") + sum(map(len, TEXTS))
 
 
 def test_documents_of_the_settings_are_embedded_once(tmp_path: Path):

@@ -16,6 +16,7 @@ from scripted_models import (
     chunks,
     completion,
     fails,
+    in_background,
     said_in,
 )
 
@@ -243,6 +244,29 @@ def test_the_slowest_stages_seats_bound_the_requests_on_their_way():
     assert len(models.models["big"].asked) == 20
     # Two seats, and those that make their drafts in the meantime: far from all 20.
     assert models.models["big"].most_open <= 12
+
+
+def test_lines_of_batches_keep_nobodys_place():
+    """While they wait at an engine for all others, a pipeline has as many places as before."""
+
+    async def scene() -> list[bool]:
+        models = models_of()
+        for model in models.models.values():
+            model.seats = 1
+        models.models["tiny"].delay_s = 3600
+        pipeline = Pipeline(settings(DRAFT, FINAL), models)
+        line = asyncio.create_task(pipeline.answer(in_background(chat("p"))))
+        while not models.models["tiny"].open:
+            await asyncio.sleep(0)
+        models.models["tiny"].delay_s = 0
+        try:
+            await pipeline.answer(chat("p"))
+        finally:
+            line.cancel()
+            await pipeline.close()
+        return [question.background for question in models.models["tiny"].asked]
+
+    assert asyncio.run(asyncio.wait_for(scene(), 60)) == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitney.engine.fleet.replica_set import ReplicaSet
-from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.replicas import Replica, _values
 from jitney.engine.fleet.routing import (
     KnownBeginnings,
     LeastWait,
@@ -186,13 +186,13 @@ def test_a_set_of_replicas_knows_what_adding_up_all_of_them_gives(chance: random
         assert kept.loads == {each.name: each.load for each in ready}
         assert kept.total == sum(kept.loads.values())
         assert kept.least_seats == min((each.seats for each in ready), default=0)
-        assert set(kept.waits.order()) == set(kept.names)
+        assert set(kept.waits.order()) == set(kept.rooms.order()) == set(kept.names)
         assert kept.ring.names == tuple(sorted(each.name for each in kept.all))
         assert all((kept.ready(each.name) is each) == (each in ready) for each in kept.all)
 
 
 def _change(replica: Replica, chance: random.Random) -> None:
-    match chance.randrange(5):
+    match chance.randrange(7):
         case 0:
             replica.became(chance.choice(["ready", "ready", "gone", "unready"]))
         case 1:
@@ -200,11 +200,41 @@ def _change(replica: Replica, chance: random.Random) -> None:
         case 2 if replica.open:
             replica.end(1.0)
         case 3:
+            replica.begin(background=True)
+        case 4 if replica.lines:
+            replica.end(1.0, background=True)
+        case 5:
             replica.seats, replica.running = chance.randrange(1, 9), float(chance.randrange(9))
             replica.open_then = replica.open
             replica.became(replica.state)
         case _:
             replica.refused(60.0)
+
+
+METRICS = """# TYPE jitney_seats gauge
+jitney_seats 4.0
+jitney_requests_running 4.0
+jitney_requests_waiting 3.0
+jitney_requests_open{lane="live"} 2.0
+jitney_requests_open{lane="background"} 5.0
+jitney_predicted_wait_seconds 0.25
+"""
+OF_VLLM = 'vllm:num_requests_running{model_name="a b"} 4.0\n'
+
+
+def test_a_load_is_what_people_wait_for():
+    told = {"seats": 4.0, "running": 4.0, "waiting": 3.0, "background": 5.0, "wait_s": 0.25}
+    assert _values(METRICS) == told
+    assert _values(OF_VLLM) == {"running": 4.0}
+    replica = Replica("r", seats=4, running=4.0, waiting=3.0, background=5.0, wait_s=0.25)
+    assert (replica.load, replica.taken) == (2.0, 0.5)
+    for _ in range(6):
+        replica.begin(background=True)
+    assert (replica.load, replica.taken, replica.predicted_wait(0.0)) == (2.0, 2.0, 0.25)
+    replica.begin()
+    assert (replica.load, replica.taken) == (3.0, 2.25)
+    replica.end(5.0, background=True)
+    assert (replica.lines, replica.request_s) == (5, 0.0)
 
 
 def test_the_least_wait_then_the_least_load():
