@@ -27,14 +27,16 @@ _log = logging.getLogger("jitney.fleet")
 _LOOK_S, CONNECT_S = 5.0, 5.0
 #: What the mean of a request's seconds keeps of itself with each new one.
 _FADE = 0.9
-#: Names of metrics, or of one series with its labels -> what they are here; vLLM's too, so that its
-#: engines can be mixed in.
+#: Names of metrics, or of one series with its labels -> what they are here; and vLLM's, so that its
+#: engines can be mixed in. An engine of ours may say both (`metrics_compat`).
 _LOADS = {
     'jitney_requests_open{lane="background"}': "background",
     "jitney_seats": "seats",
     "jitney_requests_running": "running",
     "jitney_requests_waiting": "waiting",
     "jitney_predicted_wait_seconds": "wait_s",
+}
+_LOADS_OF_VLLM = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
 }
@@ -308,7 +310,7 @@ def _models_of(answer: httpx.Response) -> tuple[tuple[str, ...], int | None]:
 
 def _values(text: str) -> dict[str, float]:
     """What an engine's metrics, in Prometheus' text form, say of its load."""
-    return _summed(text, _LOADS)
+    return _summed(text, _LOADS_OF_VLLM) | _summed(text, _LOADS)
 
 
 def _summed(text: str, names: Mapping[str, str]) -> dict[str, float]:

@@ -224,7 +224,7 @@ OF_VLLM = 'vllm:num_requests_running{model_name="a b"} 4.0\n'
 
 def test_a_load_is_what_people_wait_for():
     told = {"seats": 4.0, "running": 4.0, "waiting": 3.0, "background": 5.0, "wait_s": 0.25}
-    assert _values(METRICS) == told
+    assert _values(METRICS) == _values(METRICS + OF_VLLM) == told
     assert _values(OF_VLLM) == {"running": 4.0}
     replica = Replica("r", seats=4, running=4.0, waiting=3.0, background=5.0, wait_s=0.25)
     assert (replica.load, replica.taken) == (2.0, 0.5)
