@@ -13,6 +13,7 @@ import httpx
 from api_fakes import FakeClient, Script, make_app, served, until
 from starlette.applications import Starlette
 
+from jitney.engine.api.service import Service
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import read_fleet
@@ -58,6 +59,10 @@ class FakeEngine:
     @property
     def name(self) -> str:
         return self.url.removeprefix("http://")
+
+    @property
+    def service(self) -> Service:
+        return self._inner.state.service
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":

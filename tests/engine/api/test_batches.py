@@ -24,6 +24,7 @@ from jitney.engine.api.batches import webhooks
 from jitney.engine.api.batches.records import Batch, Line, LineOutcome, StoredFile
 from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.batches.webhooks import is_allowed
+from jitney.engine.api.errors import retry_after_s
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ConfigError, ErrorInfo
 
@@ -369,6 +370,20 @@ def test_a_refusal_of_the_moment_is_tried_again(folder: Path):
         batch = ended(client, begin(client, [line("a")]).id)
         assert batch.request_counts and batch.request_counts.completed == 1
         assert len(engine.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after-ms": "250", "retry-after": "1"}, 0.25),
+        ({"retry-after": "7"}, 7.0),
+        ({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, 3.0),
+        ({"retry-after-ms": "-5", "retry-after": "1.5"}, 3.0),
+        ({}, 3.0),
+    ],
+)
+def test_how_long_a_refusal_of_any_server_is_waited_for(headers: dict[str, str], seconds: float):
+    assert retry_after_s(headers, 3.0) == seconds
 
 
 def test_lines_count_against_the_limits_of_their_key(folder: Path):

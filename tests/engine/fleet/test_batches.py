@@ -96,6 +96,18 @@ def test_an_engine_that_dies_in_the_middle_loses_no_line(tmp_path: Path):
         assert served.replicas()[slow.name].lost
 
 
+def test_an_engine_that_drains_gives_its_lines_to_others(tmp_path: Path):
+    """At once, and that is no death of its."""
+    going = FakeEngine(FakeClient(Script(hang=True), seats=4))
+    with engines(going, FakeEngine()) as fakes, serving(tmp_path, *fakes) as (served, client):
+        batch = begin(client, LINES, endpoint=CHATS)
+        until(lambda: len(going.client.open) == 4, 30)
+        going.service.begin_drain()
+        batch = ended(client, batch.id)
+        assert batch.request_counts and batch.request_counts.completed == 60
+        assert not served.replicas()[going.name].lost
+
+
 def test_lines_wait_for_engines_and_a_restart_goes_on(tmp_path: Path):
     """Those that are answered are not asked again."""
     fake = FakeEngine(FakeClient(seats=2))

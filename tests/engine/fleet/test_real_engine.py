@@ -77,13 +77,21 @@ def file(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def _running(file: Path) -> AsyncIterator[tuple[Fleet, LocalEngines, httpx.AsyncClient]]:
-    """The fleet, its engines, which have started, and a client of its endpoint."""
+async def _running(
+    file: Path, **settings: Any
+) -> AsyncIterator[tuple[Fleet, LocalEngines, httpx.AsyncClient]]:
+    """The fleet, its engines, which have started, and a client of its endpoint. settings: of
+    that.
+    """
     config = read_fleet(file)
     async with open_fleet(config) as (fleet, parts):
         engines = LocalEngines(config, parts, (), ())
-        transport = httpx.ASGITransport(create_ingress(fleet, ServerSettings()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        ingress = create_ingress(fleet, ServerSettings(**settings))
+        transport = httpx.ASGITransport(ingress)
+        async with (
+            ingress.router.lifespan_context(ingress),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
+        ):
             try:
                 await engines.start()
                 yield fleet, engines, http
@@ -163,6 +171,54 @@ async def _compare(http: httpx.AsyncClient) -> None:
     assert told["choices"][0]["text"] == expected
     assert [stage["stage"] for stage in told["usage"]["stages"]][-1] == "answer"
     assert await _complete(http, "fr", QUESTION) != await _complete(http, "m", QUESTION)
+
+
+PLAIN = """
+[models.m]
+replicas = 1
+[models.m.settings]
+model = "tiny-random"
+max_seats = 4
+token_budget = 64
+seat_buckets = [4]
+token_buckets = [64]
+"""
+_LINE = (
+    '{{"custom_id": "{}", "method": "POST", "url": "/v1/completions", "body": {{"model": "m", '
+    '"prompt": "a", "max_tokens": 200, "ignore_eos": true}}}}\n'
+)
+_NONE_OPEN = 'jitney_requests_open{lane="background"} 0.0'
+
+
+@pytest.mark.usefixtures("hurried_processes")
+def test_lines_of_batches_are_in_the_background_of_the_engine(tmp_path: Path):
+    """Its seats say so, its metrics count them so, and nobody is said to have waited."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(PLAIN)
+
+    async def scene() -> None:
+        async with _running(file, data_dir=tmp_path / "data") as (_, engines, http):
+            [engine] = engines.engines["m"]
+            id = await _begin_batch(http, "".join(_LINE.format(number) for number in range(40)))
+            async with _asking(engine.replica) as direct:
+                while not any(each["background"] for each in (await direct.get("/slots")).json()):
+                    await asyncio.sleep(0)
+                assert _NONE_OPEN not in (await direct.get("/metrics")).text
+                while (await http.get(f"/v1/batches/{id}")).json()["status"] != "completed":
+                    await asyncio.sleep(0.05)
+                figures = (await direct.get("/metrics")).text
+            assert _NONE_OPEN in figures
+            assert "jitney_generated_tokens_total 8000.0" in figures
+            assert "jitney_ttft_seconds_count 0.0" in figures
+
+    asyncio.run(asyncio.wait_for(scene(), 120))
+
+
+async def _begin_batch(http: httpx.AsyncClient, lines: str) -> str:
+    form = {"files": {"file": ("in.jsonl", lines)}, "data": {"purpose": "batch"}}
+    file = (await http.post("/v1/files", **form)).json()["id"]
+    body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    return (await http.post("/v1/batches", json=body)).json()["id"]
 
 
 DEFAULT_MODEL = f"""
