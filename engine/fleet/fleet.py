@@ -109,9 +109,11 @@ class Fleet:
 
     @property
     def own_places(self) -> int:
-        """See `RequestHost`: the seats of all engines that are ready."""
+        """See `RequestHost`: the seats of all engines that are ready; one of each that does not
+        say how many it has.
+        """
         ready = {
-            replica.name: replica.seats
+            replica.name: max(1, replica.seats)
             for known in self.replicas.values()
             for replica in known
             if replica.state == "ready"

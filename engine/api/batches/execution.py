@@ -34,6 +34,7 @@ from jitney.engine.errors import RequestError
 #: Refusals of the moment: too much waits, or the engine is not there. The line tries again.
 _NOT_NOW = (429, 503)
 _SHORTEST_WAIT_S, _USUAL_WAIT_S, _LONGEST_WAIT_S = 0.2, 1.0, 30.0
+_MOST_DOUBLINGS = 10
 
 
 #: Lasts as long as one try of a request may.
@@ -120,12 +121,23 @@ class LineExecutor:
             route = self.route(request.url)
         except RequestError as error:
             return _refusal(error, request_id, request.url)
+        tries = 0
         while True:
             async with turn():
                 reply = await self._once(request, route, request_id, owner)
             if reply.status not in _NOT_NOW:
                 return reply
-            await asyncio.sleep(reply.wait_s)
+            await asyncio.sleep(self.pause_s(reply.wait_s, tries))
+            tries += 1
+
+    def pause_s(self, wait_s: float, tries: int) -> float:
+        """Seconds until the next try after a refusal that says so many, which `tries` others went
+        before. In the background each pause is twice the one before: nobody has promised anything,
+        and thousands of lines that ask every second would be work of its own.
+        """
+        if not self._background:
+            return wait_s
+        return min(_LONGEST_WAIT_S, wait_s * 2 ** min(tries, _MOST_DOUBLINGS))
 
     async def _once(
         self, request: LineRequest, route: HttpRoute, request_id: str, owner: str

@@ -21,10 +21,13 @@ from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
 from jitney.engine.api.batches import webhooks
+from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.records import Batch, Line, LineOutcome, StoredFile
 from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.batches.webhooks import is_allowed
 from jitney.engine.api.errors import retry_after_s
+from jitney.engine.api.routes import ROUTES
+from jitney.engine.api.routing import RouteTable
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ConfigError, ErrorInfo
 
@@ -384,6 +387,14 @@ def test_a_refusal_of_the_moment_is_tried_again(folder: Path):
 )
 def test_how_long_a_refusal_of_any_server_is_waited_for(headers: dict[str, str], seconds: float):
     assert retry_after_s(headers, 3.0) == seconds
+
+
+def test_lines_that_are_refused_again_and_again_come_less_often():
+    """Jobs, which somebody waits for, come when they are told to."""
+    host = make_app().state.service
+    for background, pauses in ((True, [0.5, 1.0, 2.0, 30.0]), (False, [0.5] * 4)):
+        executor = LineExecutor(host, RouteTable(ROUTES), background=background)
+        assert [executor.pause_s(0.5, tries) for tries in (0, 1, 2, 5000)] == pauses
 
 
 def test_lines_count_against_the_limits_of_their_key(folder: Path):
