@@ -35,17 +35,17 @@ from jitney.engine.simulation.accuracy import (
     figure,
     measured_figures,
     measured_requests,
-    verdict_of,
 )
+from jitney.engine.simulation.verdicts import verdict_of
 from jitney.engine.simulation.workload import Arrival, TraceLine, read_trace_lines
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     from jitney.engine.report.page import Table
-    from jitney.engine.simulation.accuracy import ErrorsElsewhere
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape, SimulatedRun
     from jitney.engine.simulation.step_table import StepTimes
+    from jitney.engine.simulation.verdicts import ErrorsElsewhere
 
 _POLICIES = "static,dynamic,continuous"
 _NO_CAP = 2**31 - 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from jitney.engine.simulation.accuracy import ErrorsElsewhere, speed_error
+from jitney.engine.simulation.verdicts import ErrorsElsewhere, speed_error
 from jitney.engine.types import JsonObject
 
 _FILE = Path(__file__).with_name("policy_errors.json")
@@ -25,7 +25,7 @@ class PolicyErrors(msgspec.Struct, frozen=True):
     machine: str
     #: When, as YYYY-MM-DD.
     date: str
-    #: {learned from: {predicted: the largest `accuracy.speed_error` of the cases}}.
+    #: {learned from: {predicted: the largest `verdicts.speed_error` of the cases}}.
     speed_errors: dict[str, dict[str, float]]
 
     @classmethod

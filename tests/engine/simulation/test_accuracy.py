@@ -18,7 +18,6 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import (
     COMPARED,
-    ErrorsElsewhere,
     RunNote,
     closed_concurrency,
     cross_errors,
@@ -28,12 +27,11 @@ from jitney.engine.simulation.accuracy import (
     measured_requests,
     read_runs,
     span,
-    speed_error,
-    verdict,
 )
 from jitney.engine.simulation.shipped_errors import PolicyErrors, shipped
 from jitney.engine.simulation.simulator import EngineShape, simulate
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
+from jitney.engine.simulation.verdicts import ErrorsElsewhere, speed_error, verdict
 from jitney.engine.simulation.workload import Arrival, Poisson, TraceLine, Uniform, synthesise
 from jitney.engine.telemetry.request_record import RequestRecord
 
