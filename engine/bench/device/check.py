@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.loop import make_traffic, random_requests
 from jitney.engine.bench.device.rows import WRONG, PartJob, Row, Task, Tasks
-from jitney.engine.bench.device.steps import random_weights
+from jitney.engine.bench.device.steps import RandomModel, random_weights
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import served_by
@@ -31,7 +31,7 @@ from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.kernels.attention_cases import CASES, AttentionCase
 from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import PUBLISHED, ExpertCase
-from jitney.kernels.interface import KernelSet
+from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof import Proof, prove, prove_case, prove_experts
 from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.proof_shapes import ServedShapes
@@ -51,19 +51,33 @@ _ROUNDED_LIMIT = 0.25
 _CONTEXT = 4096
 
 
-def checks(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Tokens first, then attention, experts, and the other kernels, of the first kernel set."""
     kernels = sets[0]
+    yield from _token_tasks(job, kernels, dtype)
+    yield from _case_tasks(job, kernels, jnp.dtype(dtype).name)
+    yield from _proof_tasks(job, kernels, dtype)
+
+
+def _token_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
+    config = _shallow(job.config, _LAYERS)
     for weights in SCHEMES:
         case = f"{weights} weights, {jnp.dtype(dtype)}"
         row = job.row("tokens of the engine", case, kernels.label)
-        yield Task(row, partial(_token_row, job, kernels, dtype, weights))
-    for name, case in _attention_cases(jnp.dtype(dtype).name).items():
+        model = RandomModel(config, kernels, dtype, weights)
+        yield Task(row, partial(_token_row, job, model))
+
+
+def _case_tasks(job: PartJob, kernels: KernelSet, dtype: str) -> Tasks:
+    for name, case in _attention_cases(dtype).items():
         row = job.row("attention", name, kernels.label)
         yield Task(row, partial(_case_row, kernels, case))
     for name, case in _expert_cases(kernels).items():
         row = job.row("experts", name, kernels.label)
-        yield Task(row, partial(_expert_row, kernels, replaced(case, dtype=jnp.dtype(dtype).name)))
+        yield Task(row, partial(_expert_row, kernels, replaced(case, dtype=dtype)))
+
+
+def _proof_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
     for weights in SCHEMES:
         for kv in ("auto", *KV_TYPES):
             row = job.row("kernels", f"{weights} weights, {kv} KV", kernels.label)
@@ -106,7 +120,7 @@ def _compared(row: Row, error: float, limit: float) -> Row:
 
 
 def _proof_rows(
-    job: PartJob, kernels: KernelSet, dtype: Any, weights: str, kv: str, row: Row
+    job: PartJob, kernels: KernelSet, dtype: DTypeLike, weights: str, kv: str, row: Row
 ) -> Iterator[Row]:
     """A row for each kernel that the model calls with weights and pools of these kinds; the first
     stands for all of them when it is asked what has been done.
@@ -122,7 +136,7 @@ def _count(proofs: Sequence[Proof]) -> dict[str, float]:
     return {"kernels compared": float(len(proofs))}
 
 
-def _shapes_for(job: PartJob, dtype: Any, weights: str, kv: str) -> ServedShapes:
+def _shapes_for(job: PartJob, dtype: DTypeLike, weights: str, kv: str) -> ServedShapes:
     config = _shallow(job.config, 1)
     model = random_weights(abstract_model(config, dtype=dtype, weights=weights, kv=kv))
     decode_rows, mixed_rows = job.sizes.proved
@@ -134,18 +148,13 @@ def _shapes_for(job: PartJob, dtype: Any, weights: str, kv: str) -> ServedShapes
     return served_by(model, config, sizes, buckets, dtype)
 
 
-def _token_row(
-    job: PartJob, kernels: KernelSet, dtype: Any, weights: str, row: Row
-) -> Iterator[Row]:
+def _token_row(job: PartJob, model: RandomModel, row: Row) -> Iterator[Row]:
     """Greedy requests of many lengths through scheduler, core and runner."""
-    config = _shallow(job.config, _LAYERS)
-    prompt = min(_PROMPT, config.context_length - _OUTPUT)
-    traffic, _ = make_traffic(
-        job, kernels, dtype, weights=weights, config=config, context=prompt + _OUTPUT
-    )
+    prompt = min(_PROMPT, model.config.context_length - _OUTPUT)
+    traffic, _ = make_traffic(job, model, context=prompt + _OUTPUT)
     requests = random_requests(job, _REQUESTS, (1, prompt), (_OUTPUT, _OUTPUT))
     outputs = traffic.run(requests, concurrency=job.sizes.streams).tokens
-    reference = _Reference(job, kernels, config, dtype, weights, prompt + _OUTPUT)
+    reference = _Reference(model, job.page_size, prompt + _OUTPUT)
     errors = [0.0]
     same = 0
     for request, output in zip(requests, outputs, strict=True):
@@ -156,10 +165,13 @@ def _token_row(
         same += sum(distance == 0 for distance in behind)
     error = float(max(errors))
     figures = {"tokens": float(_REQUESTS * _OUTPUT), "of them the reference's own": float(same)}
-    limit = _TOKEN_LIMIT[jnp.dtype(dtype).itemsize]
-    if getattr(kernels, weights, None) is not None:  # int8, fp8: rows are rounded, too
-        limit = _ROUNDED_LIMIT
-    yield replace(_compared(row, error, limit), figures=figures)
+    yield replace(_compared(row, error, _limit_of(model)), figures=figures)
+
+
+def _limit_of(model: RandomModel) -> float:
+    if getattr(model.kernels, model.weights, None) is not None:  # int8, fp8: rows are rounded, too
+        return _ROUNDED_LIMIT
+    return _TOKEN_LIMIT[model.itemsize]
 
 
 def _shallow(config: ModelConfig, most: int) -> ModelConfig:
@@ -171,22 +183,15 @@ def _shallow(config: ModelConfig, most: int) -> ModelConfig:
 class _Reference:
     """The model that the engine ran, by the reference kernels and without the engine."""
 
-    def __init__(
-        self,
-        job: PartJob,
-        kernels: KernelSet,
-        config: ModelConfig,
-        dtype: Any,
-        weights: str,
-        tokens: int,
-    ):
-        """tokens: of the longest request."""
-        self._page, self._tokens = job.page_size, tokens
-        self._model = random_weights(abstract_model(config, dtype=dtype, weights=weights))
-        self._kernels = reference_of(kernels)
-        pages = -(-tokens // job.page_size) + 1
-        shape = (pages, job.page_size, 2 * config.n_kv_heads, config.head_dim)
-        self._pools = [jnp.zeros(shape, dtype) for _ in range(config.n_layers)]
+    def __init__(self, model: RandomModel, page: int, tokens: int):
+        """page: positions of one. tokens: of the longest request."""
+        config = model.config
+        self._page, self._tokens = page, tokens
+        self._model = model.make()
+        self._kernels = reference_of(model.kernels)
+        pages = -(-tokens // page) + 1
+        shape = (pages, page, 2 * config.n_kv_heads, config.head_dim)
+        self._pools = [jnp.zeros(shape, model.dtype) for _ in range(config.n_layers)]
         self._logits = jax.jit(partial(_logits_of, self._kernels))
 
     def behind_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
@@ -206,7 +211,11 @@ class _Reference:
 
 
 def _logits_of(
-    kernels: KernelSet, model: Model, tokens: jax.Array, pools: list[jax.Array], meta: Any
+    kernels: KernelSet,
+    model: Model,
+    tokens: jax.Array,
+    pools: list[jax.Array],
+    meta: AttentionMeta,
 ) -> jax.Array:
     """float32 [T, V]."""
     hidden, _ = model(tokens, pools, meta, kernels)

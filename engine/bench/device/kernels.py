@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.rows import FULL, PartJob, Row, Task, Tasks, noted
@@ -42,6 +43,9 @@ class _AttentionInputs(NamedTuple):
     kv: jax.Array
     meta: AttentionMeta
     kv_scales: jax.Array | None = None
+
+
+_Attend = Callable[[_AttentionInputs], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, in
 
 
 def make_inputs(
-    load: Contexts, job: PartJob, dtype: Any, seed: int, kv: str = "auto"
+    load: Contexts, job: PartJob, dtype: DTypeLike, seed: int, kv: str = "auto"
 ) -> _AttentionInputs:
     """Random queries and pages; one row of padding where there would be as many rows as sequences,
     but prompts.
@@ -123,7 +127,7 @@ def _quantised(pool: jax.Array, kv: str) -> tuple[jax.Array, jax.Array]:
     return stored.reshape(pool.shape), scale
 
 
-def attention(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def attention(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode attention over sequences and contexts, one long sequence, prompts; then the first two
     over pools of 8 bits. The first kernel set counts for the goals.
     """
@@ -137,7 +141,7 @@ def attention(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 
 
 def _attention_tasks(
-    job: PartJob, sets: Sequence[KernelSet], dtype: Any, load: Contexts, kv: str, row: Row
+    job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike, load: Contexts, kv: str, row: Row
 ) -> Tasks:
     for kernels in sets:
         goal = row.goal if kernels is sets[0] else ""
@@ -168,7 +172,7 @@ def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, Conte
 
 
 def attend_row(
-    job: PartJob, kernels: KernelSet, dtype: Any, load: Contexts, kv: str, row: Row
+    job: PartJob, kernels: KernelSet, dtype: DTypeLike, load: Contexts, kv: str, row: Row
 ) -> Iterator[Row]:
     """One case of attention; wrong answers are not timed. kv: as for `make_inputs`."""
     size = jnp.dtype(dtype).itemsize
@@ -199,7 +203,7 @@ def _attend_with(kernels: KernelSet, scale: float, given: _AttentionInputs) -> j
 
 
 def _attention_error(
-    kernels: KernelSet, attend: Any, given: _AttentionInputs, rows: int
+    kernels: KernelSet, attend: _Attend, given: _AttentionInputs, rows: int
 ) -> float | None:
     """Distance from the reference on this device; None for the reference itself."""
     if kernels.name == "reference":
@@ -215,7 +219,7 @@ def checked(row: Row, limit: float, time: Callable[[], JsonDict]) -> Row:
     return replace(row, **time())
 
 
-def writes(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def writes(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Norm, rotation and write of a step's keys and values, for the sets that have it in one."""
     for rows in job.sizes.rows:
         for kernels in sets:
@@ -223,7 +227,9 @@ def writes(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
             yield Task(row, partial(_write_row, job, kernels, dtype, rows))
 
 
-def _write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
+def _write_row(
+    job: PartJob, kernels: KernelSet, dtype: DTypeLike, rows: int, row: Row
+) -> Iterator[Row]:
     rotate_and_write = kernels.rotate_and_write
     if rotate_and_write is None:
         note = "not a kernel of its own in this set: XLA rotates, attention writes"
@@ -254,7 +260,7 @@ def _write_row(job: PartJob, kernels: KernelSet, dtype: Any, rows: int, row: Row
 
 
 def _make_heads(
-    job: PartJob, dtype: Any, meta: AttentionMeta
+    job: PartJob, dtype: DTypeLike, meta: AttentionMeta
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """(random queries, keys and values, (cosines, sines) of their positions)."""
     config = job.config

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.rows import (
@@ -25,9 +25,8 @@ from jitney.engine.bench.device.rows import (
     batch_case,
     timing_fields,
 )
-from jitney.engine.bench.device.steps import StepBench, compile_buckets, make_bench
+from jitney.engine.bench.device.steps import RandomModel, StepBench, compile_buckets, make_bench
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
-from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Bucket, Buckets, make_buckets
@@ -46,20 +45,21 @@ _GetTraffic = Callable[[], tuple[OfflineBench, StepBench]]
 _HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
-def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The closed loop, and the batch that the goal is about; weights in the run's dtype."""
     kernels, streams = sets[0], job.sizes.streams
-    get = cache(partial(make_traffic, job, kernels, dtype))
+    get = cache(partial(make_traffic, job, RandomModel(job.config, kernels, dtype)))
     loop = job.row("closed loop", f"{streams} streams, {jnp.dtype(dtype)}", kernels.label)
     yield Task(loop, partial(_loop_rows, job, get))
     batch = job.row(BATCH, batch_case(job, streams), kernels.label, "peer")
     yield Task(batch, partial(_batch_rows, job, get, streams))
 
 
-def crowds(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def crowds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The batch of equal requests with fewer and with more streams, on one engine."""
     kernels, sizes = sets[0], job.sizes
-    get = cache(partial(make_traffic, job, kernels, dtype, seat_sizes=sizes.crowds))
+    model = RandomModel(job.config, kernels, dtype)
+    get = cache(partial(make_traffic, job, model, seat_sizes=sizes.crowds))
     for streams in sizes.crowds:
         row = job.row(BATCH, batch_case(job, streams), kernels.label)
         yield Task(row, partial(_batch_rows, job, get, streams))
@@ -77,25 +77,18 @@ def _loop_buckets(job: PartJob, seat_sizes: Sequence[int]) -> Buckets:
 
 
 def make_traffic(
-    job: PartJob,
-    kernels: KernelSet,
-    dtype: Any,
-    *,
-    weights: str = "plain",
-    config: ModelConfig | None = None,
-    context: int = 0,
-    seat_sizes: Sequence[int] = (),
+    job: PartJob, model: RandomModel, *, context: int = 0, seat_sizes: Sequence[int] = ()
 ) -> tuple[OfflineBench, StepBench]:
     """A core whose greedy programs are all that is compiled.
 
-    config: the job's unless given. context: of a request, 0: what batch and loop need. seat_sizes:
-    of decode steps, the greatest the number of seats; (): for the job's streams.
+    context: of a request, 0: what batch and loop need. seat_sizes: of decode steps, the greatest
+    the number of seats; (): for the job's streams.
     """
     sizes = job.sizes
     seats = tuple(seat_sizes) or (max(1, sizes.streams // 4), sizes.streams)
     buckets = _loop_buckets(job, seats)
     context = (context or max(sum(sizes.loop), sum(sizes.batch))) + job.page_size
-    bench = make_bench(job, kernels, dtype, weights, buckets, context, config)
+    bench = make_bench(job, model, buckets, context)
     compile_buckets(bench, buckets.all())
     bench.runner.warm_up()
     pool = PagePool(bench.positions // job.page_size + 1, job.page_size, retain=False)

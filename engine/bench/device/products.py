@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.kernels import WRONG, checked
@@ -29,7 +29,7 @@ from jitney.kernels.interface import KernelSet
 _TOP_P, _TOP_K = 0.95, 0
 
 
-def products(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The two large matrices of a layer, for few rows: every way to keep weights."""
     config = job.config
     shapes = {
@@ -46,7 +46,7 @@ def products(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
 def _product_row(
     job: PartJob,
     kernels: KernelSet,
-    dtype: Any,
+    dtype: DTypeLike,
     scheme: str,
     shape: tuple[int, int],
     rows: int,
@@ -105,13 +105,13 @@ def _laid_out(weights: Packed, kernels: KernelSet) -> Packed:
     return weights
 
 
-def _make_weights(scheme: str, shape: tuple[int, int], dtype: Any, seed: int) -> Packed:
+def _make_weights(scheme: str, shape: tuple[int, int], dtype: DTypeLike, seed: int) -> Packed:
     """Random weights [I, O] of spread 1 / sqrt(I)."""
     wide = jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
     return quantise(wide, scheme=scheme, dtype=dtype)
 
 
-def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Where nucleus sampling cuts, over the whole vocabulary: the set's kernel beside the sampler's
     own search.
     """

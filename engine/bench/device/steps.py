@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted, timing_fields
@@ -43,6 +44,24 @@ _MOST_POSITIONS = 1 << 18
 _FEW_POSITIONS = 1 << 10
 #: Programs compiled side by side.
 _THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RandomModel:
+    """A model with random weights, and the kernels that it runs on."""
+
+    config: ModelConfig
+    kernels: KernelSet
+    dtype: DTypeLike  # of activations
+    weights: str = "plain"  # or one of SCHEMES, as they are packed
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number that is not packed."""
+        return jnp.dtype(self.dtype).itemsize
+
+    def make(self) -> Model:
+        return random_weights(abstract_model(self.config, dtype=self.dtype, weights=self.weights))
 
 
 @dataclass
@@ -82,11 +101,13 @@ def random_weights(model: Model) -> Model:
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
     and scales small, so that no step overflows."""
     if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.full(shape, 8, dtype) if name == "zeros" else _random_bits(key, shape, dtype)
+        if name == "zeros":
+            return jnp.full(shape, 8, dtype)
+        return _random_bits(key, shape, dtype)
     if name in ("scale", "kv_scales"):
         return jnp.full(shape, 1e-3, dtype)
     if len(shape) < 2:
@@ -95,44 +116,42 @@ def _fill(key: jax.Array, name: str, shape: tuple[int, ...], dtype: Any) -> jax.
     return (spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
 
-def _random_bits(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _random_bits(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
     return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
 
 
-def make_bench(
-    job: PartJob,
-    kernels: KernelSet,
-    dtype: Any,
-    weights: str,
-    buckets: Buckets,
-    context: int,
-    config: ModelConfig | None = None,
-) -> StepBench:
+def make_bench(job: PartJob, wanted: RandomModel, buckets: Buckets, context: int) -> StepBench:
     """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
-    need. config: the job's unless given.
+    need.
     """
     gc.collect()  # the arrays of the one before it may hang in cycles
-    config, size = config or job.config, jnp.dtype(dtype).itemsize
-    model = random_weights(abstract_model(config, dtype=dtype, weights=weights))
+    config, kernels = wanted.config, wanted.kernels
+    model = wanted.make()
     model.arrange(kernels)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    embed_bytes = config.hidden_size * size
-    table = 0 if config.tie_embeddings else config.vocab_size * embed_bytes
-    row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * size
+    row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * wanted.itemsize
     pages = _pages_for(job, buckets, row_bytes, held)
-    sizes = StateSizes(buckets.seats, pages, job.page_size, context, dtype)
+    sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
     runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
     runner.state = allocate(runner.shapes, runner.config)
     return StepBench(
         runner=runner,
         cost=ModelCost(config),
-        weight_bytes=held - table,
-        embed_bytes=embed_bytes,
+        weight_bytes=held - _unread_bytes(wanted),
+        embed_bytes=config.hidden_size * wanted.itemsize,
         row_bytes=row_bytes,
         positions=(pages - 1) * job.page_size,
         page_size=job.page_size,
     )
+
+
+def _unread_bytes(wanted: RandomModel) -> int:
+    """Of the table of embeddings, where it is not the head, too."""
+    config = wanted.config
+    if config.tie_embeddings:
+        return 0
+    return config.vocab_size * config.hidden_size * wanted.itemsize
 
 
 def _pages_for(job: PartJob, buckets: Buckets, row_bytes: int, held: int) -> int:
@@ -208,52 +227,54 @@ def _room_of(case: StepCase, page: int) -> int:
     return sum(math.ceil(length / page) * page for length in lengths)
 
 
-def short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps of few seats and short contexts: what the goal is about."""
-    sizes = job.sizes
-    yield from _decode_tasks(job, sets[0], dtype, "plain", sizes.steps[:1], sizes.contexts[0])
+    model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
+    yield from _decode_tasks(job, model, sizes.steps[:1], sizes.contexts[0])
 
 
-def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps of more seats, and of longer contexts."""
-    sizes = job.sizes
-    yield from _decode_tasks(
-        job, sets[0], dtype, "plain", sizes.steps, sizes.contexts[1], sizes.contexts[0]
-    )
+    model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
+    yield from _decode_tasks(job, model, sizes.steps, sizes.contexts[1], sizes.contexts[0])
 
 
-def quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps with weights in 8 and 4 bits."""
+    sizes = job.sizes
     for weights in ("fp8", "int8", "int4"):
-        yield from _decode_tasks(
-            job, sets[0], dtype, weights, (job.sizes.quantised,), job.sizes.contexts[0][-1:]
-        )
+        model = RandomModel(job.config, sets[0], dtype, weights)
+        yield from _decode_tasks(job, model, (sizes.quantised,), sizes.contexts[0][-1:])
 
 
 def _decode_tasks(
     job: PartJob,
-    kernels: KernelSet,
-    dtype: Any,
-    weights: str,
+    model: RandomModel,
     groups: Sequence[Sequence[int]],
     contexts: Sequence[int],
     later: Sequence[int] = (),
 ) -> Tasks:
     """Every seat count of every group at `contexts`; from the second group on, at `later` too."""
-    buckets = _decode_buckets(groups)
     longest = max((*contexts, *later)) + job.page_size
-    get = cache(partial(make_bench, job, kernels, dtype, weights, buckets, longest))
-    kept = str(jnp.dtype(dtype)) if weights == "plain" else weights
+    get = cache(partial(make_bench, job, model, _decode_buckets(groups), longest))
     wanted = set(contexts)
     for seat_counts in groups:
         group = [Bucket(seats, seats) for seats in seat_counts]
         for bucket, context in itertools.product(group, sorted(wanted)):
-            text = f"{bucket.seats} x {context:,}, {kept}"
-            goal = "step" if _counts(job, bucket.seats, context, weights) else ""
             case = StepCase(bucket, (context - 1,) * bucket.seats)
-            row = job.row("decode step", text, kernels.label, goal)
+            row = _decode_row(job, model, bucket.seats, context)
             yield Task(row, partial(_step_row, job, get, group, case))
         wanted |= set(later)
+
+
+def _decode_row(job: PartJob, model: RandomModel, seats: int, context: int) -> Row:
+    """Of a decode step, without figures."""
+    weights, goal = model.weights, ""
+    if weights == "plain":
+        weights = str(jnp.dtype(model.dtype))
+        goal = _goal_of(job, seats, context)
+    case = f"{seats} x {context:,}, {weights}"
+    return job.row("decode step", case, model.kernels.label, goal)
 
 
 def _decode_buckets(groups: Sequence[Sequence[int]]) -> Buckets:
@@ -263,18 +284,20 @@ def _decode_buckets(groups: Sequence[Sequence[int]]) -> Buckets:
     return Buckets(decode, (Bucket(2 * sizes[-1], sizes[-1]),))
 
 
-def _counts(job: PartJob, seats: int, context: int, weights: str) -> bool:
+def _goal_of(job: PartJob, seats: int, context: int) -> str:
+    """That a step with plain weights counts for; empty: none."""
     short = seats <= 32 and context <= 1024
-    return short and weights == "plain" and job.part != "graphs"
+    return "step" if short and job.part != "graphs" else ""
 
 
-def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Steps of one prompt, whole."""
     kernels, sizes = sets[0], sorted(job.sizes.prefill)
     seats = min(8, sizes[0] // 2)
     buckets = Buckets((Bucket(1, 1),), tuple(Bucket(rows, seats) for rows in sizes))
     context = sizes[-1] + job.page_size
-    get = cache(partial(make_bench, job, kernels, dtype, "plain", buckets, context))
+    model = RandomModel(job.config, kernels, dtype)
+    get = cache(partial(make_bench, job, model, buckets, context))
     for rows in job.sizes.prefill:
         bucket = Bucket(rows, seats)
         row = job.row("prompt step", f"{rows:,} rows, {jnp.dtype(dtype)}", kernels.label)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jitney.engine.bench.device.rows import Floors, PartJob, Sizes, timing_fields
 from jitney.engine.types import JsonDict
@@ -75,7 +76,7 @@ def _seconds_of(call: Callable[[Any], Any], carry: Any, calls: int) -> tuple[Any
     return carry, time.perf_counter() - started
 
 
-def measure_floors(sizes: Sizes, dtype: Any) -> Floors:
+def measure_floors(sizes: Sizes, dtype: DTypeLike) -> Floors:
     """Copying, multiplying and launching, as fast as this device does them."""
     add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
     words = jax.random.normal(jax.random.key(0), (sizes.copy_bytes // 4,), jnp.float32)
@@ -89,7 +90,7 @@ def measure_floors(sizes: Sizes, dtype: Any) -> Floors:
     )
 
 
-def _time_products(sizes: Sizes, dtype: Any) -> list[float]:
+def _time_products(sizes: Sizes, dtype: DTypeLike) -> list[float]:
     side = sizes.product_side
     # Entries of variance 1 / side: a chain of products neither vanishes nor overflows.
     a, b = (

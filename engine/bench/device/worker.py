@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -29,6 +29,11 @@ from jitney.engine.bench.device.rows import (
     Tasks,
     noted,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jitney.kernels.interface import KernelSet
 
 #: Part -> module and function that yields its tasks. Those of the peers are not given kernels.
 OURS = {
@@ -126,7 +131,7 @@ def _failure(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {words}"
 
 
-def kernels_of(job: PartJob) -> tuple[Sequence[Any], Any]:
+def kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
     """(the chosen kernel set and the one to compare with, dtype); starts jax."""
     from jitney.engine.build import choose_dtype, choose_kernels, start_jax
     from jitney.engine.config.layers import load_config
@@ -138,7 +143,7 @@ def kernels_of(job: PartJob) -> tuple[Sequence[Any], Any]:
     return sets, choose_dtype(job.dtype, platform)
 
 
-def _floors_in(dtype: Any) -> Floors:
+def _floors_in(dtype: np.dtype) -> Floors:
     """What the device reaches, at sizes that suit it whatever shape is measured after."""
     import jax
 
@@ -148,7 +153,7 @@ def _floors_in(dtype: Any) -> Floors:
     return measure_floors(sizes, dtype)
 
 
-def _about_device(kernels: Any, dtype: Any) -> About:
+def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
     """The device that jax has, and what runs on it."""
     import jax
 
