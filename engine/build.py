@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -85,13 +85,13 @@ class _Setup:
     config: Config
     source: ModelSource
     #: jax's, as many as tensor_parallel says, of all hosts.
-    devices: list[Any]
+    devices: list[jax.Device]
     #: Of them; None if there is but one.
     mesh: Mesh | None
-    #: jnp dtype of weights and activations.
-    dtype: Any
-    #: jnp dtype of stored keys and values.
-    kv_dtype: Any
+    #: Of weights and activations.
+    dtype: np.dtype
+    #: Of stored keys and values.
+    kv_dtype: np.dtype
     #: Tokens a sequence may have.
     context: int
     #: The others; None if there are none.
@@ -102,12 +102,12 @@ class _Setup:
         return self.config.engine
 
     @property
-    def own_devices(self) -> list[Any]:
+    def own_devices(self) -> list[jax.Device]:
         """Those of this host."""
         return [device for device in self.devices if device in jax.local_devices()]
 
     @property
-    def device(self) -> Any:
+    def device(self) -> jax.Device:
         return self.own_devices[0]
 
     @property
@@ -211,7 +211,7 @@ def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
 
 
 def _setup_on(
-    devices: list[Any], config: Config, source: ModelSource, hosts: Hosts | None = None
+    devices: list[jax.Device], config: Config, source: ModelSource, hosts: Hosts | None = None
 ) -> _Setup:
     model = source.config.in_groups(config.engine.expert_parallel)
     source = replace(source, config=model)
@@ -452,7 +452,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     return EngineCore(scheduler, runner, Ledger())
 
 
-def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
+def start_jax(config: Config, hosts: Hosts | None = None) -> list[jax.Device]:
     """Set jax up for this run and return the devices to run on, as many as `tensor_parallel`
     says; of several hosts, those of each in turn.
     """
@@ -491,7 +491,7 @@ def _start_distributed(hosts: Hosts) -> None:
     )
 
 
-def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
+def _of_each_host(devices: list[jax.Device], settings: EngineSection) -> list[jax.Device]:
     """The first devices of each host, as many as its part of tensor_parallel."""
     chosen = []
     wanted = settings.devices_here
@@ -507,7 +507,7 @@ def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
     return chosen
 
 
-def _keep_programs(settings: EngineSection, device: Any) -> None:
+def _keep_programs(settings: EngineSection, device: jax.Device) -> None:
     """Have jax keep every program that it compiles for this device, and what XLA measured for
     them, if there is a folder.
     """
@@ -519,7 +519,7 @@ def _keep_programs(settings: EngineSection, device: Any) -> None:
         update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def devices_of(name: str) -> list[Any]:
+def devices_of(name: str) -> list[jax.Device]:
     """jax's devices, which are those of platform `name` (auto: whatever jax runs on); ConfigError
     if they are not.
 
@@ -571,8 +571,8 @@ def choose_kernels(platform_name: str, name: str) -> KernelSet:
         raise ConfigError(f"kernels: {error}") from error
 
 
-def choose_dtype(name: str, platform_name: str) -> Any:
-    """jnp dtype of weights, activations and KV; auto: bfloat16 where the device multiplies it
+def choose_dtype(name: str, platform_name: str) -> np.dtype:
+    """Of weights, activations and KV; auto: bfloat16 where the device multiplies it
     natively.
     """
     if name != "auto":
@@ -601,7 +601,7 @@ def _choose_context(wanted: int, model: ModelConfig) -> int:
 def sized_runner(
     settings: EngineSection,
     sizes: StateSizes,
-    devices: Sequence[Any],
+    devices: Sequence[jax.Device],
     *,
     page_bytes: int,
     temp_bytes: int,
@@ -638,7 +638,7 @@ def sized_runner(
     return runner
 
 
-def _pool_limit(settings: EngineSection, devices: Sequence[Any], temp_bytes: int) -> int:
+def _pool_limit(settings: EngineSection, devices: Sequence[jax.Device], temp_bytes: int) -> int:
     """Bytes that the pool may take on each device; 0 where its pages are counted."""
     if settings.pages:
         return 0

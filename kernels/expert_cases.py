@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from jitney.kernels import definitions
 from jitney.kernels.experts import ExpertBlocks, Stack
@@ -91,7 +91,7 @@ def make_inputs(case: ExpertCase) -> _ExpertInputs:
     return _ExpertInputs(x, opening, closing, _blocks(rng, case))
 
 
-def _uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     return (2 * rng.random(shape, np.float32) - 1).astype(jnp.dtype(dtype))
 
 

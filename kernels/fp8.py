@@ -11,10 +11,11 @@ both operands as they are, in cuBLASLt's fp8 product or in a Triton one.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jitney.kernels.row_units import greatest_of_rows
 
@@ -55,7 +56,7 @@ def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
     return w.T[None]
 
 
-def matmul(x: jax.Array, w: Fp8, dtype: Any = jnp.float32) -> jax.Array:
+def matmul(x: jax.Array, w: Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """x [T, I], its rows rounded to fp8, times w, laid out by `arrange` -> [T, O] in `dtype`.
 
     The sums go through memory, so in bfloat16 if that is what is asked for. float16 would not hold

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
+from jax.typing import DTypeLike
 
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.fp8 import Fp8
@@ -139,7 +141,7 @@ class _Matmul(Protocol):
     dtype on the way.
     """
 
-    def __call__(self, x: jax.Array, w: jax.Array, /, dtype: Any = ...) -> jax.Array:
+    def __call__(self, x: jax.Array, w: jax.Array, /, dtype: DTypeLike = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
         ...
 
@@ -190,7 +192,7 @@ class _PoolShape(Protocol):
     """How a set wants the KV pool of one device to lie, where that is not [N, page, 2K, D]."""
 
     def __call__(
-        self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: Any
+        self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
     ) -> tuple[int, ...]:
         """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, and the
         pool's dtype.
@@ -201,7 +203,7 @@ class _PoolShape(Protocol):
 class _MatmulInt8(Protocol):
     """A product of rows rounded to int8 with weights in int8, see `jitney.kernels.int8`."""
 
-    def __call__(self, x: jax.Array, w: Int8, /, dtype: Any = ...) -> jax.Array:
+    def __call__(self, x: jax.Array, w: Int8, /, dtype: DTypeLike = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
         ...
 
@@ -234,7 +236,7 @@ class Int8Products:
 class _MatmulFp8(Protocol):
     """A product of rows rounded to fp8 with weights in fp8, see `jitney.kernels.fp8`."""
 
-    def __call__(self, x: jax.Array, w: Fp8, /, dtype: Any = ...) -> jax.Array:
+    def __call__(self, x: jax.Array, w: Fp8, /, dtype: DTypeLike = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
         ...
 
@@ -321,7 +323,7 @@ class OneOf:
     number: jax.Array  # int32, which of them
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.matrices.dtype
 
     @property

@@ -9,10 +9,11 @@ count, so a step costs what its contexts need and never attends across sequences
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jitney.kernels import fp8
 from jitney.kernels.int8 import Int8, round_rows
@@ -91,7 +92,7 @@ def attend(
     return jax.lax.dynamic_update_slice_in_dim(o, first, 0, axis=0)
 
 
-def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """x [..., I] times w [I, O] -> [..., O] in `dtype`; int8 and fp8 weights are widened to x's
     dtype on the way.
 
@@ -106,7 +107,7 @@ def gated(x: jax.Array, w: jax.Array) -> jax.Array:
     return gate(matmul(x, w), x.dtype)
 
 
-def matmul_int8(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
+def matmul_int8(x: jax.Array, w: Int8, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """x [T, I], its rows rounded to int8, times w [I, O] -> [T, O] in `dtype`.
 
     Codes of x and w are whole in any floating dtype, and so are their products: only the sums are
@@ -116,7 +117,7 @@ def matmul_int8(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
     return (matmul(codes, w.kernel) * steps * w.scale).astype(dtype)
 
 
-def matmul_fp8(x: jax.Array, w: fp8.Fp8, dtype: Any = jnp.float32) -> jax.Array:
+def matmul_fp8(x: jax.Array, w: fp8.Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """x [T, I], its rows rounded to fp8, times w [I, O] -> [T, O] in `dtype`.
 
     fp8 numbers are exact in any floating dtype, and so are their products in float32: only the sums
@@ -138,7 +139,7 @@ def gated_narrow(x: jax.Array, w: jax.Array) -> jax.Array:
     return gate(matmul(x, w, x.dtype).astype(jnp.float32), x.dtype)
 
 
-def gate(y: jax.Array, dtype: Any) -> jax.Array:
+def gate(y: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Gates and what they gate, float32 [T, 2F] -> silu(first half) * second half, [T, F] in
     `dtype`.
     """

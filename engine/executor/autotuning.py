@@ -12,7 +12,10 @@ import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
 
 #: What was measured on cards, for everybody who has one: a folder for each `folder_name`.
 SHIPPED = Path(__file__).parent / "autotuned"
@@ -30,7 +33,7 @@ def folder_name(card: str, capability: str, release: str = _RELEASE) -> str:
     return f"{name}-{capability}-jaxlib-{release}"
 
 
-def programs_folder(programs: Path, device: Any, shipped: Path = SHIPPED) -> Path:
+def programs_folder(programs: Path, device: jax.Device, shipped: Path = SHIPPED) -> Path:
     """Where compiled programs for jax's `device` are kept below `programs`.
 
     On a GPU that is a folder of its own, which then has what was shipped for the card; what was

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.files import Shape
 from jitney.engine.checkpoints.model_config import ModelConfig
@@ -29,6 +30,7 @@ from jitney.engine.executor.inputs import (
     masked_head_words,
 )
 from jitney.engine.executor.sampling import (
+    RowScores,
     Sampled,
     SamplingRows,
     SeatState,
@@ -55,7 +57,7 @@ _PAGE_CHUNK = 16
 #: as a pool is meant to, XLA would compute products twice, the output head among them, to save
 #: temporaries: a decode step of 32 rows of an 8B model would touch 1.13 times the bytes that it
 #: must, not 1.07.
-_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+_COMPILER_OPTIONS: dict[str, dict[str, str]] = {
     "gpu": {"xla_disable_hlo_passes": "rematerialization"}
 }
 #: What may be in a CUDA graph: all that is by default, and the all-reduces between devices, two a
@@ -95,7 +97,7 @@ class StateSizes:
     n_pages: int  #: of the pool, the trash page included
     page_size: int  #: positions
     context_length: int  #: tokens a sequence may have
-    kv_dtype: Any
+    kv_dtype: DTypeLike
     logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
     has_adapters: bool = False  #: steps are told each seat's adapter
 
@@ -140,7 +142,7 @@ class StateSizes:
 
 
 def shape_on(
-    mesh: Mesh | None, shape: Shape, dtype: Any, spec: PartitionSpec
+    mesh: Mesh | None, shape: Shape, dtype: DTypeLike, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
     """A shape on the mesh, or on the default device."""
     sharding = None if mesh is None else NamedSharding(mesh, spec)
@@ -150,10 +152,10 @@ def shape_on(
 def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
     """The state of seats nobody sits in, each array where its shape says."""
 
-    def zeros(shape: Any) -> Array:
+    def zeros(shape: jax.ShapeDtypeStruct) -> Array:
         return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
 
-    def place(column: Array, shape: Any) -> Array:
+    def place(column: Array, shape: jax.ShapeDtypeStruct) -> Array:
         if shape.sharding is None:
             return column
         values = np.asarray(column)
@@ -170,15 +172,15 @@ def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
 class StepOutput(NamedTuple):
     """What a step brings to the host, beside the state that it replaces."""
 
-    #: int32 [S] of an all-greedy step, else `Sampled`.
-    sampled: Any
+    #: int32 [S] of an all-greedy step.
+    sampled: Array | Sampled
     #: bool [S]: sequences with a row that is not finite; None without prompt rows: tokens tell.
-    broken: Any = None
-    #: `Scores` of the scored prompt rows; None where there can be none.
-    scores: Any = None
-    #: `Hidden` of all rows, for `Program.pool`, if the engine makes vectors; None of steps without
-    #: prompt rows.
-    hidden: Any = None
+    broken: Array | None = None
+    #: Of the scored prompt rows; None where there can be none.
+    scores: RowScores | None = None
+    #: Of all rows, for `Program.pool`, if the engine makes vectors; None of steps without prompt
+    #: rows.
+    hidden: Hidden | None = None
 
 
 def broken_sequences(hidden: Hidden, cu_q: Array) -> Array:
@@ -231,8 +233,10 @@ class Program:
     On several devices, the functions here run on each with its share of `leaves` and `kv`.
     """
 
-    graph: Any  #: of the model, as `nnx.split` makes it; on several devices, of each one's share
-    treedef: Any  #: of its weights
+    graph: nnx.GraphDef[
+        Model
+    ]  #: of the model, as `nnx.split` makes it; on several devices, of each one's share
+    treedef: jax.tree_util.PyTreeDef  #: of its weights
     kernels: Kernels
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
     logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
@@ -269,7 +273,14 @@ class Program:
 
         return logits_of, hidden, kv
 
-    def plain(self, layout: UploadLayout, leaves, kv, last_token, packed):
+    def plain(
+        self,
+        layout: UploadLayout,
+        leaves: list[Array],
+        kv: list[Array],
+        last_token: Array,
+        packed: Array,
+    ) -> tuple[list[Array], Array, StepOutput]:
         """The all-greedy step: no sampler in it."""
         inputs = layout.split(packed)
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
@@ -281,7 +292,15 @@ class Program:
         broken = broken_sequences(hidden, inputs.cu_q)
         return kv, last_token, StepOutput(tokens, broken, hidden=self._left(hidden))
 
-    def full(self, layout: UploadLayout, leaves, kv, last_token, seats: SeatState, packed):
+    def full(
+        self,
+        layout: UploadLayout,
+        leaves: list[Array],
+        kv: list[Array],
+        last_token: Array,
+        seats: SeatState,
+        packed: Array,
+    ) -> tuple[list[Array], Array, SeatState, StepOutput, Array]:
         """The step with every sampling option; split, each device samples from its columns, and
         all choose alike.
 
@@ -334,7 +353,7 @@ class Program:
         return jax.ops.segment_sum(rows, owners, cu_q.shape[0] - 1)
 
     def lower_pool(
-        self, bucket: Bucket, leaves: list[Any], width: int, dtype: Any, *, has_adapters: bool
+        self, bucket: Bucket, leaves: list[Any], width: int, dtype: DTypeLike, *, has_adapters: bool
     ) -> jax.stages.Lowered:
         """`pool` behind a step of this bucket; width, dtype: of the hidden states."""
         states: Any = self._whole((bucket.tokens, width), dtype)
@@ -351,7 +370,9 @@ class Program:
             pool = self._on_every_device(pool, args, WHOLE)
         return jax.jit(pool).lower(*args)
 
-    def choose(self, logits, last_token, seats: SeatState, heads, masks):
+    def choose(
+        self, logits: Array, last_token: Array, seats: SeatState, heads: Array, masks: Array
+    ) -> tuple[Array, SeatState, Sampled]:
         """The tokens of rows that are held to grammars, behind a step's own program: logits of
         these rows, float32 [R, V], heads and masks as in `MaskedRows`.
         """
@@ -415,7 +436,7 @@ class Program:
             pick = self._on_every_device(pick, args, COLUMNS)
         return jax.jit(pick).lower(*args)
 
-    def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _whole(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """The shape of an array that every device has."""
         return shape_on(self.mesh, shape, dtype, WHOLE)
 
@@ -431,7 +452,7 @@ class Program:
         )
 
 
-def compiler_options(platform: str, split: bool, halves: bool) -> dict[str, Any]:
+def compiler_options(platform: str, split: bool, halves: bool) -> dict[str, str]:
     """What XLA is told when it compiles a step for this platform, split over devices or not.
 
     halves: `KernelSet.sums_in_halves`.

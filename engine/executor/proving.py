@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError
@@ -64,7 +64,7 @@ def _shown(proof: Proof) -> KernelProof:
 
 
 def served_by(
-    model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: Any
+    model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: DTypeLike
 ) -> ServedShapes:
     """What an engine will ask of its kernels.
 

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import AXIS
@@ -32,7 +33,9 @@ _MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
 _MOST_TOKENS, PAGE = 512, 16
 
 
-def calibrate(model: Model, tokens: Sequence[int], kv_dtype: Any, mesh: Mesh | None = None) -> None:
+def calibrate(
+    model: Model, tokens: Sequence[int], kv_dtype: DTypeLike, mesh: Mesh | None = None
+) -> None:
     """Give the model factors for pools of kv_dtype (int8 or fp8), from what its heads do on
     `tokens`.
     """
@@ -40,7 +43,7 @@ def calibrate(model: Model, tokens: Sequence[int], kv_dtype: Any, mesh: Mesh | N
     model.set_kv_scales([factors(_MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
 
 
-def factors(most: Array, kv_dtype: Any) -> Array:
+def factors(most: Array, kv_dtype: DTypeLike) -> Array:
     """most float32 [2K], the largest magnitude to be stored of each key and value head -> factors,
     float32 [2K].
     """

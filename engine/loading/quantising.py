@@ -7,8 +7,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError
@@ -71,8 +74,8 @@ def choose_weight_storage(weights: str, platform: str, kernels: KernelSet) -> We
     return WeightStorage("plain", frozenset(schemes))
 
 
-def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
-    """jnp dtype of the KV pools; ConfigError for fp8 on an NVIDIA GPU that does not know it."""
+def choose_kv_dtype(name: str, dtype: np.dtype, device: jax.Device) -> np.dtype:
+    """Of the KV pools; ConfigError for fp8 on an NVIDIA GPU that does not know it."""
     if name == "auto":
         return dtype
     if name == "fp8":
@@ -80,7 +83,7 @@ def choose_kv_dtype(name: str, dtype: Any, device: Any) -> Any:
     return KV_TYPES[name]
 
 
-def _check_fp8(device: Any) -> None:
+def _check_fp8(device: jax.Device) -> None:
     capability = str(getattr(device, "compute_capability", ""))
     is_gpu = device.platform in ("gpu", "cuda") and capability
     if is_gpu and float(capability) < _FP8_CAPABILITY:
@@ -91,7 +94,7 @@ def _check_fp8(device: Any) -> None:
 
 
 def load_kv_scales(
-    model: Model, source: ModelSource, kv_dtype: Any, mesh: Mesh | None = None
+    model: Model, source: ModelSource, kv_dtype: DTypeLike, mesh: Mesh | None = None
 ) -> None:
     """Give the model factors for its quantised pools: the checkpoint's own, else those that TEXT
     leads to.
@@ -113,7 +116,9 @@ def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
     return [place(("attention", "kv_scales"), layer) for layer in scales]
 
 
-def _calibrate_on_text(model: Model, source: ModelSource, kv_dtype: Any, mesh: Mesh | None) -> None:
+def _calibrate_on_text(
+    model: Model, source: ModelSource, kv_dtype: DTypeLike, mesh: Mesh | None
+) -> None:
     ids = load_tokenizer(source).encode(_TEXT)
     tokens = [token for token in ids if token < source.config.vocab_size]
     calibrate(model, tokens, kv_dtype, mesh)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import Activation, ModelConfig
 from jitney.engine.models.adapters import Adapters
@@ -23,7 +24,7 @@ from jitney.kernels.experts import ACTIVATIONS
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
 
-DType = Any
+DType = DTypeLike
 #: From so many on, rows of a product whose results are summed over devices are many: half of the
 #: outputs take longer to send than to set out.
 _ROWS_IN_HALVES = 256
@@ -74,7 +75,12 @@ class Linear(nnx.Module):
         self.adapters: Adapters | None = None
 
     def __call__(
-        self, x: Array, kernels: Kernels, dtype: DType = None, *, adapted: Array | None = None
+        self,
+        x: Array,
+        kernels: Kernels,
+        dtype: DType | None = None,
+        *,
+        adapted: Array | None = None,
     ) -> Array:
         """x [T, I] -> [T, O] in `dtype` (x's own if None). adapted: see
         `jitney.kernels.interface.AttentionMeta`.
@@ -90,7 +96,9 @@ class Linear(nnx.Module):
             y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(dtype)
 
-    def _product(self, x: Array, kernels: Kernels, dtype: DType, adapted: Array | None) -> Array:
+    def _product(
+        self, x: Array, kernels: Kernels, dtype: DType | None, adapted: Array | None
+    ) -> Array:
         """[T, O] in `dtype`, with what adapters add."""
         if self.adapters is None or adapted is None:
             return product(x, self.packed, kernels, dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -164,7 +165,7 @@ class Llama(nnx.Module):
             block.attention.kv_scales = nnx.data(nnx.Param(layer))
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Of the activations, and of weights that are not quantised."""
         return self.embed[...].dtype
 

@@ -16,8 +16,9 @@ head dim.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -66,7 +67,7 @@ class Model(Protocol):
         ...
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Of the activations, and of weights that are not quantised."""
         ...
 

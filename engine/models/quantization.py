@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jitney.engine.errors import ConfigError
 from jitney.kernels.fp8 import Fp8
@@ -74,7 +75,7 @@ class Packed(NamedTuple):
         return Packed(first, scales[0]), Packed(second, scales[1])
 
 
-def product(x: Array, packed: Packed, kernels: Kernels, dtype: Any = jnp.float32) -> Array:
+def product(x: Array, packed: Packed, kernels: Kernels, dtype: DTypeLike = jnp.float32) -> Array:
     """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
     if packed.scale is None:
         return kernels.matmul(x, packed.kernel, dtype)
@@ -125,7 +126,7 @@ def _widened_int4(packed: Packed) -> Array:
 
 @partial(jax.jit, static_argnames=("scheme", "dtype", "group"))
 def quantise(
-    weights: Array, *, scheme: str, dtype: Any, group: int = 0, most: Array | None = None
+    weights: Array, *, scheme: str, dtype: DTypeLike, group: int = 0, most: Array | None = None
 ) -> Packed:
     """Floats [I, O] in a scheme, rounded to nearest; plain: in dtype. group: R of int4, 0 for the
     largest that fits. most: `greatest` of the whole matrix, where `weights` are some of its inputs.
@@ -156,7 +157,9 @@ def group_size(size_in: int) -> int:
     )
 
 
-def _quantise_eight_bits(weights: Array, dtype: Any, limit: float, most: Array | None) -> Packed:
+def _quantise_eight_bits(
+    weights: Array, dtype: DTypeLike, limit: float, most: Array | None
+) -> Packed:
     """[I, O] with the greatest magnitude of each output at `limit`."""
     wide = weights.astype(jnp.float32)
     scale = (greatest(weights) if most is None else most) / limit

@@ -7,10 +7,10 @@ To add a family: its line in MODELS, and how its files are read in
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
@@ -47,7 +47,7 @@ def random_model(
     config: ModelConfig,
     *,
     seed: int = 0,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     weights: str = "plain",
     kv: str = "auto",
 ) -> Model:
@@ -69,7 +69,7 @@ def random_model(
 
 
 def abstract_model(
-    config: ModelConfig, *, dtype: Any = jnp.float32, weights: str = "plain", kv: str = "auto"
+    config: ModelConfig, *, dtype: DTypeLike = jnp.float32, weights: str = "plain", kv: str = "auto"
 ) -> Model:
     """The model with shapes and dtypes in place of arrays; costs no memory. See `random_model`."""
     return nnx.eval_shape(lambda: random_model(config, dtype=dtype, weights=weights, kv=kv))

@@ -9,10 +9,9 @@ the row's codes, is taken off again.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
@@ -44,7 +43,7 @@ def _shifted(w: jax.Array) -> jax.Array:
 
 
 def matmul(
-    x: jax.Array, w: Int8, dtype: Any = jnp.float32, *, count: jax.Array | None = None
+    x: jax.Array, w: Int8, dtype: DTypeLike = jnp.float32, *, count: jax.Array | None = None
 ) -> jax.Array:
     """See `jitney.kernels.interface.Int8Products`, and `KernelSet.leaves_out_padding` there."""
     if not _served(x, w):
@@ -70,7 +69,9 @@ def _served(x: jax.Array, w: Int8) -> bool:
     return w.kernel.ndim == 4 and x.dtype in _FLOATS
 
 
-def _call(x: jax.Array, w: Int8, dtype: Any, count: jax.Array | None, *, gated: bool) -> jax.Array:
+def _call(
+    x: jax.Array, w: Int8, dtype: DTypeLike, count: jax.Array | None, *, gated: bool
+) -> jax.Array:
     columns = w.scale.shape[0] // (2 if gated else 1)
     shape = jax.ShapeDtypeStruct((x.shape[0], columns), dtype)
     call = jax.ffi.ffi_call(library.load().target("int8_panels"), shape)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
@@ -71,7 +71,7 @@ class Products:
         self,
         x: jax.Array,
         w: jax.Array | OneOf,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         *,
         count: jax.Array | None = None,
     ) -> jax.Array:
@@ -141,7 +141,7 @@ def counted(x: jax.Array, count: jax.Array | None) -> jax.Array:
 
 
 def _call_panels(
-    x: jax.Array, w: jax.Array | OneOf, dtype: Any, count: jax.Array | None, *, gated: bool
+    x: jax.Array, w: jax.Array | OneOf, dtype: DTypeLike, count: jax.Array | None, *, gated: bool
 ) -> jax.Array:
     """bfloat16 [T, I] times panels [P, I / B, C, B] -> [T, P * C], or half as many columns if
     gated, in dtype.

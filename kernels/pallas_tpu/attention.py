@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jitney.kernels.pallas_tpu.work_order import Constants, Cursor, StepRefs, Walk
 
@@ -263,7 +264,7 @@ def _attend(
     buffers.acc[...] = buffers.acc[...] * _lanes(keep, fixed.layout.width) + summed
 
 
-def _by_head(fixed: Constants, block: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _by_head(fixed: Constants, block: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Keys and values [K, C, W] of a block [C, R, W]; both the same where they share rows."""
     layout = fixed.layout
     rows = jnp.swapaxes(block, 0, 1).astype(dtype)

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jitney.kernels import int4
 from jitney.kernels.int4 import MIDDLE, Int4
@@ -175,7 +176,7 @@ def _lows(zeros: jax.Array) -> jax.Array:
     return -128.0 - zeros.astype(jnp.int32).astype(jnp.float32)
 
 
-def _widened_scales(scales: jax.Array, dtype: Any) -> jax.Array:
+def _widened_scales(scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Scales as float32; those of float16 come as bits."""
     if dtype != jnp.float16:
         return scales.astype(jnp.float32)

@@ -8,10 +8,10 @@ numbers a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 #: Numbers in a row of a vector register, and rows of 32-bit numbers in one.
 LANES, _SUBLANES = 128, 8
@@ -82,7 +82,7 @@ def whole_tiles(rows: int, packing: int) -> int:
 
 
 def pool_shape(
-    n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: Any
+    n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
 ) -> tuple[int, int, int, int]:
     """See `jitney.kernels.interface.PoolShape`: [N, page, R, W]."""
     layout = layout_of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jitney.kernels import reference
 from jitney.kernels.experts import ExpertBlocks, Stack
@@ -321,7 +322,7 @@ class TritonKernels:
             ZEROS=zeros is not None,
         )
 
-    def matmul(self, x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    def matmul(self, x: jax.Array, w: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """See `jitney.kernels.interface.Matmul`: XLA's product, but for the fp8 weights that it
         would write out.
 
