@@ -23,6 +23,8 @@ from jitney.engine.types import JsonDict, JsonObject
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from jitney.engine.report.figures import SeatSpan
+
 BINS = 240
 #: Requests in the table of the slowest.
 _SLOWEST = 20
@@ -326,85 +328,52 @@ def _pattern(shape: str) -> JsonDict:
     return {"shape": shape, "fillmode": "overlay", "fgcolor": "#fff", "solidity": 0.3}
 
 
-class _Phase(NamedTuple):
-    """A phase of a stay in a seat."""
-
-    #: "prefill" or "decode".
-    kind: str
-    seat: int
-    #: Whose it is, as people see it.
-    request: str
-    #: Number of the request in the order of their coming; picks its colour.
-    number: int
-    #: Seconds before the end.
-    start: float
-    seconds: float
-
-
 def _seat_chart(shown: JsonObject) -> go.Figure:
+    from jitney.engine.report.figures import SEAT_ROWS
+
+    style = {**SEAT_ROWS, "showlegend": False, "yaxis_rangemode": "normal"}
     height = min(900, 90 + 18 * max(1, shown["seats"]))
     begin = shown["from"] - shown["to"]
-    return _chart("seat", _seat_traces(shown), height=height, xaxis_range=[begin, 0], **_SEAT_STYLE)
-
-
-_SEAT_STYLE = {
-    "barmode": "overlay",
-    "showlegend": False,
-    "yaxis_autorange": "reversed",
-    "yaxis_rangemode": "normal",
-}
+    return _chart("seat", _seat_traces(shown), height=height, xaxis_range=[begin, 0], **style)
 
 
 def _seat_traces(shown: JsonObject) -> list[go.Bar]:
-    """One for each phase and colour."""
-    from jitney.engine.report.figures import HUES
+    """One for each phase and colour; the newest stays."""
+    from jitney.engine.report.figures import HUES, MOST_STAYS, seat_phases
 
-    traces: dict[tuple[str, str], list[_Phase]] = {}
-    for phase in _phases(shown):
-        key = phase.kind, HUES[phase.number % len(HUES)]
-        traces.setdefault(key, []).append(phase)
-    return [_phase_bars(*key, phases) for key, phases in traces.items()]
-
-
-def _phases(shown: JsonObject) -> Iterator[_Phase]:
-    """The phases of the newest stays that take any time within the window."""
-    from jitney.engine.report.figures import MOST_STAYS
-
-    end = shown["to"]
+    begin, end = shown["from"], shown["to"]
     columns = [shown["stays"][name][-MOST_STAYS:] for name in _PHASE_COLUMNS]
+    #: Of requests as people see them, in the order of their coming.
     numbers: dict[str, int] = {}
-    for seat, request, index, *times in zip(*columns, strict=True):
-        name = f"{request} {index}"
-        number = numbers.setdefault(name, len(numbers))
-        for kind, low, high in _spans(shown["from"], end, *times):
-            if high > low:
-                yield _Phase(kind, seat, name, number, round(low - end, 4), round(high - low, 4))
+    traces: dict[tuple[str, str], list[SeatSpan]] = {}
+    for seat, request, index, came, first_token, left in zip(*columns, strict=True):
+        number = numbers.setdefault(f"{request} {index}", len(numbers))
+        last = end if left is None else min(left, end)
+        for kind, span in seat_phases(seat, number, max(came, begin), first_token, last):
+            traces.setdefault((kind, HUES[number % len(HUES)]), []).append(span)
+    names = list(numbers)
+    return [_phase_bars(*key, spans, end, names) for key, spans in traces.items()]
 
 
-def _spans(
-    begin: float, end: float, came: float, first_token: float | None, left: float | None
-) -> tuple[tuple[str, float, float], ...]:
-    """(kind, from, to) of both phases of a stay, within begin .. end."""
-    start = max(came, begin)
-    last = end if left is None else min(left, end)
-    turn = last if first_token is None else min(max(first_token, start), last)
-    return ("prefill", start, turn), ("decode", turn, last)
+def _phase_bars(
+    kind: str, hue: str, spans: Sequence[SeatSpan], end: float, names: Sequence[str]
+) -> go.Bar:
+    from jitney.engine.report.figures import seat_bars
+
+    return seat_bars(
+        spans,
+        end,
+        width=0.86,
+        hoverinfo="text",
+        hovertext=[_hover(kind, span, names[span.request]) for span in spans],
+        marker={
+            "color": hue,
+            "line": {"width": 0},
+            "pattern": _pattern("/" if kind == "prefill" else ""),
+        },
+    )
 
 
-def _phase_bars(kind: str, hue: str, phases: Sequence[_Phase]) -> go.Bar:
-    import plotly.graph_objects as go
-
-    pattern = _pattern("/" if kind == "prefill" else "")
-    seats, starts, seconds, texts = zip(*map(_bar, phases), strict=True)
-    marker = {"color": hue, "line": {"width": 0}, "pattern": pattern}
-    data = {"y": seats, "base": starts, "x": seconds, "hovertext": texts}
-    return go.Bar(orientation="h", width=0.86, hoverinfo="text", marker=marker, **data)
-
-
-def _bar(phase: _Phase) -> tuple[int, float, float, str]:
-    return phase.seat, phase.start, phase.seconds, _hover(phase)
-
-
-def _hover(phase: _Phase) -> str:
-    text = f"seat {phase.seat}, {phase.kind}, {phase.request}, {phase.seconds:.2f} s"
+def _hover(kind: str, span: SeatSpan, name: str) -> str:
+    text = f"seat {span.seat}, {kind}, {name}, {span.end - span.start:.2f} s"
     return html.escape(text)  # plotly reads tags in texts

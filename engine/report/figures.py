@@ -79,13 +79,40 @@ def _colour_of(name: str, number: int) -> str:
     return _POLICY_COLOURS.get(name, _OTHER_COLOURS[number % len(_OTHER_COLOURS)])
 
 
-class _Span(NamedTuple):
-    """A part of a stay in a seat, seconds of the run's clock."""
+class SeatSpan(NamedTuple):
+    """A part of a stay in a seat, seconds of one clock."""
 
     seat: int
     start: float
     end: float
+    #: The request's number.
     request: int
+
+
+def seat_phases(
+    seat: int, request: int, start: float, first_token: float | None, end: float
+) -> Iterator[tuple[str, SeatSpan]]:
+    """The prompt part of a stay (prefill), and the part in which tokens were generated (decode);
+    those that take any time.
+    """
+    turn = end
+    if first_token is not None:
+        turn = min(max(first_token, start), end)
+    if turn > start:
+        yield "prefill", SeatSpan(seat, start, turn, request)
+    if end > turn:
+        yield "decode", SeatSpan(seat, turn, end, request)
+
+
+def seat_bars(spans: Sequence[SeatSpan], zero: float, **style: Any) -> go.Bar:
+    """A bar for each span. zero: of the time axis; style: plotly's."""
+    return go.Bar(
+        orientation="h",
+        y=[span.seat for span in spans],
+        base=[round(span.start - zero, 4) for span in spans],
+        x=[round(span.end - span.start, 4) for span in spans],
+        **style,
+    )
 
 
 def seat_timeline(
@@ -104,15 +131,24 @@ def seat_timeline(
     return chart.update_layout(height=120 + 18 * seats, **axes)
 
 
-_TIMELINE = {"barmode": "overlay", "bargap": 0.12, "yaxis_autorange": "reversed"}
+#: Of a chart of seats: spans of one stay lie in one row, the first seat on top.
+SEAT_ROWS = {"barmode": "overlay", "yaxis_autorange": "reversed"}
+_TIMELINE = {"bargap": 0.12, **SEAT_ROWS}
 
 
 def _stay_bars(stays: Sequence[SeatStay], started: float, *, held: bool) -> list[go.Bar]:
-    prompts, outputs = _phases(stays)
-    bars = [("prompt", prompts, _light("prefill")), ("generating", outputs, _light("decode"))]
+    phases: dict[str, list[SeatSpan]] = {"prefill": [], "decode": []}
+    for request, stay in stays:
+        times = stay.start, stay.first_token, stay.left
+        for kind, span in seat_phases(stay.seat, request.number, *times):
+            phases[kind].append(span)
+    bars = [
+        _named_bars("prompt", phases["prefill"], started, _light("prefill")),
+        _named_bars("generating", phases["decode"], started, _light("decode")),
+    ]
     if held:
-        bars.append(("held for the batch", held_seats(stays), _HELD_COLOUR))
-    return [_spans(name, spans, started, colour) for name, spans, colour in bars]
+        bars.append(_named_bars("held for the batch", held_seats(stays), started, _HELD_COLOUR))
+    return bars
 
 
 def _light(kind: str) -> str:
@@ -120,18 +156,7 @@ def _light(kind: str) -> str:
     return ROW_KIND_TABLE[kind].light
 
 
-def _phases(stays: Iterable[SeatStay]) -> tuple[list[_Span], list[_Span]]:
-    """The prompt parts of stays, and the parts in which tokens were generated."""
-    prompts, outputs = [], []
-    for request, stay in stays:
-        first, seat, number = stay.first_token, stay.seat, request.number
-        prompts.append(_Span(seat, stay.start, stay.left if first is None else first, number))
-        if first is not None:
-            outputs.append(_Span(seat, first, stay.left, number))
-    return prompts, outputs
-
-
-def held_seats(stays: Sequence[SeatStay]) -> list[_Span]:
+def held_seats(stays: Sequence[SeatStay]) -> list[SeatSpan]:
     """Seats whose request is done while others of its batch are not.
 
     A batch is over when nobody sits any more.
@@ -141,7 +166,7 @@ def held_seats(stays: Sequence[SeatStay]) -> list[_Span]:
     for request, stay in stays:
         over = float(overs[np.searchsorted(overs, stay.left)])
         if over > stay.left:
-            held.append(_Span(stay.seat, stay.left, over, request.number))
+            held.append(SeatSpan(stay.seat, stay.left, over, request.number))
     return held
 
 
@@ -160,27 +185,19 @@ def _start_of(seat_stay: SeatStay) -> float:
     return seat_stay[1].start
 
 
-def _spans(name: str, spans: Sequence[_Span], started: float, colour: str) -> go.Bar:
-    return go.Bar(
-        orientation="h",
+def _named_bars(name: str, spans: Sequence[SeatSpan], started: float, colour: str) -> go.Bar:
+    return seat_bars(
+        spans,
+        started,
         name=name,
         marker={"color": colour, **_EDGE},
-        **_span_columns(spans, started),
+        customdata=[span.request for span in spans],
         hovertemplate=f"{_SPAN_HOVER}<extra>{name}</extra>",
     )
 
 
 _EDGE = {"line": {"color": "#ffffff", "width": 0.5}}
 _SPAN_HOVER = "request %{customdata}, seat %{y}<br>%{base:.2f} s, for %{x:.2f} s"
-
-
-def _span_columns(spans: Sequence[_Span], started: float) -> dict[str, list[float]]:
-    return {
-        "y": [span.seat for span in spans],
-        "base": [round(span.start - started, 4) for span in spans],
-        "x": [round(span.end - span.start, 4) for span in spans],
-        "customdata": [span.request for span in spans],
-    }
 
 
 def _distribution(title: str, values: Mapping[str, Iterable[float | None]]) -> go.Figure:
