@@ -310,11 +310,11 @@ def _job(
 
 def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngine:
     return RecordedEngine(
-        settings.model_dump(mode="json"),
-        info.context_length,
-        info.pages,
-        info.seat_buckets,
-        info.token_buckets,
+        settings=settings.model_dump(mode="json"),
+        context_length=info.context_length,
+        pages=info.pages,
+        seat_buckets=info.seat_buckets,
+        token_buckets=info.token_buckets,
         on_device=info.platform != "cpu",
         padding_is_free=info.padding_is_free,
     )

@@ -393,7 +393,15 @@ class EngineCore:
                 "jitney_compiles_total counts them as late",
                 plan.number,
             )
-        return _Flight(plan, launched_step, started, planned, batched, launched, compiled)
+        return _Flight(
+            plan,
+            launched_step,
+            started=started,
+            planned=planned,
+            batched=batched,
+            launched=launched,
+            compiled=compiled,
+        )
 
     def _answer(self) -> None:
         """Answer as things stand after the plan."""
@@ -441,7 +449,16 @@ class EngineCore:
         """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""
         step = self.scheduler.steps
         return [
-            SequenceEvent("released", "", 0, seat, step, self.clock(), 0, 0)
+            SequenceEvent(
+                event="released",
+                request_id="",
+                index=0,
+                seat=seat,
+                step=step,
+                t=self.clock(),
+                n_in=0,
+                n_out=0,
+            )
             for seat in self.scheduler.take_released()
         ]
 
@@ -562,7 +579,14 @@ def seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
 
 def _event_of(event: str, seq: Sequence, step: int, t: float, seat: int = -1) -> SequenceEvent:
     return SequenceEvent(
-        event, seq.request_id, seq.index, seat, step, t, seq.n_prompt, seq.n_output
+        event=event,
+        request_id=seq.request_id,
+        index=seq.index,
+        seat=seat,
+        step=step,
+        t=t,
+        n_in=seq.n_prompt,
+        n_out=seq.n_output,
     )
 
 

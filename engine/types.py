@@ -570,14 +570,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def request_limits(self) -> RequestLimits:
         """What a request is checked against."""
-        pool_tokens = self.pages * self.page_size
         return RequestLimits(
-            self.vocab_size,
-            self.context_length,
-            pool_tokens,
-            self.max_logprobs,
-            self.pooling,
-            len(self.adapters),
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            pool_tokens=self.pages * self.page_size,
+            max_logprobs=self.max_logprobs,
+            pooling=self.pooling,
+            adapters=len(self.adapters),
         )
 
     @property

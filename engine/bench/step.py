@@ -175,7 +175,7 @@ class _ChunkMaker:
         request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
         seq = Seq(request, 0, 0, tokens, 1, seat=self.seat, pages=self._next_pages(end))
         self.seat += 1
-        return Chunk(seq, start, count, decode, True)
+        return Chunk(seq, start, count, decode=decode, sample=True)
 
     def _next_pages(self, positions: int) -> list[int]:
         """Pages for so many positions that nobody else has."""

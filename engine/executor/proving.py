@@ -144,8 +144,8 @@ def _adapter_matrices(linear: Linear, own: Matrix) -> Iterator[Matrix]:
     if linear.adapters is None:
         return
     columns = linear.adapters.columns
-    yield Matrix(own.size_in, columns, "plain", False, 0)
-    yield Matrix(columns, own.size_out, "plain", False, 0)
+    yield Matrix(own.size_in, columns)
+    yield Matrix(columns, own.size_out)
 
 
 def _matrix_of(linear: Linear, shards: int) -> Matrix:

@@ -94,7 +94,9 @@ def choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -
     if quota is not None and not wanted:
         count = min(count, max(1, int(quota)))
     chosen = tuple(sorted((first + others)[:count]))
-    return _Processors(chosen, len(allowed), len(first), quota, wanted)
+    return _Processors(
+        chosen=chosen, allowed=len(allowed), cores=len(first), quota=quota, wanted=wanted
+    )
 
 
 def _by_core(allowed: Sequence[int], root: Path) -> tuple[list[int], list[int]]:

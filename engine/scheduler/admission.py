@@ -43,12 +43,15 @@ class Admission:
         group = self.class_of(request, expected)
         alone = "" if self.pool.retain else request.id
         root = root_key(request.tenant, request.cache_salt, alone, request.adapter)
+        seed = sampling.seed
+        if seed is None:
+            seed = secrets.randbits(63)
         return Sequence(
             request,
-            0,
-            secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            list(request.prompt),
-            max_tokens,
+            index=0,
+            seed=seed,
+            tokens=list(request.prompt),
+            max_tokens=max_tokens,
             rank=(group, number, 0),
             expected=expected,
             plain=sampling.plain,
@@ -71,10 +74,10 @@ class Admission:
         return [
             Sequence(
                 request,
-                index,
-                sibling_seed(leader.seed, index),
-                list(request.prompt),
-                leader.max_tokens,
+                index=index,
+                seed=sibling_seed(leader.seed, index),
+                tokens=list(request.prompt),
+                max_tokens=leader.max_tokens,
                 rank=(group, number, index),
                 expected=leader.expected,
                 plain=leader.plain,

@@ -435,7 +435,8 @@ class Scheduler:
         for seq in rows:
             start = seq.scheduled
             recomputed = 1 if start < seq.computed_high else 0
-            chunks.append(Chunk(seq, start, 1, True, True, 0, recomputed))
+            row = Chunk(seq, start, 1, decode=True, sample=True, recomputed=recomputed)
+            chunks.append(row)
             seq.scheduled = start + 1
             seq.in_flight += 1
             keys += start + 1
@@ -544,7 +545,14 @@ class Scheduler:
         arrivals = (seq.request.arrival for seq in state.queue.members())
         # Who is about to end may be followed by somebody: a closed loop's next request comes then.
         more = self.more_to_come or bool(state.leaving)
-        return Situation(now, len(state.free_seats), state.batch, len(state.queue), arrivals, more)
+        return Situation(
+            now,
+            free_seats=len(state.free_seats),
+            busy_seats=state.batch,
+            waiting=len(state.queue),
+            arrivals=arrivals,
+            more_to_come=more,
+        )
 
     def _seat_next(self, lane: Lane, draft: Draft, now: float) -> Sequence | None:
         """The head of a queue takes a seat; None if it cannot yet, and then it holds up those
@@ -682,7 +690,16 @@ class Scheduler:
         recomputed = max(0, min(end, seq.computed_high) - start)
         is_last = end == known
         sample = is_last and seq.request.pooling is None
-        chunk = Chunk(seq, start, count, False, sample, scored, recomputed, seq.scored)
+        chunk = Chunk(
+            seq,
+            start,
+            count,
+            decode=False,
+            sample=sample,
+            scored=scored,
+            recomputed=recomputed,
+            score_start=seq.scored,
+        )
         draft.chunks.append(chunk)
         draft.rows += count
         draft.pairs += chunk.pairs

@@ -410,7 +410,11 @@ class ReplicaModel:
     def _take_step(self, draft: _Draft) -> None:
         """Launch a step with prompt rows."""
         work = StepWork(
-            draft.decoding, draft.prompt, self._keys, self._longest_context(), draft.pairs
+            decode=draft.decoding,
+            prompt=draft.prompt,
+            keys=self._keys,
+            longest=self._longest_context(),
+            pairs=draft.pairs,
         )
         sequences = draft.decoding + draft.chunks
         seconds = self.costs.mixed_seconds(work, sequences)

@@ -226,11 +226,11 @@ def _steady_step(demand: Demand, decoding: float) -> tuple[Bucket, StepWork]:
     """A step in which so many sequences decode."""
     prompt = decoding * demand.prompt_rows
     work = StepWork(
-        math.ceil(decoding),
-        round(prompt),
-        round(decoding * demand.mean_context),
-        demand.longest,
-        round(prompt * demand.prompt / 2),
+        decode=math.ceil(decoding),
+        prompt=round(prompt),
+        keys=round(decoding * demand.mean_context),
+        longest=demand.longest,
+        pairs=round(prompt * demand.prompt / 2),
     )
     return Bucket(math.ceil(decoding + prompt), max(1, work.decode)), work
 

@@ -189,7 +189,13 @@ class Matchers:
                 return None
             self._work = _Work()
             kept = len(self._kept)
-        return GrammarWork(work.masks, work.mask_s, work.compiled, work.compile_s, kept)
+        return GrammarWork(
+            masks=work.masks,
+            mask_s=work.mask_s,
+            compiled=work.compiled,
+            compile_s=work.compile_s,
+            kept=kept,
+        )
 
     def _give_up(self, job: _Job) -> None:
         """Nobody waits for a job any more. Called under the lock."""

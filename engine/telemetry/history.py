@@ -375,10 +375,7 @@ class History(RequestRecords):
         self.held.discard(event.seat)
         self.seats[event.seat] = None
         step = event.step + self._first_step
-        t = self._time_of(event)
-        self._add(
-            SequenceEvent("released", event.request_id, event.index, event.seat, step, t, 0, 0)
-        )
+        self._add(msgspec.structs.replace(event, step=step, t=self._time_of(event)))
 
     def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
         if record.boarded is None:
@@ -446,10 +443,18 @@ class History(RequestRecords):
         reason: str = "",
     ) -> None:
         """seat: where it happened, None for the seat it has now."""
-        at = record.seat if seat is None else seat
-        n_in, n_out = record.n_prompt, record.n_output
         self._add(
-            SequenceEvent(event, record.request_id, record.index, at, step, t, n_in, n_out, reason)
+            SequenceEvent(
+                event=event,
+                request_id=record.request_id,
+                index=record.index,
+                seat=record.seat if seat is None else seat,
+                step=step,
+                t=t,
+                n_in=record.n_prompt,
+                n_out=record.n_output,
+                reason=reason,
+            )
         )
 
     def _add(self, event: SequenceEvent) -> None:
