@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Required, TypedDict
 
@@ -261,23 +262,31 @@ class FleetView:
 
     def _sums(self, cards: list[Card]) -> _Sums:
         ready = [card for card in cards if card["state"] == "ready"]
-        members = [member for member in self.members.values() if member.answers]
         answering = [card for card in cards if card["state"] not in ("gone", "connecting")]
-        worst = max(ready, key=lambda card: card["predicted_wait_s"], default=None)
-        useful = sum(member.rates.of("useful") for member in members)
-        per_hour = self.price_per_hour
+        wait_s, worst = None, ""
+        if ready:
+            slowest = max(ready, key=itemgetter("predicted_wait_s"))
+            wait_s, worst = slowest["predicted_wait_s"], slowest["name"]
         return {
             "replicas": len(cards),
             "ready": len(ready),
-            "seats": sum(len(card["seats"]) for card in answering),
-            "taken": sum(card["taken"] for card in answering),
-            "waiting": sum(card["waiting"] for card in answering),
-            "predicted_wait_s": None if worst is None else worst["predicted_wait_s"],
-            "worst": "" if worst is None else worst["name"],
-            "output_rate": rounded(sum(card["output_rate"] for card in answering)),
-            "prompt_rate": rounded(sum(card["prompt_rate"] for card in answering)),
-            "price": None if per_hour is None else price_of(per_hour * len(members), useful),
+            "seats": sum(map(len, map(itemgetter("seats"), answering))),
+            "taken": sum(map(itemgetter("taken"), answering)),
+            "waiting": sum(map(itemgetter("waiting"), answering)),
+            "predicted_wait_s": wait_s,
+            "worst": worst,
+            "output_rate": rounded(sum(map(itemgetter("output_rate"), answering))),
+            "prompt_rate": rounded(sum(map(itemgetter("prompt_rate"), answering))),
+            "price": self._price(),
         }
+
+    def _price(self) -> float | None:
+        """Of a million useful rows of those who answer; None where no engine has a price."""
+        if self.price_per_hour is None:
+            return None
+        members = [member for member in self.members.values() if member.answers]
+        useful = sum(member.rates.of("useful") for member in members)
+        return price_of(self.price_per_hour * len(members), useful)
 
     async def _tell(self) -> None:
         """Frames until nobody looks. The pause after each is as long as its bytes are worth."""

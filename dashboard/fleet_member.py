@@ -231,12 +231,17 @@ class Member:
 
     def card(self, price_per_hour: float | None) -> Card:
         pulse = self.pulse or _NOTHING
-        counts = self.answers
+        since, output, prompt, price = None, 0.0, 0.0, None
+        if self.gone:
+            since = round(self.heard)
+        if self.answers:
+            output, prompt = self.rates.of("output"), self.rates.of("prompt")
+            price = price_of(price_per_hour, self.rates.of("useful"))
         return {
             "name": self.name,
             "url": self.engine.url,
             "state": self.state,
-            "since": round(self.heard) if self.gone else None,
+            "since": since,
             "trouble": self.trouble,
             "model": pulse.model,
             "seats": pulse.seats,
@@ -245,9 +250,9 @@ class Member:
             "predicted_wait_s": round(pulse.predicted_wait_s, 1),
             "pages_used": pulse.pages_used,
             "pages": pulse.pages,
-            "output_rate": rounded(self.rates.of("output")) if counts else 0.0,
-            "prompt_rate": rounded(self.rates.of("prompt")) if counts else 0.0,
-            "price": price_of(price_per_hour, self.rates.of("useful")) if counts else None,
+            "output_rate": rounded(output),
+            "prompt_rate": rounded(prompt),
+            "price": price,
             "restarts": self.past_restarts + pulse.restarts,
             "progress": msgspec.to_builtins(pulse.progress),
         }

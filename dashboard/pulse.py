@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -108,26 +108,34 @@ def _levels(state: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return np.where(reads | writes, np.clip(levels, 0, LEVELS - 1), 0)
 
 
+def _useful_rows(rows: Mapping[str, int]) -> int:
+    """rows: computed so far, by kind."""
+    return sum(rows[kind.name] for kind in ROW_KIND_TABLE.values() if kind.useful)
+
+
 def pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -> Pulse:
     """How the engine is; with_levels: see `_seat_letters`."""
     counters, info = client.counters, client.info
-    serves = info is not None and client.state in ("ready", "draining")
-    useful = [kind.name for kind in ROW_KIND_TABLE.values() if kind.useful]
+    model, pages, seats = "", 0, ""
+    if info is not None:
+        model, pages = info.model, info.pages
+        if client.state in ("ready", "draining"):
+            seats = _seat_letters(client, with_levels=with_levels)
     return Pulse(
         version=PULSE_VERSION,
         run=run,
         t=round(now, 3),
         state=client.state,
-        model=info.model if info is not None else "",
-        seats=_seat_letters(client, with_levels=with_levels) if serves else "",
+        model=model,
+        seats=seats,
         seats_busy=counters.gauge("seats_busy"),
         waiting=counters.waiting,
         predicted_wait_s=round(counters.predicted_wait, 3),
         pages_used=counters.gauge("pages_used"),
-        pages=info.pages if info is not None else 0,
+        pages=pages,
         prompt_tokens=counters.rows["prefill"],
         output_tokens=counters.rows["decode"],
-        useful_rows=sum(counters.rows[name] for name in useful),
+        useful_rows=_useful_rows(counters.rows),
         restarts=counters.engine_restarts,
         silent_s=int(client.last_step_age()),
         progress=_loading(client),

@@ -164,13 +164,10 @@ def _queue(start: float, end: float | None) -> JsonDict:
 
 
 def _stay_phases(stay: Stay) -> list[JsonDict]:
-    read = stay.first_token is not None
-    prefill = _phase(
-        "prefill",
-        stay.seat,
-        (stay.start, stay.first_token if read else stay.end),
-        (stay.step, stay.first_step if read else stay.last_step),
-    )
+    read, last = stay.first_token, stay.first_step
+    if read is None:
+        read, last = stay.end, stay.last_step
+    prefill = _phase("prefill", stay.seat, (stay.start, read), (stay.step, last))
     return [prefill, *_decode_phase(stay)]
 
 

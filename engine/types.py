@@ -229,9 +229,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token in self.stop_token_ids:
             token_ids.check("stop_token_ids", token)
         if len(self.logit_bias) + len(self.stop_token_ids) > _MOST_NAMED:
+            blamed = "stop_token_ids"
+            if self.logit_bias:
+                blamed = "logit_bias"
             raise RequestError(
                 f"logit_bias and stop_token_ids together may name at most {_MOST_NAMED} tokens",
-                param="logit_bias" if self.logit_bias else "stop_token_ids",
+                param=blamed,
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -106,12 +106,24 @@ def bearer(keys: ApiKeys) -> Identify:
 
 def _key(scope: Scope) -> bytes:
     """What the request shows as its key; empty where it shows none."""
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if given:
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        return key.strip() if scheme.lower() == b"bearer" else b""
-    given = [value for name, value in scope["headers"] if name == b"x-api-key"]
-    return given[0].strip() if len(given) == 1 else b""
+    given = _values_of(scope, b"authorization")
+    if not given:
+        return _only(_values_of(scope, b"x-api-key")).strip()
+    scheme, _, key = _only(given).partition(b" ")
+    if scheme.lower() != b"bearer":
+        return b""
+    return key.strip()
+
+
+def _values_of(scope: Scope, header: bytes) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name == header]
+
+
+def _only(values: Sequence[bytes]) -> bytes:
+    """The one value; empty where there are more, or none."""
+    if len(values) != 1:
+        return b""
+    return values[0]
 
 
 def address_of(scope: Scope) -> str:

@@ -39,12 +39,14 @@ class Scores:
         self._top = array("d")
 
     def append(self, entry: TokenLogprobs | None) -> None:
+        chosen = math.nan
         ids: list[int] = []
         logprobs: list[float] = []
         if entry is not None:
+            chosen = entry.logprob
             ids, logprobs = entry.top_ids[: self.width], entry.top_logprobs[: self.width]
         missing = self.width - len(ids)
-        self.chosen.append(math.nan if entry is None else entry.logprob)
+        self.chosen.append(chosen)
         self._top_ids.extend(ids)
         self._top_ids.extend([-1] * missing)
         self._top.extend(logprobs)
@@ -86,6 +88,12 @@ class TokenList:
     def empty(cls, width: int | None) -> TokenList:
         """width: of the scores, None for none."""
         return cls([], [], _scores(width))
+
+    def cleared(self) -> TokenList:
+        """None, with room for the same scores."""
+        if self.scores is None:
+            return TokenList.empty(None)
+        return TokenList.empty(self.scores.width)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -194,12 +202,11 @@ class Choice:
             events += self._parsed(more.text, part.tokens[: more.tokens])
             if self.finish is not None:
                 break
-        has_news = bool(text.text if self.parser is None else events)
-        if not has_news and self.finish is None:
+        news = text.text if self.parser is None else events
+        if not news and self.finish is None:
             return None
         delta = ChoiceDelta(self.unsent, text.text, events, self.finish)
-        scores = self.unsent.scores
-        self.unsent = TokenList.empty(None if scores is None else scores.width)
+        self.unsent = self.unsent.cleared()
         return delta
 
     def _parsed(self, text: str, tokens: list[int]) -> list[AssistantEvent]:

@@ -52,7 +52,9 @@ class TokenScores:
         """One token, and the likeliest of its place."""
         assert tokens.scores is not None
         own = tokens.scores.logprob(place)
-        entry = self._spelled(tokens.ids[place], _LOWEST if own is None else own)
+        if own is None:
+            own = _LOWEST
+        entry = self._spelled(tokens.ids[place], own)
         top = tokens.scores.top(place)
         entry["top_logprobs"] = [self._spelled(id, logprob) for id, logprob in top]
         return entry

@@ -116,12 +116,23 @@ def _responses(route: HttpRoute) -> JsonDict:
         content["text/event-stream"] = {}
     good = {"description": route.summary, "content": content}
     responses: JsonDict = {str(route.status): good}
-    is_openai = error_form(route.path) is ErrorForm.OPENAI
-    body = _ref(ErrorAnswer if is_openai else AnthropicErrorAnswer)
-    errors = _ERRORS | (_GENERATING if route.generates else {})
-    for status, when in errors.items():
-        responses[str(status)] = {"description": when, "content": _json(body)}
+    body = _json(_ref(_error_answer(route)))
+    for status, when in _errors(route).items():
+        responses[str(status)] = {"description": when, "content": body}
     return responses
+
+
+def _error_answer(route: HttpRoute) -> type[ErrorAnswer | AnthropicErrorAnswer]:
+    if error_form(route.path) is ErrorForm.OPENAI:
+        return ErrorAnswer
+    return AnthropicErrorAnswer
+
+
+def _errors(route: HttpRoute) -> dict[int, str]:
+    """When each status comes."""
+    if route.generates:
+        return _ERRORS | _GENERATING
+    return _ERRORS
 
 
 def _json(schema: JsonSchemaValue) -> JsonDict:

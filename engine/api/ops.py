@@ -103,8 +103,10 @@ async def startupz(service: Service, request: Request) -> Response:
 
 async def show_version(service: Service, request: Request) -> Response:
     """The version, and once the engine is ready, what it runs on and in which number formats."""
-    info = service.client.info
-    return _json({"version": version("jitney")} | ({} if info is None else _shown(info)))
+    shown = {"version": version("jitney")}
+    if service.client.info is not None:
+        shown |= _shown(service.client.info)
+    return _json(shown)
 
 
 async def show_config(service: Service, request: Request) -> Response:

@@ -392,9 +392,12 @@ def _engine_request(
     if body.priority and info.order != "priority":
         raise RequestError("priority needs a server started with order priority", param="priority")
     id = uuid.uuid4().hex
+    whole = None
+    if prompts > 1:
+        whole = Whole(id, prompts, context.prompt_tokens)
     return EngineRequest(
         id=id,
-        whole=Whole(id, prompts, context.prompt_tokens) if prompts > 1 else None,
+        whole=whole,
         prompt=[],
         sampling=sampling,
         arrival=context.started,

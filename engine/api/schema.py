@@ -762,12 +762,10 @@ def readable(error: ValidationError) -> RequestError:
     for entry in entries:
         reason = entry["msg"].removeprefix("Value error, ")
         lines.append(f"{_path(entry)}: {reason}")
-    is_unsupported = entries[0]["type"] == "unsupported_parameter"
-    return RequestError(
-        "; ".join(lines),
-        param=_path(entries[0]),
-        code="unsupported_parameter" if is_unsupported else "invalid_value",
-    )
+    code = "invalid_value"
+    if entries[0]["type"] == "unsupported_parameter":
+        code = "unsupported_parameter"
+    return RequestError("; ".join(lines), param=_path(entries[0]), code=code)
 
 
 def _path(entry: ErrorDetails) -> str:

@@ -88,18 +88,24 @@ def run(arguments: Sequence[str]) -> int:
 
 def _plan_from(args: Namespace) -> DevicePlan:
     """What the flags ask for. ConfigError where the platform is not here."""
-    platform = "cpu" if args.rehearse else args.platform
+    platform, shape = args.platform, args.shape
+    if args.rehearse:
+        platform, shape = "cpu", TINY
     settings = EngineSection(platform=platform, page_size=args.page_size or 16)
     check_platform(settings.platform)
-    only = check_parts(args.only.split(",") if args.only else ())
+    only = ()
+    if args.only:
+        only = check_parts(args.only.split(","))
+    if args.check:
+        only = ("check",)
     return DevicePlan(
-        shape=TINY if args.rehearse else args.shape,
+        shape=shape,
         dtype=args.dtype,
         kernels=args.kernels,
         against=args.against,
         platform=settings.platform,
         page_size=args.page_size or 0,
-        only=("check",) if args.check else only,
+        only=only,
         seconds=args.budget_s,
         environment=platform_environment(settings),
     )

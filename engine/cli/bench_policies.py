@@ -371,7 +371,9 @@ def cases_from(args: Namespace) -> _Cases:
         raise ConfigError(f"--cases has traffic of its own: give no {flag_of(given[0])} with it")
     if given:
         return {_GIVEN: (with_flags(args, requests=_requests(args, _DEFAULT_REQUESTS)), None)}
-    chosen = names_from("--cases", ",".join(CASES) if args.cases is None else args.cases, CASES)
+    chosen = list(CASES)
+    if args.cases is not None:
+        chosen = names_from("--cases", args.cases, CASES)
     return {name: _case_with(args, CASES[name]) for name in chosen}
 
 

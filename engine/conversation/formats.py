@@ -379,9 +379,12 @@ def turn_format(template: str, tools: str = _AUTO, reasoning: str = _AUTO) -> Tu
     channels = reasoning in _HARMONY_NAMES
     if reasoning == _AUTO:
         channels = harmony.CHANNEL in template
+    thoughts = None
+    if not channels:
+        thoughts = _reasoning_format(template, reasoning)
     return TurnFormat(
         tools=_tool_format(template, tools),
-        reasoning=None if channels else _reasoning_format(template, reasoning),
+        reasoning=thoughts,
         has_channels=channels,
         variables=_template_variables(template),
     )

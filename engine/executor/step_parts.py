@@ -103,9 +103,11 @@ class StepParts:
 
     def _start_tails(self, pool: Executor, bucket: Bucket) -> Callable[[], _Tails]:
         """What runs behind the model's program of a bucket."""
-        sizes = (bucket.seats,) if bucket.decode_only else self._sizes
+        sizes: Sequence[int] = self._sizes
+        heads = self._heads
+        if bucket.decode_only:
+            sizes, heads = (bucket.seats,), {}
         samplers = {size: self.samplers.start(pool, size) for size in sizes}
-        heads = {} if bucket.decode_only else self._heads
 
         def finish() -> _Tails:
             return _Tails(

@@ -48,8 +48,10 @@ class Suspicion:
         at_once: list[Stream] = []
         self._waiting.clear()
         for stream in streams:
-            suspected = stream.crashes >= _SUSPICIOUS
-            (self._waiting if suspected else at_once).append(stream)
+            if stream.crashes >= _SUSPICIOUS:
+                self._waiting.append(stream)
+            else:
+                at_once.append(stream)
         return at_once + self._next()
 
     def waits(self, stream: Stream) -> bool:

@@ -98,7 +98,9 @@ def _packed(entries: list[TokenLogprobs | None]) -> _PageScores:
     """The entries of a page's tokens; None stands for the first token of a text."""
     known = [entry for entry in entries if entry is not None]
     missing = len(entries) - len(known)
-    width = len(known[0].top_ids) if known else 0
+    width = 0
+    if known:
+        width = len(known[0].top_ids)
     logprobs = np.full(len(entries), np.nan, np.float32)
     top_ids = np.zeros((len(entries), width), np.int32)
     top_logprobs = np.zeros((len(entries), width), np.float32)

@@ -280,7 +280,9 @@ def _end_of(seq: Sequence, token: int) -> FinishReason | None:
 def _of_length_one(vector: np.ndarray) -> np.ndarray:
     """float64 [E] -> float32 [E] of the same direction."""
     length = np.linalg.norm(vector)
-    return (vector / length if length else vector).astype(np.float32)
+    if length:
+        vector = vector / length
+    return vector.astype(np.float32)
 
 
 def _logprobs_of(result: StepResult) -> list[TokenLogprobs]:

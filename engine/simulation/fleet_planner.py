@@ -86,11 +86,12 @@ class _Kept:
     def of(cls, run: FleetRun) -> _Kept:
         figures = run.figures()
         first, rates = figures["ttft_s"], figures["stream_tok_s"]
-        return cls(
-            first["p99"] if first else math.inf,
-            rates["p1"] if rates else math.inf,
-            run.refused_share,
-        )
+        ttft_s = stream_tok_s = math.inf
+        if first:
+            ttft_s = first["p99"]
+        if rates:
+            stream_tok_s = rates["p1"]
+        return cls(ttft_s, stream_tok_s, run.refused_share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,9 +128,12 @@ class Ingress:
 
     def _by_prefix(self, request: FleetRequest) -> Iterator[str]:
         known = _beginnings(request)
+        key = f"alone {request.number}".encode()
+        if known:
+            key = known[0]
         return by_prefix(
             self._ring,
-            known[0] if known else f"alone {request.number}".encode(),
+            key,
             self.loads,
             total=self.total,
             brake=self.brake,

@@ -74,8 +74,9 @@ def _certainty(
 ) -> str:
     """How far off saying so may be, as the end of the sentence."""
     here = _known_of((best, worst), off)
-    foreign = {} if elsewhere is None else _known_of((best, worst), elsewhere.errors)
-    foreign = {name: error for name, error in foreign.items() if name not in here}
+    foreign: dict[str, float] = {}
+    if elsewhere is not None:
+        foreign = _known_of({best, worst} - here.keys(), elsewhere.errors)
     known = here | foreign
     if not known:
         return "; error unknown: neither was measured."

@@ -40,13 +40,16 @@ def conversation_of(
     variables: JsonDict = {}
     if messages[-1]["role"] == "assistant":
         variables = {"add_generation_prompt": False, "continue_final_message": True}
+    budget = None
+    if body.thinking is not None:
+        budget = body.thinking.budget_tokens
     return Conversation(
         kind=kind,
         messages=messages,
         variables=variables,
         tools=_tool_use(body),
         effort=_effort(body, turns),
-        thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
+        thinking_budget=budget,
     )
 
 

@@ -102,7 +102,7 @@ class _Message(_OpenItem):
 
     def _keep(self, tokens: TokenList) -> None:
         if self._tokens.scores is None:
-            self._tokens = TokenList.empty(None if tokens.scores is None else tokens.scores.width)
+            self._tokens = tokens.cleared()
         self._tokens.extend(tokens)
 
     def _logprobs(self, short: bool) -> Any:

@@ -188,8 +188,10 @@ def _item(value: Any) -> Any:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     kind = value.get("type")
+    if kind is None and "role" in value:
+        return MessageItem.model_validate(value)
     if kind is None:
-        return (MessageItem if "role" in value else ReferenceItem).model_validate(value)
+        return ReferenceItem.model_validate(value)
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise unsupported(f"items of type {echo(kind)} are not supported here")
     return _ITEMS[kind].model_validate(value)

@@ -115,7 +115,10 @@ def _batch_rows(job: PartJob, get: _GetTraffic, streams: int, row: Row) -> Itera
     traffic, bench = get()
     n_prompt, n_output = job.sizes.batch
     requests = random_requests(job, streams, (n_prompt, n_prompt), (n_output, n_output))
-    traffic.warm_up(requests, _WARM_S if bench.weight_bytes > 1 << 30 else 0.0)
+    warm_s = 0.0
+    if bench.weight_bytes > 1 << 30:
+        warm_s = _WARM_S
+    traffic.warm_up(requests, warm_s)
     yield _run_row(job, bench, traffic.run(requests, concurrency=streams), row)
 
 

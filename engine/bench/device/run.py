@@ -146,11 +146,14 @@ class DeviceResults:
     def job(self, part: str, limit_s: float) -> PartJob:
         """What a part is told; what was found first holds for all. limit_s: it is ended then."""
         plan, about = self.plan, self.about
+        shape, dtype, kernels = plan.shape, plan.dtype, plan.kernels
+        if about is not None:
+            shape, dtype, kernels = self.shape, about.dtype, about.kernel_set
         return PartJob(
             part=part,
-            shape=self.shape if about else plan.shape,
-            dtype=about.dtype if about else plan.dtype,
-            kernels=about.kernel_set if about else plan.kernels,
+            shape=shape,
+            dtype=dtype,
+            kernels=kernels,
             page_size=self.page_size,
             seconds=(1 - _LAST_CASE) * limit_s,
             limit_s=limit_s,
