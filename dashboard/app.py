@@ -13,15 +13,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jitney.dashboard import report, request_detail, timeline
-from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
+from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.drawing import Drawings, blocks_of
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, SettingsNow, check_minutes
-from jitney.dashboard.mounting import mounted
+from jitney.dashboard.mounting import mounted, page_to_mount
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.queries import seconds, whole, word
-from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
+from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import core_seat_lists, page_cells, page_map
 from jitney.dashboard.view import View
 from jitney.engine.api.access import ApiKeys, identity_of
@@ -223,20 +223,13 @@ def create_dashboard(
     engine: SettingsNow | None = None,
     decode: _Decode | None = None,
 ) -> Starlette:
-    """The page of one engine, to be mounted under a path of its own.
+    """The page of one engine, to be mounted under a path of its own: see `page_to_mount`.
 
-    It checks for itself who may look (see `sign_in`), so what is in front must not ask for a bearer
-    key. hz: frames a second. engine: tells what the engine is started with, for the policy lab,
+    hz: frames a second. engine: tells what the engine is started with, for the policy lab,
     which is closed without it. decode: token ids to text, if prompts and answers may be shown.
     """
     dashboard = _Dashboard(client, settings, hz, engine, decode)
-    lines = dashboard.lines()
-    app = Starlette(
-        routes=[line.route for line in lines],
-        middleware=page_middleware(lines, dashboard.sessions, settings.cors_origins),
-        exception_handlers=HANDLERS,
-    )
-    app.router.redirect_slashes = False
+    app = page_to_mount(dashboard.lines(), dashboard.sessions, settings)
     app.state.feed = dashboard.feed
     return app
 

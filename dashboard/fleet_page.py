@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import Mount, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
 
-from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
+from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_member import Member
+from jitney.dashboard.mounting import page_by_itself, page_to_mount
 from jitney.dashboard.passing import PASSED_METHODS, nothing_here, pass_on
-from jitney.dashboard.routes import HANDLERS, PageRoutes, read_body, read_json, to_json
+from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.cross_site import cors
-from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.types import JsonDict
@@ -163,44 +160,16 @@ class _ReplicaFeed:
 def mounted_fleet_page(
     fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None = None
 ) -> Starlette:
-    """The page of these replicas, to be mounted under a path of its own.
-
-    It checks for itself who may look, so what is in front must not ask for a bearer key, but check
-    hosts and headers, and close `fleet`.
+    """The page of these replicas, to be mounted under a path of its own: see `page_to_mount`. Who
+    mounts it closes `fleet`.
     """
     page = _FleetPage(fleet, settings, rollouts)
-    lines = page.lines()
-    app = Starlette(
-        routes=[line.route for line in lines],
-        middleware=page_middleware(lines, page.sessions, settings.cors_origins),
-        exception_handlers=HANDLERS,
-    )
-    app.router.redirect_slashes = False
-    return app
+    return page_to_mount(page.lines(), page.sessions, settings)
 
 
 def create_fleet_page(
     fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None = None
 ) -> Starlette:
-    """The page of these replicas by itself; `fleet` is closed with it. settings: allowed_hosts,
-    cors_origins and api_keys count here.
-    """
+    """The page of these replicas by itself: see `page_by_itself`. `fleet` is closed with it."""
     page = _FleetPage(fleet, settings, rollouts)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        await fleet.close()
-
-    lines = page.lines()
-    router: Any = Router([line.route for line in lines], redirect_slashes=False)
-    inner: ASGIApp = HeaderLimits(router, settings)
-    return Starlette(
-        routes=[Mount("/", app=inner)],
-        exception_handlers=HANDLERS,
-        lifespan=lifespan,
-        middleware=[
-            *cors(settings),
-            *page_middleware(lines, page.sessions, settings.cors_origins),
-        ],
-    )
+    return page_by_itself(page.lines(), page.sessions, settings, fleet.close)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route, Router
+from starlette.routing import Route
 
-from jitney.dashboard.auth import FeedEndpoint, PageLine, page_middleware
+from jitney.dashboard.auth import FeedEndpoint, PageLine
+from jitney.dashboard.mounting import page_by_itself
 from jitney.dashboard.passing import PASSED_METHODS, pass_on
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.dashboard.routes import HANDLERS, PageRoutes
+from jitney.dashboard.routes import PageRoutes
 from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.cross_site import cors
-from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.types import JsonDict
 
@@ -71,23 +67,6 @@ async def _ask(engine: RemoteEngine) -> JsonDict:
 
 
 def create_standalone(engine: RemoteEngine, settings: ServerSettings) -> Starlette:
-    """The page of this engine. settings: allowed_hosts, cors_origins and api_keys count here."""
-    dashboard = _Standalone(engine, settings)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        await engine.close()
-
-    lines = dashboard.lines()
-    router = Router([line.route for line in lines], redirect_slashes=False)
-    inner: Any = HeaderLimits(router, settings)
-    return Starlette(
-        routes=[Mount("/", app=inner)],
-        exception_handlers=HANDLERS,
-        lifespan=lifespan,
-        middleware=[
-            *cors(settings),
-            *page_middleware(lines, dashboard.sessions, settings.cors_origins),
-        ],
-    )
+    """The page of this engine: see `page_by_itself`."""
+    page = _Standalone(engine, settings)
+    return page_by_itself(page.lines(), page.sessions, settings, engine.close)

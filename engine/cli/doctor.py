@@ -233,11 +233,11 @@ def _is_here(name: str, revision: str) -> bool:
     """True when running the model needs no network. Raises ModelError if there can be no such
     model.
     """
-    from jitney.engine.checkpoints.fetch import cached_hub
+    from jitney.engine.checkpoints.fetch import cached_hub, fetched_smollm2
     from jitney.engine.checkpoints.sources import DEFAULT_MODEL, is_repository, resolve
 
     if name == DEFAULT_MODEL:
-        return any((cache_dir() / "models").glob(f"{DEFAULT_MODEL}*.gguf"))
+        return fetched_smollm2() is not None
     if is_repository(name):
         return cached_hub(name, revision or None) is not None
     resolve(name)

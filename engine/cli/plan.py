@@ -106,7 +106,8 @@ _FLAGS = (
     Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
 )
 _DEFAULT = Assumptions()
-_ASSUMPTIONS = (
+#: How far a device comes.
+EFFICIENCIES = (
     Flag.number(
         "--bandwidth-efficiency",
         "share of the published memory bandwidth that is reached",
@@ -118,6 +119,9 @@ _ASSUMPTIONS = (
         _DEFAULT.flops,
     ),
     Flag.number("--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"),
+)
+_ASSUMPTIONS = (
+    *EFFICIENCIES,
     Flag.number("--memory-share", "share of the memory that may be used", _DEFAULT.memory),
 )
 COMMAND = Command(

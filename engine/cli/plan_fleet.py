@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, words_of, write_report
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.plan import assumptions_of
+from jitney.engine.cli.plan import EFFICIENCIES, assumptions_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, find_device
 from jitney.engine.simulation.fleet import Failures
@@ -110,18 +110,6 @@ _HOW = (
     Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT_HOW.most_requests),
     Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
 )
-_DEFAULT = Assumptions()
-_ASSUMED = (
-    Flag.number(
-        "--bandwidth-efficiency",
-        "share of the published memory bandwidth that is reached",
-        _DEFAULT.bandwidth,
-    ),
-    Flag.number(
-        "--flops-efficiency", "share of the published operations that is reached", _DEFAULT.flops
-    ),
-    Flag.number("--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"),
-)
 _COMMAND = Command(
     "plan --fleet",
     "How many replicas of what, at which price, for a traffic and its targets.",
@@ -130,7 +118,7 @@ _COMMAND = Command(
         FlagGroup(_TRAFFIC, "traffic"),
         FlagGroup(_TARGETS, "targets"),
         FlagGroup(_HOW, "how it is run"),
-        FlagGroup(_ASSUMED, "assumptions"),
+        FlagGroup(EFFICIENCIES, "assumptions"),
     ),
     usage="jitney plan --fleet MODEL --devices LIST --rates LIST [FLAG ...]",
 )
