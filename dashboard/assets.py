@@ -17,8 +17,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 _STATIC = Path(str(files("jitney.dashboard"))) / "static"
-PLOTLY = "plotly.min.js"
-_PLOTLY_FILE = Path(str(files("plotly"))) / "package_data" / PLOTLY
+_PLOTLY = "plotly.min.js"
+_PLOTLY_FILE = Path(str(files("plotly"))) / "package_data" / _PLOTLY
 #: Smaller files travel as they are.
 _GZIP_FROM = 1024
 
@@ -32,7 +32,7 @@ class PageFiles(StaticFiles):
         super().__init__(directory=_STATIC)
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
-        if path == PLOTLY:
+        if path == _PLOTLY:
             return str(_PLOTLY_FILE), _PLOTLY_FILE.stat()
         return super().lookup_path(path)
 

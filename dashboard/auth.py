@@ -27,12 +27,12 @@ from jitney.engine.api.routing import Role, route_path
 
 #: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from
 #: data: URLs.
-POLICY = (
+_POLICY = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 _HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -41,7 +41,7 @@ _HEADERS = {
 _REPORT = "/report"
 #: A report is one file with its scripts in it, so it runs apart from the page: in a sandbox, with
 #: no session.
-REPORT_POLICY = (
+_REPORT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
     "blob:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts "
@@ -119,7 +119,7 @@ def _add_headers(message: Message, path: str) -> None:
     headers = MutableHeaders(scope=message)
     headers.update(_HEADERS)
     if path.endswith(_REPORT):
-        headers["content-security-policy"] = REPORT_POLICY
+        headers["content-security-policy"] = _REPORT_POLICY
     headers.setdefault("cache-control", "no-store")
 
 

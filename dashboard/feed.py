@@ -42,7 +42,7 @@ from jitney.engine.types import JsonDict
 _log = logging.getLogger("jitney.dashboard")
 
 #: Seconds from one key frame to the next.
-KEY_FRAME_S = 2.0
+_KEY_FRAME_S = 2.0
 #: Seconds between two questions for the pages, and that a first frame waits for their answer.
 _PAGES_S, _FIRST_PAGES_S = 0.5, 0.25
 #: Seconds without a change after which a frame goes out all the same.
@@ -163,7 +163,7 @@ class Feed:
             self.client.info,
             run=self.run,
             hz=self.hz,
-            key_frame_s=KEY_FRAME_S,
+            key_frame_s=_KEY_FRAME_S,
             needs_key=self._needs_key,
             shows_text=self._shows_text and identity.is_admin,
             role=identity.role.name.lower(),
@@ -296,7 +296,7 @@ class _Sampler:
         if len(records):
             self._last_step = int(records[-1]["step"])
         now = time.monotonic()
-        with_key_frame = now - self._sent_key_frame >= KEY_FRAME_S
+        with_key_frame = now - self._sent_key_frame >= _KEY_FRAME_S
         self._renew_latencies(now, with_key_frame)
         self.feed.send(self._snapshot(records, now), records, with_key_frame=with_key_frame)
 

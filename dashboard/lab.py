@@ -45,7 +45,7 @@ _MOST_BYTES = 1 << 26
 #: Requests that are prepared between two rests.
 _PIECE = 64
 #: Settings that an experiment may change.
-SETTINGS = (
+_SETTINGS = (
     "max_seats",
     "token_budget",
     "pages",
@@ -145,7 +145,7 @@ class Lab:
         if self.settings is None:
             return {}
         settings = self.settings()
-        current = {name: getattr(settings, name) for name in SETTINGS}
+        current = {name: getattr(settings, name) for name in _SETTINGS}
         # Off, unless asked for: it is there for the tail of a server's traffic.
         current["static_timeout_ms"] = None
         if self.client.info is not None:
@@ -290,7 +290,7 @@ def _job(
         requests.append(request.until(traffic.last))
         if place % _PIECE == 0:
             yield
-    came = yield from arrivals(traffic.requests, traffic.first)
+    came = yield from _arrivals(traffic.requests, traffic.first)
     return ReplayJob(
         arrivals=came,
         engine=_recorded_engine(info, settings),
@@ -394,8 +394,8 @@ def _check_settings(changes: JsonDict, settings: EngineSection) -> None:
 
 
 def _check_known(name: str) -> None:
-    if name not in SETTINGS:
-        known = ", ".join(SETTINGS)
+    if name not in _SETTINGS:
+        known = ", ".join(_SETTINGS)
         message = f"{name[:40]} cannot be changed here; known: {known}"
         raise RequestError(message, param="settings")
 
@@ -408,7 +408,7 @@ def _field_error(error: ValidationError) -> RequestError:
     return RequestError(f"{name}: {message}", param=name)
 
 
-def arrivals(requests: list[RequestRecord], first: float) -> Generator[None, None, list[Arrival]]:
+def _arrivals(requests: list[RequestRecord], first: float) -> Generator[None, None, list[Arrival]]:
     """All requests as traffic, in seconds since `first`. Work for `Slices`."""
     tenants: dict[str, str] = {}
     lengths = sorted(request.n_output for request in requests if request.served)
@@ -418,7 +418,7 @@ def arrivals(requests: list[RequestRecord], first: float) -> Generator[None, Non
         arrival = Arrival(
             at=request.arrival - first,
             n_prompt=request.n_prompt,
-            n_output=wanted(request, ascending),
+            n_output=_wanted(request, ascending),
             tenant=tenants.setdefault(request.tenant, str(len(tenants))),
             priority=request.priority,
             n_cached=request.cached_tokens,
@@ -429,7 +429,7 @@ def arrivals(requests: list[RequestRecord], first: float) -> Generator[None, Non
     return traffic
 
 
-def wanted(request: RequestRecord, lengths: np.ndarray) -> int:
+def _wanted(request: RequestRecord, lengths: np.ndarray) -> int:
     """How many tokens a request asks for. lengths: of the answers that were given to the end,
     ascending.
 

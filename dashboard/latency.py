@@ -22,7 +22,7 @@ _PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 type _Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def samples(history: History, start: float, end: float) -> dict[str, _Samples]:
+def _samples(history: History, start: float, end: float) -> dict[str, _Samples]:
     """wait, ttft and itl of what happened at start < t <= end.
 
     Every sequence that decodes has one token from each step, so the time between two tokens is the
@@ -64,13 +64,13 @@ def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | N
 
 def summary(history: History, start: float, end: float) -> JsonDict:
     """Percentiles of wait, ttft and itl, seconds or None."""
-    columns = samples(history, start, end)
+    columns = _samples(history, start, end)
     return {name: percentiles(*column[1:]) for name, column in columns.items()}
 
 
 def histograms(history: History, start: float, end: float) -> JsonDict:
     """Counts per upper bound, and one more for what is longer."""
-    columns = samples(history, start, end)
+    columns = _samples(history, start, end)
     return {name: _histogram(_BOUNDS[name], column) for name, column in columns.items()}
 
 

@@ -26,7 +26,7 @@ class Unreachable(JitneyError):
     """The engine's page does not answer, or will not have us."""
 
 
-def base_of(url: str) -> str:
+def _base_of(url: str) -> str:
     """The dashboard's URL from an engine's. Raises ConfigError; a URL with a key in it is
     refused.
     """
@@ -51,7 +51,7 @@ class RemoteEngine:
     """
 
     def __init__(self, url: str, key: str = "", transport: httpx.AsyncBaseTransport | None = None):
-        self.base = base_of(url)
+        self.base = _base_of(url)
         self.url = self.base.removesuffix(_PATH)
         self._key = key
         self._http = httpx.AsyncClient(

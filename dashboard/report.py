@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from jitney.engine.report.figures import SeatSpan
 
-BINS = 240
+_BINS = 240
 #: Requests in the table of the slowest.
 _SLOWEST = 20
 _SLOWEST_NOTE = "End to end, and where the time went."
@@ -44,7 +44,7 @@ _REQUEST_HEADS = (
     "where it went",
 )
 #: Title and explanation of each chart.
-TITLES = {
+_TITLES = {
     "seats": (
         "Seat timeline",
         "Rows are seats; a change of colour is a change of request, blank is an idle seat. "
@@ -83,7 +83,7 @@ def collect(
     """
     history = client.history
     start, end = timeline.window(now - 60 * minutes, now, now)
-    shown = yield from timeline.timeline(history, start, end, BINS, now)
+    shown = yield from timeline.timeline(history, start, end, _BINS, now)
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
     span = f"The {minutes:g} min before {made}; state {client.state}."
     model = client.info.model if client.info else "no model"
@@ -206,9 +206,9 @@ def _seconds(value: float | None) -> str:
 
 
 def _chart_sections(shown: JsonObject) -> Iterator[PageSection]:
-    """A section for each of `TITLES`."""
+    """A section for each of `_TITLES`."""
     charts = {"seats": _seat_chart(shown)} | _charts(_ChartBins(shown))
-    for name, (title, text) in TITLES.items():
+    for name, (title, text) in _TITLES.items():
         yield PageSection(title, [text], charts=[charts[name]])
 
 

@@ -18,7 +18,7 @@ COOKIE = "jitney_session"
 #: Seconds until a browser must sign in again.
 LIFETIME_S = 12 * 3600
 #: Sessions kept in memory; the oldest goes first.
-MAX_SESSIONS = 1024
+_MAX_SESSIONS = 1024
 
 
 _Clock = Callable[[], float]
@@ -40,7 +40,7 @@ class Sessions:
         """A new session id."""
         session = secrets.token_urlsafe(32)
         self._open[digest_key(session)] = (self._clock() + LIFETIME_S, identity)
-        while len(self._open) > MAX_SESSIONS:
+        while len(self._open) > _MAX_SESSIONS:
             del self._open[next(iter(self._open))]
         return session
 

@@ -31,7 +31,7 @@ from jitney.engine.types import JsonDict, Seat
 _FREE, _PREFILL, _DECODE, _HELD = range(len(SEAT_STATES))
 _INDEX, _N_PROMPT, _N_COMPUTED, _N_OUTPUT, _MAX_TOKENS = range(len(SEAT_NUMBERS))
 #: Most cells of the page map; a larger pool shows several pages in one cell.
-MAX_PAGE_CELLS = 8192
+_MAX_PAGE_CELLS = 8192
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ def page_cells(page_states: bytes) -> PageCells:
     """The page map of `messages.SeatMap.page_states`."""
     states = np.frombuffer(page_states, np.uint8)[1:]
     counts = np.bincount(states, minlength=len(PAGE_STATES))
-    per_cell = max(1, -(-len(states) // MAX_PAGE_CELLS))
+    per_cell = max(1, -(-len(states) // _MAX_PAGE_CELLS))
     cells = states
     if per_cell > 1:
         cells = _commonest(states, per_cell)
@@ -168,7 +168,7 @@ def _commonest(states: np.ndarray, width: int) -> np.ndarray:
     return np.argmax(votes, axis=0).astype(np.uint8)
 
 
-def page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
+def _page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
     """[first, count, state] of each run of cells that are alike in `now` and different from
     `before`.
     """
@@ -338,7 +338,7 @@ def _seat_changes(before: Snapshot, now: Snapshot) -> list[list[Any]]:
 
 def _page_changes(before: PageCells, now: PageCells) -> PageChanges | None:
     """None if there are none. A page may change without a cell that does."""
-    runs = page_runs(before.cells, now.cells)
+    runs = _page_runs(before.cells, now.cells)
     if not runs and before.counts == now.counts:
         return None
     return {"runs": runs, "counts": now.counts}

@@ -22,7 +22,7 @@ from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import EngineInfo, JsonDict
 
 #: Rises with every change that an older page would not understand.
-FEED_VERSION = 3
+_FEED_VERSION = 3
 #: A seat's or a page's state is its place in these.
 SEAT_STATES = ("free", "prefill", "decode", "held")
 PAGE_STATES = ("free", "held", "shared", "cached")
@@ -233,7 +233,7 @@ def hello(
 ) -> bytes:
     """A feed's first event."""
     data: FeedStart = {
-        "version": FEED_VERSION,
+        "version": _FEED_VERSION,
         "run": run,
         "t": round(t, 4),
         "unix_time": round(unix_time, 3),

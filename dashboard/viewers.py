@@ -10,7 +10,7 @@ from jitney.engine.api.access import EVERYBODY, Identity
 
 MAX_VIEWERS = 32
 #: Events that wait for a slow viewer: a few seconds of them.
-QUEUE = 64
+_QUEUE = 64
 
 _HELLO = b"event: hello"
 
@@ -45,7 +45,7 @@ class Viewer:
         if self._closed:
             return
         self._events.append(event)
-        if len(self._events) > QUEUE:
+        if len(self._events) > _QUEUE:
             self._drop()
         self._changed.set()
 

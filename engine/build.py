@@ -354,7 +354,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
             pooling=pooling_of(setup.settings.embedding_pooling),
         )
 
-    return sized_runner(
+    return _sized_runner(
         setup.settings,
         setup.sizes(),
         setup.own_devices,
@@ -598,7 +598,7 @@ def _choose_context(wanted: int, model: ModelConfig) -> int:
     return wanted or model.context_length
 
 
-def sized_runner(
+def _sized_runner(
     settings: EngineSection,
     sizes: StateSizes,
     devices: Sequence[jax.Device],

@@ -31,7 +31,7 @@ def _available_cores() -> int:
 def processor_name() -> str:
     """The name alone, as the system tells it; the architecture's where it tells none."""
     if _CPUINFO.exists():
-        name = name_in(fields_of(_CPUINFO.read_text(errors="replace")))
+        name = _name_in(_fields_of(_CPUINFO.read_text(errors="replace")))
         if name:
             return name
     elif platform.system() == "Darwin":
@@ -41,7 +41,7 @@ def processor_name() -> str:
     return platform.processor() or platform.machine() or "unknown processor"
 
 
-def fields_of(cpuinfo: str) -> dict[str, str]:
+def _fields_of(cpuinfo: str) -> dict[str, str]:
     """The fields of the first processor in the text of /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
@@ -53,7 +53,7 @@ def fields_of(cpuinfo: str) -> dict[str, str]:
     return fields
 
 
-def name_in(fields: Mapping[str, str]) -> str:
+def _name_in(fields: Mapping[str, str]) -> str:
     """The processor's name, with its family and model where the name holds no number (virtual
     machines hide it), and with the maker's and the part's code on ARM, which has no name; empty if
     neither is there."""

@@ -77,7 +77,7 @@ def step_of(record: bytes) -> int:
 #: What a computed row can turn out to be.
 ROW_KINDS = ("prefill", "decode", "padding", "recomputed", "past_end", "cancelled")
 #: Fields that add up over steps.
-SUMMED = (
+_SUMMED = (
     "bucket_tokens",
     *ROW_KINDS,
     "boarded",
@@ -105,7 +105,7 @@ class Ledger:
     _totals: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._totals = dict.fromkeys(SUMMED, 0)
+        self._totals = dict.fromkeys(_SUMMED, 0)
         self._ring = np.zeros(self.capacity, STEP_DTYPE)
         self._bytes = memoryview(self._ring).cast("B")
 
@@ -142,7 +142,7 @@ class Ledger:
     def _sum_up(self) -> None:
         """Add to the totals what was recorded since the last time, which the ring still has."""
         new = self._newest(self._count - self._summed)
-        for name in SUMMED:
+        for name in _SUMMED:
             self._totals[name] += int(new[name].sum(dtype=np.int64))
         self._summed = self._count
 

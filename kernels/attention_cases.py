@@ -49,7 +49,7 @@ class AttentionCase:
         return replace(self, dtype=dtype, pool=pool)
 
 
-MIXED = AttentionCase((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=24)
+_MIXED = AttentionCase((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=24)
 _DECODE = AttentionCase((8, 2, 64), (1, 700, 33, 257), rows=8, seqs=8, pages=64)
 
 CASES = {
@@ -61,10 +61,10 @@ CASES = {
     "prompts alone": AttentionCase(
         (8, 2, 64), (), ((70, 70), (17, 17), (1, 1)), rows=100, seqs=5, pages=8
     ),
-    "mixed": MIXED,
+    "mixed": _MIXED,
     "window in decode": replace(_DECODE, window=100),
-    "window in mixed": replace(MIXED, window=24),
-    "softcap": replace(MIXED, softcap=5.0),
+    "window in mixed": replace(_MIXED, window=24),
+    "softcap": replace(_MIXED, softcap=5.0),
     "window, softcap in decode": replace(_DECODE, window=300, softcap=20.0),
     "no group": AttentionCase((3, 3, 64), (40, 90), ((30, 20),), rows=32, seqs=4, page=32, pages=8),
     "group of three": AttentionCase((9, 3, 64), (40, 90), ((130, 60),), rows=64, seqs=4),
@@ -79,10 +79,10 @@ CASES = {
         (4, 2, 128), (300,), ((100, 70),), rows=80, seqs=2, page=128, pages=4
     ),
     "head dim 256": AttentionCase((4, 2, 256), (300,), ((100, 40),), rows=48, seqs=2),
-    "int8 pool": replace(MIXED, pool="int8"),
+    "int8 pool": replace(_MIXED, pool="int8"),
     "int8 pool, one factor": replace(_DECODE, pool="int8", scales="pool"),
-    "fp8 e4m3 pool": replace(MIXED, pool="float8_e4m3fn"),
+    "fp8 e4m3 pool": replace(_MIXED, pool="float8_e4m3fn"),
     "fp8 e5m2 pool": replace(_DECODE, pool="float8_e5m2"),
-    "float16": replace(MIXED, dtype="float16", pool="float16"),
+    "float16": replace(_MIXED, dtype="float16", pool="float16"),
     "float16 over int8": replace(_DECODE, dtype="float16", pool="int8"),
 }

@@ -52,7 +52,7 @@ def jax_triton() -> ModuleType:
     there is none.
     """
     _check_versions()
-    name_tf32()
+    _name_tf32()
     cache = os.environ.get("TRITON_CACHE_DIR")  # importing jax-triton <= 0.4.1 deletes it
     module = importlib.import_module("jax_triton")
     if cache is not None:
@@ -80,7 +80,7 @@ def _check_versions() -> None:
         )
 
 
-def name_tf32() -> None:
+def _name_tf32() -> None:
     """Give Triton < 3.7 the constant without which jax-triton takes the NVIDIA backend for absent,
     in silence.
     """

@@ -82,7 +82,7 @@ class _ExpertInputs:
         return np.flatnonzero(self.blocks.rows < len(self.x))
 
 
-def make_inputs(case: ExpertCase) -> _ExpertInputs:
+def _make_inputs(case: ExpertCase) -> _ExpertInputs:
     """The arrays, in numpy."""
     rng = np.random.default_rng(case.size + case.inner + case.rows)
     x = _uniform(rng, (case.rows, case.size), case.dtype)
@@ -136,7 +136,7 @@ def _blocks(rng: np.random.Generator, case: ExpertCase) -> ExpertBlocks:
 
 def case_errors(experts: ExpertProducts, case: ExpertCase) -> Iterator[float]:
     """How far the answers are from their definition, where rows stand."""
-    given = make_inputs(case)
+    given = _make_inputs(case)
     found = jax.jit(experts, static_argnums=4)(
         given.x, given.opening, given.closing, given.blocks, case.activation
     )

@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from jitney.kernels.row_units import greatest_of_rows
 
 #: What rows and weights are rounded to.
-DTYPE = jnp.float8_e4m3fn
+_DTYPE = jnp.float8_e4m3fn
 #: Its greatest number.
-GREATEST = 448.0
+_GREATEST = 448.0
 
 
 class Fp8(NamedTuple):
@@ -41,9 +41,9 @@ def round_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     wide = x.astype(jnp.float32)
     most = greatest_of_rows(wide)
-    codes = wide * (GREATEST / most)
+    codes = wide * (_GREATEST / most)
     # Not divided: XLA divides one number otherwise than eight, in the last bit.
-    return codes.astype(DTYPE), most * (1 / GREATEST)
+    return codes.astype(_DTYPE), most * (1 / _GREATEST)
 
 
 def arrange(w: jax.Array, parts: int = 1) -> jax.Array:

@@ -21,7 +21,7 @@ from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, ExpertProducts, KernelSet, OneOf
 from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes, distance
 
-#: Most columns of a matrix and rows of a table, but for a remainder (`narrowed`): sixty vectors of
+#: Most columns of a matrix and rows of a table, but for a remainder (`_narrowed`): sixty vectors of
 #: 16, since tiles are chosen by divisors of up to six.
 _COLUMNS = 960
 #: Of the rows that are multiplied so many differ, and the others repeat them, which the definition
@@ -232,7 +232,9 @@ def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         return
     rng = np.random.default_rng(11)
     x = _random_rows(rng, shapes, shapes.hidden_size)
-    table = _random_array(rng, (narrowed(shapes.table, _COLUMNS), shapes.hidden_size), shapes.dtype)
+    table = _random_array(
+        rng, (_narrowed(shapes.table, _COLUMNS), shapes.hidden_size), shapes.dtype
+    )
 
     def call_all(rows: list[jax.Array], table: jax.Array) -> list[jax.Array]:
         return [kernels.project(x, table) for x in rows]
@@ -277,7 +279,7 @@ def _at_once_errors(
     for mixture, block in itertools.product(mixtures, shapes.blocks):
         case = ExpertCase(
             size=shapes.hidden_size,
-            inner=narrowed(mixture.inner, _COLUMNS),
+            inner=_narrowed(mixture.inner, _COLUMNS),
             rows=block + 3,
             block=block,
             n_experts=_EXPERTS,
@@ -335,7 +337,7 @@ def _matrices_of(mixture: MixtureShape, shapes: ServedShapes) -> tuple[Matrix, M
 
 def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
     """The matrix with at most some thousand outputs."""
-    size_out = narrowed(matrix.size_out, _COLUMNS)
+    size_out = _narrowed(matrix.size_out, _COLUMNS)
     groups = matrix.size_in // matrix.group
     packed = rng.integers(0, 256, (matrix.size_in // 2, size_out), np.uint8)
     scales = (rng.random((groups, size_out), np.float32) + 0.5).astype(np.float16)
@@ -353,7 +355,7 @@ def _random_operands(
     x = _random_rows(rng, shapes, matrix.size_in)
     # Products of about 1, so that gates are bent, neither all open nor all shut.
     x = (x.astype(np.float32) * np.float32(4 * matrix.size_in**-0.5)).astype(x.dtype)
-    size_out = narrowed(matrix.size_out, _COLUMNS * (2 if matrix.gated else 1))
+    size_out = _narrowed(matrix.size_out, _COLUMNS * (2 if matrix.gated else 1))
     size = count, matrix.size_in, size_out
     scale = 0.5 + rng.random(size_out, np.float32)
     match matrix.scheme:
@@ -399,7 +401,7 @@ def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) 
     return array
 
 
-def narrowed(size: int, columns: int) -> int:
+def _narrowed(size: int, columns: int) -> int:
     """A size under twice `columns` with the same remainder, so that tiles are chosen alike."""
     return min(size, columns + size % columns)
 

@@ -106,11 +106,11 @@ def _triton() -> KernelSet:
     """Triton kernels for the NVIDIA GPU that jax sees. Raises KernelError where there is none or
     jax-triton fails.
     """
-    return triton_for(compute_capability())
+    return _triton_for(compute_capability())
 
 
 @cache
-def triton_for(sm: int) -> KernelSet:
+def _triton_for(sm: int) -> KernelSet:
     """Triton kernels for compute capability `sm` (90: 9.0), on a machine that may have no GPU.
 
     One set each: bound methods of equal objects are not equal, and would compile a step's layers
@@ -209,14 +209,14 @@ def _on_tpu(kernels: KernelSet) -> KernelSet:
     return kernels
 
 
-KERNEL_SETS = {
+_KERNEL_SETS = {
     "reference": reference,
     "native": _native,
     "triton": _triton,
     "pallas": _pallas,
 }
 #: The set that "auto" means, by platform; a platform not named here gets the reference.
-BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tpu": "pallas"}
+_BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tpu": "pallas"}
 
 
 def select(platform: str, name: str = "auto") -> KernelSet:
@@ -227,9 +227,9 @@ def select(platform: str, name: str = "auto") -> KernelSet:
     """
     if name == "auto":
         return _best(platform)
-    if name not in KERNEL_SETS:
-        raise KernelError(f"unknown kernels {name!r}; known: auto, {', '.join(KERNEL_SETS)}")
-    return KERNEL_SETS[name]()
+    if name not in _KERNEL_SETS:
+        raise KernelError(f"unknown kernels {name!r}; known: auto, {', '.join(_KERNEL_SETS)}")
+    return _KERNEL_SETS[name]()
 
 
 def _best(platform: str) -> KernelSet:
@@ -237,7 +237,7 @@ def _best(platform: str) -> KernelSet:
     why; on a GPU or TPU, where it costs most of the speed that the device was bought for,
     KernelError says how to choose it by hand."""
     try:
-        return KERNEL_SETS[BEST.get(platform, "reference")]()
+        return _KERNEL_SETS[_BEST.get(platform, "reference")]()
     except KernelError as error:
         if platform != "cpu":
             raise KernelError(

@@ -17,12 +17,12 @@ from jitney.engine.api.settings import digest_key
 _WINDOW_S = 60.0
 #: Wrong keys with the same beginning from one address in that time, as of a client that was given
 #: a wrong key and tries again; and wrong keys of any kind from it.
-MOST_ALIKE = 10
-MOST_OF_ADDRESS = 60
+_MOST_ALIKE = 10
+_MOST_OF_ADDRESS = 60
 #: Characters of a key that are its beginning.
 _BEGINNING = 8
 #: Addresses and beginnings that are remembered.
-MAX_REMEMBERED = 4096
+_MAX_REMEMBERED = 4096
 #: An IPv6 client has a whole network of so many bits to choose its addresses from.
 _IPV6_NETWORK = 64
 
@@ -46,7 +46,7 @@ class Guesses:
             recent = [*self._recent(place), self._clock()]
             self._times.pop(place, None)
             self._times[place] = recent
-            if len(self._times) > MAX_REMEMBERED:
+            if len(self._times) > _MAX_REMEMBERED:
                 del self._times[next(iter(self._times))]
 
     def _wait(self, place: str, most: int) -> float:
@@ -66,7 +66,7 @@ def _places(address: str, key: str) -> list[tuple[str, int]]:
     """
     network = _network(address)
     beginning = digest_key(key[:_BEGINNING])
-    return [(network, MOST_OF_ADDRESS), (f"{network} {beginning}", MOST_ALIKE)]
+    return [(network, _MOST_OF_ADDRESS), (f"{network} {beginning}", _MOST_ALIKE)]
 
 
 def _network(address: str) -> str:

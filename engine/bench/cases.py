@@ -21,7 +21,7 @@ from jitney.engine.simulation.workload import Arrival
 from jitney.engine.types import JsonDict, JsonObject
 
 #: Loads of the curve, as shares of what continuous batching can serve.
-CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
+_CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
 #: Requests of each point of the curve: enough that 1 % of them are more than a few.
 CURVE_REQUESTS = 1024
 #: Rounds of all seats, or batches, that a policy's capacity is simulated with.
@@ -110,7 +110,7 @@ def load_curve(
     shape: EngineShape,
     table: StepTimes,
     policies: Sequence[str],
-    loads: Sequence[float] = CURVE_LOADS,
+    loads: Sequence[float] = _CURVE_LOADS,
 ) -> list[JsonDict]:
     """First-token waits of each policy over the load, by simulation: one point a load.
 

@@ -36,7 +36,7 @@ Watch = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class Sender:
+class _Sender:
     """How well the client kept up."""
 
     #: Of one CPU, over the run.
@@ -93,7 +93,7 @@ class LoadResult:
     started: float
     #: From the first intended arrival to the last end.
     seconds: float
-    sender: Sender
+    sender: _Sender
 
     def figures(self, **options: Any) -> JsonDict:
         """As `summary.summarise`, without what only the server knows; options: its slo and
@@ -138,7 +138,7 @@ class _Exchange:
     watch: Watch
     #: No request ever waits for another.
     open_loop: bool
-    sender: Sender = field(default_factory=Sender)
+    sender: _Sender = field(default_factory=_Sender)
     requests: dict[int, RequestRecord] = field(default_factory=dict)
     answers: dict[int, Answer] = field(default_factory=dict)
 
@@ -162,7 +162,7 @@ class _Exchange:
 
     def _keep(self, number: int, intended: float, answer: Answer) -> None:
         self.answers[number] = answer
-        self.requests[number] = record_of(number, self.arrivals[number], intended, answer)
+        self.requests[number] = _record_of(number, self.arrivals[number], intended, answer)
         self.watch(len(self.answers), len(self.arrivals))
 
     def result(self, started: float) -> LoadResult:
@@ -172,7 +172,7 @@ class _Exchange:
         return LoadResult(requests, answers, started, span(requests), self.sender)
 
 
-def record_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestRecord:
+def _record_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestRecord:
     """A request as its client saw it, with the endpoint's token counts where it tells them."""
     return RequestRecord(
         number=number,
@@ -196,7 +196,7 @@ def _first_token(answer: Answer) -> float | None:
 
 
 @asynccontextmanager
-async def _watched(sender: Sender) -> AsyncIterator[None]:
+async def _watched(sender: _Sender) -> AsyncIterator[None]:
     """Measure this process's share of a CPU and its event loop's lag while the block runs."""
     task = asyncio.create_task(_look(sender))
     cpu, wall = time.process_time(), time.monotonic()
@@ -208,7 +208,7 @@ async def _watched(sender: Sender) -> AsyncIterator[None]:
         sender.cpu_share = spent / max(1e-9, passed)
 
 
-async def _look(sender: Sender) -> None:
+async def _look(sender: _Sender) -> None:
     """Note how late the event loop wakes up, for ever."""
     while True:
         due = time.monotonic() + _LAG_EVERY_S

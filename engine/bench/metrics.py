@@ -21,7 +21,7 @@ _SampleName = tuple[str, tuple[tuple[str, str], ...]]
 Samples = dict[_SampleName, float]
 
 
-def parse_metrics(text: str) -> Samples:
+def _parse_metrics(text: str) -> Samples:
     """Our samples of a page in Prometheus' text format."""
     matches = filter(None, map(_SAMPLE.match, text.splitlines()))
     return dict(_sample(*match.groups()) for match in matches)
@@ -36,7 +36,7 @@ async def read_metrics(client: httpx.AsyncClient, base: str) -> Samples | None:
     page = await read_page(client, f"{base}/metrics")
     if page is None:
         return None
-    samples = parse_metrics(page.text)
+    samples = _parse_metrics(page.text)
     return None if _rows(samples, "prefill") is None else samples
 
 

@@ -36,7 +36,7 @@ _FEW_WORDS, _MANY_WORDS = 16, 160
 _UNKNOWN_STREAMS = 64
 
 
-class Ruler(NamedTuple):
+class _Ruler(NamedTuple):
     """How many tokens a text has on an endpoint."""
 
     #: Of the template around it.
@@ -44,7 +44,7 @@ class Ruler(NamedTuple):
     per_word: float
 
     @classmethod
-    def of(cls, one: int, many: int, words: int) -> Ruler:
+    def of(cls, one: int, many: int, words: int) -> _Ruler:
         """From the tokens of one word, and of `words`."""
         per_word = (many - one) / (words - 1)
         return cls(one - per_word, per_word)
@@ -144,7 +144,7 @@ class _Session:
     client: httpx.AsyncClient
     #: With its model named.
     endpoint: RemoteEndpoint
-    ruler: Ruler
+    ruler: _Ruler
 
     @classmethod
     async def open(
@@ -210,19 +210,19 @@ class _Session:
 
 async def _measured_ruler(
     client: httpx.AsyncClient, endpoint: RemoteEndpoint, longest: int
-) -> Ruler:
+) -> _Ruler:
     """From two texts, the longer one nearly of `longest` tokens."""
     one, few = await _lengths(client, endpoint, 1, _FEW_WORDS)
     if few <= one:
         raise JitneyError(
             f"the endpoint counts {one} and {few} tokens for texts of 1 and {_FEW_WORDS} words"
         )
-    ruler = Ruler.of(one, few, _FEW_WORDS)
+    ruler = _Ruler.of(one, few, _FEW_WORDS)
     words = min(_MANY_WORDS, ruler.words(longest))
     if words <= _FEW_WORDS:
         return ruler
     (many,) = await _lengths(client, endpoint, words)
-    return Ruler.of(one, many, words)
+    return _Ruler.of(one, many, words)
 
 
 async def _lengths(client: httpx.AsyncClient, endpoint: RemoteEndpoint, *words: int) -> list[int]:

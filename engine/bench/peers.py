@@ -119,7 +119,7 @@ class _PeerResult:
             "settings": self.peer.settings,
             "start_s": self.start_s,
             "failed": self.failed or None,
-            "medians": medians_of(self.runs),
+            "medians": _medians_of(self.runs),
             "runs": self.runs,
         }
 
@@ -289,7 +289,7 @@ _MEDIANS = {
 }
 
 
-def medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]:
+def _medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]:
     """For each measurement the median, least and most of its figures over the repetitions."""
     names = dict.fromkeys(name for run in runs for name in run)  # in order, each once
     return {name: _medians([run[name] for run in runs if name in run]) for name in names}

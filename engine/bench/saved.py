@@ -18,7 +18,7 @@ from jitney.engine.simulation.accuracy import RunNote
 from jitney.engine.simulation.workload import TraceLine
 from jitney.engine.telemetry.request_record import RequestRecord
 
-TIMES_DTYPE = np.dtype(
+_TIMES_DTYPE = np.dtype(
     [
         ("request", "i8"),
         ("n_prompt", "i4"),
@@ -29,7 +29,7 @@ TIMES_DTYPE = np.dtype(
         ("finished", "f8"),
     ]
 )
-STAYS_DTYPE = np.dtype(
+_STAYS_DTYPE = np.dtype(
     [("seat", "i4"), ("request", "i8"), ("start", "f8"), ("first_token", "f8"), ("end", "f8")]
 )
 #: Fields of a request that a recording has too.
@@ -85,7 +85,7 @@ def _times_array(run: OfflineRun) -> np.ndarray:
     """[requests] TIMES_DTYPE, seconds since the run's start."""
     columns = {name: _column(run.requests, name) for name in ("n_prompt", "n_output")}
     columns["request"] = _column(run.requests, "number")
-    return _array(TIMES_DTYPE, columns, run.requests, run.started)
+    return _array(_TIMES_DTYPE, columns, run.requests, run.started)
 
 
 def _stays_array(run: OfflineRun) -> np.ndarray:
@@ -93,7 +93,7 @@ def _stays_array(run: OfflineRun) -> np.ndarray:
     stays = [stay for _, stay in run.stays]
     numbers = [request.number for request, _ in run.stays]
     columns = {"request": numbers, "seat": _column(stays, "seat")}
-    return _array(STAYS_DTYPE, columns, stays, run.started)
+    return _array(_STAYS_DTYPE, columns, stays, run.started)
 
 
 def _array(

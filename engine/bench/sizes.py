@@ -52,7 +52,7 @@ LONGEST_S = 1.0
 _LIMIT_S = 900.0
 
 
-class SizeRule(NamedTuple):
+class _SizeRule(NamedTuple):
     """Which sizes are worth their steps."""
 
     #: The size that is taken where nothing speaks against it.
@@ -99,10 +99,10 @@ def _usual(name: str) -> int:
 
 
 #: Decoding sequences of a step: with each doubling every token of every stream comes later.
-_SEATS = SizeRule(_usual("max_seats"), limit_s=0.2, larger_limit_s=0.2, worth=1.1)
+_SEATS = _SizeRule(_usual("max_seats"), limit_s=0.2, larger_limit_s=0.2, worth=1.1)
 #: Rows of a step with prompts, which others wait for. Steps beyond the usual size come only where
 #: so many rows wait, and then end sooner for all of them: a little more a second is enough.
-_ROWS = SizeRule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth=1.03)
+_ROWS = _SizeRule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth=1.03)
 
 #: Times the steps of an engine with these settings.
 _Time = Callable[[Config], Awaitable[SizeTimes]]
@@ -119,14 +119,14 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 async def sizes_here(config: Config) -> Measured:
-    """Those of this machine; as `measure_sizes`."""
+    """Those of this machine; as `_measure_sizes`."""
     others = OtherWork(processors_here(config.engine.threads).chosen)
     await asyncio.sleep(_LOOK_S)
     _check_other_work(others.share())
-    return await measure_sizes(config, time_apart)
+    return await _measure_sizes(config, _time_apart)
 
 
-async def measure_sizes(config: Config, time_steps: _Time) -> Measured:
+async def _measure_sizes(config: Config, time_steps: _Time) -> Measured:
     """Measure, and choose. config: with the fixed sizes. Raises JitneyError if steps cannot be
     timed, or only beside other work.
 
@@ -222,7 +222,7 @@ def _check_other_work(share: float) -> None:
         )
 
 
-def best_size(timed: Sequence[Timed], rule: SizeRule) -> int:
+def _best_size(timed: Sequence[Timed], rule: _SizeRule) -> int:
     """The largest size that is worth its step."""
     best = timed[0]
     most = best.rate
@@ -246,17 +246,17 @@ def _larger(times: SizeTimes, seats: int, rows: int) -> tuple[int, int]:
     return seats * (1 + more_seats), rows * (1 + more_rows)
 
 
-def _quick(timed: Sequence[Timed], rule: SizeRule) -> bool:
+def _quick(timed: Sequence[Timed], rule: _SizeRule) -> bool:
     """Whether a step of twice the largest size may keep the limit."""
     return timed[-1].seconds <= rule.larger_limit_s / 2
 
 
 def _best_seats(times: SizeTimes) -> int:
-    return best_size(times.decode, _SEATS)
+    return _best_size(times.decode, _SEATS)
 
 
 def _best_rows(times: SizeTimes) -> int:
-    return best_size(times.prompts, _ROWS)
+    return _best_size(times.prompts, _ROWS)
 
 
 def _worth_a_program(timed: Sequence[Timed], most: int) -> tuple[int, ...]:
@@ -334,7 +334,7 @@ def _but_defaults(values: _Values) -> _Values:
     return {name: value for name, value in values.items() if value != known[name].field.default}
 
 
-async def time_apart(config: Config) -> SizeTimes:
+async def _time_apart(config: Config) -> SizeTimes:
     """The times of an engine with these settings in a process of its own. Raises JitneyError with
     the last line that it said if it fails.
     """

@@ -76,7 +76,7 @@ def _measure(llm: LLM) -> SizeTimes:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
     each = min(_PROMPT, longest)
     most = pool.capacity // pool.pages_for(each)
-    prompts = [StepCase(bucket, (), prompt_chunks(bucket, each, most)) for bucket in buckets.mixed]
+    prompts = [StepCase(bucket, (), _prompt_chunks(bucket, each, most)) for bucket in buckets.mixed]
     processors = own_processors()
     others = OtherWork(processors)
     decoded, prompted = tuple(_timed(llm, decode)), tuple(_timed(llm, prompts))
@@ -103,7 +103,7 @@ def _untried(runner: Any) -> bool:
     return kernels.name == "native" and not is_measured(kernels.instructions)
 
 
-def prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:
+def _prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:
     """(start, rows) of prompts of `each` rows, the last one of what is left, that fill the bucket;
     at most `most` of them.
     """

@@ -49,8 +49,8 @@ _LATE = 768
 _GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 #: Bytes of the array whose copying tells the bandwidth, and the side of the square product that
 #: tells the rate, on a CPU and on anything faster, where smaller ones would time the launch.
-COPY_BYTES = {True: 1 << 28, False: 1 << 30}
-PRODUCT_SIDE = {True: 2048, False: 8192}
+_COPY_BYTES = {True: 1 << 28, False: 1 << 30}
+_PRODUCT_SIDE = {True: 2048, False: 8192}
 _IDEAL = Assumptions(bandwidth=1.0, flops=1.0, overhead_s=0.0, hop_s=0.0)
 #: What of the engine stands in the report.
 _FACTS = (
@@ -85,7 +85,7 @@ class StepCase:
 
 
 @dataclass(slots=True)
-class StepTiming:
+class _StepTiming:
     """A case and how long it took."""
 
     case: StepCase
@@ -99,7 +99,7 @@ class StepTiming:
         return median(self.seconds)
 
 
-def cases(buckets: Buckets, room: int, context: int) -> list[StepCase]:
+def _cases(buckets: Buckets, room: int, context: int) -> list[StepCase]:
     """What to measure: room is how many KV positions the pool holds, context the most of one
     sequence.
     """
@@ -191,12 +191,12 @@ def _time_cases(
     repeats: int,
     seconds: float,
     watch: _Watch = lambda done, total: None,
-) -> list[StepTiming]:
+) -> list[_StepTiming]:
     """Each case `repeats` times in shuffled rounds after one that does not count; at least one
     round counts, and no new one begins after `seconds`.
     """
     plans = [plan_of(case, number, page_size) for number, case in enumerate(wanted)]
-    timings = [StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
+    timings = [_StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
     pairs = list(zip(plans, timings, strict=True))
     rng = random.Random(0)
     started = time.perf_counter()
@@ -242,7 +242,7 @@ def _copy_bandwidth() -> float:
     import jax
     import jax.numpy as jnp
 
-    size = COPY_BYTES[jax.default_backend() == "cpu"]
+    size = _COPY_BYTES[jax.default_backend() == "cpu"]
     add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.zeros(size // 4, jnp.float32)
     return 2 * size / _least_seconds(add_one, x, 8)
@@ -266,7 +266,7 @@ def _product_rate(dtype: str) -> float:
     import jax
     import jax.numpy as jnp
 
-    side = PRODUCT_SIDE[jax.default_backend() == "cpu"]
+    side = _PRODUCT_SIDE[jax.default_backend() == "cpu"]
     ones = jnp.ones((side, side), dtype)
 
     @jax.jit
@@ -276,7 +276,7 @@ def _product_rate(dtype: str) -> float:
     return 2 * side**3 / _least_seconds(lambda _: multiply(ones, ones), ones, 5)
 
 
-def measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
+def _measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
     """The least time that the measured bandwidth and rate allow."""
     number = "f32" if dtype == "float32" else "bf16"
     rates = MappingProxyType({"bf16": rate, "f32": rate})
@@ -316,21 +316,21 @@ def measure(
     core, info = llm.core, llm.info
     pool = core.scheduler.pool
     room = pool.capacity * pool.page_size // 2
-    wanted = cases(core.scheduler.buckets, room, info.context_length)
+    wanted = _cases(core.scheduler.buckets, room, info.context_length)
     if not wanted:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
     host = _host_of(core, info.seats)
     runner: Any = core.runner
     timings = _time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
     source = f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}"
-    return _report_of(info, config, timings, table_of(timings, host, source))
+    return _report_of(info, config, timings, _table_of(timings, host, source))
 
 
 def _report_of(
-    info: EngineInfo, config: ModelConfig, timings: Sequence[StepTiming], table: StepTable
+    info: EngineInfo, config: ModelConfig, timings: Sequence[_StepTiming], table: StepTable
 ) -> JsonDict:
     bandwidth, rate = _copy_bandwidth(), _product_rate(info.dtype)
-    floor = measured_floor(config, info.dtype, bandwidth, rate)
+    floor = _measured_floor(config, info.dtype, bandwidth, rate)
     return {
         **{name: getattr(info, name) for name in _FACTS},
         "copy_bytes_s": bandwidth,
@@ -340,7 +340,7 @@ def _report_of(
     }
 
 
-def table_of(timings: Sequence[StepTiming], host: HostTimes, source: str) -> StepTable:
+def _table_of(timings: Sequence[_StepTiming], host: HostTimes, source: str) -> StepTable:
     """Curves through the medians, and the scatter of the repeats around them."""
     ratios: dict[str, list[float]] = {}
     points = []
@@ -353,7 +353,7 @@ def table_of(timings: Sequence[StepTiming], host: HostTimes, source: str) -> Ste
     return StepTable.from_points(points, host, source, noise)
 
 
-def _row_of(timing: StepTiming, table: StepTable, floor: Roofline) -> JsonDict:
+def _row_of(timing: _StepTiming, table: StepTable, floor: Roofline) -> JsonDict:
     case, work = timing.case, timing.work
     return {
         "bucket": str(case.bucket),

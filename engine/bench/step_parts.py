@@ -40,7 +40,7 @@ _Clock = Callable[[], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class PartTimes:
+class _PartTimes:
     """What a step took, in seconds."""
 
     whole: float
@@ -66,14 +66,14 @@ def measure_parts(llm: LLM, config: ModelConfig, repeats: int) -> list[JsonDict]
     number = "f32" if info.dtype == "float32" else "bf16"
     kv_bytes = ModelCost(config, number, number).kv_bytes
     rows = []
-    for turn, case in enumerate(part_cases(buckets, info.context_length)):
+    for turn, case in enumerate(_part_cases(buckets, info.context_length)):
         plan = plan_of(case, turn, pool.page_size)
         if sum(len(chunk.seq.pages) for chunk in plan.chunks) <= pool.capacity:
             rows.append(_row_of(case, plan, _timed(runner, plan, clock, repeats), kv_bytes))
     return rows
 
 
-def part_cases(buckets: Buckets, context: int) -> list[StepCase]:
+def _part_cases(buckets: Buckets, context: int) -> list[StepCase]:
     """Steps of decoding seats alone, of a prompt alone, and of a prompt beside decoding seats."""
     made: dict[StepCase, None] = {}  # in order, each once
     for seats in _SEATS:
@@ -97,7 +97,7 @@ def _decode_cases(buckets: Buckets, seats: int, context: int) -> Iterator[StepCa
         yield StepCase(fitting[0], (min(length, context - 1),) * seats)
 
 
-def _timed(runner: Runner, plan: Plan, clock: _Clock, repeats: int) -> PartTimes:
+def _timed(runner: Runner, plan: Plan, clock: _Clock, repeats: int) -> _PartTimes:
     """The mean of the quickest quarter of the repeats, after one that does not count: other work
     makes steps longer, and some parts more than others.
     """
@@ -107,21 +107,21 @@ def _timed(runner: Runner, plan: Plan, clock: _Clock, repeats: int) -> PartTimes
     return _mean(times[: -(-repeats // 4)])
 
 
-def _once(runner: Runner, plan: Plan, clock: _Clock) -> PartTimes:
+def _once(runner: Runner, plan: Plan, clock: _Clock) -> _PartTimes:
     batch = runner.batch(plan)
     before = clock()
     started = time.perf_counter()
     runner.fetch(runner.launch(batch))
     whole = time.perf_counter() - started
-    return PartTimes(whole, {name: now - before[name] for name, now in clock().items()})
+    return _PartTimes(whole, {name: now - before[name] for name, now in clock().items()})
 
 
-def _mean(times: Sequence[PartTimes]) -> PartTimes:
+def _mean(times: Sequence[_PartTimes]) -> _PartTimes:
     parts = {name: float(np.mean([one.parts[name] for one in times])) for name in times[0].parts}
-    return PartTimes(float(np.mean([one.whole for one in times])), parts)
+    return _PartTimes(float(np.mean([one.whole for one in times])), parts)
 
 
-def _row_of(case: StepCase, plan: Plan, times: PartTimes, kv_bytes: float) -> JsonDict:
+def _row_of(case: StepCase, plan: Plan, times: _PartTimes, kv_bytes: float) -> JsonDict:
     """kv_bytes: of a position."""
     return {
         "bucket": str(case.bucket),

@@ -24,7 +24,7 @@ def point_of(figures: JsonObject) -> dict[str, float | None]:
     return point
 
 
-def knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int | None:
+def _knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int | None:
     """Index of the knee of an ascending curve, None if it has none (a straight line, or fewer than
     three points).
 
@@ -60,4 +60,4 @@ def knee_of(axis: str, points: Sequence[JsonObject]) -> int | None:
     values = [point[figure] for point in points]
     if None in values:
         return None
-    return knee([point[axis] for point in points], values, convex=convex)
+    return _knee([point[axis] for point in points], values, convex=convex)

@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 _GEMMA2_27B, _GEMMA3_27B = 46, 62
 
 
-def read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
+def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
     """The keys of config.json that all families share, and what they say.
 
     defaults: what transformers assumes for keys that the file leaves out. A key set to null is not
@@ -97,12 +97,12 @@ def _windows_by_type(fields: Fields, layers: int) -> tuple[int, ...] | None:
 
 
 def _llama(values: JsonObject) -> ModelConfig:
-    fields, config = read_decoder(values, max_position_embeddings=2048)
+    fields, config = _read_decoder(values, max_position_embeddings=2048)
     return replace(config, o_bias=config.qkv_bias, mlp_bias=fields.flag("mlp_bias"))
 
 
 def _mistral(values: JsonObject) -> ModelConfig:
-    fields, config = read_decoder(
+    fields, config = _read_decoder(
         values, max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096
     )
     return replace(config, windows=(_window(fields),) * config.n_layers)
@@ -124,7 +124,7 @@ def _read_qwen3(values: JsonObject) -> tuple[Fields, ModelConfig]:
 
 
 def _qwen(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
-    return read_decoder(
+    return _read_decoder(
         values,
         max_position_embeddings=32768,
         num_key_value_heads=32,
@@ -164,7 +164,7 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
 
 
 def _mixtral(values: JsonObject) -> ModelConfig:
-    fields, config = read_decoder(
+    fields, config = _read_decoder(
         values, max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5
     )
     experts = ExpertsConfig(
@@ -205,7 +205,7 @@ def _gemma3(values: JsonObject) -> ModelConfig:
 
 def _gemma(values: JsonObject, every: int) -> ModelConfig:
     """What the Gemmas share; every: without `layer_types`, each so manieth layer sees all."""
-    fields, config = read_decoder(
+    fields, config = _read_decoder(
         values,
         num_key_value_heads=4,
         head_dim=256,
@@ -293,7 +293,7 @@ class Family:
 
 
 #: The smallest model that still has more than one of everything.
-TINY = ModelConfig(
+_TINY = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=512,
     hidden_size=64,
@@ -344,6 +344,6 @@ def tiny_config(name: str = "llama") -> ModelConfig:
     """
     for architecture, family in FAMILIES.items():
         if family.name == name:
-            return replace(TINY, architecture=architecture, **family.tiny)
+            return replace(_TINY, architecture=architecture, **family.tiny)
     known = ", ".join(family.name for family in FAMILIES.values())
     raise ModelError(f"tiny-random has no architecture {name!r}; known: {known}")

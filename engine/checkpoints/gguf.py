@@ -39,7 +39,7 @@ _STRING, _ARRAY = 8, 9
 #: memory.
 _LONGEST_LIST = 1 << 20
 #: Tensors decoded at once: 4 Mi elements are 16 MiB of float32.
-DECODE_ELEMENTS = 1 << 22
+_DECODE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class GGUFFile:
         stored = _as_stored(self.rows(name)[rows, first * size : end * size], kind)
         out = np.empty((len(stored), columns.stop - columns.start), np.float32)
         # The library decodes rows; a few at a time keep its float32 temporaries small.
-        step = max(1, DECODE_ELEMENTS // ((end - first) * block))
+        step = max(1, _DECODE_ELEMENTS // ((end - first) * block))
         wanted = slice(columns.start - first * block, columns.stop - first * block)
         for row in range(0, len(stored), step):
             out[row : row + step] = self._decoded(name, stored[row : row + step], kind)[:, wanted]

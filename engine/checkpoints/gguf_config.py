@@ -24,7 +24,7 @@ from jitney.engine.types import JsonObject
 
 def config_of(file: GGUFFile) -> ModelConfig:
     """The model's configuration; ModelError if it cannot be served."""
-    return read_gguf_config(file.metadata, file.shapes, _rope_factors(file))
+    return _read_gguf_config(file.metadata, file.shapes, _rope_factors(file))
 
 
 def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
@@ -33,7 +33,7 @@ def _rope_factors(file: GGUFFile) -> tuple[float, ...]:
     return tuple(map(float, file.read("rope_freqs.weight").ravel()))
 
 
-def read_gguf_config(
+def _read_gguf_config(
     metadata: JsonObject,
     shapes: Mapping[str, tuple[int, ...]],
     rope_factors: tuple[float, ...] = (),

@@ -38,9 +38,9 @@ _ACCEPT = (
     "application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 )
 #: Most bytes of an index page.
-PAGE_LIMIT = 32 << 20
+_PAGE_LIMIT = 32 << 20
 #: A download that breaks off is taken up again so many times, after so many seconds.
-RETRIES, PAUSE_S = 2, 1.0
+_RETRIES, _PAUSE_S = 2, 1.0
 #: Seconds to connect, and to wait for the next bytes.
 _CONNECT_S, _READ_S = 15.0, 60.0
 #: Bytes between two words of progress, and of one read of a local file.
@@ -65,7 +65,7 @@ class _Link:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexSettings:
+class _IndexSettings:
     """Where packages come from."""
 
     indexes: tuple[str, ...]
@@ -82,7 +82,7 @@ def download(project: str, filename: str, folder: Path, watch: _Watch) -> Path:
     Every configured place is asked in turn; a file whose sha256 is not the one its index tells is
     not taken. Raises ModelError, in one line, with the reason of each place.
     """
-    settings = read_settings(os.environ)
+    settings = _read_settings(os.environ)
     places = list(settings.find_links)
     places += [f"{index.rstrip('/')}/{project}/" for index in settings.indexes]
     reasons = []
@@ -99,7 +99,7 @@ def download(project: str, filename: str, folder: Path, watch: _Watch) -> Path:
 # Settings
 
 
-def read_settings(environ: Mapping[str, str]) -> IndexSettings:
+def _read_settings(environ: Mapping[str, str]) -> _IndexSettings:
     """What pip, else uv, is told, see the module; the public index where nobody says otherwise."""
     pip = _read_pip_files(environ)
     links = (environ.get("PIP_FIND_LINKS") or pip.get("find-links", "")).split()
@@ -109,7 +109,7 @@ def read_settings(environ: Mapping[str, str]) -> IndexSettings:
     if without.lower() in ("1", "true", "yes", "on"):
         indexes = []
     cert = environ.get("PIP_CERT") or pip.get("cert", "")
-    return IndexSettings(_once(indexes), _once(links), cert)
+    return _IndexSettings(_once(indexes), _once(links), cert)
 
 
 def _indexes(environ: Mapping[str, str], pip: Mapping[str, str]) -> list[str]:
@@ -177,7 +177,7 @@ def _pip_files(environ: Mapping[str, str]) -> list[Path]:
 # Talking to a place
 
 
-def _make_client(settings: IndexSettings) -> httpx.Client:
+def _make_client(settings: _IndexSettings) -> httpx.Client:
     """A client that trusts the system's certificates and httpx's, or those of `cert` alone."""
     import httpx
 
@@ -249,7 +249,7 @@ def _read_page(response: httpx.Response) -> bytes:
     body = bytearray()
     for part in response.iter_bytes():
         body += part
-        if len(body) > PAGE_LIMIT:
+        if len(body) > _PAGE_LIMIT:
             raise _IndexProblem("its page is too large")
     return bytes(body)
 
@@ -398,7 +398,7 @@ def _web_bytes(client: httpx.Client, link: _Link, watch: _Watch) -> Iterator[byt
     """Of a file elsewhere; a connection that breaks is made again, from where it broke."""
     import httpx
 
-    done, retries = 0, RETRIES
+    done, retries = 0, _RETRIES
     while True:
         try:
             for part in _web_bytes_from(client, link, done, watch):
@@ -410,7 +410,7 @@ def _web_bytes(client: httpx.Client, link: _Link, watch: _Watch) -> Iterator[byt
                 reason = f"its file broke off after {done} bytes: {_reason_of(error)}"
                 raise _IndexProblem(reason) from None
             retries -= 1
-            time.sleep(PAUSE_S)
+            time.sleep(_PAUSE_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _IndexProblem(_reason_of(error)) from None
 

@@ -156,10 +156,10 @@ def _deliver(args: Namespace, report: JsonObject) -> None:
     if args.markdown:
         write_text("--markdown", args.markdown, table)
     if write_report(args, report):
-        print("\n".join([table, *remarks(report)]))
+        print("\n".join([table, *_remarks(report)]))
 
 
-def remarks(report: JsonObject) -> list[str]:
+def _remarks(report: JsonObject) -> list[str]:
     """What a reader of the table has to know beside it."""
     lines = []
     for name, engine in report["engines"].items():

@@ -175,7 +175,7 @@ class _Traffic:
     #: The policy that the load is a share of, "" if it is not.
     of: str
     load: float
-    #: Requests a second; 0: they have none. `set_rates` writes it where `of` is named.
+    #: Requests a second; 0: they have none. `_set_rates` writes it where `of` is named.
     rate: float
 
     @property
@@ -234,7 +234,7 @@ class _Comparison:
             return 0.0
         rate, measured = self._capacity()
         table = StepTable.from_records(measured.records)
-        set_rates(self.bench, self.traffics, table, rate)
+        _set_rates(self.bench, self.traffics, table, rate)
         say(self._expectation(table))
         return rate
 
@@ -286,7 +286,7 @@ def _named(watch: NamedWatch, case: str) -> NamedWatch:
     return lambda policy, done, total: watch(f"{case}, {policy}", done, total)
 
 
-def set_rates(
+def _set_rates(
     bench: OfflineBench, traffics: Mapping[str, _Traffic], table: StepTable, rate: float
 ) -> None:
     """Give each open case its rate: of what continuous batching was measured to serve of the first
@@ -308,12 +308,12 @@ def run(arguments: Sequence[str]) -> int:
     """
     args = COMMAND.parse(arguments)
     policies, loads = _policies_from(args), _loads_from(args)
-    cases = cases_from(args)
+    cases = _cases_from(args)
     _check(args, cases)
     config = _config_from(args)
     llm = load_llm(config)
     bench = OfflineBench(llm.core, llm.tokenizer.encode)
-    traffics = {name: draw(bench, flags, case) for name, (flags, case) in cases.items()}
+    traffics = {name: _draw(bench, flags, case) for name, (flags, case) in cases.items()}
     with progress() as watch:
         timeout_ms = _static_timeout_ms(args, config)
         comparison = _Comparison(bench, traffics, policies, loads, timeout_ms, watch)
@@ -364,13 +364,13 @@ def _loads_from(args: Namespace) -> list[float]:
 _Cases = dict[str, tuple[Namespace, TrafficCase | None]]
 
 
-def cases_from(args: Namespace) -> _Cases:
+def _cases_from(args: Namespace) -> _Cases:
     """The cases that the flags ask for."""
     given = _given_traffic(args)
     if given and args.cases is not None:
         raise ConfigError(f"--cases has traffic of its own: give no {flag_of(given[0])} with it")
     if given:
-        return {_GIVEN: (with_flags(args, requests=_requests(args, _DEFAULT_REQUESTS)), None)}
+        return {_GIVEN: (_with_flags(args, requests=_requests(args, _DEFAULT_REQUESTS)), None)}
     chosen = list(CASES)
     if args.cases is not None:
         chosen = names_from("--cases", args.cases, CASES)
@@ -385,14 +385,14 @@ def _given_traffic(args: Namespace) -> list[str]:
 
 def _case_with(args: Namespace, case: TrafficCase) -> tuple[Namespace, TrafficCase]:
     requests = _requests(args, case.requests)
-    return with_flags(args, requests=requests, output=case.output), case
+    return _with_flags(args, requests=requests, output=case.output), case
 
 
 def _requests(args: Namespace, default: int) -> int:
     return default if args.requests is None else args.requests
 
 
-def with_flags(args: Namespace, **changes: Any) -> Namespace:
+def _with_flags(args: Namespace, **changes: Any) -> Namespace:
     """The same arguments with some of them changed."""
     return Namespace(**(vars(args) | changes))
 
@@ -404,7 +404,7 @@ def _config_from(args: Namespace) -> Config:
     return config_from(args)
 
 
-def draw(bench: OfflineBench, args: Namespace, case: TrafficCase | None) -> _Traffic:
+def _draw(bench: OfflineBench, args: Namespace, case: TrafficCase | None) -> _Traffic:
     """The requests of a case, with their texts."""
     rate = args.rate or 0.0
     arrivals = traffic_from(args, rate=1.0 if is_drawn(args) else rate)
@@ -482,7 +482,7 @@ def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
     """Waits over the load, simulated with the steps of all runs together; empty without a rate."""
     if not traffic.open_loop:
         return []
-    arrivals = traffic_from(with_flags(traffic.args, requests=CURVE_REQUESTS), rate=1.0)
+    arrivals = traffic_from(_with_flags(traffic.args, requests=CURVE_REQUESTS), rate=1.0)
     shape = open_to_all(next(iter(runs.values())).shape)
     table = StepTable.from_records(np.concatenate([run.records for run in runs.values()]))
     return load_curve(arrivals, shape, table, list(runs))

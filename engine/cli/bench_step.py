@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     check_writable(args, "json")
     report = _measured(args, config_from(args))
     if write_report(args, report):
-        show(report)
+        _show(report)
     return 0
 
 
@@ -54,7 +54,7 @@ def _measured(args: Namespace, config: Config) -> JsonDict:
     return report
 
 
-def show(report: JsonObject) -> None:
+def _show(report: JsonObject) -> None:
     """One row a case, times in ms; the floor is the larger of bytes over bandwidth and operations
     over rate.
     """

@@ -175,7 +175,7 @@ def _fields_from(args: Namespace) -> JsonDict:
     return fields if args.max_tokens is None else fields | {"max_tokens": args.max_tokens}
 
 
-def endpoint_from(flag: str, text: str, timeout_s: float) -> RemoteEndpoint:
+def _endpoint_from(flag: str, text: str, timeout_s: float) -> RemoteEndpoint:
     """From http://HOST:PORT/MODEL; /v1 may stand before the model, whose name may hold slashes.
     Raises ConfigError.
     """
@@ -196,7 +196,7 @@ async def _compare(args: Namespace, questions: Sequence[Question]) -> tuple[list
     from jitney.engine.fleet.http_engines import HttpEngines
 
     endpoints = {
-        name: endpoint_from(name, getattr(args, name), args.timeout_s) for name in (_SMALL, _LARGE)
+        name: _endpoint_from(name, getattr(args, name), args.timeout_s) for name in (_SMALL, _LARGE)
     }
     prices = TokenPrices(args.small_price, args.large_price)
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:

@@ -38,12 +38,12 @@ def run(arguments: Sequence[str]) -> int:
         raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
     print(_HELP, file=sys.stderr)
     params = sampling_from(args, defaults=llm.info.sampling_defaults)
-    converse(llm, params, args.system, args.adapter)
+    _converse(llm, params, args.system, args.adapter)
     llm.close()
     return 0
 
 
-def converse(llm: LLM, params: SamplingParams, system: str, adapter: str = "") -> None:
+def _converse(llm: LLM, params: SamplingParams, system: str, adapter: str = "") -> None:
     """Read, answer, remember. adapter: the name of the one that answers."""
     opening = [_said("system", system)] if system else []
     messages = list(opening)

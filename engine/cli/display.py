@@ -42,10 +42,10 @@ class Display(Protocol):
 def make_display(log_level: str = "info") -> Display:
     """The display that suits standard error; also sets up logging to go with it."""
     level = log_level.upper()
-    return _Bars(level) if interactive() else Lines(level)
+    return _Bars(level) if interactive() else _Lines(level)
 
 
-class Lines:
+class _Lines:
     """One log line when a stage starts and one when it ends: a log file wants no bars."""
 
     def __init__(self, level: str = "INFO") -> None:

@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     config = as_served(layers_from(args)).config
     os.environ.update(platform_environment(config.engine))  # before the first import of jax
     claim_memory(os.environ, config.engine.memory_share)
-    findings = list(examine(config))
+    findings = list(_examine(config))
     _show(findings, as_json=args.json)
     return int(any(finding.ok is False for finding in findings))
 
@@ -85,11 +85,11 @@ def _show(findings: list[_Finding], *, as_json: bool) -> None:
         print(f"{_MARKS[finding.ok]:<5} {finding.name:<18} {finding.value}")
 
 
-def examine(config: Config) -> Iterator[_Finding]:
+def _examine(config: Config) -> Iterator[_Finding]:
     """All findings in order; a check that raises becomes a bad finding, never the end of the
     report.
     """
-    for name, check in CHECKS.items():
+    for name, check in _CHECKS.items():
         try:
             yield from check(config)
         except JitneyError as error:
@@ -262,10 +262,10 @@ def kernels(config: Config) -> Iterator[_Finding]:
         shapes = f"in the shapes of {source.name}, as {of} is still to be fetched"
     label, proofs = prove_kernels(config, source)
     yield _Finding("kernels", f"{label}, {shapes}", True)
-    yield from map(proof_finding, proofs)
+    yield from map(_proof_finding, proofs)
 
 
-def one_token(config: Config) -> Iterator[_Finding]:
+def _one_token(config: Config) -> Iterator[_Finding]:
     """Runs the whole engine on a random model of a few kilobytes, on the platform and kernels that
     were asked for, and on as many of the devices as its few heads can be split over."""
     from jitney.engine.llm import LLM
@@ -317,7 +317,7 @@ _TINY_ENGINE = {
 }
 
 
-def proof_finding(proof: KernelProof) -> _Finding:
+def _proof_finding(proof: KernelProof) -> _Finding:
     """The largest error of one kernel, and whether it may serve here."""
     value = f"largest error {proof.error:.2g}, rounding explains {proof.limit:g}"
     if proof.reason:
@@ -327,7 +327,7 @@ def proof_finding(proof: KernelProof) -> _Finding:
     return _Finding(f"  {proof.kernel}", value, proof.ok)
 
 
-CHECKS: dict[str, Callable[[Config], Iterator[_Finding]]] = {
+_CHECKS: dict[str, Callable[[Config], Iterator[_Finding]]] = {
     "versions": _versions,
     "cpu": _processor,
     "memory": _memory,
@@ -336,5 +336,5 @@ CHECKS: dict[str, Callable[[Config], Iterator[_Finding]]] = {
     "port": _port,
     "model": model,
     "kernels": kernels,
-    "one token": one_token,
+    "one token": _one_token,
 }

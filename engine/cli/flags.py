@@ -24,7 +24,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
 _NO_DEFAULT = (None, "", (), [])
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """argparse without guessing at abbreviations, which suggests the flag that was meant."""
 
     def __init__(self, command: str, description: str, usage: str | None = None):
@@ -87,7 +87,7 @@ def _shown(default: object) -> str:
     return str(default).lower()
 
 
-def add_flags(parser: Parser, flags: Iterable[Flag], title: str = "") -> None:
+def _add_flags(parser: _Parser, flags: Iterable[Flag], title: str = "") -> None:
     """Add flags to a parser; title: of the group that help shows them in."""
     group = parser.add_argument_group(title) if title else parser
     for flag in flags:
@@ -122,12 +122,12 @@ class Command:
         """As `Parser.parse`."""
         return self.parser().parse(arguments)
 
-    def parser(self) -> Parser:
-        parser = Parser(self.name, self.about, self.usage)
+    def parser(self) -> _Parser:
+        parser = _Parser(self.name, self.about, self.usage)
         for group in self.groups:
-            add_flags(parser, group.flags, group.title)
+            _add_flags(parser, group.flags, group.title)
         if self.sections:
-            add_settings(parser, self.sections, self.leave_out)
+            _add_settings(parser, self.sections, self.leave_out)
         parser.set_defaults(**self.constants)
         return parser
 
@@ -150,8 +150,8 @@ _ANY_SETTINGS = (
 )
 
 
-def add_settings(
-    parser: Parser,
+def _add_settings(
+    parser: _Parser,
     sections: Sequence[str] = ALL_SECTIONS,
     leave_out: Sequence[str] = (),
 ) -> None:
@@ -160,12 +160,12 @@ def add_settings(
 
     leave_out: names of settings that mean nothing to this command.
     """
-    add_flags(parser, _ANY_SETTINGS)
+    _add_flags(parser, _ANY_SETTINGS)
     for section in sections:
         _add_section(parser, section, leave_out)
 
 
-def _add_section(parser: Parser, section: str, leave_out: Sequence[str]) -> None:
+def _add_section(parser: _Parser, section: str, leave_out: Sequence[str]) -> None:
     group = parser.add_argument_group(f"[{section}]")
     for setting in settings().values():
         is_shown = not setting.secret and setting.name not in leave_out

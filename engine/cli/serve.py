@@ -403,7 +403,7 @@ def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) 
     if info.kernels_out:
         yield _wrong_kernels(info)
     yield f"  endpoint  {url}/v1"
-    yield f"  try       {curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
+    yield f"  try       {_curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
     yield f"  page      {url}{_DASHBOARD}"
 
 
@@ -430,7 +430,7 @@ def _formats(info: EngineInfo) -> str:
     return ", ".join([info.dtype, *others])
 
 
-def curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:
+def _curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:
     """A shell command that asks the running endpoint for a few words."""
     route, asked = _CHAT if chat else _TEXT
     data = shlex.quote(json.dumps({"model": model, "max_tokens": 32, **asked}))

@@ -35,7 +35,7 @@ _COMMAND = Command(
 def run(arguments: Sequence[str]) -> int:
     """Watch until interrupted; exit status 0. With --once: 0 after one picture."""
     args = _COMMAND.parse(arguments)
-    show = _once if args.once else watch
+    show = _once if args.once else _watch
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(show(args.url, engine_key(args)))
     return 0
@@ -62,7 +62,7 @@ async def _until_known(watched: _Watched) -> None:
                     limit.reschedule(now + _RATES_S)
 
 
-async def watch(url: str, key: str) -> None:
+async def _watch(url: str, key: str) -> None:
     """Pictures for ever; an engine that goes away is waited for. Raises Unreachable if it was never
     there.
     """

@@ -81,7 +81,7 @@ class Rates:
         return self._frames[0][1], self._frames[-1][1]
 
 
-class SeatGrid:
+class _SeatGrid:
     """One character a seat, as many in a row as fit, in groups of eight."""
 
     def __init__(self, seats: list[SeatView]):
@@ -97,11 +97,11 @@ class SeatGrid:
         for offset, seat in enumerate(self.seats[first:end]):
             if offset and offset % 8 == 0:
                 row.append(" ")
-            row.append(*seat_cell(seat))
+            row.append(*_seat_cell(seat))
         return row
 
 
-def seat_cell(seat: SeatView) -> tuple[str, str]:
+def _seat_cell(seat: SeatView) -> tuple[str, str]:
     """Glyph and style of a seat."""
     if seat.state != "decode":
         return _SEATS.get(seat.state, ("?", ""))
@@ -112,7 +112,7 @@ def seat_cell(seat: SeatView) -> tuple[str, str]:
 
 def picture(replica: ReplicaView, rates: Rates, url: str, trouble: str = "") -> Group:
     """All of it. trouble: why the picture may be old."""
-    parts: list[RenderableType] = [_title(replica, url), Text(headline(replica), "bold")]
+    parts: list[RenderableType] = [_title(replica, url), Text(_headline(replica), "bold")]
     if trouble:
         parts.append(Text(trouble, "bold red"))
     if replica.seats is not None:
@@ -124,7 +124,7 @@ def picture(replica: ReplicaView, rates: Rates, url: str, trouble: str = "") -> 
 def _running(replica: ReplicaView, rates: Rates, seats: list[SeatView]) -> list[RenderableType]:
     """What there is of an engine that runs."""
     ledger = _ledger(rates.rows())
-    return [_figures(replica, rates), Text(), SeatGrid(seats), _legend(), Text(), ledger]
+    return [_figures(replica, rates), Text(), _SeatGrid(seats), _legend(), Text(), ledger]
 
 
 def _note(note: Note) -> Text:
@@ -160,7 +160,7 @@ def _is_right(proof: JsonDict) -> bool:
     return proof["error"] is not None and proof["error"] <= proof["limit"]
 
 
-def headline(replica: ReplicaView) -> str:
+def _headline(replica: ReplicaView) -> str:
     """Is it full, and does anybody wait?"""
     if replica.seats is None:
         return _loading(replica)

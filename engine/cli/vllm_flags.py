@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class _Mapped:
     """A flag that is a setting of ours."""
 
     #: The setting's flat name.
@@ -48,7 +48,7 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
-class AlwaysSo:
+class _AlwaysSo:
     """A flag that asks for what cannot be had otherwise here: accepted."""
 
     #: What is always so.
@@ -58,7 +58,7 @@ class AlwaysSo:
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedFlag:
+class _RefusedFlag:
     """A flag that we do not have."""
 
     #: Why, or what to use instead.
@@ -102,26 +102,26 @@ def _adapter(text: str) -> str:
         raise ValueError("must be NAME=FOLDER, or an object with name and path") from None
 
 
-_TEXT_ONLY = RefusedFlag("models here read text only")
-_NO_DRAFTS = RefusedFlag("there is no speculative decoding")
-_BY_JAX = RefusedFlag(
+_TEXT_ONLY = _RefusedFlag("models here read text only")
+_NO_DRAFTS = _RefusedFlag("there is no speculative decoding")
+_BY_JAX = _RefusedFlag(
     "hosts are joined by jax: give --coordinator, --n-hosts and --host-id (docs/devices.md)"
 )
-_NO_PLUGINS = RefusedFlag("no code is loaded from outside")
-_ONE_FAMILY_CONFIG = RefusedFlag(
+_NO_PLUGINS = _RefusedFlag("no code is loaded from outside")
+_ONE_FAMILY_CONFIG = _RefusedFlag(
     "a model's configuration is read from its own files and not changed"
 )
-_OWN_TOKENIZER = RefusedFlag("a model's tokenizer is read from its own files")
-_COMPILED = RefusedFlag(
+_OWN_TOKENIZER = _RefusedFlag("a model's tokenizer is read from its own files")
+_COMPILED = _RefusedFlag(
     "every step is compiled before the first request, for --seat-buckets and --token-buckets"
 )
 _OTHER_LEVEL = {"critical": "error", "trace": "debug"}
 
 #: vLLM's flag -> what becomes of it. Flags that have the same name and meaning here need no line.
-VLLM_FLAGS: dict[str, Mapped | AlwaysSo | RefusedFlag] = {
+_VLLM_FLAGS: dict[str, _Mapped | _AlwaysSo | _RefusedFlag] = {
     # model
-    "--max-model-len": Mapped("context", convert=_context),
-    "--quantization": Mapped(
+    "--max-model-len": _Mapped("context", convert=_context),
+    "--quantization": _Mapped(
         "weights",
         values={
             "awq": "auto",
@@ -138,8 +138,8 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | RefusedFlag] = {
             "experts_int8": "use --weights int8, which quantises all matrices",
         },
     ),
-    "-q": Mapped("weights", values={"awq": "auto", "gptq": "auto", "gguf": "auto"}),
-    "--dtype": Mapped(
+    "-q": _Mapped("weights", values={"awq": "auto", "gptq": "auto", "gguf": "auto"}),
+    "--dtype": _Mapped(
         "dtype",
         values={"float": "float32"},
         refused={
@@ -147,179 +147,179 @@ VLLM_FLAGS: dict[str, Mapped | AlwaysSo | RefusedFlag] = {
             "float16": "float16 is not computed here; use bfloat16 or float32",
         },
     ),
-    "--load-format": AlwaysSo(
+    "--load-format": _AlwaysSo(
         "the format is seen from the files: safetensors or GGUF", ("auto", "safetensors", "gguf")
     ),
-    "--enable-auto-tool-choice": AlwaysSo("a model may call the tools that a request brings"),
-    "--trust-remote-code": RefusedFlag("no code of a model's is ever run"),
-    "--download-dir": RefusedFlag("set JITNEY_CACHE, the cache folder, in the environment"),
-    "--task": AlwaysSo("it generates", ("auto", "generate")),
-    "--runner": AlwaysSo("it generates", ("auto", "generate")),
-    "--seed": RefusedFlag(
+    "--enable-auto-tool-choice": _AlwaysSo("a model may call the tools that a request brings"),
+    "--trust-remote-code": _RefusedFlag("no code of a model's is ever run"),
+    "--download-dir": _RefusedFlag("set JITNEY_CACHE, the cache folder, in the environment"),
+    "--task": _AlwaysSo("it generates", ("auto", "generate")),
+    "--runner": _AlwaysSo("it generates", ("auto", "generate")),
+    "--seed": _RefusedFlag(
         "each request has a `seed`; one without it is drawn at random, whatever the server was "
         "started with"
     ),
     "--tokenizer": _OWN_TOKENIZER,
-    "--tokenizer-mode": AlwaysSo("a model's tokenizer is read from its own files", ("auto",)),
+    "--tokenizer-mode": _AlwaysSo("a model's tokenizer is read from its own files", ("auto",)),
     "--tokenizer-revision": _OWN_TOKENIZER,
     "--skip-tokenizer-init": _OWN_TOKENIZER,
-    "--code-revision": RefusedFlag("no code of a model's is ever run"),
+    "--code-revision": _RefusedFlag("no code of a model's is ever run"),
     "--hf-overrides": _ONE_FAMILY_CONFIG,
     "--hf-config-path": _ONE_FAMILY_CONFIG,
-    "--config-format": AlwaysSo("configurations are Hugging Face's or GGUF's", ("auto", "hf")),
+    "--config-format": _AlwaysSo("configurations are Hugging Face's or GGUF's", ("auto", "hf")),
     "--rope-scaling": _ONE_FAMILY_CONFIG,
     "--rope-theta": _ONE_FAMILY_CONFIG,
-    "--override-generation-config": RefusedFlag(
+    "--override-generation-config": _RefusedFlag(
         "use --default-temperature, --default-top-p, --default-top-k, --default-min-p and "
         "--default-repetition-penalty"
     ),
-    "--generation-config": Mapped("generation_config", values={"vllm": "none"}),
-    "--hf-token": RefusedFlag("set HF_TOKEN in the environment"),
-    "--disable-sliding-window": RefusedFlag("a model's windows are part of it"),
-    "--enable-sleep-mode": AlwaysSo("an administrator may send POST /sleep and /wake_up"),
-    "--model-impl": AlwaysSo("models are our own", ("auto", "vllm")),
+    "--generation-config": _Mapped("generation_config", values={"vllm": "none"}),
+    "--hf-token": _RefusedFlag("set HF_TOKEN in the environment"),
+    "--disable-sliding-window": _RefusedFlag("a model's windows are part of it"),
+    "--enable-sleep-mode": _AlwaysSo("an administrator may send POST /sleep and /wake_up"),
+    "--model-impl": _AlwaysSo("models are our own", ("auto", "vllm")),
     # memory and scheduling
-    "--max-num-seqs": Mapped("max_seats", convert=_whole),
-    "--max-num-batched-tokens": Mapped("token_budget", convert=_whole),
-    "--gpu-memory-utilization": Mapped("memory_share"),
-    "--kv-cache-memory-bytes": Mapped("memory_gib", convert=_gib),
-    "--kv-cache-dtype": Mapped(
+    "--max-num-seqs": _Mapped("max_seats", convert=_whole),
+    "--max-num-batched-tokens": _Mapped("token_budget", convert=_whole),
+    "--gpu-memory-utilization": _Mapped("memory_share"),
+    "--kv-cache-memory-bytes": _Mapped("memory_gib", convert=_gib),
+    "--kv-cache-dtype": _Mapped(
         "kv_dtype",
         values={"fp8_e4m3": "fp8", "bfloat16": "auto"},
         refused={"fp8_e5m2": "fp8 here is e4m3: use --kv-dtype fp8"},
     ),
-    "--block-size": Mapped("page_size"),
-    "--num-gpu-blocks-override": Mapped("pages"),
-    "--enable-prefix-caching": Mapped("prefix_cache", switch=True),
-    "--no-enable-prefix-caching": Mapped("prefix_cache", switch=False),
-    "--prefix-caching-hash-algo": RefusedFlag(
+    "--block-size": _Mapped("page_size"),
+    "--num-gpu-blocks-override": _Mapped("pages"),
+    "--enable-prefix-caching": _Mapped("prefix_cache", switch=True),
+    "--no-enable-prefix-caching": _Mapped("prefix_cache", switch=False),
+    "--prefix-caching-hash-algo": _RefusedFlag(
         "prefixes are found by their tokens; no hash is chosen"
     ),
-    "--scheduling-policy": Mapped("order"),
-    "--enable-chunked-prefill": AlwaysSo("prompts are read in chunks beside who decodes"),
-    "--no-enable-chunked-prefill": RefusedFlag(
+    "--scheduling-policy": _Mapped("order"),
+    "--enable-chunked-prefill": _AlwaysSo("prompts are read in chunks beside who decodes"),
+    "--no-enable-chunked-prefill": _RefusedFlag(
         "prompts are always read in chunks: --prefill-share says how much of a step they may take"
     ),
-    "--long-prefill-token-threshold": RefusedFlag("use --prefill-share or --target-itl-ms"),
-    "--max-long-partial-prefills": RefusedFlag("use --prefill-share or --target-itl-ms"),
-    "--max-num-partial-prefills": RefusedFlag("use --prefill-share or --target-itl-ms"),
-    "--scheduler-delay-factor": RefusedFlag("use --policy dynamic with --max-wait-ms"),
-    "--num-scheduler-steps": RefusedFlag("the host works while the device computes the next step"),
-    "--multi-step-stream-outputs": RefusedFlag("tokens are sent as they come"),
-    "--async-scheduling": AlwaysSo("the host works while the device computes the next step"),
-    "--preemption-mode": AlwaysSo("who loses a seat is computed again", ("recompute",)),
-    "--swap-space": RefusedFlag("nothing is swapped: who loses a seat is computed again"),
-    "--cpu-offload-gb": RefusedFlag("weights stay on the device: use --weights int8 or int4"),
-    "--calculate-kv-scales": AlwaysSo("8-bit KV gets its factors from the checkpoint or at start"),
+    "--long-prefill-token-threshold": _RefusedFlag("use --prefill-share or --target-itl-ms"),
+    "--max-long-partial-prefills": _RefusedFlag("use --prefill-share or --target-itl-ms"),
+    "--max-num-partial-prefills": _RefusedFlag("use --prefill-share or --target-itl-ms"),
+    "--scheduler-delay-factor": _RefusedFlag("use --policy dynamic with --max-wait-ms"),
+    "--num-scheduler-steps": _RefusedFlag("the host works while the device computes the next step"),
+    "--multi-step-stream-outputs": _RefusedFlag("tokens are sent as they come"),
+    "--async-scheduling": _AlwaysSo("the host works while the device computes the next step"),
+    "--preemption-mode": _AlwaysSo("who loses a seat is computed again", ("recompute",)),
+    "--swap-space": _RefusedFlag("nothing is swapped: who loses a seat is computed again"),
+    "--cpu-offload-gb": _RefusedFlag("weights stay on the device: use --weights int8 or int4"),
+    "--calculate-kv-scales": _AlwaysSo("8-bit KV gets its factors from the checkpoint or at start"),
     # device
-    "--tensor-parallel-size": Mapped("tensor_parallel"),
-    "-tp": Mapped("tensor_parallel"),
-    "--pipeline-parallel-size": AlwaysSo("a model is split by its heads alone", ("1",)),
-    "-pp": AlwaysSo("a model is split by its heads alone", ("1",)),
-    "--data-parallel-size": AlwaysSo("one server is one engine", ("1",)),
-    "-dp": AlwaysSo("one server is one engine", ("1",)),
-    "--enable-expert-parallel": RefusedFlag(
+    "--tensor-parallel-size": _Mapped("tensor_parallel"),
+    "-tp": _Mapped("tensor_parallel"),
+    "--pipeline-parallel-size": _AlwaysSo("a model is split by its heads alone", ("1",)),
+    "-pp": _AlwaysSo("a model is split by its heads alone", ("1",)),
+    "--data-parallel-size": _AlwaysSo("one server is one engine", ("1",)),
+    "-dp": _AlwaysSo("one server is one engine", ("1",)),
+    "--enable-expert-parallel": _RefusedFlag(
         "use --expert-parallel N, N as many as --tensor-parallel"
     ),
     "--distributed-executor-backend": _BY_JAX,
-    "--nnodes": Mapped("n_hosts"),
-    "--node-rank": Mapped("host_id"),
+    "--nnodes": _Mapped("n_hosts"),
+    "--node-rank": _Mapped("host_id"),
     "--master-addr": _BY_JAX,
     "--master-port": _BY_JAX,
     "--headless": _BY_JAX,
-    "--api-server-count": AlwaysSo("one process answers HTTP, another computes", ("1",)),
+    "--api-server-count": _AlwaysSo("one process answers HTTP, another computes", ("1",)),
     "--worker-cls": _NO_PLUGINS,
-    "--disable-custom-all-reduce": RefusedFlag("XLA chooses how devices exchange"),
-    "--attention-backend": RefusedFlag("use --kernels"),
+    "--disable-custom-all-reduce": _RefusedFlag("XLA chooses how devices exchange"),
+    "--attention-backend": _RefusedFlag("use --kernels"),
     "--enforce-eager": _COMPILED,
-    "--no-enforce-eager": AlwaysSo("every step is compiled before the first request"),
+    "--no-enforce-eager": _AlwaysSo("every step is compiled before the first request"),
     "--max-seq-len-to-capture": _COMPILED,
     "--compilation-config": _COMPILED,
     "-O": _COMPILED,
-    "--cudagraph-capture-sizes": RefusedFlag("use --seat-buckets and --token-buckets"),
-    "--cuda-graph-sizes": RefusedFlag("use --seat-buckets and --token-buckets"),
+    "--cudagraph-capture-sizes": _RefusedFlag("use --seat-buckets and --token-buckets"),
+    "--cuda-graph-sizes": _RefusedFlag("use --seat-buckets and --token-buckets"),
     # adapters
-    "--enable-lora": AlwaysSo("adapters are served where --adapters names some"),
-    "--lora-modules": Mapped("adapters", convert=_adapter),
-    "--max-loras": RefusedFlag("every step serves all adapters: leave it out"),
-    "--max-lora-rank": RefusedFlag("adapters have the ranks that they have: leave it out"),
+    "--enable-lora": _AlwaysSo("adapters are served where --adapters names some"),
+    "--lora-modules": _Mapped("adapters", convert=_adapter),
+    "--max-loras": _RefusedFlag("every step serves all adapters: leave it out"),
+    "--max-lora-rank": _RefusedFlag("adapters have the ranks that they have: leave it out"),
     # what is not there
-    "--enable-prompt-adapter": RefusedFlag("there are no prompt adapters"),
+    "--enable-prompt-adapter": _RefusedFlag("there are no prompt adapters"),
     "--speculative-config": _NO_DRAFTS,
     "--speculative-model": _NO_DRAFTS,
     "--num-speculative-tokens": _NO_DRAFTS,
     "--limit-mm-per-prompt": _TEXT_ONLY,
     "--mm-processor-kwargs": _TEXT_ONLY,
     "--allowed-local-media-path": _TEXT_ONLY,
-    "--kv-transfer-config": RefusedFlag("pages stay with the engine that computed them"),
+    "--kv-transfer-config": _RefusedFlag("pages stay with the engine that computed them"),
     "--logits-processors": _NO_PLUGINS,
     "--logits-processor-pattern": _NO_PLUGINS,
-    "--logprobs-mode": AlwaysSo(
+    "--logprobs-mode": _AlwaysSo(
         "log-probabilities are the model's own, before penalties", ("raw_logprobs",)
     ),
-    "--guided-decoding-backend": AlwaysSo("llguidance makes the masks", ("auto", "guidance")),
-    "--structured-outputs-config": RefusedFlag(
+    "--guided-decoding-backend": _AlwaysSo("llguidance makes the masks", ("auto", "guidance")),
+    "--structured-outputs-config": _RefusedFlag(
         "llguidance makes the masks; there is nothing to set"
     ),
     # the endpoint
-    "--api-key": RefusedFlag(
+    "--api-key": _RefusedFlag(
         "a key on a command line can be read by others of this machine: use --api-key-file FILE, "
         "or JITNEY_API_KEYS in the environment"
     ),
-    "--allowed-origins": Mapped("cors_origins", convert=_origins),
-    "--allow-credentials": RefusedFlag("the endpoint takes keys and no cookies"),
-    "--allowed-methods": RefusedFlag("use --cors-origins; methods follow from the routes"),
-    "--allowed-headers": RefusedFlag(
+    "--allowed-origins": _Mapped("cors_origins", convert=_origins),
+    "--allow-credentials": _RefusedFlag("the endpoint takes keys and no cookies"),
+    "--allowed-methods": _RefusedFlag("use --cors-origins; methods follow from the routes"),
+    "--allowed-headers": _RefusedFlag(
         "use --cors-origins; the headers that the routes read are allowed"
     ),
-    "--ssl-ca-certs": RefusedFlag("clients show a key, not a certificate"),
-    "--ssl-cert-reqs": AlwaysSo("clients show a key, not a certificate", ("0",)),
-    "--ssl-ciphers": RefusedFlag("the ciphers are Python's own"),
-    "--enable-ssl-refresh": RefusedFlag("a new certificate needs a new start"),
-    "--uds": RefusedFlag("it listens on --host and --port"),
+    "--ssl-ca-certs": _RefusedFlag("clients show a key, not a certificate"),
+    "--ssl-cert-reqs": _AlwaysSo("clients show a key, not a certificate", ("0",)),
+    "--ssl-ciphers": _RefusedFlag("the ciphers are Python's own"),
+    "--enable-ssl-refresh": _RefusedFlag("a new certificate needs a new start"),
+    "--uds": _RefusedFlag("it listens on --host and --port"),
     "--middleware": _NO_PLUGINS,
     "--tool-parser-plugin": _NO_PLUGINS,
     "--reasoning-parser-plugin": _NO_PLUGINS,
-    "--enable-reasoning": AlwaysSo("thoughts are told apart where the model marks them"),
-    "--response-role": AlwaysSo("it answers as the assistant", ("assistant",)),
-    "--chat-template-content-format": AlwaysSo(
+    "--enable-reasoning": _AlwaysSo("thoughts are told apart where the model marks them"),
+    "--response-role": _AlwaysSo("it answers as the assistant", ("assistant",)),
+    "--chat-template-content-format": _AlwaysSo(
         "templates are given a message's text as a string", ("auto", "string")
     ),
-    "--trust-request-chat-template": RefusedFlag("a request brings no template"),
-    "--return-tokens-as-token-ids": RefusedFlag("each request has `return_token_ids`"),
-    "--enable-request-id-headers": AlwaysSo("every answer has an x-request-id"),
-    "--enable-prompt-tokens-details": AlwaysSo("usage says what came from the prefix cache"),
-    "--enable-force-include-usage": RefusedFlag("each request has `stream_options.include_usage`"),
-    "--disable-fastapi-docs": AlwaysSo("there are no pages of documentation"),
-    "--h11-max-incomplete-event-size": RefusedFlag("the head of a request may have 64 KiB"),
-    "--h11-max-header-count": AlwaysSo("a request may have 256 headers", ("256",)),
+    "--trust-request-chat-template": _RefusedFlag("a request brings no template"),
+    "--return-tokens-as-token-ids": _RefusedFlag("each request has `return_token_ids`"),
+    "--enable-request-id-headers": _AlwaysSo("every answer has an x-request-id"),
+    "--enable-prompt-tokens-details": _AlwaysSo("usage says what came from the prefix cache"),
+    "--enable-force-include-usage": _RefusedFlag("each request has `stream_options.include_usage`"),
+    "--disable-fastapi-docs": _AlwaysSo("there are no pages of documentation"),
+    "--h11-max-incomplete-event-size": _RefusedFlag("the head of a request may have 64 KiB"),
+    "--h11-max-header-count": _AlwaysSo("a request may have 256 headers", ("256",)),
     # logs
-    "--uvicorn-log-level": Mapped("log_level", values=_OTHER_LEVEL),
-    "--disable-uvicorn-access-log": RefusedFlag("use --log-level warning"),
-    "--disable-log-requests": AlwaysSo("the log never holds texts"),
-    "--no-enable-log-requests": AlwaysSo("the log never holds texts"),
-    "--enable-log-requests": RefusedFlag("the log never holds texts"),
-    "--enable-log-outputs": RefusedFlag("the log never holds texts"),
-    "--max-log-len": RefusedFlag("the log never holds texts"),
-    "--disable-log-stats": AlwaysSo("figures are at /metrics and on the page, not in the log"),
-    "--log-config-file": RefusedFlag("use --log-level"),
-    "--otlp-traces-endpoint": RefusedFlag(
+    "--uvicorn-log-level": _Mapped("log_level", values=_OTHER_LEVEL),
+    "--disable-uvicorn-access-log": _RefusedFlag("use --log-level warning"),
+    "--disable-log-requests": _AlwaysSo("the log never holds texts"),
+    "--no-enable-log-requests": _AlwaysSo("the log never holds texts"),
+    "--enable-log-requests": _RefusedFlag("the log never holds texts"),
+    "--enable-log-outputs": _RefusedFlag("the log never holds texts"),
+    "--max-log-len": _RefusedFlag("the log never holds texts"),
+    "--disable-log-stats": _AlwaysSo("figures are at /metrics and on the page, not in the log"),
+    "--log-config-file": _RefusedFlag("use --log-level"),
+    "--otlp-traces-endpoint": _RefusedFlag(
         "use --otel, and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the environment"
     ),
-    "--collect-detailed-traces": RefusedFlag("use --otel: every phase is a span"),
-    "--show-hidden-metrics-for-version": RefusedFlag("use --metrics-compat vllm"),
+    "--collect-detailed-traces": _RefusedFlag("use --otel: every phase is a span"),
+    "--show-hidden-metrics-for-version": _RefusedFlag("use --metrics-compat vllm"),
 }
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Have the parser understand them; its help does not list them."""
-    for flag, what in VLLM_FLAGS.items():
+    for flag, what in _VLLM_FLAGS.items():
         options: dict[str, Any] = {"action": _OfVllm, "what": what}
         if not _takes_value(what):
             options["nargs"] = 0
-        elif isinstance(what, RefusedFlag):
+        elif isinstance(what, _RefusedFlag):
             options["nargs"] = "?"
-        elif isinstance(what, Mapped) and settings()[what.setting].several:
+        elif isinstance(what, _Mapped) and settings()[what.setting].several:
             options["nargs"] = "+"
         # One of ours may have the name too, and fewer values; help goes on listing it.
         parser._option_string_actions.pop(flag, None)
@@ -328,24 +328,24 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _takes_value(what: Mapped | AlwaysSo | RefusedFlag) -> bool:
+def _takes_value(what: _Mapped | _AlwaysSo | _RefusedFlag) -> bool:
     match what:
-        case Mapped(switch=switch):
+        case _Mapped(switch=switch):
             return switch is None
-        case AlwaysSo(values=values):
+        case _AlwaysSo(values=values):
             return bool(values)
-        case RefusedFlag():
+        case _RefusedFlag():
             return True
 
 
-def _dest(what: Mapped | AlwaysSo | RefusedFlag) -> str:
-    return what.setting if isinstance(what, Mapped) else argparse.SUPPRESS
+def _dest(what: _Mapped | _AlwaysSo | _RefusedFlag) -> str:
+    return what.setting if isinstance(what, _Mapped) else argparse.SUPPRESS
 
 
 class _OfVllm(argparse.Action):
     """Sets what the flag means here, or ends the program with what to use instead."""
 
-    def __init__(self, *args: Any, what: Mapped | AlwaysSo | RefusedFlag, **kwargs: Any):
+    def __init__(self, *args: Any, what: _Mapped | _AlwaysSo | _RefusedFlag, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._what = what
 
@@ -359,12 +359,12 @@ class _OfVllm(argparse.Action):
         words = [values] if isinstance(values, str) else list(values or ())
         text = " ".join(words)
         match self._what:
-            case RefusedFlag(reason=reason):
+            case _RefusedFlag(reason=reason):
                 parser.error(f"{option_string} is vLLM's: {reason}")
-            case AlwaysSo(reason=reason, values=allowed):
+            case _AlwaysSo(reason=reason, values=allowed):
                 if allowed and text not in allowed:
                     parser.error(f"{option_string} {text}: {reason}")
-            case Mapped() as mapped:
+            case _Mapped() as mapped:
                 value = mapped.switch
                 if value is None:
                     ours = [self._ours(parser, mapped, option_string, word) for word in words]
@@ -372,7 +372,7 @@ class _OfVllm(argparse.Action):
                 setattr(namespace, self.dest, value)
 
     def _ours(
-        self, parser: argparse.ArgumentParser, mapped: Mapped, flag: str | None, text: str
+        self, parser: argparse.ArgumentParser, mapped: _Mapped, flag: str | None, text: str
     ) -> str:
         """The value of our setting that a value of theirs is."""
         if text in mapped.refused:
@@ -385,25 +385,25 @@ class _OfVllm(argparse.Action):
         return mapped.values.get(text, text)
 
 
-def table() -> str:
+def _table() -> str:
     """The flags as the rows of docs/from_vllm.md."""
-    return "\n".join(f"| `{flag}` | {_said(what)} |" for flag, what in VLLM_FLAGS.items())
+    return "\n".join(f"| `{flag}` | {_said(what)} |" for flag, what in _VLLM_FLAGS.items())
 
 
-def _said(what: Mapped | AlwaysSo | RefusedFlag) -> str:
+def _said(what: _Mapped | _AlwaysSo | _RefusedFlag) -> str:
     match what:
-        case Mapped(setting=setting, switch=False):
+        case _Mapped(setting=setting, switch=False):
             return f"`--no-{setting.replace('_', '-')}`"
-        case Mapped():
+        case _Mapped():
             return _said_of_mapped(what)
-        case AlwaysSo(reason=reason, values=values):
+        case _AlwaysSo(reason=reason, values=values):
             words = ", ".join(f"`{value}`" for value in values)
             return f"accepted{' with ' + words if words else ''}: {reason}"
-        case RefusedFlag(reason=reason):
+        case _RefusedFlag(reason=reason):
             return f"refused: {reason}"
 
 
-def _said_of_mapped(mapped: Mapped) -> str:
+def _said_of_mapped(mapped: _Mapped) -> str:
     said = f"`{settings()[mapped.setting].flag}`"
     others = [f"`{theirs}` is `{ours}`" for theirs, ours in mapped.values.items()]
     others += [f"not `{theirs}`: {why}" for theirs, why in mapped.refused.items()]

@@ -19,7 +19,7 @@ from jitney.engine.types import JsonDict
 #: Characters of a digest that are enough for people to tell configurations apart.
 _SHORT = 12
 #: Settings, by flat name, that are no part of a digest.
-LEFT_OUT = frozenset(
+_LEFT_OUT = frozenset(
     (
         # the model's identity stands for them
         "model",
@@ -81,7 +81,7 @@ _NO_FILE = ("", "auto", "none")
 
 def is_counted(setting: Setting) -> bool:
     """True for settings that are part of a digest."""
-    return setting.name not in LEFT_OUT
+    return setting.name not in _LEFT_OUT
 
 
 def configuration_digest(config: Config, *, model: str, version: str) -> str:

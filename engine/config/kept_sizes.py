@@ -22,7 +22,7 @@ from jitney.engine.config.schema import Config, cache_dir
 #: Where a value comes from that was chosen by measuring.
 FROM_MEASURED = "measured here"
 #: Settings that are chosen so.
-MEASURED = {
+_MEASURED = {
     "max_seats",
     "token_budget",
     "seat_buckets",
@@ -80,7 +80,7 @@ def read_sizes(config: Config, machine: str) -> KeptSizes | None:
     """
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         kept = msgspec.json.decode(_path(config, machine).read_bytes(), type=KeptSizes)
-        if set(kept.values) <= MEASURED:
+        if set(kept.values) <= _MEASURED:
             return kept
     return None
 

@@ -24,7 +24,7 @@ EXTRAS = {"cuda": ("cuda12", "cuda13"), "tpu": ("tpu",)}
 #: What jax calls the devices of a platform.
 DEVICE_PLATFORMS = {"cpu": ("cpu",), "cuda": ("gpu", "cuda"), "tpu": ("tpu",)}
 #: NVIDIA's driver, which CUDA programs load.
-DRIVER = "libcuda.so.1"
+_DRIVER = "libcuda.so.1"
 #: Where Linux shows the chips of a TPU machine: device files, or a PCI device made by Google.
 _TPU_FILES = ("accel*", "vfio/[0-9]*")
 _PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
@@ -52,7 +52,7 @@ def check_platform(platform: str) -> None:
 
 
 def _check_cuda() -> None:
-    if not any("cuda" in name for name in jax_plugins()):
+    if not any("cuda" in name for name in _jax_plugins()):
         raise ConfigError(
             f"platform cuda: jax's CUDA plugin is not installed: {how_to_have('cuda')}"
         )
@@ -67,7 +67,7 @@ def _check_cuda() -> None:
 def _check_tpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(f"platform tpu: libtpu is not installed: {how_to_have('tpu')}")
-    if not tpu_chips_shown():
+    if not _tpu_chips_shown():
         raise ConfigError(
             "platform tpu: this machine shows no TPU chip; choose another platform, or run on a "
             f"TPU VM (the extra that brings libtpu: {how_to_have('tpu')})"
@@ -79,7 +79,7 @@ def how_to_have(platform: str) -> str:
     return how_to_install(*EXTRAS[platform])
 
 
-def jax_plugins() -> set[str]:
+def _jax_plugins() -> set[str]:
     """Names of the plugins that jax would load, such as xla_cuda12; found as jax finds them."""
     names = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
     package = importlib.util.find_spec("jax_plugins")
@@ -94,9 +94,9 @@ def _gpu_problem() -> str:
     no GPU memory.
     """
     try:
-        driver = ctypes.CDLL(DRIVER)
+        driver = ctypes.CDLL(_DRIVER)
     except OSError:
-        return f"no NVIDIA driver ({DRIVER}) on this machine"
+        return f"no NVIDIA driver ({_DRIVER}) on this machine"
     count = ctypes.c_int(0)
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if status:
@@ -106,7 +106,7 @@ def _gpu_problem() -> str:
     return ""
 
 
-def tpu_chips_shown(root: Path = Path("/")) -> bool:
+def _tpu_chips_shown(root: Path = Path("/")) -> bool:
     """True if there is a sign of a TPU below `root`: a device file, or a PCI device of Google's
     (also its network card, since jax has the last word)."""
     if any(any((root / "dev").glob(pattern)) for pattern in _TPU_FILES):

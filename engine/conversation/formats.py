@@ -109,7 +109,7 @@ _HERMES_TEXT = CallText(
 )
 
 #: In the order in which their signs are looked for.
-TOOL_FORMATS = (
+_TOOL_FORMATS = (
     _ToolFormat(
         "harmony",
         ("openai", "gptoss"),
@@ -241,7 +241,7 @@ TOOL_FORMATS = (
     ),
 )
 #: For models whose template knows no tools, told how by a text of ours.
-_GENERIC = next(format for format in TOOL_FORMATS if format.name == "hermes")
+_GENERIC = next(format for format in _TOOL_FORMATS if format.name == "hermes")
 
 _REASONING_FORMATS = (
     _ReasoningFormat(
@@ -256,15 +256,15 @@ _REASONING_FORMATS = (
 )
 _HARMONY_NAMES = ("harmony", "openai", "openai_gptoss", "gptoss")
 
-_AUTO, NONE = "auto", "none"
+_AUTO, _NONE = "auto", "none"
 TOOL_NAMES = (
     _AUTO,
-    NONE,
-    *(name for format in TOOL_FORMATS for name in (format.name, *format.aliases)),
+    _NONE,
+    *(name for format in _TOOL_FORMATS for name in (format.name, *format.aliases)),
 )
 REASONING_NAMES = (
     _AUTO,
-    NONE,
+    _NONE,
     *_HARMONY_NAMES,
     *(name for format in _REASONING_FORMATS for name in (format.name, *format.aliases)),
 )
@@ -400,15 +400,15 @@ def _template_variables(template: str) -> frozenset[str]:
 
 
 def _tool_format(template: str, name: str) -> _ToolFormat | None:
-    if name == NONE:
+    if name == _NONE:
         return None
     if name == _AUTO:
-        for format in TOOL_FORMATS:
+        for format in _TOOL_FORMATS:
             is_signed = any(sign in template for sign in format.signs)
             if is_signed and format.unless not in template:
                 return format
         return _GENERIC
-    return _by_name(TOOL_FORMATS, name)
+    return _by_name(_TOOL_FORMATS, name)
 
 
 def _reasoning_format(template: str, name: str) -> _ReasoningFormat | None:

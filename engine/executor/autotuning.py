@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import jax
 
-#: What was measured on cards, for everybody who has one: a folder for each `folder_name`.
-SHIPPED = Path(__file__).parent / "autotuned"
+#: What was measured on cards, for everybody who has one: a folder for each `_folder_name`.
+_SHIPPED = Path(__file__).parent / "autotuned"
 #: Where in the folder of compiled programs jax has XLA keep what it measured.
-RESULTS = "xla_gpu_per_fusion_autotune_cache_dir"
+_RESULTS = "xla_gpu_per_fusion_autotune_cache_dir"
 _RELEASE = version("jaxlib")
 
 
-def folder_name(card: str, capability: str, release: str = _RELEASE) -> str:
+def _folder_name(card: str, capability: str, release: str = _RELEASE) -> str:
     """card: as jax names it (`device_kind`); capability: compute capability, "9.0".
 
     nvidia-h100-80gb-hbm3-9.0-jaxlib-0.11.2
@@ -33,7 +33,7 @@ def folder_name(card: str, capability: str, release: str = _RELEASE) -> str:
     return f"{name}-{capability}-jaxlib-{release}"
 
 
-def programs_folder(programs: Path, device: jax.Device, shipped: Path = SHIPPED) -> Path:
+def programs_folder(programs: Path, device: jax.Device, shipped: Path = _SHIPPED) -> Path:
     """Where compiled programs for jax's `device` are kept below `programs`.
 
     On a GPU that is a folder of its own, which then has what was shipped for the card; what was
@@ -42,8 +42,8 @@ def programs_folder(programs: Path, device: jax.Device, shipped: Path = SHIPPED)
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or not capability:
         return programs
-    name = folder_name(device.device_kind, str(capability))
-    _bring(shipped / name, programs / name / RESULTS)
+    name = _folder_name(device.device_kind, str(capability))
+    _bring(shipped / name, programs / name / _RESULTS)
     return programs / name
 
 

@@ -25,7 +25,7 @@ from jitney.kernels.interface import Threshold
 
 #: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in
 #: the output. Longer than any context: no count reaches it.
-IN_PROMPT = 1 << 30
+_IN_PROMPT = 1 << 30
 #: Rows whose top-k and top-p end within this many candidates need no search over the vocabulary.
 _CANDIDATES = 256
 #: Most bytes of the logits of prompt rows that are scored at a time.
@@ -77,7 +77,7 @@ def seat_row(
     prompt = np.asarray(tokens[:n_prompt], np.int64)
     output = np.asarray(tokens[n_prompt:], np.int64)
     counts = np.bincount(output, minlength=vocab).astype(np.int32)
-    counts[prompt] |= IN_PROMPT
+    counts[prompt] |= _IN_PROMPT
     return counts, *_bias_row(params, n_prompt, vocab, end_ids)
 
 
@@ -280,7 +280,7 @@ def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
     presence, frequency. seat_counts: int32 [M, V], as `SeatState.counts`.
     """
     counts = jnp.where(rows.need(PENALISED)[:, None], seat_counts[rows.seats], 0)
-    in_output = (counts & (IN_PROMPT - 1)).astype(jnp.float32)
+    in_output = (counts & (_IN_PROMPT - 1)).astype(jnp.float32)
     factor = jnp.where(counts != 0, rows.params["repetition_penalty"][:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
     return (

@@ -39,7 +39,7 @@ def calibrate(
     """Give the model factors for pools of kv_dtype (int8 or fp8), from what its heads do on
     `tokens`.
     """
-    seen = largest(model, tokens, mesh)
+    seen = _largest(model, tokens, mesh)
     model.set_kv_scales([factors(_MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
 
 
@@ -50,7 +50,7 @@ def factors(most: Array, kv_dtype: DTypeLike) -> Array:
     return jnp.where(most > 0, most, 1.0) / LIMITS[jnp.dtype(kv_dtype)]
 
 
-def largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> list[Array]:
+def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> list[Array]:
     """Largest magnitude of each layer's keys (rotated) and values by head, float32 [2K], after
     reading `tokens` in one step into a small pool of plain floats, with the reference kernels."""
     graph, state = nnx.split(model)

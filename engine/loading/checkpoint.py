@@ -63,7 +63,7 @@ class _PlainFolder(SafetensorsFolder):
         return None
 
 
-class BlockGGUF(GGUFFile):
+class _BlockGGUF(GGUFFile):
     """A GGUF file whose 4-bit blocks can be had as they are."""
 
     def sliced(self, name: str) -> DecodedTensor:
@@ -83,7 +83,7 @@ class BlockGGUF(GGUFFile):
 def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     """The tensors of a folder or file; weights: what is wanted of it."""
     if source.kind == "gguf":
-        return BlockGGUF(source.path)
+        return _BlockGGUF(source.path)
     config = read_json(Path(source.path), "config.json")
     packing = read_packing(config.get("quantization_config"))
     if packing is None:

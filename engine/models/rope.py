@@ -17,7 +17,7 @@ from jitney.engine.checkpoints.model_config import ModelConfig, RopeScaling
 Rope = tuple[Array, Array]
 
 
-def inverse_frequencies(config: ModelConfig) -> tuple[Array, float]:
+def _inverse_frequencies(config: ModelConfig) -> tuple[Array, float]:
     """(radians per position of each rotated pair, float32 [D // 2]; factor on cos and sin)."""
     half = config.head_dim // 2
     plain = 1.0 / config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
@@ -71,7 +71,7 @@ def rotary(positions: Array, config: ModelConfig) -> Rope:
 
     The barrier keeps it once: XLA would rather fuse the sines into every rotation of every layer.
     """
-    frequencies, factor = inverse_frequencies(config)
+    frequencies, factor = _inverse_frequencies(config)
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     return jax.lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 

@@ -38,7 +38,7 @@ _log = logging.getLogger("jitney.core")
 
 #: Seconds between two ticks of an idle core, and idle ticks between two conservation checks of the
 #: page pool.
-TICK_S = 1.0
+_TICK_S = 1.0
 _CHECK_EVERY = 10
 #: Milliseconds for the last messages.
 _LINGER_MS = 2000
@@ -206,7 +206,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     _freeze()
     idle_ticks, next_tick = 0, 0.0
     while True:
-        wait_s = min(TICK_S, core.pause_s) if core.has_work else TICK_S
+        wait_s = min(_TICK_S, core.pause_s) if core.has_work else _TICK_S
         for message in _received(inbox, wait_s):
             if isinstance(message, messages.Shutdown):
                 return
@@ -218,7 +218,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
             idle_ticks = 0
         elif time.monotonic() >= next_tick:
             outbox.send(messages.encode(messages.Tick(waiting=0)))
-            next_tick = time.monotonic() + TICK_S
+            next_tick = time.monotonic() + _TICK_S
             idle_ticks += 1
             if idle_ticks % _CHECK_EVERY == 0:
                 core.check()

@@ -489,7 +489,7 @@ class ProcessClient:
         if self.state != "ready" or self._link is None:
             raise self._refusal()
         self._quarantine.check(request)
-        request = with_seed(request)
+        request = _with_seed(request)
         stream = Stream(request, self.forget)
         self._streams[request.id] = stream
         if request.deadline is not None:
@@ -618,7 +618,7 @@ class ProcessClient:
         return time.monotonic() - self._alive_at
 
 
-def with_seed(request: EngineRequest) -> EngineRequest:
+def _with_seed(request: EngineRequest) -> EngineRequest:
     """The request with a seed of its own, so that every core would draw the same tokens for it."""
     sampling = request.sampling
     if sampling.seed is not None:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from jitney.engine.telemetry.cost import Bill, CostLine
     from jitney.engine.telemetry.request_record import RequestRecord, SeatStay
 
-_INK, _GRID, WARNING = "#17202a", "#e4e8ed", "#d55e00"
+_INK, _GRID, _WARNING = "#17202a", "#e4e8ed", "#d55e00"
 #: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008).
-HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", WARNING, "#7a6a00", "#5b6773")
-_POLICY_COLOURS = {"static": WARNING, "dynamic": "#b8a800", "continuous": "#0072b2"}
+HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", _WARNING, "#7a6a00", "#5b6773")
+_POLICY_COLOURS = {"static": _WARNING, "dynamic": "#b8a800", "continuous": "#0072b2"}
 _OTHER_COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#7a7f87")
 _HELD_COLOUR, _IDLE_COLOUR = "#cbb8e4", _GRID
 #: Stays in seats that are drawn one by one; beyond that a bar is thinner than a pixel.
@@ -147,7 +147,7 @@ def _stay_bars(stays: Sequence[SeatStay], started: float, *, held: bool) -> list
         _named_bars("generating", phases["decode"], started, _light("decode")),
     ]
     if held:
-        bars.append(_named_bars("held for the batch", held_seats(stays), started, _HELD_COLOUR))
+        bars.append(_named_bars("held for the batch", _held_seats(stays), started, _HELD_COLOUR))
     return bars
 
 
@@ -156,7 +156,7 @@ def _light(kind: str) -> str:
     return ROW_KIND_TABLE[kind].light
 
 
-def held_seats(stays: Sequence[SeatStay]) -> list[SeatSpan]:
+def _held_seats(stays: Sequence[SeatStay]) -> list[SeatSpan]:
     """Seats whose request is done while others of its batch are not.
 
     A batch is over when nobody sits any more.
@@ -309,7 +309,7 @@ def _knee_mark(x: float | None, y: float | None) -> go.Scatter:
         name="knee",
         text=["knee"],
         textposition="top center",
-        marker={"size": 13, "symbol": "diamond", "color": WARNING},
+        marker={"size": 13, "symbol": "diamond", "color": _WARNING},
     )
 
 
@@ -324,7 +324,7 @@ def waits_over(
     traces = [_marked(name, at, values, n) for n, (name, values) in enumerate(waits.items())]
     crossed = [point for values in waits.values() for point in _growing(at, values, grew)]
     if crossed:
-        traces.append(_crosses("the queue grew for the whole run", crossed, WARNING))
+        traces.append(_crosses("the queue grew for the whole run", crossed, _WARNING))
     return figure(traces, "Time to first token", x, "s", yaxis_type="log")
 
 

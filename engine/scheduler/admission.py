@@ -75,7 +75,7 @@ class Admission:
             Sequence(
                 request,
                 index=index,
-                seed=sibling_seed(leader.seed, index),
+                seed=_sibling_seed(leader.seed, index),
                 tokens=list(request.prompt),
                 max_tokens=leader.max_tokens,
                 rank=(group, number, index),
@@ -121,7 +121,7 @@ def continued(
     return fresh + begun
 
 
-def sibling_seed(seed: int, index: int) -> int:
+def _sibling_seed(seed: int, index: int) -> int:
     """int64 seed of the index-th sequence of a request; the first keeps the request's own.
 
     Hashed, so that the second sequence of seed 1 is not the first of seed 2.

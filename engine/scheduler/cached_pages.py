@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 #: Times that as many pages as there are must be evicted until a tenant that did nothing meanwhile
 #: is taken to be gone.
-IDLE_TURNS = 8
+_IDLE_TURNS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class CachedPages:
     def evict(self) -> int:
         """The page to go; there must be one."""
         share = next(iter(self._shares.values()))
-        if self._evictions - share.active_at <= IDLE_TURNS * len(self._tenants):
+        if self._evictions - share.active_at <= _IDLE_TURNS * len(self._tenants):
             share = next(iter(self._by_count[self._most]))
         page, _ = share.pages.popitem(last=False)
         self._tenants[page] = None

@@ -29,7 +29,7 @@ from jitney.engine.config.schema import Share
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 
 #: Newest steps kept per bucket. Their median bears half of them being disturbed by something else.
-KEPT = 15
+_KEPT = 15
 #: Steps that may be waiting to be taken in.
 _MOST_NEWS = 64
 #: What fading means and sums keep of themselves with each new step.
@@ -46,15 +46,15 @@ _MOST_SLOWER = 2.7
 #: Where the first prompt ends soon, AUTO gives at least this share, and a step may take so many
 #: times as long as one without prompt rows: one slow step, where a long prompt makes many. On a
 #: CPU that decodes 32 rows in 17 ms and computes 256 of prompts in 84, less would be half of that.
-SHORT_SHARE, _SHORT_SLOWER = 0.5, 6.0
+_SHORT_SHARE, _SHORT_SLOWER = 0.5, 6.0
 #: The same of steps with prompt rows that nobody waits for, and of steps in which streams decode
 #: beside rows that nobody waits for.
 _BACKGROUND_SLOWER, _BACKGROUND_STRETCH = 2.0, 1.2
 #: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
 #: rows all the same.
-PATIENCE = 4
+_PATIENCE = 4
 #: Share AUTO: the least that prompts get, and how many different shares there are.
-LEAST_SHARE, _LEVELS = 0.25, 16
+_LEAST_SHARE, _LEVELS = 0.25, 16
 #: Times the tokens a second that a larger decode bucket must give where several fill it together.
 _FILL = 1.2
 #: A bucket that was seen fewer times does not tell how soon a step of it may be done.
@@ -99,7 +99,7 @@ class _Slope:
 
 
 def _no_steps() -> _Steps:
-    return defaultdict(lambda: deque(maxlen=KEPT))
+    return defaultdict(lambda: deque(maxlen=_KEPT))
 
 
 @dataclass(eq=False)
@@ -299,7 +299,7 @@ class PrefillBudget:
 
     Share AUTO goes by who waits for whom: a step with many prompt rows makes every stream wait, one
     with few makes every prompt wait. It is the prompts that want rows over the streams that run, in
-    LEVELS steps, between LEAST_SHARE and 1. One long prompt beside many streams gets LEAST_SHARE,
+    LEVELS steps, between _LEAST_SHARE and 1. One long prompt beside many streams gets _LEAST_SHARE,
     or as much less as makes their steps no more than _MOST_SLOWER times as long; a short one gets
     SHORT_SHARE within _SHORT_SLOWER, so that its first token need not wait for a second step;
     where prompts are most of the work, they pile up in the seats until they get the whole budget,
@@ -331,7 +331,7 @@ class PrefillBudget:
         buckets = self.step_times.buckets
         if buckets.padding_is_free and whole > buckets.token_budget:
             return False
-        return rest <= SHORT_SHARE * buckets.token_budget
+        return rest <= _SHORT_SHARE * buckets.token_budget
 
     def most(self, decoding: int, start: int = 0, prompts: int = 1, *, short: bool = False) -> int:
         """Prompt rows for a step of so many decoding sequences; to be asked once per step, while
@@ -363,7 +363,7 @@ class PrefillBudget:
             for other, size in _sizes(beside, buckets.padding_is_free)
         )
         if timely < 1 and self.target_itl_s:
-            self._denied = (self._denied + 1) % PATIENCE
+            self._denied = (self._denied + 1) % _PATIENCE
             return 0 if self._denied else min(rows, beside[0].tokens - decoding)
         return min(rows, max(timely, beside[0].tokens // 8))
 
@@ -412,9 +412,9 @@ class PrefillBudget:
         share = self.share_beside(decoding, prompts)
         if not isinstance(self.share, str):
             return share, math.inf
-        if short and share < SHORT_SHARE:
-            return SHORT_SHARE, _SHORT_SLOWER
-        return share, _MOST_SLOWER if share == LEAST_SHARE else math.inf
+        if short and share < _SHORT_SHARE:
+            return _SHORT_SHARE, _SHORT_SLOWER
+        return share, _MOST_SLOWER if share == _LEAST_SHARE else math.inf
 
     def _bearable(self, decoding: int, slower: float) -> float:
         """Seconds that a step may take beside so many streams, `slower` times as long as their own:
@@ -452,33 +452,33 @@ def _sizes(buckets: Sequence[Bucket], padding_is_free: bool) -> Iterator[tuple[B
 
 def _auto_share(decoding: int, prompts: int) -> float:
     level = _LEVELS * prompts // max(1, decoding)
-    return max(LEAST_SHARE, min(level, _LEVELS) / _LEVELS)
+    return max(_LEAST_SHARE, min(level, _LEVELS) / _LEVELS)
 
 
 #: What is expected before anything was seen, in tokens: whatever was generated, on average so many
 #: more will come. `expect` guesses; an outlook, on which pages are promised, is careful.
-FIRST_GUESS, CAREFUL_GUESS = 256, 1024
+_FIRST_GUESS, _CAREFUL_GUESS = 256, 1024
 #: How many answers a coarser class weighs in a finer one, in each bucket.
 _WEIGHT = 4.0
 #: When so many answers of a class have ended, its counts are halved: about the last 128 to 256
 #: count.
-HALVE_AT = 256
+_HALVE_AT = 256
 #: Classes that are remembered; the one that was not seen for longest is forgotten first.
-MOST_CLASSES = 1024
+_MOST_CLASSES = 1024
 #: Buckets of lengths: one for each length up to 7, then four to each power of two, up to 2**20
 #: tokens and more.
-BUCKETS = 80
+_BUCKETS = 80
 
 #: A class of requests; () is everybody.
 type _ClassKey = tuple[str | int, ...]
 
 
-def bucket_of(tokens: int) -> int:
+def _bucket_of(tokens: int) -> int:
     """The bucket that a length falls in."""
     if tokens < 8:
         return max(0, tokens)
     octave = tokens.bit_length() - 3
-    return min(BUCKETS - 1, 4 * octave + (tokens >> octave))
+    return min(_BUCKETS - 1, 4 * octave + (tokens >> octave))
 
 
 def _edge_of(bucket: int) -> int:
@@ -490,7 +490,7 @@ def _edge_of(bucket: int) -> int:
 
 
 #: The shortest length of each bucket, and the end of the last one: f8 [BUCKETS + 1].
-EDGES = np.array([_edge_of(bucket) for bucket in range(BUCKETS + 1)], np.float64)
+EDGES = np.array([_edge_of(bucket) for bucket in range(_BUCKETS + 1)], np.float64)
 
 
 def _steady_hazard(tokens: int) -> np.ndarray:
@@ -500,7 +500,7 @@ def _steady_hazard(tokens: int) -> np.ndarray:
     return -np.expm1(-np.diff(EDGES) / tokens)
 
 
-_FIRST_HAZARD, _CAREFUL_HAZARD = _steady_hazard(FIRST_GUESS), _steady_hazard(CAREFUL_GUESS)
+_FIRST_HAZARD, _CAREFUL_HAZARD = _steady_hazard(_FIRST_GUESS), _steady_hazard(_CAREFUL_GUESS)
 
 
 class RequestClasses(NamedTuple):
@@ -528,8 +528,8 @@ class _LifeTable:
     __slots__ = ("came", "ended", "n_ended")
 
     def __init__(self) -> None:
-        self.came = np.zeros(BUCKETS)
-        self.ended = np.zeros(BUCKETS)
+        self.came = np.zeros(_BUCKETS)
+        self.ended = np.zeros(_BUCKETS)
         self.n_ended = 0.0
 
     def end(self, bucket: int) -> None:
@@ -537,7 +537,7 @@ class _LifeTable:
         self.came[bucket] += 1.0
         self.ended[bucket] += 1.0
         self.n_ended += 1.0
-        if self.n_ended >= HALVE_AT:
+        if self.n_ended >= _HALVE_AT:
             self._halve()
 
     def _halve(self) -> None:
@@ -580,7 +580,7 @@ class OutputLengths:
     """
 
     _tables: _Tables = field(default_factory=_Tables)
-    #: By what is expected before anything was seen (see `FIRST_GUESS`), until an answer is over.
+    #: By what is expected before anything was seen (see `_FIRST_GUESS`), until an answer is over.
     _careful: dict[RequestClasses, Outlook] = field(default_factory=dict[RequestClasses, Outlook])
     _likely: dict[RequestClasses, Outlook] = field(default_factory=dict[RequestClasses, Outlook])
 
@@ -594,7 +594,7 @@ class OutputLengths:
 
         before: what the last call returned for it, 0 at first. Returns the bucket it is in.
         """
-        bucket = bucket_of(n_output)
+        bucket = _bucket_of(n_output)
         if bucket > before:
             for key in kind:
                 self._table(key).came[before:bucket] += 1.0
@@ -631,7 +631,7 @@ class OutputLengths:
         """One of these outlooks, made if it is not there. hazard: before anything was seen."""
         found = outlooks.get(kind)
         if found is None:
-            if len(outlooks) >= MOST_CLASSES:
+            if len(outlooks) >= _MOST_CLASSES:
                 outlooks.clear()
             found = outlooks[kind] = Outlook(self._hazard(kind, hazard))
         return found
@@ -650,7 +650,7 @@ class OutputLengths:
         """The table of a class, now the one seen last."""
         table = self._tables.get(key)
         if table is None:
-            if len(self._tables) >= MOST_CLASSES:
+            if len(self._tables) >= _MOST_CLASSES:
                 self._tables.popitem(last=False)
             table = self._tables[key] = _LifeTable()
         self._tables.move_to_end(key)

@@ -25,7 +25,7 @@ from jitney.engine.scheduler.sequence import Sequence
 #: Every so many boardings the one who has waited longest goes first, whoever was served least:
 #: tenants that keep coming up new, each served nothing yet, would otherwise go before an old one
 #: for ever.
-EVERY = 16
+_EVERY = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ type _Entry = tuple[int, int, int, _Account]
 class FairQueue(WaitingQueue):
     """The waiting sequences of all tenants; within a tenant by arrival. All is O(log n) amortised.
 
-    Itself it is the queue of all by arrival, for the one boarding in EVERY that goes by that.
+    Itself it is the queue of all by arrival, for the one boarding in _EVERY that goes by that.
     """
 
     _accounts: dict[str, _Account] = field(default_factory=dict[str, _Account])
@@ -83,7 +83,7 @@ class FairQueue(WaitingQueue):
     def head(self) -> Sequence | None:
         """Who boards next: whoever lost its seat, else the first of the tenant served least.
 
-        For once in EVERY boardings it is the one who has waited longest.
+        For once in _EVERY boardings it is the one who has waited longest.
         """
         longest = super().head()
         if longest is None or longest.preemptions or self._goes_by_arrival:
@@ -92,7 +92,7 @@ class FairQueue(WaitingQueue):
 
     @property
     def _goes_by_arrival(self) -> bool:
-        return self._boardings % EVERY == EVERY - 1
+        return self._boardings % _EVERY == _EVERY - 1
 
     def claimant(self, seats: int) -> Sequence | None:
         """The first of a tenant whose next sequence still belongs to its share of the seats; of

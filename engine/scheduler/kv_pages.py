@@ -23,7 +23,7 @@ import numpy as np
 from jitney.engine.scheduler.cached_pages import CachedPages
 from jitney.engine.scheduler.sequence import OwnPages, Sequence
 
-FREE, HELD, SHARED, CACHED = range(4)
+_FREE, _HELD, _SHARED, _CACHED = range(4)
 
 #: The pages of each owner.
 type _Tables = Iterable[list[int]]
@@ -99,7 +99,7 @@ class PagePool:
             if not self._owners[page]:
                 cached.append(page)
             self._owners[page] += 1
-            self._states[page] = HELD if self._owners[page] == 1 else SHARED
+            self._states[page] = _HELD if self._owners[page] == 1 else _SHARED
             pages.append(page)
         if cached:
             self._cached.take(cached)
@@ -122,7 +122,7 @@ class PagePool:
     def _hand_out(self) -> int:
         page = self._free.pop() if self._free else self._evict()
         self._owners[page] = 1
-        self._states[page] = HELD
+        self._states[page] = _HELD
         return page
 
     def publish(self, page: int, key: bytes, tenant: str = "") -> None:
@@ -154,7 +154,7 @@ class PagePool:
 
     def _set_free(self, page: int) -> None:
         self._free.append(page)
-        self._states[page] = FREE
+        self._states[page] = _FREE
 
     def clear(self) -> None:
         """Let nobody find any page again: what they contained is gone."""
@@ -173,11 +173,11 @@ class PagePool:
                 continue
             self._owners[page] -= 1
             if self._owners[page]:
-                self._states[page] = HELD if self._owners[page] == 1 else SHARED
+                self._states[page] = _HELD if self._owners[page] == 1 else _SHARED
                 continue
             if self._keys[page] is not None and self.retain:
                 cached.append(page)
-                self._states[page] = CACHED
+                self._states[page] = _CACHED
             else:
                 self._unpublish(page)
                 self._set_free(page)
@@ -228,8 +228,8 @@ class PagePool:
     def _state_of(self, page: int) -> int:
         """The state that a page is in by who holds it."""
         if self._owners[page]:
-            return min(self._owners[page], SHARED)
-        return CACHED if page in self._cached else FREE
+            return min(self._owners[page], _SHARED)
+        return _CACHED if page in self._cached else _FREE
 
     def _check_owners(self, tables: _Tables) -> None:
         owners = Counter(page for table in tables for page in table if page)
@@ -261,7 +261,7 @@ def owner_key(number: int, index: int) -> bytes:
     return struct.pack("<qi", number, index)
 
 
-def extend_keys(
+def _extend_keys(
     keys: list[bytes],
     root: bytes,
     tokens: list[int],
@@ -284,7 +284,7 @@ def extend_keys(
 
 def _keys_of(seq: Sequence, page_size: int, n_pages: int) -> list[bytes]:
     """The keys of a sequence's first n_pages pages, which are full."""
-    extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
+    _extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
     return seq.keys[:n_pages]
 
 

@@ -57,7 +57,7 @@ class PageDemand:
             groups[self._outlook(newcomer)].append(self._row(newcomer, fresh))
         room = self.pool.capacity - (self.pool.used - own)
         rows = np.array([row for group in groups.values() for row in group], np.float64)
-        times = times_ahead(rows[:, 3])
+        times = _times_ahead(rows[:, 3])
         mean, variance = np.zeros(len(times)), np.zeros(len(times))
         for outlook, group in groups.items():
             alive, pages = self._ahead(outlook, np.array(group, np.float64), times)
@@ -104,7 +104,7 @@ def _own_pages(seq: Sequence) -> int:
     return len(seq.pages) - max(seq.shared, seq.dropped)
 
 
-def times_ahead(left: np.ndarray) -> np.ndarray:
+def _times_ahead(left: np.ndarray) -> np.ndarray:
     """Steps from now at which to look, ascending: now, then sparser and sparser, and when somebody
     is at its limit.
 

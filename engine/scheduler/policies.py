@@ -19,10 +19,10 @@ from jitney.engine.types import EngineRequest
 
 #: Order "priority": what one level is worth, in seconds of waiting, and the most levels that count
 #: either way.
-LEVEL_S, MAX_LEVELS = 10.0, 60
+_LEVEL_S, _MAX_LEVELS = 10.0, 60
 #: Order "shortest": what one expected output token is worth, in seconds of waiting, and the most
 #: they are worth.
-TOKEN_S, LONGEST_S = 0.1, 60.0
+_TOKEN_S, _LONGEST_S = 0.1, 60.0
 
 
 class Situation(NamedTuple):
@@ -137,25 +137,26 @@ def _by_arrival(request: EngineRequest, expected: int) -> float:
     return 0.0
 
 
-def by_priority(request: EngineRequest, expected: int) -> float:
+def _by_priority(request: EngineRequest, expected: int) -> float:
     """Lower `priority` boards sooner and is preempted later, and who waits gains a level every
-    LEVEL_S seconds.
+    _LEVEL_S seconds.
 
     All gain alike, so the difference of two who wait never changes and one number says it: the time
     at which a request of priority 0 would have had to come to stand at the same place. A request is
-    therefore never overtaken by one that comes more than 2 * MAX_LEVELS * LEVEL_S seconds after it.
+    therefore never overtaken by one that comes more than 2 * _MAX_LEVELS * _LEVEL_S seconds after
+    it.
     """
-    return request.arrival + LEVEL_S * max(-MAX_LEVELS, min(MAX_LEVELS, request.priority))
+    return request.arrival + _LEVEL_S * max(-_MAX_LEVELS, min(_MAX_LEVELS, request.priority))
 
 
-def by_length(request: EngineRequest, expected: int) -> float:
-    """Short answers first, as far as they can be foreseen; each expected token counts as TOKEN_S
+def _by_length(request: EngineRequest, expected: int) -> float:
+    """Short answers first, as far as they can be foreseen; each expected token counts as _TOKEN_S
     seconds of waiting.
 
-    As with `by_priority` the place in the queue is one number, and nobody is overtaken by who comes
-    LONGEST_S later.
+    As with `_by_priority` the place in the queue is one number, and nobody is overtaken by who
+    comes _LONGEST_S later.
     """
-    return request.arrival + min(LONGEST_S, TOKEN_S * expected)
+    return request.arrival + min(_LONGEST_S, _TOKEN_S * expected)
 
 
 class _Order(NamedTuple):
@@ -177,8 +178,8 @@ POLICIES: dict[PolicyName, Callable[[BatchLimits], _Policy]] = {
 }
 ORDERS: dict[OrderName, _Order] = {
     "fcfs": _Order(_by_arrival, WaitingQueue),
-    "priority": _Order(by_priority, WaitingQueue),
-    "shortest": _Order(by_length, WaitingQueue),
+    "priority": _Order(_by_priority, WaitingQueue),
+    "shortest": _Order(_by_length, WaitingQueue),
     "fair": _Order(_by_arrival, FairQueue),
 }
 

@@ -20,7 +20,7 @@ from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest
 
 #: Bounds of the seconds after which to try again.
-SHORTEST_RETRY, LONGEST_RETRY = 0.1, 3600.0
+SHORTEST_RETRY, _LONGEST_RETRY = 0.1, 3600.0
 #: Places that came free after which the counts are halved: about the last 128 to 256 count, and
 #: the last 20 to 40.
 _HALVE_LONG_AT, _HALVE_SHORT_AT = 256, 40
@@ -186,8 +186,8 @@ class Promises:
         """
         self._lapse(now)
         start = max(self._until, self._late_until, now + free_in)
-        if start - now > LONGEST_RETRY or not self._has_room(name):
-            return min(start - now, LONGEST_RETRY) * self._random.uniform(0.9, 1.0)
+        if start - now > _LONGEST_RETRY or not self._has_room(name):
+            return min(start - now, _LONGEST_RETRY) * self._random.uniform(0.9, 1.0)
         self._until = start + work_s * _SPARSE * self._share.expected(now)
         return self._promise(name, now, start - now)
 
@@ -200,7 +200,7 @@ class Promises:
         """
         at = max(self._late_until, now + free_in)
         self._late_until = at + work_s * (_LATE_SPACING if at < self._until else _SPARSE)
-        return self._promise(name, now, min(at - now, LONGEST_RETRY))
+        return self._promise(name, now, min(at - now, _LONGEST_RETRY))
 
     def _promise(self, name: bytes, now: float, wait: float) -> float:
         jitter = self._random.uniform(0.0, min(_JITTER_S, _JITTER_SHARE * wait))

@@ -28,7 +28,7 @@ _NEVER = np.iinfo(np.int64).max // 4
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class _Seen:
     """How often steps of so many rows came, padding excluded: decode-only ones, and those with
     prompt rows, which by rows and by the seats that were taken.
     """
@@ -68,15 +68,15 @@ class Proposal:
         return _share(sum(self.padding_now.values()), self.rows)
 
 
-def seen_in(records: np.ndarray) -> Seen:
+def seen_in(records: np.ndarray) -> _Seen:
     """Rows of the steps in `ledger.STEP_DTYPE` records."""
     rows = records["bucket_tokens"] - records["padding"]
     mixed = records["mixed"] == 1
     together = zip(rows[mixed].tolist(), records["seats_busy"][mixed].tolist(), strict=True)
-    return Seen(Counter(rows[~mixed].tolist()), Counter(together))
+    return _Seen(Counter(rows[~mixed].tolist()), Counter(together))
 
 
-def propose(seen: Seen, present: Buckets, executables: int) -> Proposal:
+def propose(seen: _Seen, present: Buckets, executables: int) -> Proposal:
     """The best sizes within a budget of executables, for the seats and the token budget of
     `present`.
 
@@ -112,7 +112,7 @@ def check_budget(executables: int) -> None:
         )
 
 
-def _least_waste(seen: Seen, present: Buckets, executables: int) -> tuple[_Sizes, _Sizes]:
+def _least_waste(seen: _Seen, present: Buckets, executables: int) -> tuple[_Sizes, _Sizes]:
     """(seat sizes, token sizes): the best way to share the executables between both kinds."""
     seats, budget = present.seats, present.token_budget
     decode = _at_least(seen.decode, min(_FEWEST_SEATS, seats))
@@ -120,8 +120,8 @@ def _least_waste(seen: Seen, present: Buckets, executables: int) -> tuple[_Sizes
     for (rows, taken), count in seen.mixed.items():
         mixed[least_mixed(rows, taken, seats)] += count
     most_decode = (executables - _MIXED_EXECUTABLES) // DECODE_EXECUTABLES
-    by_seats = best_sizes(decode, seats, most_decode)
-    by_tokens = best_sizes(mixed, budget, executables - DECODE_EXECUTABLES)
+    by_seats = _best_sizes(decode, seats, most_decode)
+    by_tokens = _best_sizes(mixed, budget, executables - DECODE_EXECUTABLES)
     choices = []
     for waste, seat_sizes in by_seats[1:]:
         left = executables - DECODE_EXECUTABLES * len(seat_sizes)
@@ -143,13 +143,13 @@ def _total(seen: Mapping[int, int]) -> int:
     return sum(rows * count for rows, count in seen.items())
 
 
-def _paddings(seen: Seen, buckets: Buckets) -> dict[str, int]:
+def _paddings(seen: _Seen, buckets: Buckets) -> dict[str, int]:
     """Rows computed for nothing by kind."""
     mixed = 0
     for (rows, taken), count in seen.mixed.items():
         bucket = next(each for each in buckets.mixed_for(taken) if rows <= each.tokens)
         mixed += count * (bucket.tokens - rows)
-    decode = padding(seen.decode, [bucket.tokens for bucket in buckets.decode])
+    decode = _padding(seen.decode, [bucket.tokens for bucket in buckets.decode])
     return {"decode": decode, "mixed": mixed}
 
 
@@ -157,7 +157,7 @@ def _paddings(seen: Seen, buckets: Buckets) -> dict[str, int]:
 _Sizes = tuple[int, ...]
 
 
-def best_sizes(
+def _best_sizes(
     seen: Mapping[int, int], largest: int, most: int
 ) -> list[tuple[int, tuple[int, ...]]]:
     """For every k from 0 to `most`: (least padding, the k sizes), `largest` always among them;
@@ -201,7 +201,7 @@ def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> tuple[int, .
     return tuple(reversed(chosen))
 
 
-def padding(seen: Mapping[int, int], sizes: Sequence[int]) -> int:
+def _padding(seen: Mapping[int, int], sizes: Sequence[int]) -> int:
     """Rows computed for nothing when each step takes the smallest size that holds it."""
     ascending = sorted(sizes)
     pairs = seen.items()

@@ -1,7 +1,7 @@
 """A fleet on a virtual clock: replicas that are advanced when somebody looks at them, an ingress
 that routes as the real one does, failures, and replicas that are started and let go.
 
-The ingress knows what it has sent; how much is open at each replica it sees every `SIGHT_S`, and
+The ingress knows what it has sent; how much is open at each replica it sees every `_SIGHT_S`, and
 the predicted waits every second, as a real one that polls. Whatever comes by chance is drawn from
 the seed: the same fleet and traffic always give the same figures.
 """
@@ -29,7 +29,7 @@ from jitney.engine.types import JsonDict
 
 #: Seconds between two looks at how much is open at each replica, and how many of these looks pass
 #: between two at the predicted waits.
-SIGHT_S, _WAIT_EVERY = 0.25, 4
+_SIGHT_S, _WAIT_EVERY = 0.25, 4
 #: Replicas that a request is offered to before it is refused.
 _TRIES = 8
 #: Streams of fewer tokens are not asked how fast they were: one step with a prompt in it would
@@ -310,7 +310,7 @@ class _Simulation:
         while self._next_sight <= until:
             self._happen(self._next_sight)
             self._see(self._next_sight)
-            self._next_sight += SIGHT_S
+            self._next_sight += _SIGHT_S
         self._happen(until)
 
     def _happen(self, until: float) -> None:
@@ -376,7 +376,7 @@ class _Simulation:
         if math.isinf(mtbf_s) or self._over:
             return []
         ready = self._in_state("ready")
-        count = min(len(ready), int(self._rng.poisson(len(ready) * SIGHT_S / mtbf_s)))
+        count = min(len(ready), int(self._rng.poisson(len(ready) * _SIGHT_S / mtbf_s)))
         return [ready[at] for at in self._rng.choice(len(ready), count, replace=False).tolist()]
 
     def _lose_core(self, replica: _Replica, now: float) -> None:

@@ -282,7 +282,7 @@ def _counted(
 ) -> FleetSizing:
     """Replicas of each hour, and what they come to."""
     needed = [max(1, math.ceil(rate / request_s)) for rate in load.rates]
-    by_hour = tuple(count + spare_for(count, how) for count in needed)
+    by_hour = tuple(count + _spare_for(count, how) for count in needed)
     sizing = FleetSizing(kind, load_req_s=request_s, by_hour=by_hour)
     most = max(needed)
     tokens = sum(load.rates) * load.hour_s * lengths.mean_output
@@ -305,7 +305,7 @@ def _billed(sizing: FleetSizing, hour_s: float, start_s: float) -> FleetSizing:
     )
 
 
-def spare_for(replicas: int, how: Circumstances) -> int:
+def _spare_for(replicas: int, how: Circumstances) -> int:
     """Replicas to spare so that as many as are needed are up, but for a chance of `_SHORT`: those
     that are down at a time are Poisson distributed about the mean."""
     failures = how.failures

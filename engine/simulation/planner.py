@@ -131,13 +131,13 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
     """
     check_split(roofline)
     _check_context(roofline, demand)
-    memory = fit(roofline, demand)
+    memory = _fit(roofline, demand)
     sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
     curve = tuple(operate(roofline, demand, seats) for seats in sizes)
-    chosen, within = knee(curve), None
+    chosen, within = _knee(curve), None
     if demand.is_limited:
         chosen = within = _last_within(curve, demand)
-    sizing = Sizing(memory, curve, knee(curve), within, chosen)
+    sizing = Sizing(memory, curve, _knee(curve), within, chosen)
     return sizing if chosen is None else _loaded(sizing, chosen, demand.rate)
 
 
@@ -170,7 +170,7 @@ def check_split(roofline: Roofline) -> None:
     roofline.cost.config.local(roofline.count)
 
 
-def fit(roofline: Roofline, demand: Demand) -> _Memory:
+def _fit(roofline: Roofline, demand: Demand) -> _Memory:
     """Pages and seats beside the weights."""
     cost, page = roofline.cost, demand.page_size
     per_position = cost.kv_bytes / roofline.kv_split
@@ -216,7 +216,7 @@ def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
         step_s=step,
         output_tok_s=tokens,
         req_s=tokens / demand.output,
-        ttft_s=first_token(demand, seats, step),
+        ttft_s=_first_token(demand, seats, step),
         bound=_bound(roofline, bucket, work),
         cost_per_million=_cost_per_million(roofline, demand, tokens),
     )
@@ -252,15 +252,15 @@ def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
     return parts[max(parts)]
 
 
-def first_token(demand: Demand, seats: int, step: float) -> float:
+def _first_token(demand: Demand, seats: int, step: float) -> float:
     """TTFT_QUANTILE of the time to first token at UTILISATION: wait for a seat (Erlang C), for the
     step under way, and the steps that the prompt takes."""
     steps = max(1, math.ceil(demand.prompt / max(1.0, demand.token_budget - seats)))
     service = (demand.output + steps) * step
-    return seat_wait(seats, service, UTILISATION, TTFT_QUANTILE) + step + steps * step
+    return _seat_wait(seats, service, UTILISATION, TTFT_QUANTILE) + step + steps * step
 
 
-def seat_wait(seats: int, service: float, load: float, quantile: float) -> float:
+def _seat_wait(seats: int, service: float, load: float, quantile: float) -> float:
     """Quantile of the wait for one of `seats` in an M/M/c queue (Erlang, 1917) loaded to a share
     `load`, seconds.
     """
@@ -278,7 +278,7 @@ def _keeps(point: Operating, demand: Demand) -> bool:
     return demand.ttft_s is None or point.ttft_s <= demand.ttft_s
 
 
-def knee(curve: Sequence[Operating]) -> Operating:
+def _knee(curve: Sequence[Operating]) -> Operating:
     """The point farthest above the straight line between the ends of tokens/s over step time, both
     scaled to 0..1 (Kneedle: Satopaa and others, 2011); the last one if none is above it, as of a
     mixture of experts, of which few more rows read many more.

@@ -113,7 +113,7 @@ def main() -> int:
     """Exit status 0 with a last line {"result": ...} or {"error": ...}."""
     os.nice(_NICENESS)
     try:
-        _send(result=work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob)))
+        _send(result=_work(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob)))
     except JitneyError as error:
         _send(error=str(error))
     return 0
@@ -124,7 +124,7 @@ def _send(**message: Any) -> None:
     sys.stdout.buffer.flush()
 
 
-def work(job: ReplayJob) -> JsonDict:
+def _work(job: ReplayJob) -> JsonDict:
     """Simulate what was recorded, to learn the error of doing so, and then each policy; says how
     far it has come.
     """
@@ -171,7 +171,7 @@ def _measured_figures(job: ReplayJob) -> JsonDict:
         seated_s=job.seated_s,
         price_per_hour=job.price_per_hour,
     )
-    return figures | seen_until(job.requests, job.seconds) | {"itl_s": _gaps_of(window)}
+    return figures | _seen_until(job.requests, job.seconds) | {"itl_s": _gaps_of(window)}
 
 
 def _own_error(
@@ -185,7 +185,7 @@ def _own_error(
     if sum(request.served for request in job.requests) < _FEWEST_ENDED:
         return {}
     run = _again(job, table, clients)
-    figures = run.figures() | seen_until(run.requests, job.seconds)
+    figures = run.figures() | _seen_until(run.requests, job.seconds)
     return errors(_compared(figures), _compared(measured))
 
 
@@ -200,12 +200,12 @@ def _compared(figures: JsonDict) -> JsonDict:
     return {name: figures[name] for name in ("output_tok_s", "ttft_s", "e2e_s", "itl_s")}
 
 
-def seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
+def _seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
     """Tokens and latencies as somebody sees them who looks away `seconds` after the first
     arrival.
     """
     end = min(request.arrival for request in requests) + seconds
-    tokens = round(sum(delivered(request, end) for request in requests))
+    tokens = round(sum(_delivered(request, end) for request in requests))
     begun = [request for request in requests if _first_token(request) <= end]
     ended = [request for request in requests if request.served and request.end <= end]
     return {
@@ -220,7 +220,7 @@ def _first_token(request: RequestRecord) -> float:
     return math.inf if request.first_token is None else request.first_token
 
 
-def delivered(request: RequestRecord, end: float) -> float:
+def _delivered(request: RequestRecord, end: float) -> float:
     """Tokens that a request had brought by then, as if they had come evenly from the first to the
     last.
     """

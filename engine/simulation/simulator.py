@@ -172,7 +172,7 @@ class SimulatedRun:
         ) | {"itl_s": weighted_spread(self.gaps, self.gap_counts)}
 
 
-class FlyingStep(NamedTuple):
+class _FlyingStep(NamedTuple):
     """A launched step: when it will be done, and how many tokens it brings."""
 
     ready: float
@@ -198,19 +198,19 @@ class VirtualDevice:
         self.clock.now += host.before + host.before_per_row * len(plan.chunks)
         return plan
 
-    def launch(self, batch: Plan) -> FlyingStep:
+    def launch(self, batch: Plan) -> _FlyingStep:
         seconds = self.table.seconds(batch.bucket, batch.work)
         scatter = self._scatter.get(kind_of(batch.bucket))
         if scatter is not None:
             seconds *= next(scatter)
         self._free_at = max(self.clock.now, self._free_at) + seconds
-        return FlyingStep(self._free_at, sum([chunk.sample for chunk in batch.chunks]))
+        return _FlyingStep(self._free_at, sum([chunk.sample for chunk in batch.chunks]))
 
-    def choose(self, launched: FlyingStep, rows: list[MaskedRow], masks: object) -> None:
+    def choose(self, launched: _FlyingStep, rows: list[MaskedRow], masks: object) -> None:
         """Simulated answers have no text, so none is held to a grammar."""
         raise ValueError("a simulated request has a grammar")
 
-    def fetch(self, launched: FlyingStep) -> StepResult:
+    def fetch(self, launched: _FlyingStep) -> StepResult:
         if launched.ready > self.clock.now:
             self.clock.now = launched.ready
         return StepResult([0] * launched.tokens)

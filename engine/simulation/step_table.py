@@ -257,8 +257,8 @@ def host_times(records: np.ndarray) -> HostTimes:
     """The host's part of each step, fitted over how many sequences sat."""
     rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
     launched = records["plan_s"] + records["batch_s"] + records["launch_s"]
-    before = nonnegative(rows, launched.astype(float))
-    after = nonnegative(rows, records["commit_s"].astype(float))
+    before = _nonnegative(rows, launched.astype(float))
+    after = _nonnegative(rows, records["commit_s"].astype(float))
     return HostTimes(*before.tolist(), *after.tolist())
 
 
@@ -266,12 +266,12 @@ def _fit_steadily(points: Sequence[Point]) -> list[Curve]:
     """Curves of one kind that a few stalled steps do not bend: what exceeds STALL times a first fit
     shapes no curve, and is spread over all of them, so that the sum of the steps stays what it
     was."""
-    curves, measured = fit_kind(points), _seconds_of(points)
+    curves, measured = _fit_kind(points), _seconds_of(points)
     for _ in range(_ROUNDS):
         most = _STALL * _fitted_to(curves, points)
         if np.all(measured <= most):
             break
-        curves = fit_kind(_retimed(points, np.minimum(measured, most)))
+        curves = _fit_kind(_retimed(points, np.minimum(measured, most)))
     scale = float(measured.sum() / _fitted_to(curves, points).sum())
     return [_scaled(curve, scale) for curve in curves]
 
@@ -304,7 +304,7 @@ def _fitted_to(curves: Sequence[Curve], points: Sequence[Point]) -> np.ndarray:
     return np.maximum(seconds, 1e-9)
 
 
-def fit_kind(points: Sequence[Point]) -> list[Curve]:
+def _fit_kind(points: Sequence[Point]) -> list[Curve]:
     """Curves of all buckets of one kind, rows ascending."""
     shapes = np.array([(point.bucket.tokens, point.bucket.seats) for point in points])
     buckets, which = np.unique(shapes, axis=0, return_inverse=True)
@@ -312,7 +312,7 @@ def fit_kind(points: Sequence[Point]) -> list[Curve]:
     slopes[:, ~_tell_apart(slopes, which.reshape(-1))] = 0.0
     fixed = (which.reshape(-1, 1) == np.arange(len(buckets))).astype(float)
     seconds = _seconds_of(points)
-    common = nonnegative(np.hstack((fixed, slopes)), seconds)
+    common = _nonnegative(np.hstack((fixed, slopes)), seconds)
     curves = []
     for at, (tokens, seats) in enumerate(buckets.tolist()):
         mine = fixed[:, at] > 0
@@ -335,7 +335,7 @@ def _fit_bucket(
     """prior: the fit of all buckets of its kind together."""
     count = len(seconds)
     design = np.column_stack((np.ones(count), slopes))
-    own = nonnegative(design, seconds, prior)
+    own = _nonnegative(design, seconds, prior)
     return Curve(tokens, seats, *own.tolist(), points=count)
 
 
@@ -344,7 +344,7 @@ def _slopes_of(work: StepWork) -> tuple[int, ...]:
     return work.keys, work.longest, work.prompt, work.pairs, work.decode
 
 
-def nonnegative(
+def _nonnegative(
     design: np.ndarray, target: np.ndarray, prior: np.ndarray | None = None
 ) -> np.ndarray:
     """Non-negative least squares (Lawson and Hanson) of design [n, k] @ x = target [n]; with a

@@ -196,7 +196,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Empirical:
+class _Empirical:
     """Drawn from observed lengths, with replacement."""
 
     observed: tuple[int, ...]
@@ -482,9 +482,9 @@ def parse_lengths(text: str, flag: str) -> Lengths:
         ) from None
 
 
-def _lengths_in(file: str, field: str) -> Empirical:
+def _lengths_in(file: str, field: str) -> _Empirical:
     observed = [getattr(arrival, field) for arrival in read_trace(file)]
-    return Empirical(tuple(np.maximum(1, observed).tolist()))
+    return _Empirical(tuple(np.maximum(1, observed).tolist()))
 
 
 def _named(text: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jitney.engine.telemetry.request_record import RequestRecord
 
 #: With fewer requests nothing is said.
-FEWEST = 20
+_FEWEST = 20
 _PARTS = 4
 #: The queue grew if the trend of the waits over the run is more than their mean (a queue that grows
 #: evenly from nothing has twice its mean, a level one nothing) ...
@@ -81,7 +81,7 @@ def backlog(
     of runs of 256 requests are said to grow, at 130 % load at least 85 %; just above 100 % only
     long runs show it.
     """
-    if len(came) < FEWEST:
+    if len(came) < _FEWEST:
         return None
     arrivals = np.asarray(came, np.float64)
     starts = np.asarray(began, np.float64)

@@ -52,7 +52,7 @@ def _nanoseconds(records: np.ndarray) -> np.ndarray:
     return np.rint(records["device_s"].astype(np.float64) * NANO).astype(np.int64)
 
 
-def split(total: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _split(total: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Cut totals [n] i8 in proportion to rows [n, k] i8; each row of the result [n, k] i8 adds up
     to its total.
     """
@@ -71,7 +71,7 @@ def bill(records: np.ndarray, seconds: float, *, padding_is_free: bool = False) 
     paid = rows.copy()
     if padding_is_free:
         paid[:, 0] = _costly_padding(rows.sum(axis=1), rows[:, 0])
-    times = split(_nanoseconds(records), paid)
+    times = _split(_nanoseconds(records), paid)
     lines = _lines(SPLIT_ORDER, rows.sum(axis=0), times.sum(axis=0))
     return with_idle(lines, int(times.sum()), seconds)
 

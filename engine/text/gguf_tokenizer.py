@@ -27,7 +27,7 @@ _GPT2 = ("", False, False, False)
 _LLAMA3 = (_GPT4_LETTERS + r"\p{N}{1,3}" + _GPT4_REST, False, False, True)
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _QWEN2 = (_GPT4_LETTERS + r"\p{N}" + _GPT4_REST, False, True, False)
-PRE_TOKENIZERS = {
+_PRE_TOKENIZERS = {
     "gpt-2": _GPT2,
     "default": _GPT2,
     "smollm": ("", True, False, False),
@@ -181,12 +181,12 @@ def _byte_level_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
     from tokenizers import decoders, models, normalizers
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
+    if pre not in _PRE_TOKENIZERS:
         raise ModelError(
             f"GGUF: tokenizer.ggml.pre {str(pre)[:40]!r} is not supported; "
-            f"known: {', '.join(PRE_TOKENIZERS)}"
+            f"known: {', '.join(_PRE_TOKENIZERS)}"
         )
-    pattern, digits, compose, whole_words = PRE_TOKENIZERS[pre]
+    pattern, digits, compose, whole_words = _PRE_TOKENIZERS[pre]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     rust = RustTokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=whole_words))
     rust.pre_tokenizer = _word_splitter(pattern, digits=digits)

@@ -64,7 +64,7 @@ _SANDBOX = "transformers.utils.chat_template_utils"
 _FIRST = Chat([{"role": "user", "content": ""}], most_chars=0, limit_s=60.0)
 
 
-def render(source: TemplateSource, messages: list[JsonDict], **variables: Any) -> str:
+def _render(source: TemplateSource, messages: list[JsonDict], **variables: Any) -> str:
     """The prompt text of a conversation. Raises whatever the template raises."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -97,7 +97,7 @@ def main() -> int:
 def _answer(source: TemplateSource, chat: Chat) -> Rendered:
     given = {"add_generation_prompt": True} | chat.variables
     return rendered_within(
-        lambda: render(source, chat.messages, **given), chat.limit_s, chat.most_chars
+        lambda: _render(source, chat.messages, **given), chat.limit_s, chat.most_chars
     )
 
 

@@ -34,7 +34,7 @@ class NoLibrary(RuntimeError):
     """No compiled kernels can run here; says why, and what to install."""
 
 
-class PanelLayout(NamedTuple):
+class _PanelLayout(NamedTuple):
     """How weights lie in panels, as a library multiplies them."""
 
     #: Neighbouring inputs of a column side by side, in bfloat16 (0: none are multiplied so) and in
@@ -50,7 +50,7 @@ class Library:
     """A loaded library, its handlers registered with XLA."""
 
     level: str
-    layout: PanelLayout
+    layout: _PanelLayout
     #: XLA multiplies with AMX, and these kernels do not: their compiler is too old for it.
     leaves_amx: bool = False
     #: Seconds that the calls of each part of a step have taken since it was loaded, by the part's
@@ -93,10 +93,10 @@ def load() -> Library:
         levels = build.levels_here()
     except BuildError as error:
         raise NoLibrary(str(error)) from error
-    return opened(available(levels))
+    return opened(_available(levels))
 
 
-def available(levels: Sequence[Level]) -> Level:
+def _available(levels: Sequence[Level]) -> Level:
     """The greatest of some levels that has a current library, or gets one: an old compiler may know
     some levels and not others. Raises NoLibrary with what is wrong with the greatest of all.
     """
@@ -148,8 +148,8 @@ def register(path: Path, level: str, leaves_amx: bool = False) -> Library:
     level.
     """
     code = ctypes.CDLL(str(path))
-    numbers = (ctypes.c_int * len(PanelLayout._fields)).in_dll(code, "jitney_panel_layout")
-    library = Library(level, PanelLayout(*numbers), leaves_amx, _clock_of(code))
+    numbers = (ctypes.c_int * len(_PanelLayout._fields)).in_dll(code, "jitney_panel_layout")
+    library = Library(level, _PanelLayout(*numbers), leaves_amx, _clock_of(code))
     for handler in _HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(code, f"jitney_{handler}"))
         jax.ffi.register_ffi_target(library.target(handler), capsule, platform="cpu")

@@ -61,7 +61,7 @@ def _panel_vectors(size_out: int, parts: int) -> int:
 
 
 @dataclass(frozen=True)
-class Products:
+class _Products:
     """Products with weights and with the table of the output head."""
 
     #: Most rows that are ours where weights are as they come; more are XLA's.
@@ -121,11 +121,11 @@ class Products:
 
 
 @cache
-def up_to(most_rows: int) -> Products:
+def up_to(most_rows: int) -> _Products:
     """Always the same object: bound methods of equal ones are not equal, and would compile a
     step's layers again.
     """
-    return Products(most_rows)
+    return _Products(most_rows)
 
 
 def operands(w: jax.Array | OneOf) -> tuple[jax.Array, ...]:

@@ -70,10 +70,10 @@ def layout_of(heads: int, dim: int, itemsize: int) -> PoolLayout:
     packed = 2 * dim <= LANES
     width = -(-dim // LANES) * LANES
     rows = heads if packed else 2 * heads
-    return PoolLayout(heads, dim, whole_tiles(rows, 4 // itemsize), width)
+    return PoolLayout(heads, dim, _whole_tiles(rows, 4 // itemsize), width)
 
 
-def whole_tiles(rows: int, packing: int) -> int:
+def _whole_tiles(rows: int, packing: int) -> int:
     """The smallest number of rows from `rows` on that fills tiles; packing: numbers in 32 bits."""
     words = -(-rows // packing)
     if words > _SUBLANES:

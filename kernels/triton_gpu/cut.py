@@ -11,10 +11,10 @@ from jitney.kernels.triton_gpu import threshold
 from jitney.kernels.triton_gpu.launch import Launch
 
 #: Lowest bits of the digits that the passes tell apart, from above: of 8, 8, 8 and 7 bits.
-SHIFTS = (23, 15, 7, 0)
+_SHIFTS = (23, 15, 7, 0)
 #: Entries a row that may wait for the last search: more than any usual k, and than the second digit
 #: leaves of 128k logits.
-LISTED = 4096
+_LISTED = 4096
 #: Entries of a program's share of a row, float32 sums being exact up to the first; the second where
 #: there are too few rows to fill a GPU.
 _LENGTH, _LENGTH_OF_FEW, _FEW_ROWS = 8192, 2048, 64
@@ -30,7 +30,7 @@ class _Search(NamedTuple):
 
 
 def search(
-    launch: Launch, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, most: int = LISTED
+    launch: Launch, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, most: int = _LISTED
 ) -> _Search:
     """The cuts of scaled [S, V]. most: entries that a list holds."""
     n_rows, vocab = scaled.shape
@@ -39,7 +39,7 @@ def search(
     splits = -(-vocab // length)
     states = []
     state = top_k  # unread at first
-    for shift in SHIFTS:
+    for shift in _SHIFTS:
         state = _digit(launch, scaled, limits, state, (shift, length, splits, most))
         states.append(state)
     lengths = jax.new_ref(jnp.zeros((n_rows,), jnp.int32))
@@ -87,7 +87,7 @@ def _digit(
     """
     shift, length, splits, most = sizes
     n_rows, vocab = scaled.shape
-    constants = {"V": vocab, "SPLITS": splits, "SHIFT": shift, "FIRST": shift == SHIFTS[0]}
+    constants = {"V": vocab, "SPLITS": splits, "SHIFT": shift, "FIRST": shift == _SHIFTS[0]}
     sums = launch(
         threshold.count_digits,
         scaled,

@@ -60,7 +60,7 @@ PROCESSORS = {80: 108, 89: 58, 90: 132}
 #: (generation, padded head dim, bytes per activation) -> tiles. Programs are processors times
 #: resident programs. Chosen by compiling, not yet by timing: all fits and, in 2 bytes, nothing
 #: spills. float32 is there for its answers only.
-ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
+_ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
     (80, 64, 2): (DecodeTiles(64, 256, 32, 108 * 4, 4, 3), PromptTiles(128, 64, 8, 2)),
     (80, 128, 2): (DecodeTiles(32, 256, 32, 108 * 4, 4, 3), PromptTiles(128, 32, 8, 2)),
     (80, 256, 2): (DecodeTiles(32, 256, 32, 108 * 2, 4, 2), PromptTiles(64, 32, 8, 2)),
@@ -154,7 +154,7 @@ def attention_tiles(
             f"kernels triton take a head dim up to 256, not {head_dim}; choose kernels reference"
         )
     key = generation(sm), max(head_dim, 64), itemsize
-    decode, prompt = ATTENTION[key]
+    decode, prompt = _ATTENTION[key]
     if group > 16:
         decode = _WIDE.get(key, decode)
         if pool_itemsize == 1:

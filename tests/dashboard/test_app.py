@@ -13,14 +13,14 @@ from page_fakes import browser, get, page, viewers_of
 from starlette.routing import Mount
 
 from jitney.dashboard import create_dashboard, dashboard_routes
-from jitney.dashboard.assets import PLOTLY
-from jitney.dashboard.auth import POLICY
-from jitney.dashboard.sessions import COOKIE, LIFETIME_S, MAX_SESSIONS, Sessions
-from jitney.dashboard.sse import FEED_VERSION
+from jitney.dashboard.assets import _PLOTLY
+from jitney.dashboard.auth import _POLICY
+from jitney.dashboard.sessions import _MAX_SESSIONS, COOKIE, LIFETIME_S, Sessions
+from jitney.dashboard.sse import _FEED_VERSION
 from jitney.dashboard.viewers import MAX_VIEWERS
 from jitney.engine.api.access import NOBODY, Identity
 from jitney.engine.api.app import create_app
-from jitney.engine.api.guesses import MOST_ALIKE
+from jitney.engine.api.guesses import _MOST_ALIKE
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 
@@ -39,7 +39,7 @@ PATHS = (
 @pytest.mark.parametrize("path", PATHS)
 def test_every_answer_carries_the_policy(client, path):
     answer = get(page(client), path)
-    assert answer.headers["content-security-policy"] == POLICY
+    assert answer.headers["content-security-policy"] == _POLICY
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.status_code == (404 if path == "/nowhere" else 200)
 
@@ -47,7 +47,7 @@ def test_every_answer_carries_the_policy(client, path):
 def test_the_policy_forbids_what_is_not_ours():
     rules = {
         name: sources
-        for name, _, sources in (rule.strip().partition(" ") for rule in POLICY.split(";"))
+        for name, _, sources in (rule.strip().partition(" ") for rule in _POLICY.split(";"))
     }
     assert rules["default-src"] == "'none'" and rules["frame-ancestors"] == "'none'"
     assert rules["script-src"] == rules["connect-src"] == "'self'"
@@ -62,18 +62,18 @@ def test_all_that_the_page_asks_for_is_there_and_ours(client):
             continue
         seen.add(name)
         text = get(app, "/assets/" + name).raise_for_status().text
-        if name == PLOTLY:
+        if name == _PLOTLY:
             continue
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), (
             f"{name} points elsewhere"
         )
         todo += re.findall(r"assets/([\w.-]+)", text) + re.findall(r'from "\./([\w.-]+)"', text)
-    assert {"page.js", "style.css", PLOTLY, "timeline.js", "sign-in.js"} <= seen
+    assert {"page.js", "style.css", _PLOTLY, "timeline.js", "sign-in.js"} <= seen
 
 
 def test_the_page_reads_the_version_of_the_feed_that_is_sent(client):
     script = get(page(client), "/assets/watcher.js").text
-    assert f"const FEED_VERSION = {FEED_VERSION};" in script
+    assert f"const FEED_VERSION = {_FEED_VERSION};" in script
 
 
 def test_no_inline_script(client):
@@ -86,10 +86,10 @@ def test_no_inline_script(client):
 
 def test_plotly_travels_zipped_and_once(client):
     app = page(client)
-    first = get(app, f"/assets/{PLOTLY}", **{"accept-encoding": "gzip"})
+    first = get(app, f"/assets/{_PLOTLY}", **{"accept-encoding": "gzip"})
     assert first.headers["content-encoding"] == "gzip" and b"plotly.js v" in first.content[:200]
     assert int(first.headers["content-length"]) < 2_000_000 < len(first.content)
-    again = get(app, f"/assets/{PLOTLY}", **{"if-none-match": first.headers["etag"]})
+    again = get(app, f"/assets/{_PLOTLY}", **{"if-none-match": first.headers["etag"]})
     assert again.status_code == 304 and not again.content
     plain = get(app, "/assets/page.js", **{"accept-encoding": "identity"})
     zipped = run(call(app, "/assets/page.js", method="GET", headers={"accept-encoding": "gzip"}))
@@ -231,8 +231,8 @@ def test_sessions_end_and_are_bounded():
     assert sessions.identify(None) == NOBODY == sessions.identify("made up")
     now[0] = LIFETIME_S
     assert sessions.identify(first) == NOBODY
-    opened = [sessions.open(somebody) for _ in range(MAX_SESSIONS + 1)]
-    assert len(set(opened)) == MAX_SESSIONS + 1
+    opened = [sessions.open(somebody) for _ in range(_MAX_SESSIONS + 1)]
+    assert len(set(opened)) == _MAX_SESSIONS + 1
     assert [sessions.identify(one) for one in (opened[0], opened[1], opened[-1])] == [
         NOBODY,
         somebody,
@@ -277,7 +277,7 @@ def test_loading_is_an_error_in_the_endpoints_form(client):
 def test_guessing_keys_is_slow_and_locks_nobody_out(client):
     async def session() -> None:
         app = page(client, KEY)
-        for _ in range(MOST_ALIKE):
+        for _ in range(_MOST_ALIKE):
             assert (await call(app, "/sign-in", {"key": "guess"})).status == 401
         reply = await call(app, "/sign-in", {"key": "guess"})
         assert reply.status == 429 and reply.error["code"] == "too_many_attempts"

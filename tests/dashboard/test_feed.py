@@ -18,7 +18,7 @@ from sliced_work import at_once
 from jitney.dashboard import feed as feed_module
 from jitney.dashboard import snapshot, sse, timeline
 from jitney.dashboard.feed import Feed
-from jitney.dashboard.viewers import QUEUE, TooManyViewers, Viewer
+from jitney.dashboard.viewers import _QUEUE, TooManyViewers, Viewer
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import Progress
 from jitney.engine.records import ROW_KINDS
@@ -30,7 +30,7 @@ def key_frames_only_when_needed(monkeypatch: pytest.MonkeyPatch):
     """On a machine that stalls for seconds, a key frame that is due would come where a test waits
     for a delta.
     """
-    monkeypatch.setattr(feed_module, "KEY_FRAME_S", 3600.0)
+    monkeypatch.setattr(feed_module, "_KEY_FRAME_S", 3600.0)
 
 
 def parse(event: bytes) -> tuple[str, Any]:
@@ -138,7 +138,7 @@ def test_page_changes_come_as_runs():
         before, now = rng.integers(0, 4, (2, 40), np.uint8)
         now = np.where(rng.random(40) < 0.5, before, now).astype(np.uint8)
         rebuilt = before.copy()
-        for first, count, state in snapshot.page_runs(before, now):
+        for first, count, state in snapshot._page_runs(before, now):
             assert count >= 1 and not np.any(before[first : first + count] == state)
             rebuilt[first : first + count] = state
         assert np.array_equal(rebuilt, now)
@@ -161,7 +161,7 @@ def test_the_longest_step_is_of_those_since_the_frame_before(client):
 
 
 def test_key_frames_come_again_and_again(client, monkeypatch):
-    monkeypatch.setattr(feed_module, "KEY_FRAME_S", 0.01)
+    monkeypatch.setattr(feed_module, "_KEY_FRAME_S", 0.01)
 
     async def session() -> list[str]:
         with Feed(client, hz=50).viewer() as viewer:
@@ -309,7 +309,7 @@ def test_a_slow_viewer_starts_again_from_a_key_frame(client):
             client.step()
             await take(quick, 2)
             first, second, *_ = await take(slow, 3)
-            assert first[0] == "hello" and second[0] == "key_frame" and slow.dropped == QUEUE
+            assert first[0] == "hello" and second[0] == "key_frame" and slow.dropped == _QUEUE
 
     asyncio.run(session())
 
@@ -317,7 +317,7 @@ def test_a_slow_viewer_starts_again_from_a_key_frame(client):
 def test_the_end_of_a_feed_is_not_lost_with_the_rest():
     async def session() -> None:
         viewer = Viewer([sse.encode("hello", {})])
-        for number in range(QUEUE + 5):
+        for number in range(_QUEUE + 5):
             viewer.put(sse.encode("delta", number))
         assert viewer.lost
         viewer.close(sse.bye("done"))
@@ -330,7 +330,7 @@ def test_the_end_of_a_feed_is_not_lost_with_the_rest():
 
 def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
     rng = np.random.default_rng(0)
-    states = rng.integers(0, 4, 3 * snapshot.MAX_PAGE_CELLS - 5, np.uint8)
+    states = rng.integers(0, 4, 3 * snapshot._MAX_PAGE_CELLS - 5, np.uint8)
     shown = snapshot.page_map(snapshot.page_cells(bytes([9]) + states.tobytes()))
     cells = list(base64.b64decode(shown["cells"]))
     groups = [list(states[at : at + 3]) for at in range(0, len(states), 3)]

@@ -17,13 +17,19 @@ from sliced_work import at_once
 from starlette.applications import Starlette
 
 from jitney.dashboard import create_dashboard
-from jitney.dashboard.lab import SETTINGS, Experiment, Lab, arrivals, check, wanted
+from jitney.dashboard.lab import _SETTINGS, Experiment, Lab, _arrivals, _wanted, check
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.buckets import make_buckets
-from jitney.engine.simulation.replay import RecordedEngine, ReplayJob, delivered, seen_until, work
+from jitney.engine.simulation.replay import (
+    RecordedEngine,
+    ReplayJob,
+    _delivered,
+    _seen_until,
+    _work,
+)
 from jitney.engine.simulation.shipped_errors import shipped
 from jitney.engine.telemetry.request_record import RequestRecord
 
@@ -137,7 +143,7 @@ def work_of(client: FakeClient, experiment: Experiment) -> tuple[dict, dict]:
     """(what is put around the worker's answer, the answer), worked out in this process."""
     job, frame = at_once(Lab(client, lambda: ENGINE)._prepare(experiment))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=ReplayJob) == job
-    return frame, work(job)
+    return frame, _work(job)
 
 
 @pytest.mark.usefixtures("rash")
@@ -166,7 +172,7 @@ def test_the_length_of_an_answer_that_nobody_saw_is_that_of_another():
         sorted(request.n_output for request in requests if request.finish in ("stop", "length"))
     )
     for request in requests:
-        asked = wanted(request, lengths)
+        asked = _wanted(request, lengths)
         if request.finished is None:
             assert request.n_output < asked <= request.max_tokens
         elif not request.stays:
@@ -261,9 +267,9 @@ def test_a_request_that_runs_on_has_brought_what_it_has():
         finished=12.0,
         finish="length",
     )
-    tokens = [delivered(request, end) for end in (1.0, 2.0, 7.0, 12.0, 50.0)]
+    tokens = [_delivered(request, end) for end in (1.0, 2.0, 7.0, 12.0, 50.0)]
     assert tokens == [0.0, 1.0, 6.0, 11, 11]
-    seen = seen_until([request], 7.0)
+    seen = _seen_until([request], 7.0)
     assert seen["output_tokens"] == 6 and seen["ttft_s"]["max"] == 2.0 and seen["e2e_s"] is None
 
 
@@ -273,7 +279,7 @@ def test_the_status_before_any_experiment(client):
     status = get(lab_app(served_client()), "/lab").json()
     assert (
         status["arrivals"] == 12
-        and status["settings"].keys() == set(SETTINGS)
+        and status["settings"].keys() == set(_SETTINGS)
         and status["settings"]["pages"] == 32
     )
     assert {"static", "dynamic", "continuous"} == set(status["policies"])
@@ -340,7 +346,7 @@ def test_a_running_experiment_can_be_stopped_and_has_its_time():
 def test_traffic_is_lengths_and_times_alone():
     history = served_client().history
     requests = sorted(history.ended(0), key=lambda request: request.arrival)
-    traffic = at_once(arrivals(requests, requests[0].arrival))
+    traffic = at_once(_arrivals(requests, requests[0].arrival))
     assert [a.n_output for a in traffic] == [request.n_output for request in requests] and traffic[
         0
     ].at == 0

@@ -17,7 +17,7 @@ from page_fakes import get, page
 from sliced_work import at_once
 
 from jitney.dashboard import report, timeline
-from jitney.dashboard.auth import REPORT_POLICY
+from jitney.dashboard.auth import _REPORT_POLICY
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 
 
@@ -56,7 +56,7 @@ def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str
     data = at_once(report.collect(client, minutes, notes, clock, 0.0))  # type: ignore[arg-type]
     reader = Reader(report.render(data))
     figures = json.loads(reader.scripts[1])
-    return reader, dict(zip(report.TITLES, figures, strict=True))
+    return reader, dict(zip(report._TITLES, figures, strict=True))
 
 
 def test_a_report_is_one_file_and_its_numbers_are_the_engines():
@@ -74,11 +74,11 @@ def test_a_report_is_one_file_and_its_numbers_are_the_engines():
     labels = [
         attributes["aria-label"] for _, attributes in reader.tags if "data-chart" in attributes
     ]
-    assert labels == [title for title, _ in report.TITLES.values()]
+    assert labels == [title for title, _ in report._TITLES.values()]
     records = watched.history.records.since(-1)
     now = watched.clock.now
     start, end = timeline.window(now - 60, now, now)
-    width = (end - start) / report.BINS
+    width = (end - start) / report._BINS
     for trace in charts["ledger"]["data"]:
         kind = next(kind.name for kind in ROW_KIND_TABLE.values() if kind.label == trace["name"])
         assert sum(trace["y"]) * width == pytest.approx(int(records[kind].sum()), rel=0.02, abs=0.5)
@@ -97,8 +97,10 @@ def test_markup_stays_text(client):
 
 def test_the_report_over_http(client):
     answer = get(page(client), "/report")
-    assert answer.headers["content-security-policy"] == REPORT_POLICY and "sandbox" in REPORT_POLICY
-    assert "allow-same-origin" not in REPORT_POLICY and "scripted" in answer.text
+    assert (
+        answer.headers["content-security-policy"] == _REPORT_POLICY and "sandbox" in _REPORT_POLICY
+    )
+    assert "allow-same-origin" not in _REPORT_POLICY and "scripted" in answer.text
     assert answer.text.count("</script>") == 3, "nothing closes a script early"
     for wrong in ("0", "11", "x"):
         assert get(page(client), f"/report?minutes={wrong}").json()["error"]["param"] == "minutes"

@@ -273,7 +273,7 @@ def test_gaps_between_tokens_are_those_of_the_streams():
         if request.finish != "abort"
         for gap in np.diff(detail_of(watched, request.request_id, request.index)["cadence"]["t"])
     )
-    _, values, weights = latency.samples(watched.history, 0, 1e9)["itl"]
+    _, values, weights = latency._samples(watched.history, 0, 1e9)["itl"]
     assert int(weights.sum()) == pytest.approx(len(gaps), rel=0.05)  # aborted streams had some, too
     assert float(np.repeat(values, weights).mean()) == pytest.approx(float(np.mean(gaps)), rel=0.05)
     histogram = latency.histograms(watched.history, 0, 1e9)["itl"]

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jitney.engine.core import EngineCore
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.scheduler.admission import sibling_seed
+from jitney.engine.scheduler.admission import _sibling_seed
 from jitney.engine.types import EngineRequest, SequenceOutput
 
 
@@ -205,7 +205,7 @@ class CoreMachine(RuleBasedStateMachine):
         for request in self.requests:
             for index in range(request.sampling.n):
                 got = tokens_of(self.outputs, request.id, index)
-                want = solo(request, sibling_seed(0, index), 99)
+                want = solo(request, _sibling_seed(0, index), 99)
                 assert got == (
                     want
                     if ends[request.id, index].finish in ("stop", "length")

@@ -24,7 +24,7 @@ from fakes import (
 from msgspec import structs
 
 from jitney.engine.core import EngineCore
-from jitney.engine.scheduler.admission import sibling_seed
+from jitney.engine.scheduler.admission import _sibling_seed
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.telemetry.history import History
 from jitney.engine.types import EngineRequest, SequenceOutput
@@ -119,7 +119,7 @@ def check_innocent(requests: list[EngineRequest], outputs: list[SequenceOutput])
     """Each has all the tokens of a run alone."""
     for request in requests:
         for index in range(request.sampling.n):
-            seed = sibling_seed(request.sampling.seed or 0, index)
+            seed = _sibling_seed(request.sampling.seed or 0, index)
             want = solo(request, seed, LONGEST - len(request.prompt))
             assert tokens_of(outputs, request.id, index) == want, (request.id, index)
 
@@ -346,7 +346,7 @@ def check_life(
         assert request.id in guilty
     if code_of(end) == "context_length_exceeded":
         return
-    seed = sibling_seed(request.sampling.seed or 0, index)
+    seed = _sibling_seed(request.sampling.seed or 0, index)
     want = solo(request, seed, LONGEST - len(request.prompt))
     got = tokens_of(outputs, request.id, index)
     assert got == want[: len(got)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jitney.engine.records import ROW_KINDS, STEP_DTYPE, SUMMED, Ledger
+from jitney.engine.records import _SUMMED, ROW_KINDS, STEP_DTYPE, Ledger
 
 NAMES = STEP_DTYPE.names or ()
 
@@ -74,7 +74,7 @@ def test_totals_outlive_the_ring(capacity: int, asks_every: int):
                 "decode": 5 * step,
                 "finished": step * (step + 1) // 2,
             }
-            assert ledger.totals == dict.fromkeys(SUMMED, 0) | grown
+            assert ledger.totals == dict.fromkeys(_SUMMED, 0) | grown
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)

@@ -11,7 +11,7 @@ from fakes import FakeClock, ends_of, make_core, make_request, score, solo, toke
 from jitney.engine.core import EngineCore
 from jitney.engine.executor.sampling import seat_row
 from jitney.engine.process.stream import Stream
-from jitney.engine.scheduler.admission import sibling_seed
+from jitney.engine.scheduler.admission import _sibling_seed
 from jitney.engine.text.detokenizer import TextStream
 from jitney.engine.types import EngineRequest, SequenceOutput
 
@@ -77,7 +77,7 @@ def test_random_requests_go_on_through_three_cores(seed: int, policy: str, share
 def check_sequence(request: EngineRequest, index: int, outputs: list[SequenceOutput]) -> None:
     """Tokens and log-probabilities are those of a run without an interruption, each told once."""
     own = [o for o in outputs if (o.request_id, o.index) == (request.id, index)]
-    seed = sibling_seed(request.sampling.seed or 0, index)
+    seed = _sibling_seed(request.sampling.seed or 0, index)
     want = solo(request, seed, LONGEST - len(request.prompt))
     assert tokens_of(outputs, request.id, index) == want
     if request.sampling.logprobs is not None:
@@ -128,7 +128,7 @@ def test_a_resumed_sequence_counts_its_tokens_as_output(share_outputs: bool):
 def test_what_was_told_stays_where_it_does_not_come_again(same: int, max_tokens: int, policy: str):
     """As where a device rounds otherwise: the first tokens come again, the next one does not."""
     one = make_request("a", [5] * 6, n=2, max_tokens=max_tokens, ignore_eos=True)
-    told = [solo(one, sibling_seed(0, i), 4)[:4] for i in range(2)]
+    told = [solo(one, _sibling_seed(0, i), 4)[:4] for i in range(2)]
     for tokens in told:
         for at in range(same, 4):
             tokens[at] = (tokens[at] + 1 + at) % 40
@@ -151,7 +151,7 @@ def test_what_was_told_stays_where_it_does_not_come_again(same: int, max_tokens:
     for index, tokens in enumerate(told):
         left = max_tokens - len(tokens)
         after = make_request("a", [5] * 6 + tokens, max_tokens=left, ignore_eos=True)
-        rest = solo(after, sibling_seed(0, index), left)
+        rest = solo(after, _sibling_seed(0, index), left)
         assert tokens_of(outputs, "a", index) == rest
         assert streams["a"].tokens[index] == tokens + rest
 

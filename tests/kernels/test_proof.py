@@ -21,10 +21,10 @@ from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet, OneOf
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_attention import _long_steps
-from jitney.kernels.proof_products import narrowed
+from jitney.kernels.proof_products import _narrowed
 from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes
+from jitney.kernels.select import _triton_for, select
 from jitney.kernels.select import reference as reference_set
-from jitney.kernels.select import select, triton_for
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -422,16 +422,16 @@ def test_a_row_in_fp8_has_its_own_units_alone_and_among_others():
         alone, unit = fp8.round_rows(jnp.asarray(rows[at : at + 1]))
         assert np.array_equal(alone.view(jnp.uint8), codes[at : at + 1].view(jnp.uint8))
         assert unit[0, 0] == units[at, 0]
-    assert float(jnp.max(jnp.abs(codes.astype(jnp.float32)))) == fp8.GREATEST
+    assert float(jnp.max(jnp.abs(codes.astype(jnp.float32)))) == fp8._GREATEST
     spoilt, unit = fp8.round_rows(jnp.asarray([[1.0, jnp.inf], [0.0, 0.0]]))
     assert np.isnan(unit[0, 0]) and not np.any(spoilt[1].astype(jnp.float32))
 
 
 def test_only_cards_with_fp8_units_multiply_fp8():
     pytest.importorskip("jax_triton")
-    assert triton_for(80).fp8 is None
+    assert _triton_for(80).fp8 is None
     for sm in (89, 90, 100, 120):
-        assert triton_for(sm).fp8 == Fp8Products(fp8.arrange, fp8.matmul)
+        assert _triton_for(sm).fp8 == Fp8Products(fp8.arrange, fp8.matmul)
 
 
 def test_weights_of_four_bits_are_proved_too():
@@ -614,7 +614,7 @@ def test_the_definition_of_attention_is_that_of_the_tests(window: int, softcap: 
 
 def test_narrowed_sizes_keep_their_divisors():
     for size in (576, 960, 1536, 3072, 28672, 49152, 151936):
-        small = narrowed(size, 960)
+        small = _narrowed(size, 960)
         assert small <= size and small < 1920
         assert [small // 16 % d == 0 for d in range(1, 7)] == [
             size // 16 % d == 0 for d in range(1, 7)

@@ -40,7 +40,7 @@ from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.kernels import fp8
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.select import pallas_set, triton_for
+from jitney.kernels.select import _triton_for, pallas_set
 
 CAPABILITIES = {"h100": 90, "a100": 80, "l4": 89}
 #: By target, of up to 4 and up to 8 devices; a chip of v7x is two devices.
@@ -150,7 +150,7 @@ def devices_of(spec: Spec) -> Any:
 def kernels_for(spec: Spec) -> KernelSet:
     """The kernel set that serves the target."""
     if spec.target in GPUS:
-        kernels = triton_for(CAPABILITIES[spec.target])
+        kernels = _triton_for(CAPABILITIES[spec.target])
         if spec.devices > 1:
             return replace(kernels, fp8=None)  # as `build_engine`
         return kernels
@@ -166,7 +166,7 @@ def _lay_out(model: Model, kernels: KernelSet) -> None:
             size_in, columns = kernel.shape
             apart = linear.n_experts, size_in, columns // linear.n_experts
             linear.kernel = nnx.Param(jax.ShapeDtypeStruct(apart, kernel.dtype))
-        elif kernels.fp8 is not None and kernel.dtype == fp8.DTYPE:
+        elif kernels.fp8 is not None and kernel.dtype == fp8._DTYPE:
             linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.arrange, kernel))
 
 

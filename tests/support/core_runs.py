@@ -7,7 +7,7 @@ import random
 from fakes import VOCAB, FakeClock, code_of, ends_of, make_request, solo, tokens_of
 
 from jitney.engine.core import EngineCore
-from jitney.engine.scheduler.admission import sibling_seed
+from jitney.engine.scheduler.admission import _sibling_seed
 from jitney.engine.types import EngineRequest, SequenceOutput
 
 CONTEXT, PAGES, PAGE_SIZE = 40, 15, 4
@@ -87,7 +87,7 @@ def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutp
                 continue
             want = solo(
                 request,
-                sibling_seed(request.sampling.seed or 0, index),
+                _sibling_seed(request.sampling.seed or 0, index),
                 LONGEST - len(request.prompt),
             )
             assert got == want[: len(got)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from api_fakes import VOCAB, ByteTokenizer, FakeClient, Script, make_app
 
-from jitney.engine.text.template_worker import TemplateSource, render
+from jitney.engine.text.template_worker import TemplateSource, _render
 
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -154,7 +154,7 @@ class FamilyTokenizer(ByteTokenizer):
     ) -> str:
         source = TemplateSource(self.chat_template, {})
         variables["add_generation_prompt"] = add_generation_prompt
-        return render(source, [dict(message) for message in messages], tools=tools, **variables)
+        return _render(source, [dict(message) for message in messages], tools=tools, **variables)
 
 
 def family_app(family: str, text: str, **script: Any) -> tuple[Any, FakeClient]:

@@ -228,12 +228,12 @@ def generated(family: str, devices: int, groups: int = 1) -> np.ndarray:
 @contextlib.contextmanager
 def many_heads() -> Iterator[None]:
     """Tiny models with enough query heads for eight devices."""
-    before = families.TINY
-    families.TINY = replace(before, n_heads=8)
+    before = families._TINY
+    families._TINY = replace(before, n_heads=8)
     try:
         yield
     finally:
-        families.TINY = before
+        families._TINY = before
 
 
 def program(

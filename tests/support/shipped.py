@@ -6,10 +6,10 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from jitney.engine.executor.autotuning import RESULTS, SHIPPED
+from jitney.engine.executor.autotuning import _RESULTS, _SHIPPED
 
 
-def shipped_options(word: str, capability: str, shipped: Path = SHIPPED) -> dict[str, str]:
+def shipped_options(word: str, capability: str, shipped: Path = _SHIPPED) -> dict[str, str]:
     """What tells XLA to compile with what was shipped for a card, without the card: options of the
     compiler, none if nothing was shipped. word: in the card's name, "h100".
     """
@@ -18,7 +18,7 @@ def shipped_options(word: str, capability: str, shipped: Path = SHIPPED) -> dict
     for folder in sorted(shipped.iterdir()):
         if folder.is_dir() and pattern.fullmatch(folder.name):
             return {
-                RESULTS: str(folder),
+                _RESULTS: str(folder),
                 "xla_gpu_experimental_autotune_cache_mode": "AUTOTUNE_CACHE_MODE_READ",
             }
     return {}

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
 from jitney.engine.executor.sampling import (
-    IN_PROMPT,
+    _IN_PROMPT,
     SamplingRows,
     SeatState,
     Vocabulary,
@@ -99,7 +99,7 @@ def state_of(draw: np.random.Generator) -> SeatState:
     """Seats that have written tokens, and have biases on both ends of every device's columns."""
     state = empty_state(ROWS, VOCAB)
     counts = draw.integers(0, 3, (ROWS, VOCAB)) * draw.integers(0, 2, (ROWS, VOCAB))
-    counts[:, ::5] |= IN_PROMPT
+    counts[:, ::5] |= _IN_PROMPT
     ids = np.asarray(state.bias_ids).copy()
     ids[:, :8] = [0, 749, 750, 1499, 1500, 2249, 2250, 2999]
     values = np.zeros(ids.shape, np.float32)

@@ -23,11 +23,11 @@ from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
 from jitney.kernels import definitions, reference
+from jitney.kernels.attention_cases import _MIXED
 from jitney.kernels.attention_cases import CASES as ATTENTION
-from jitney.kernels.attention_cases import MIXED
 from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import ExpertCase
-from jitney.kernels.expert_cases import make_inputs as make_experts
+from jitney.kernels.expert_cases import _make_inputs as make_experts
 from jitney.kernels.experts import ExpertBlocks
 from jitney.kernels.proof_shapes import distance
 from jitney.kernels.select import select
@@ -69,7 +69,7 @@ def rows_of(batch: Batch, seq: int) -> slice:
 
 def alone_and_in_a_crowd() -> dict[str, Any]:
     """Each sequence of a mixed batch, by itself in another bucket, gives the same bits."""
-    crowd = make(replace(MIXED, decode=(600, 5, 300), pages=64))
+    crowd = make(replace(_MIXED, decode=(600, 5, 300), pages=64))
     together, kv = attend(crowd)
     same = []
     for seq in range(crowd.n_seqs):
@@ -246,7 +246,7 @@ def check_threshold(
     make: Callable[[np.random.Generator, int, int], np.ndarray],
     rows: int,
     vocab: int,
-    most: int = cut.LISTED,
+    most: int = cut._LISTED,
 ) -> dict[str, Any]:
     """Rows whose cut is not the one that sorting finds; most passes over a row that has one limit,
     and both. most: entries that a list holds.

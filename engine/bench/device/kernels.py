@@ -49,7 +49,7 @@ _Attend = Callable[[_AttentionInputs], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Contexts:
+class _Contexts:
     """Who attends in one case."""
 
     decode: tuple[int, ...] = ()  # contexts, this step's token included
@@ -83,7 +83,7 @@ class Contexts:
         return 4.0 * config.n_heads * config.head_dim * self.pairs
 
 
-def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
+def _make_meta(load: _Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
     """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding
     of sequences.
     """
@@ -97,8 +97,8 @@ def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, in
     return builder.meta(len(load.decode)), n_pages
 
 
-def make_inputs(
-    load: Contexts, job: PartJob, dtype: DTypeLike, seed: int, kv: str = "auto"
+def _make_inputs(
+    load: _Contexts, job: PartJob, dtype: DTypeLike, seed: int, kv: str = "auto"
 ) -> _AttentionInputs:
     """Random queries and pages; one row of padding where there would be as many rows as sequences,
     but prompts.
@@ -141,51 +141,51 @@ def attention(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Task
 
 
 def _attention_tasks(
-    job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike, load: Contexts, kv: str, row: Row
+    job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike, load: _Contexts, kv: str, row: Row
 ) -> Tasks:
     for kernels in sets:
         goal = row.goal if kernels is sets[0] else ""
-        run = partial(attend_row, job, kernels, dtype, load, kv)
+        run = partial(_attend_row, job, kernels, dtype, load, kv)
         yield Task(replace(row, by=kernels.label, goal=goal), run)
 
 
-def _attention_cases(job: PartJob) -> Iterator[tuple[str, str, Contexts, str]]:
+def _attention_cases(job: PartJob) -> Iterator[tuple[str, str, _Contexts, str]]:
     """(name, case, who attends, goal), in the order of what matters most."""
     sizes = job.sizes
     first, *others = sizes.attention
     yield _decode_case(job, *first)
-    yield "decode attention", f"1 x {sizes.long:,}", Contexts((sizes.long,)), "long"
+    yield "decode attention", f"1 x {sizes.long:,}", _Contexts((sizes.long,)), "long"
     for rows in sizes.prompts:
         goal = "prefill" if rows >= 4096 else ""
-        yield "prompt attention", f"{rows:,} rows", Contexts((), ((rows, rows),)), goal
+        yield "prompt attention", f"{rows:,} rows", _Contexts((), ((rows, rows),)), goal
     for seqs, context in others:
         yield _decode_case(job, seqs, context)
     seqs, context, rows = sizes.mixed
-    contexts = Contexts((context,) * seqs, ((rows, rows),))
+    contexts = _Contexts((context,) * seqs, ((rows, rows),))
     yield "mixed attention", f"{seqs} x {context:,} + {rows} rows", contexts, ""
 
 
-def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, Contexts, str]:
+def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, _Contexts, str]:
     fills = context >= 4096 and seqs * job.config.n_kv_heads >= FULL
     goal = "decode" if fills else ""
-    return "decode attention", f"{seqs} x {context:,}", Contexts((context,) * seqs), goal
+    return "decode attention", f"{seqs} x {context:,}", _Contexts((context,) * seqs), goal
 
 
-def attend_row(
-    job: PartJob, kernels: KernelSet, dtype: DTypeLike, load: Contexts, kv: str, row: Row
+def _attend_row(
+    job: PartJob, kernels: KernelSet, dtype: DTypeLike, load: _Contexts, kv: str, row: Row
 ) -> Iterator[Row]:
-    """One case of attention; wrong answers are not timed. kv: as for `make_inputs`."""
+    """One case of attention; wrong answers are not timed. kv: as for `_make_inputs`."""
     size = jnp.dtype(dtype).itemsize
     stored = size if kv == "auto" else KV_TYPES[kv].itemsize
     moved = load.moved(job.config, size, stored)
     floor_s, bound = job.measured.of(moved, load.operations(job.config))
-    given = make_inputs(load, job, dtype, 0, kv)
+    given = _make_inputs(load, job, dtype, 0, kv)
     attend = partial(_attend_with, kernels, job.config.head_dim**-0.5)
     error = _attention_error(kernels, attend, given, sum(load.rows))
 
     def time() -> JsonDict:
         seeds = range(1, copies_for(job, moved))
-        copies = [given, *(make_inputs(load, job, dtype, seed, kv) for seed in seeds)]
+        copies = [given, *(_make_inputs(load, job, dtype, seed, kv) for seed in seeds)]
         return timed(
             lambda q, other: attend(other._replace(q=q)),
             jnp.copy(given.q),  # the carry is donated, and the first copy's queries stay an input
@@ -235,7 +235,7 @@ def _write_row(
         note = "not a kernel of its own in this set: XLA rotates, attention writes"
         yield noted(row, note)
         return
-    given = make_inputs(Contexts((job.page_size,) * rows), job, dtype, 0)
+    given = _make_inputs(_Contexts((job.page_size,) * rows), job, dtype, 0)
     heads, rope = _make_heads(job, dtype, given.meta)
     moved = 2 * heads.nbytes + 2 * rope[0].nbytes
     floor_s, bound = job.measured.of(moved)

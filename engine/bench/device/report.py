@@ -35,7 +35,7 @@ def report_of(results: DeviceResults) -> JsonDict:
         "shape": results.shape,
         "page_size": results.page_size,
         "floors": plain(results.floors),
-        "goals": goals(results),
+        "goals": _goals(results),
         "numerics": numerics(results),
         "finished": results.finished,
         "rows": [{**plain(row), "fraction": row.fraction} for row in results.rows],
@@ -45,7 +45,7 @@ def report_of(results: DeviceResults) -> JsonDict:
     }
 
 
-def goals(results: DeviceResults) -> list[JsonDict]:
+def _goals(results: DeviceResults) -> list[JsonDict]:
     """Each goal with the worst value that counts for it, and whether all of them keep its limits;
     met None: not measured."""
     return [_judged(results, key, goal) for key, goal in GOALS.items()]
@@ -126,12 +126,12 @@ def _programs(about: About) -> str:
 def goal_table(results: DeviceResults) -> Iterator[str]:
     """Goals beside the worst that was measured."""
     heads = ["goal", "first", "then", "measured (worst)", "figures", "first", "then"]
-    rows = [_goal_cells(row) for row in goals(results)]
+    rows = [_goal_cells(row) for row in _goals(results)]
     yield from markdown_lines(Table(heads, rows))
 
 
 def _goal_cells(row: JsonObject) -> list[str]:
-    """A row of `goals`."""
+    """A row of `_goals`."""
     goal = GOALS[row["goal"]]
     worst = "not measured"
     if row["worst"] is not None:

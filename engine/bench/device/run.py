@@ -59,7 +59,7 @@ PARTS = {
 _ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
 #: Seconds of all parts together, and of one of them, its process ended then: by these a lease of
 #: half an hour holds the whole, and a call of ten minutes at least one part.
-TOTAL_S, PART_S = 1500.0, 300.0
+TOTAL_S, _PART_S = 1500.0, 300.0
 #: Of a part's time: no case is begun in the last of it, which is for the one under way.
 _LAST_CASE = 0.25
 #: Less time than this is not worth starting a process for.
@@ -68,7 +68,7 @@ _Start = Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]]
 _Report = Callable[[str], None]
 
 
-class ResultStore(Protocol):
+class _ResultStore(Protocol):
     """Where results are kept."""
 
     def take_up(self, results: DeviceResults) -> None:
@@ -170,7 +170,7 @@ class DeviceResults:
 
 
 def measure(
-    plan: DevicePlan, store: ResultStore, report: _Report, start: _Start | None = None
+    plan: DevicePlan, store: _ResultStore, report: _Report, start: _Start | None = None
 ) -> DeviceResults:
     """Run the parts that no earlier call has finished; saved after every row, `report` is called
     with a line of progress.
@@ -178,7 +178,7 @@ def measure(
     start: runs a job, in a process of its own by default. Raises JitneyError if the device cannot
     be described or its floors cannot be measured, ConfigError for a shape too large.
     """
-    measuring = _Measuring(DeviceResults(plan), store, report, start or run_apart)
+    measuring = _Measuring(DeviceResults(plan), store, report, start or _run_apart)
     measuring.describe()
     for part in plan.parts():
         measuring.run(part)
@@ -190,7 +190,7 @@ class _Measuring:
     """One call under way."""
 
     results: DeviceResults
-    store: ResultStore
+    store: _ResultStore
     report: _Report
     start: _Start
     started: float = field(default_factory=time.monotonic)
@@ -202,7 +202,7 @@ class _Measuring:
 
     def describe(self) -> None:
         """Ask what the device is, and take up what is known of it."""
-        for message in self.start(self.results.job(ABOUT, PART_S), self.results.plan.environment):
+        for message in self.start(self.results.job(ABOUT, _PART_S), self.results.plan.environment):
             self._take(message)
         _check(self.results, self.report)
         self.store.take_up(self.results)
@@ -238,7 +238,7 @@ class _Measuring:
             yield _note(part, "all", why)
             return
         environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
-        limit_s = PART_S if part == "floors" else min(PART_S, self.left)
+        limit_s = _PART_S if part == "floors" else min(_PART_S, self.left)
         meter = PowerMeter()
         meter.start()
         try:
@@ -337,7 +337,7 @@ def _check(results: DeviceResults, report: _Report) -> None:
         )
 
 
-def run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
+def _run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
     """A job in a process of its own, which ends at the job's limit. What it says last on standard
     error becomes a row's note if it dies.
     """

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jitney.engine.bench.device.rows import Floors, PartJob, Sizes, timing_fields
 from jitney.engine.types import JsonDict
 
-REPEATS = 7
+_REPEATS = 7
 #: Device seconds that one call should take at least, by its floor.
 _CALL_S = 1e-3
 #: Repeats of the work that one call may hold.
@@ -61,7 +61,7 @@ def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[fl
     carry, one = _seconds_of(call, carry, 1)
     calls = max(2, math.ceil(sample_s / max(one, 1e-7)))
     samples = []
-    for _ in range(REPEATS):
+    for _ in range(_REPEATS):
         carry, seconds = _seconds_of(call, carry, calls)
         samples.append(seconds / calls)
     return samples

@@ -80,27 +80,27 @@ class PartMessage(msgspec.Struct, omit_defaults=True):
 def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
     """Run the job; exit status 0."""
     job = msgspec.json.decode(given.read(), type=PartJob)
-    for line in lines_of(job):
+    for line in _lines_of(job):
         out.write(msgspec.json.encode(line).decode() + "\n")
         out.flush()
     return 0
 
 
-def lines_of(job: PartJob) -> Iterator[PartMessage]:
+def _lines_of(job: PartJob) -> Iterator[PartMessage]:
     """Everything the job yields."""
     if job.part == ABOUT:
-        sets, dtype = kernels_of(job)
+        sets, dtype = _kernels_of(job)
         yield PartMessage(about=_about_device(sets[0], dtype))
         return
     if job.part == "floors":
-        _, dtype = kernels_of(job)
+        _, dtype = _kernels_of(job)
         yield PartMessage(floors=_floors_in(dtype))
         return
     if job.part in PEERS:
         tasks = _tasks_of(PEERS[job.part], job)
     else:
-        tasks = _tasks_of(OURS[job.part], job, *kernels_of(job))
-    for row in rows_of(job, tasks):
+        tasks = _tasks_of(OURS[job.part], job, *_kernels_of(job))
+    for row in _rows_of(job, tasks):
         yield PartMessage(row=row)
 
 
@@ -109,7 +109,7 @@ def _tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
     return getattr(importlib.import_module(f"jitney.engine.bench.device.{module}"), name)(*args)
 
 
-def rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
+def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
     """The rows of all tasks that no earlier call has settled. One that raises says so in a row;
     none begins when the time is up.
     """
@@ -131,7 +131,7 @@ def _failure(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {words}"
 
 
-def kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
+def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
     """(the chosen kernel set and the one to compare with, dtype); starts jax."""
     from jitney.engine.build import choose_dtype, choose_kernels, start_jax
     from jitney.engine.config.layers import load_config

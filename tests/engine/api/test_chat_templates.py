@@ -25,7 +25,7 @@ from jitney.engine.api.chat_templates import ChatTemplates
 from jitney.engine.api.text_threads import TextThreads
 from jitney.engine.errors import RequestError
 from jitney.engine.text.gguf_tokenizer import tiny_fast
-from jitney.engine.text.template_worker import TemplateSource, render
+from jitney.engine.text.template_worker import TemplateSource, _render
 from jitney.engine.text.tokenizer import Tokenizer
 
 #: What a message makes this template do.
@@ -78,7 +78,7 @@ def test_what_comes_back_is_what_transformers_makes(monkeypatch: pytest.MonkeyPa
                 assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
             text = await templates.render(said("hi"), 1000)
             assert text == "<s>user: hi\nassistant: "
-            assert text == render(SOURCE, said("hi"), add_generation_prompt=True)
+            assert text == _render(SOURCE, said("hi"), add_generation_prompt=True)
             assert "no such role" in str(await error_of(templates, "refuse"))
             assert "unsafe" in str(await error_of(templates, "escape"))
             too_long = await error_of(templates, "long")
@@ -350,6 +350,6 @@ def test_the_source_of_a_template_has_what_it_needs():
     tokenizer = Tokenizer(tiny_fast())
     source = tokenizer.template_source
     assert source is not None
-    assert render(source, said("hi"), add_generation_prompt=True) == tokenizer.apply_chat_template(
+    assert _render(source, said("hi"), add_generation_prompt=True) == tokenizer.apply_chat_template(
         said("hi")
     )

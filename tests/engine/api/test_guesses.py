@@ -7,7 +7,7 @@ from api_fakes import FakeClient, call, make_app, run
 
 from jitney.engine.api.access import ApiKeys, Identity
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.guesses import MAX_REMEMBERED, MOST_ALIKE, MOST_OF_ADDRESS, Guesses
+from jitney.engine.api.guesses import _MAX_REMEMBERED, _MOST_ALIKE, _MOST_OF_ADDRESS, Guesses
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 
@@ -25,11 +25,11 @@ class Clock:
 def test_alike_keys_of_one_address_are_counted_together():
     clock = Clock()
     guesses = Guesses(clock)
-    for number in range(MOST_ALIKE):
+    for number in range(_MOST_ALIKE):
         clock.now = float(number)
         assert guesses.wait(HERE, "sk-wrong-1") == 0
         guesses.failed(HERE, f"sk-wrong-{number}")
-    assert guesses.wait(HERE, "sk-wrong-x") == 60 - (MOST_ALIKE - 1)
+    assert guesses.wait(HERE, "sk-wrong-x") == 60 - (_MOST_ALIKE - 1)
     assert guesses.wait(HERE, "another beginning") == 0
     assert guesses.wait(ELSEWHERE, "sk-wrong-x") == 0
     clock.now = 60.0  # the first of them is a minute old
@@ -38,7 +38,7 @@ def test_alike_keys_of_one_address_are_counted_together():
 
 def test_an_address_has_only_so_many_wrong_keys_however_they_begin():
     guesses = Guesses(Clock())
-    for number in range(MOST_OF_ADDRESS):
+    for number in range(_MOST_OF_ADDRESS):
         assert guesses.wait(HERE, f"{number:08}") == 0
         guesses.failed(HERE, f"{number:08}")
     assert guesses.wait(HERE, "anything else") == 60
@@ -56,19 +56,19 @@ def test_an_address_has_only_so_many_wrong_keys_however_they_begin():
 )
 def test_an_ipv6_network_is_one_client(one: str, other: str, same: bool):
     guesses = Guesses(Clock())
-    for _ in range(MOST_ALIKE):
+    for _ in range(_MOST_ALIKE):
         guesses.failed(one, "guess")
     assert (guesses.wait(other, "guess") > 0) is same
 
 
 def test_what_is_remembered_is_bounded():
     guesses = Guesses(Clock())
-    for _ in range(MOST_ALIKE):
+    for _ in range(_MOST_ALIKE):
         guesses.failed(HERE, "guess")
-    for number in range(MAX_REMEMBERED // 2):
+    for number in range(_MAX_REMEMBERED // 2):
         guesses.failed(f"address {number}", "guess")
     assert guesses.wait(HERE, "guess") == 0, "of too many the quietest is forgotten"
-    assert len(guesses._times) == MAX_REMEMBERED
+    assert len(guesses._times) == _MAX_REMEMBERED
 
 
 def test_a_right_key_is_let_in_among_any_number_of_wrong_ones():
@@ -80,7 +80,7 @@ def test_a_right_key_is_let_in_among_any_number_of_wrong_ones():
         with pytest.raises(HttpError) as error:
             keys.identify(f"{number:08}", HERE)
         statuses.append(error.value.status)
-    assert statuses == [401] * MOST_OF_ADDRESS + [429] * (200 - MOST_OF_ADDRESS)
+    assert statuses == [401] * _MOST_OF_ADDRESS + [429] * (200 - _MOST_OF_ADDRESS)
     assert keys.identify("right", HERE) == Identity(Role.USER, digest_key("right"))
     assert keys.identify("root", HERE).is_admin
 
@@ -93,8 +93,8 @@ def test_guesses_on_the_endpoint_are_counted_too():
             headers = {"authorization": f"Bearer {key}"}
             return await call(app, "/v1/completions", PROMPT, headers=headers)
 
-        statuses = [(await ask("wrong")).status for _ in range(MOST_ALIKE + 5)]
-        assert statuses == [401] * MOST_ALIKE + [429] * 5
+        statuses = [(await ask("wrong")).status for _ in range(_MOST_ALIKE + 5)]
+        assert statuses == [401] * _MOST_ALIKE + [429] * 5
         refused = await ask("wrong")
         assert refused.error["code"] == "too_many_attempts"
         assert 1 <= int(refused.headers["retry-after"]) <= 60

@@ -15,8 +15,8 @@ import pytest
 from fakes import VOCAB, FakeClock, make_core, make_request, solo
 
 from jitney.engine.bench.cases import (
+    _CURVE_LOADS,
     CASES,
-    CURVE_LOADS,
     TrafficCase,
     at_load,
     load_curve,
@@ -27,14 +27,14 @@ from jitney.engine.bench.compare import capacity, differences, ratios, run_polic
 from jitney.engine.bench.offline import OfflineBench, OfflineRun
 from jitney.engine.bench.policies_page import case_lines
 from jitney.engine.bench.saved import write_recording, write_records
-from jitney.engine.bench.sweep import knee, knee_of
+from jitney.engine.bench.sweep import _knee, knee_of
 from jitney.engine.bench.text import prompt_ids, prose
 from jitney.engine.cli import main
-from jitney.engine.cli.bench_policies import COMMAND, cases_from, draw, set_rates, with_flags
+from jitney.engine.cli.bench_policies import COMMAND, _cases_from, _draw, _set_rates, _with_flags
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.report.figures import held_seats, ledger_bars, seat_timeline
+from jitney.engine.report.figures import _held_seats, ledger_bars, seat_timeline
 from jitney.engine.report.figures import load_curve as chart_of_loads
 from jitney.engine.report.page import PageSection, Table, page
 from jitney.engine.report.tables import curve_table, figures_table, ledgers_table
@@ -291,28 +291,28 @@ def test_a_case_says_whose_queue_grew_and_what_it_was_offered():
 
 
 def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_carries():
-    cases = cases_from(COMMAND.parse([]))
+    cases = _cases_from(COMMAND.parse([]))
     assert list(cases) == ["heavy", "uniform", "light"]
     assert cases["uniform"][0].output == "50..800" and cases["light"][1] is CASES["light"]
     assert CASES["light"].of == "static" and CASES["light"].load < 1
     assert cases["heavy"][0].requests == CASES["heavy"].requests
     assert [
-        flags.requests for flags, _ in cases_from(COMMAND.parse(["--requests", "7"])).values()
+        flags.requests for flags, _ in _cases_from(COMMAND.parse(["--requests", "7"])).values()
     ] == [7, 7, 7]
-    assert list(cases_from(COMMAND.parse(["--rate", "9"]))) == ["given"]
-    assert list(cases_from(COMMAND.parse(["--cases", "light"]))) == ["light"]
+    assert list(_cases_from(COMMAND.parse(["--rate", "9"]))) == ["given"]
+    assert list(_cases_from(COMMAND.parse(["--cases", "light"]))) == ["light"]
 
 
 def test_each_case_is_offered_its_own_rate():
     bench = make_bench(seats=4, pages=300, context=1000, budget=32)
     flags = COMMAND.parse(["--requests", "30", "--prompt", "2..9"])
-    heavy = draw(
-        bench, with_flags(flags, output="4..40"), TrafficCase("4..40", 1.2, "continuous", 30, "x")
+    heavy = _draw(
+        bench, _with_flags(flags, output="4..40"), TrafficCase("4..40", 1.2, "continuous", 30, "x")
     )
-    light = draw(
-        bench, with_flags(flags, output="4..40"), TrafficCase("4..40", 0.5, "static", 30, "x")
+    light = _draw(
+        bench, _with_flags(flags, output="4..40"), TrafficCase("4..40", 0.5, "static", 30, "x")
     )
-    set_rates(bench, {"heavy": heavy, "light": light}, TABLE, 10.0)
+    _set_rates(bench, {"heavy": heavy, "light": light}, TABLE, 10.0)
     assert heavy.rate == 12.0
     assert light.rate == pytest.approx(
         0.5 * simulated_capacity(light.arrivals, open_to_all(bench.shape).under("static"), TABLE)
@@ -342,11 +342,11 @@ def test_ratios_are_gains_of_continuous():
 
 def test_the_knee_is_farthest_from_the_diagonal():
     x = [1, 2, 4, 8, 16, 32]
-    assert knee(x, [10, 20, 40, 78, 84, 86]) == 3
-    assert knee(x, [1, 1, 1, 1, 2, 20], convex=True) == 4
-    assert knee(x, x) is None and knee([1, 2], [1, 2]) is None and knee(x, [5] * 6) is None
-    assert knee(x, [10, 20, 40, 80, 70, 60]) == 3
-    assert knee([5, 10, 20, 40, 80], [60, 83, 62, 353, 234], convex=True) == 2, (
+    assert _knee(x, [10, 20, 40, 78, 84, 86]) == 3
+    assert _knee(x, [1, 1, 1, 1, 2, 20], convex=True) == 4
+    assert _knee(x, x) is None and _knee([1, 2], [1, 2]) is None and _knee(x, [5] * 6) is None
+    assert _knee(x, [10, 20, 40, 80, 70, 60]) == 3
+    assert _knee([5, 10, 20, 40, 80], [60, 83, 62, 353, 234], convex=True) == 2, (
         "the dip at the end is no knee"
     )
     tok_s = [
@@ -368,7 +368,7 @@ def test_a_batch_holds_its_seats_until_the_slowest_is_done():
         (RequestRecord(number=number, n_prompt=1, arrival=0.0), stay)
         for number, stay in enumerate(sat)
     ]
-    assert held_seats(stays) == [(0, 2.0, 6.0, 0), (1, 8.0, 9.0, 3)]
+    assert _held_seats(stays) == [(0, 2.0, 6.0, 0), (1, 8.0, 9.0, 3)]
     figure = seat_timeline("static", stays, 0.0, 2, 9.0, held=True).to_dict()
     prompt, generating, held = figure["data"]
     assert (prompt["base"][0], prompt["x"][0], generating["x"][0]) == (0.0, 1.0, 1.0)
@@ -585,7 +585,7 @@ def test_the_command_compares_the_policies_on_a_real_engine(
     assert list(case["policies"]) == list(POLICIES) and case["same_tokens"] is True
     assert set(case["cross_errors"]["continuous"]) == set(POLICIES)
     assert set(case["share_of_capacity"]) == set(POLICIES) and len(report["load_curve"]) == len(
-        CURVE_LOADS
+        _CURVE_LOADS
     )
     assert [point["load"] for point in report["measured_loads"]] == [0.5]
     assert set(case["traffic"]["output_lengths"]) > {"median", "at_shortest"}

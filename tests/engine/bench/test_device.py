@@ -24,9 +24,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jitney.engine.bench.device import kernels, prompt_peers, timing, worker
 from jitney.engine.bench.device.check import checks
-from jitney.engine.bench.device.kernels import Contexts, attend_row, make_inputs
+from jitney.engine.bench.device.kernels import _attend_row, _Contexts, _make_inputs
 from jitney.engine.bench.device.power import PowerMeter
-from jitney.engine.bench.device.report import goals, markdown, numerics, report_of
+from jitney.engine.bench.device.report import _goals, markdown, numerics, report_of
 from jitney.engine.bench.device.rows import (
     ABOUT,
     GOALS,
@@ -38,17 +38,17 @@ from jitney.engine.bench.device.rows import (
     goal_values,
 )
 from jitney.engine.bench.device.run import (
-    PART_S,
+    _PART_S,
     PARTS,
     TOTAL_S,
     DevicePlan,
     DeviceResults,
+    _run_apart,
     check_parts,
     measure,
-    run_apart,
 )
 from jitney.engine.bench.device.saved import ResultFiles
-from jitney.engine.bench.device.worker import PartMessage, lines_of, rows_of
+from jitney.engine.bench.device.worker import PartMessage, _lines_of, _rows_of
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_device import run
 from jitney.engine.errors import ConfigError, JitneyError
@@ -108,7 +108,7 @@ def test_a_floor_is_the_larger_of_bytes_and_operations():
 
 def test_the_bytes_and_operations_of_attention_by_hand():
     config = tiny_config()  # H 4, K 2, D 16
-    load = Contexts((100, 20), ((12, 10),))
+    load = _Contexts((100, 20), ((12, 10),))
     # pairs: 100 + 20, and 3 + 4 + ... + 12
     assert load.pairs == 120 + 75
     assert load.operations(config) == 4 * 4 * 16 * 195
@@ -116,7 +116,7 @@ def test_the_bytes_and_operations_of_attention_by_hand():
 
 
 def test_inputs_are_a_batch_the_engine_could_make():
-    given = make_inputs(Contexts((33, 1), ((40, 7),)), job("attention"), jnp.float32, 0)
+    given = _make_inputs(_Contexts((33, 1), ((40, 7),)), job("attention"), jnp.float32, 0)
     meta = given.meta
     assert meta.counts.tolist() == [2, 3, 9] and meta.kv_lens.tolist() == [33, 1, 40]
     assert meta.cu_q.tolist() == [0, 1, 2, 9] and meta.positions.tolist() == [32, 0, *range(33, 40)]
@@ -150,7 +150,7 @@ def test_a_goal_is_met_when_every_figure_meets_it(
     name = "share" if goal == "gap" else "x"
     rows = [row(goal=goal, seconds=1.0, floor_s=value, figures={name: value}) for value in values]
     judged = next(
-        g for g in goals(DeviceResults(DevicePlan(), GPU, FLOORS, rows)) if g["goal"] == goal
+        g for g in _goals(DeviceResults(DevicePlan(), GPU, FLOORS, rows)) if g["goal"] == goal
     )
     assert (judged["met_first"], judged["met_then"]) == (first, then)
     assert judged["worst"] == (max if GOALS[goal].most else min)(values) and judged[
@@ -169,7 +169,7 @@ def test_the_peer_goal_is_a_ratio_of_tokens_per_second():
 
 def test_goals_are_not_judged_on_the_tiny_shape():
     found = DeviceResults(DevicePlan(), CPU, FLOORS, [row(goal="decode", seconds=1.0, floor_s=2.0)])
-    assert found.shape == "tiny" and all(g["met_first"] is None for g in goals(found))
+    assert found.shape == "tiny" and all(g["met_first"] is None for g in _goals(found))
     assert DeviceResults(DevicePlan(), GPU, FLOORS).shape == "llama-3.1-8b"
     assert found.job("steps", 1.0).kernels == "native"  # without its instructions
 
@@ -178,7 +178,7 @@ def test_goals_are_not_judged_on_the_tiny_shape():
 
 
 def in_process(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
-    yield from lines_of(job)
+    yield from _lines_of(job)
 
 
 class Kept:
@@ -206,7 +206,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path
     with pytest.MonkeyPatch.context() as patch:
         # Nobody reads these times: programs of few repeats are compiled and run sooner.
         patch.setattr(timing, "_MOST_UNROLLED", 2)
-        patch.setattr(timing, "REPEATS", 3)
+        patch.setattr(timing, "_REPEATS", 3)
         return measure(plan, ResultFiles(folder), quiet, in_process), folder
 
 
@@ -392,7 +392,7 @@ def test_a_wrong_kernel_is_said_and_not_timed():
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
     base = row(part="attention", case="1 x 64", goal="decode")
-    (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
+    (told,) = _attend_row(job("attention"), broken, jnp.float32, _Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None and told.goal == "" and told.error
     assert "WRONG" in markdown(DeviceResults(DevicePlan(), GPU, FLOORS, [told]))
 
@@ -403,7 +403,7 @@ def test_nan_counts_as_wrong():
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
     base = row(part="attention", case="1 x 64")
-    (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
+    (told,) = _attend_row(job("attention"), broken, jnp.float32, _Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None
 
 
@@ -413,10 +413,10 @@ def test_a_case_that_raises_is_a_row_and_the_next_one_runs():
 
     first, second = row(name="a", goal="step"), row(name="b")
     tasks = iter([Task(first, bad), Task(second, lambda row: [row])])
-    first, second = rows_of(job("steps"), tasks)
+    first, second = _rows_of(job("steps"), tasks)
     assert first.note == "failed: MemoryError: out of memory" and second.name == "b"
     assert first.name == "a" and first.goal == ""
-    late = list(rows_of(job("steps", seconds=-1.0), iter([Task(first, bad)])))
+    late = list(_rows_of(job("steps", seconds=-1.0), iter([Task(first, bad)])))
     assert [r.note for r in late] == ["not run: the time was up"]
 
 
@@ -444,7 +444,7 @@ class Device:
         else:
             cases = [row(part=job.part, case=case) for case in ("first", "second")]
             tasks = [Task(case, self._answer) for case in cases]
-            for answer in rows_of(job, iter(tasks)):
+            for answer in _rows_of(job, iter(tasks)):
                 yield PartMessage(row=answer)
 
     def _answer(self, asked: Row) -> list[Row]:
@@ -478,9 +478,9 @@ def test_parts_run_in_order_with_what_was_found_first():
 def test_no_part_has_more_than_five_minutes_and_all_have_25():
     device = Device()
     measure(DevicePlan(), Kept(), quiet, device)
-    assert TOTAL_S == 1500 and PART_S == 300
+    assert TOTAL_S == 1500 and _PART_S == 300
     assert device.parts[1:] == list(PARTS)
-    assert all(job.seconds < job.limit_s <= PART_S for job in device.jobs)
+    assert all(job.seconds < job.limit_s <= _PART_S for job in device.jobs)
     short = Device()
     measure(DevicePlan(seconds=100.0), Kept(), quiet, short)
     assert all(job.limit_s <= 100 for job in short.jobs if job.part not in (ABOUT, "floors"))
@@ -564,7 +564,7 @@ def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():
 
 
 def test_a_process_that_dies_becomes_a_row(tmp_path: Path):
-    lines = list(run_apart(job("steps", kernels="nonesuch"), {"JAX_PLATFORMS": "cpu"}))
+    lines = list(_run_apart(job("steps", kernels="nonesuch"), {"JAX_PLATFORMS": "cpu"}))
     (told,) = [line.row for line in lines if line.row]
     assert (
         told.note.startswith("failed: the process ended with status 1") and "nonesuch" in told.note
@@ -599,7 +599,7 @@ def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     device = Device(CPU)
-    monkeypatch.setattr("jitney.engine.bench.device.run.run_apart", device)
+    monkeypatch.setattr("jitney.engine.bench.device.run._run_apart", device)
     assert run(["--rehearse", "--out-dir", str(tmp_path)]) == 0
     assert device.parts == [ABOUT, *(part for part in PARTS if part != "graphs")]
     assert {(job.shape, job.platform) for job in device.jobs} == {("tiny", "cpu")}

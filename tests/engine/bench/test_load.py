@@ -19,9 +19,9 @@ import pytest
 from traces import write_trace
 
 from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, events, open_client
-from jitney.engine.bench.load import Sender, record_of, run_load
-from jitney.engine.bench.metrics import bill_between, parse_metrics, queue_mean
-from jitney.engine.bench.online import Ruler, Sending, measure
+from jitney.engine.bench.load import _record_of, _Sender, run_load
+from jitney.engine.bench.metrics import _parse_metrics, bill_between, queue_mean
+from jitney.engine.bench.online import Sending, _Ruler, measure
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.machine import cpu_name
@@ -211,7 +211,7 @@ def test_every_failure_is_counted_by_kind():
         "connect",
     ]
     assert "full" in answers[0].detail and all(a.finished >= a.sent > 0 for a in answers)
-    failed = record_of(0, Arrival(0.0, 7, 9), 1.0, answers[0])
+    failed = _record_of(0, Arrival(0.0, 7, 9), 1.0, answers[0])
     assert not failed.served and (failed.n_prompt, failed.n_output) == (7, 0)
 
 
@@ -245,10 +245,10 @@ def test_chat_and_completions_are_asked_alike():
 
 
 def test_the_client_says_when_it_is_the_bottleneck():
-    assert Sender(cpu_share=0.3, lag_s=[0.001] * 100, late_s=[0.0] * 100).trouble == ""
-    assert "97% of a CPU" in Sender(cpu_share=0.97).trouble
-    assert "event loop woke up 200 ms late" in Sender(lag_s=[0.2] * 10).trouble
-    assert "requests left 80 ms late" in Sender(late_s=[0.08] * 10).trouble
+    assert _Sender(cpu_share=0.3, lag_s=[0.001] * 100, late_s=[0.0] * 100).trouble == ""
+    assert "97% of a CPU" in _Sender(cpu_share=0.97).trouble
+    assert "event loop woke up 200 ms late" in _Sender(lag_s=[0.2] * 10).trouble
+    assert "requests left 80 ms late" in _Sender(late_s=[0.08] * 10).trouble
 
     async def blocking(number: int) -> Answer:
         time.sleep(0.08)  # on purpose: it holds up the event loop
@@ -273,8 +273,8 @@ jitney_up 1
 
 
 def test_the_servers_ledger_is_the_difference_of_two_readings():
-    before = parse_metrics(METRICS % (10, 20, 30, "0.5", 4, "2.0"))
-    after = parse_metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
+    before = _parse_metrics(METRICS % (10, 20, 30, "0.5", 4, "2.0"))
+    after = _parse_metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
     lines = bill_between(before, after, seconds=1.25)
     assert queue_mean(before, after) == 0.125 and queue_mean(after, after) is None
     assert lines["prefill"] == CostLine(2, 200_000_000) and lines["decode"] == CostLine(
@@ -284,7 +284,7 @@ def test_the_servers_ledger_is_the_difference_of_two_readings():
         0, 250_000_000
     )
     assert lines["cancelled"] == CostLine(0, 0)
-    free = parse_metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
+    free = _parse_metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
     lines = bill_between(before, free, seconds=1.25)
     assert lines["padding"] == CostLine(2, 0)
     assert lines["prefill"] == CostLine(2, 250_000_000)
@@ -325,7 +325,7 @@ def test_texts_are_sized_by_the_endpoints_own_count():
     assert len({prompt[:40] for prompt in prompts}) == len(prompts) == 6, (
         "no text begins like another"
     )
-    assert Ruler(7.0, 2.0).words(3) == 1 and Ruler.of(9, 39, 16) == Ruler(7.0, 2.0)
+    assert _Ruler(7.0, 2.0).words(3) == 1 and _Ruler.of(9, 39, 16) == _Ruler(7.0, 2.0)
 
 
 @contextmanager

@@ -22,13 +22,13 @@ from jitney.engine.bench.peers import (
     OUTPUTS,
     PROMPTS,
     PeerBench,
+    _medians_of,
     kernel_ratios,
     make_measurements,
     markdown,
-    medians_of,
 )
 from jitney.engine.cli import main
-from jitney.engine.cli.bench_peers import remarks
+from jitney.engine.cli.bench_peers import _remarks
 from jitney.engine.machine import cpu_name
 from jitney.engine.ports import free_port
 
@@ -108,7 +108,7 @@ def test_an_engine_that_fails_is_left_out_with_its_reason(tmp_path: Path):
     assert log.read_text().count("dead dies") == 1, "it is not tried again"
     table = markdown(report)
     assert "| good good-1.0 |" in table and "dead" not in table
-    shown = remarks(report | {"auto_over_reference": {}})
+    shown = _remarks(report | {"auto_over_reference": {}})
     assert any("says the fake" in line for line in shown) and any(
         "of a core" in line for line in shown
     )
@@ -134,7 +134,9 @@ def figures(tok_s: float, wait: float) -> dict[str, Any]:
 
 def test_medians_are_numpys():
     speeds, waits = [700.0, 500.0, 650.0, 900.0], [0.1, 0.4, 0.2, 0.3]
-    found = medians_of([{"streams_32": figures(*pair)} for pair in zip(speeds, waits, strict=True)])
+    found = _medians_of(
+        [{"streams_32": figures(*pair)} for pair in zip(speeds, waits, strict=True)]
+    )
     tok_s = found["streams_32"]["output_tok_s"]
     assert tok_s == {"median": np.median(speeds), "least": 500.0, "most": 900.0}
     assert found["streams_32"]["ttft_p99_s"]["median"] == pytest.approx(2 * np.median(waits))
@@ -150,9 +152,9 @@ def test_the_table_has_a_column_for_each_measurement_and_the_machine_above():
         "version": "0.1",
         "failed": None,
         "settings": "jitney serve",
-        "medians": medians_of([{name: figures(700.4, 0.25) for name in works}]),
+        "medians": _medians_of([{name: figures(700.4, 0.25) for name in works}]),
     }
-    slower = engine | {"medians": medians_of([{name: figures(1000.0, 0.25) for name in works}])}
+    slower = engine | {"medians": _medians_of([{name: figures(1000.0, 0.25) for name in works}])}
     report = {
         "machine": "A CPU 9, 2 cores",
         "work": works,
@@ -167,9 +169,9 @@ def test_the_table_has_a_column_for_each_measurement_and_the_machine_above():
     assert lines[4] == "| ours 0.1 | 700 | 700 | 1,401 | 250 / 500 ms |"
     ratios = kernel_ratios(report, ("ours", "plain"))
     assert ratios == pytest.approx(dict.fromkeys(works, 0.7004))
-    shown = remarks(report | {"auto_over_reference": ratios})
+    shown = _remarks(report | {"auto_over_reference": ratios})
     assert "BELOW the reference: streams_32, streams_1, prompts_512" in shown[-1]
-    better = remarks(report | {"auto_over_reference": {"streams_32": 1.5}})
+    better = _remarks(report | {"auto_over_reference": {"streams_32": 1.5}})
     assert better[-1].endswith("streams_32 1.50x; none below the reference")
 
 

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from jitney.engine.bench.other_work import OtherWork
 from jitney.engine.bench.sizes import (
-    SizeRule,
     SizeTimes,
     Timed,
-    best_size,
-    measure_sizes,
-    time_apart,
+    _best_size,
+    _measure_sizes,
+    _SizeRule,
+    _time_apart,
 )
-from jitney.engine.bench.sizes_worker import prompt_chunks
-from jitney.engine.config.kept_sizes import FROM_MEASURED, MEASURED
+from jitney.engine.bench.sizes_worker import _prompt_chunks
+from jitney.engine.config.kept_sizes import _MEASURED, FROM_MEASURED
 from jitney.engine.config.layers import load_layers
 from jitney.engine.config.schema import Config, EngineSection, ModelSection
 from jitney.engine.errors import JitneyError
@@ -92,46 +92,46 @@ class Machine:
 
     def chosen(self, engine: EngineSection | None = None) -> Mapping[str, object]:
         config = Config(engine=engine or EngineSection())
-        return asyncio.run(measure_sizes(config, self.time_steps)).values
+        return asyncio.run(_measure_sizes(config, self.time_steps)).values
 
 
-def rule(limit_s: float, usual: int) -> SizeRule:
+def rule(limit_s: float, usual: int) -> _SizeRule:
     """Larger sizes than the usual one may take half as long, and must bring a tenth more."""
-    return SizeRule(usual, limit_s, larger_limit_s=limit_s / 2, worth=1.1)
+    return _SizeRule(usual, limit_s, larger_limit_s=limit_s / 2, worth=1.1)
 
 
 def test_a_size_must_be_quick():
     steps = [Timed(1, 0.1), Timed(2, 0.12), Timed(4, 0.19), Timed(8, 0.3)]
-    assert best_size(steps, rule(0.2, usual=8)) == 4
-    assert best_size(steps, rule(1.0, usual=8)) == 8
+    assert _best_size(steps, rule(0.2, usual=8)) == 4
+    assert _best_size(steps, rule(1.0, usual=8)) == 8
     # All are too slow: the one that takes hardly longer than the smallest.
     slow = [Timed(1, 3.0), Timed(2, 4.0), Timed(4, 6.0)]
-    assert best_size(slow, rule(0.2, usual=4)) == 2
+    assert _best_size(slow, rule(0.2, usual=4)) == 2
 
 
 def test_a_larger_size_than_the_usual_one_must_be_quicker():
     steps = [Timed(1, 0.1), Timed(2, 0.12), Timed(4, 0.19), Timed(8, 0.3)]
-    assert best_size(steps, rule(0.5, usual=2)) == 4
-    assert best_size(steps, rule(0.6, usual=2)) == 8
+    assert _best_size(steps, rule(0.5, usual=2)) == 4
+    assert _best_size(steps, rule(0.6, usual=2)) == 8
 
 
 def test_up_to_the_usual_size_a_step_must_bring_about_as_much():
     even = [Timed(1, 0.1), Timed(2, 0.2), Timed(4, 0.41)]
-    assert best_size(even, rule(1.0, usual=4)) == 4
-    assert best_size(even, rule(1.0, usual=2)) == 2
+    assert _best_size(even, rule(1.0, usual=4)) == 4
+    assert _best_size(even, rule(1.0, usual=2)) == 2
     # 2 bring too little; 4 bring nine tenths of what 1 brings again.
     at_four = rule(1.0, usual=4)
-    assert best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.44)], at_four) == 4
-    assert best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.46)], at_four) == 1
+    assert _best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.44)], at_four) == 4
+    assert _best_size([Timed(1, 0.1), Timed(2, 0.25), Timed(4, 0.46)], at_four) == 1
 
 
 def test_beyond_it_each_doubling_must_bring_a_tenth_more():
     at_two = rule(1.0, usual=2)
     steps = [Timed(2, 0.1), Timed(4, 0.18), Timed(8, 0.36)]
-    assert best_size(steps, at_two) == 4
-    assert best_size([*steps[:2], Timed(8, 0.32)], at_two) == 8
-    assert best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.34)], at_two) == 2
-    assert best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.33)], at_two) == 8
+    assert _best_size(steps, at_two) == 4
+    assert _best_size([*steps[:2], Timed(8, 0.32)], at_two) == 8
+    assert _best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.34)], at_two) == 2
+    assert _best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.33)], at_two) == 8
 
 
 def test_a_machine_on_which_the_usual_sizes_are_best_changes_nothing():
@@ -249,7 +249,7 @@ steps = st.builds(linear, st.floats(1e-5, 2.0), st.floats(0.0, 0.05))
 @given(decode=steps, prompts=steps, alone=st.floats(0.5, 3.0))
 def test_what_is_chosen_is_a_configuration(decode: Seconds, prompts: Seconds, alone: float):
     values = Machine(decode, prompts, alone).chosen()
-    assert set(values) <= MEASURED
+    assert set(values) <= _MEASURED
     engine = load_layers().with_values(values, FROM_MEASURED).config.engine
     assert 4 <= engine.max_seats <= 128
     assert 2 * engine.max_seats <= engine.token_budget <= 2048
@@ -261,12 +261,12 @@ def test_what_is_chosen_is_a_configuration(decode: Seconds, prompts: Seconds, al
 
 
 def test_many_prompt_rows_are_several_prompts():
-    assert prompt_chunks(Bucket(tokens=256, seats=32), 512, 100) == ((0, 256),)
-    assert prompt_chunks(Bucket(tokens=1024, seats=32), 512, 100) == ((0, 512), (0, 512))
-    assert prompt_chunks(Bucket(tokens=64, seats=16), 63, 100) == ((0, 63), (0, 1))
+    assert _prompt_chunks(Bucket(tokens=256, seats=32), 512, 100) == ((0, 256),)
+    assert _prompt_chunks(Bucket(tokens=1024, seats=32), 512, 100) == ((0, 512), (0, 512))
+    assert _prompt_chunks(Bucket(tokens=64, seats=16), 63, 100) == ((0, 63), (0, 1))
     # As many as there are seats, and pages.
-    assert prompt_chunks(Bucket(tokens=2048, seats=3), 512, 100) == ((0, 512),) * 3
-    assert prompt_chunks(Bucket(tokens=2048, seats=32), 512, 2) == ((0, 512),) * 2
+    assert _prompt_chunks(Bucket(tokens=2048, seats=3), 512, 100) == ((0, 512),) * 3
+    assert _prompt_chunks(Bucket(tokens=2048, seats=32), 512, 2) == ((0, 512),) * 2
 
 
 @pytest.mark.usefixtures("hurried_processes")
@@ -283,7 +283,7 @@ def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own():
         threads=1,
     )
     model = ModelSection(id="tiny-random", dtype="float32", context=64)
-    times = asyncio.run(time_apart(Config(model=model, engine=engine)))
+    times = asyncio.run(_time_apart(Config(model=model, engine=engine)))
     assert times.threads == 1
     assert [step.size for step in times.decode] == [4, 8]
     assert [step.size for step in times.prompts] == [16, 64]
@@ -294,5 +294,5 @@ def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own():
 def test_what_cannot_be_timed_is_one_line():
     config = Config(model=ModelSection(id="/no/such/model"), engine=EngineSection(platform="cpu"))
     with pytest.raises(JitneyError, match=r"^steps cannot be timed: .*/no/such/model") as caught:
-        asyncio.run(time_apart(config))
+        asyncio.run(_time_apart(config))
     assert "\n" not in str(caught.value)

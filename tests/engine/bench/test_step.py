@@ -15,10 +15,17 @@ import pytest
 
 from jitney.engine import LLM
 from jitney.engine.bench import step
-from jitney.engine.bench.step import StepCase, StepTiming, cases, measured_floor, plan_of, table_of
-from jitney.engine.bench.step_parts import DECODING, measure_parts, part_cases
+from jitney.engine.bench.step import (
+    StepCase,
+    _cases,
+    _measured_floor,
+    _StepTiming,
+    _table_of,
+    plan_of,
+)
+from jitney.engine.bench.step_parts import DECODING, _part_cases, measure_parts
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.cli.bench_step import show
+from jitney.engine.cli.bench_step import _show
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.step_table import HostTimes, StepTable
@@ -36,7 +43,7 @@ def test_every_case_is_a_step_the_engine_could_plan(
     seats: int, budget: int, room: int, context: int
 ):
     buckets = make_buckets(max_seats=seats, token_budget=budget)
-    made = cases(buckets, room, context)
+    made = _cases(buckets, room, context)
     assert {case.bucket for case in made} == set(buckets.all())
     assert len(set(made)) == len(made)
     for number, case in enumerate(made):
@@ -61,7 +68,7 @@ def test_the_work_of_a_case_by_hand():
 def test_the_table_goes_through_the_medians():
     bucket = Bucket(4, 4)
     timings = [
-        StepTiming(
+        _StepTiming(
             StepCase(bucket, (length,) * 4),
             StepWork(4, 0, 4 * length, length),
             [0.9 * t, t, 5 * t],
@@ -69,14 +76,14 @@ def test_the_table_goes_through_the_medians():
         for length in (10, 100, 1000)
         for t in [0.01 + 1e-5 * length]
     ]
-    table = table_of(timings, HostTimes(), "here")
+    table = _table_of(timings, HostTimes(), "here")
     for timing in timings:
         assert table.seconds(bucket, timing.work) == pytest.approx(timing.median, rel=1e-3)
     assert table.noise["decode"][-1] > 2 * table.noise["decode"][0] and "mixed" not in table.noise
 
 
 def test_the_floor_counts_bytes_and_operations():
-    floor = measured_floor(tiny_config(), "float32", 1e9, 1e12)
+    floor = _measured_floor(tiny_config(), "float32", 1e9, 1e12)
     config = tiny_config()
     layers = 2 * (64 * config.qkv_size + 64 * 64 + 3 * 64 * 128)
     assert floor.memory_seconds(Bucket(4, 4), StepWork(decode=4, keys=40)) == pytest.approx(
@@ -103,8 +110,8 @@ def report() -> dict:
         pages=80,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(step.COPY_BYTES, True, 1 << 22)
-        patch.setitem(step.PRODUCT_SIDE, True, 128)
+        patch.setitem(step._COPY_BYTES, True, 1 << 22)
+        patch.setitem(step._PRODUCT_SIDE, True, 128)
         before = greedy_answer(llm)
         made = step.measure(llm, tiny_config(), repeats=3, seconds=20)
         made["parts"] = measure_parts(llm, tiny_config(), 3)
@@ -135,7 +142,7 @@ def test_what_is_written_is_what_a_simulation_reads(report: dict, tmp_path: Path
 
 
 def test_the_report_fits_a_terminal(report: dict, capsys):
-    show(report)
+    _show(report)
     out = capsys.readouterr().out
     assert "decode-4" in out and "of the sum" in out and max(map(len, out.splitlines())) <= 80
 
@@ -161,13 +168,13 @@ def test_kernels_without_clocks_have_no_parts_and_one_line_says_so(report: dict,
     runner = SimpleNamespace(program=SimpleNamespace(kernels=reference()))
     llm: Any = SimpleNamespace(core=SimpleNamespace(runner=runner))
     assert measure_parts(llm, tiny_config(), 3) == []
-    show({**report, "parts": []})
+    _show({**report, "parts": []})
     out = capsys.readouterr().out
     assert "the native kernels on one device have clocks" in out and "GB/s:" not in out
 
 
 def test_parts_are_measured_at_few_and_many_seats_and_with_a_prompt():
-    made = part_cases(make_buckets(max_seats=32, token_budget=512), 2048)
+    made = _part_cases(make_buckets(max_seats=32, token_budget=512), 2048)
     decoding = [(len(case.decode), case.decode[0]) for case in made if case.bucket.decode_only]
     long = [384, 1024, 2047]
     assert decoding == [*((1, n) for n in long), *((8, n) for n in long), (32, 384)]

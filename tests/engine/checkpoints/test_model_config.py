@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from places import DATA
 
 from jitney.engine.checkpoints.families import FAMILIES, tiny_config
-from jitney.engine.checkpoints.gguf_config import read_gguf_config
+from jitney.engine.checkpoints.gguf_config import _read_gguf_config
 from jitney.engine.checkpoints.hf_config import read_hf_config
 from jitney.engine.checkpoints.model_config import ExpertsConfig, ModelConfig, RopeScaling
 from jitney.engine.errors import ModelError
@@ -194,13 +194,13 @@ def test_any_json_is_read_or_refused(key: str, value, architecture: str):
 )
 def test_any_gguf_value_is_read_or_refused(key: str, value):
     try:
-        read_gguf_config(GGUF | {key: value}, SHAPES)
+        _read_gguf_config(GGUF | {key: value}, SHAPES)
     except ModelError as error:
         assert "\n" not in str(error) and len(str(error)) < 400
 
 
 def test_gguf_values_and_tensors_tell_the_shape():
-    config = read_gguf_config(GGUF, SHAPES)
+    config = _read_gguf_config(GGUF, SHAPES)
     assert config == ModelConfig(
         architecture="Qwen2ForCausalLM",
         vocab_size=96,
@@ -218,22 +218,22 @@ def test_gguf_values_and_tensors_tell_the_shape():
         qkv_bias=True,
         eos_ids=(3, 5),
     )
-    assert not read_gguf_config(GGUF, SHAPES | {"output.weight": (96, 32)}).tie_embeddings
+    assert not _read_gguf_config(GGUF, SHAPES | {"output.weight": (96, 32)}).tie_embeddings
     scaling = {"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 2.0}
-    linear = read_gguf_config(GGUF | scaling, SHAPES)
+    linear = _read_gguf_config(GGUF | scaling, SHAPES)
     assert linear.rope_scaling == RopeScaling("linear", 2.0)
     scaling = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
-    yarn = read_gguf_config(GGUF | scaling, SHAPES)
+    yarn = _read_gguf_config(GGUF | scaling, SHAPES)
     assert yarn.rope_scaling == RopeScaling("yarn", 4.0, 64, attention_factor=0.1 * math.log(4) + 1)
 
 
 def test_gguf_refusals():
     with pytest.raises(ModelError, match="unknown architecture 'mamba'"):
-        read_gguf_config(GGUF | {"general.architecture": "mamba"}, SHAPES)
+        _read_gguf_config(GGUF | {"general.architecture": "mamba"}, SHAPES)
     with pytest.raises(ModelError, match="mixture-of-experts"):
-        read_gguf_config(GGUF | {"qwen2.expert_count": 8}, SHAPES)
+        _read_gguf_config(GGUF | {"qwen2.expert_count": 8}, SHAPES)
     with pytest.raises(ModelError, match="yarn_log_multiplier"):
-        read_gguf_config(
+        _read_gguf_config(
             GGUF
             | {
                 "qwen2.rope.scaling.type": "yarn",
@@ -243,9 +243,9 @@ def test_gguf_refusals():
             SHAPES,
         )
     with pytest.raises(ModelError, match="rope_freqs"):
-        read_gguf_config(GGUF, SHAPES, rope_factors=(1.0, 2.0))
+        _read_gguf_config(GGUF, SHAPES, rope_factors=(1.0, 2.0))
     with pytest.raises(ModelError, match="token_embd"):
-        read_gguf_config(GGUF, {})
+        _read_gguf_config(GGUF, {})
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

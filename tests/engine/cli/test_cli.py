@@ -18,10 +18,10 @@ from typing import Any, cast
 import pytest
 
 from jitney.engine.cli import COMMANDS, main
-from jitney.engine.cli.chat import converse
-from jitney.engine.cli.display import Lines
+from jitney.engine.cli.chat import _converse
+from jitney.engine.cli.display import _Lines
 from jitney.engine.cli.listen import AcceptedKeys, base_url, listen, read_keys
-from jitney.engine.cli.serve import curl_line
+from jitney.engine.cli.serve import _curl_line
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.errors import ConfigError
@@ -239,7 +239,7 @@ def test_the_curl_line_means_the_same_to_a_shell(server: ServerSection, tmp_path
         "admin_key_file": server.admin_key_file.format(keys=keys),
     }
     server = server.model_copy(update=files)
-    line = curl_line(Config(server=server), "http://127.0.0.1:8000", 'it\'s a "model"', chat=True)
+    line = _curl_line(Config(server=server), "http://127.0.0.1:8000", 'it\'s a "model"', chat=True)
     done = subprocess.run(
         ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {line}"],
         capture_output=True,
@@ -257,7 +257,7 @@ def test_a_log_file_gets_one_line_when_a_stage_starts_and_one_when_it_ends(
     caplog: pytest.LogCaptureFixture,
 ):
     caplog.set_level("INFO")
-    lines = Lines()
+    lines = _Lines()
     for stage, done, detail in [
         ("download", 0, "a model"),
         ("download", 5, "a model"),
@@ -293,7 +293,7 @@ def test_a_chat_remembers_and_starts_over(
     typed = iter(["one", "two", "/new", "three", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     parrot = Parrot()
-    converse(cast(Any, parrot), SamplingParams(), "be brief")
+    _converse(cast(Any, parrot), SamplingParams(), "be brief")
     assert capsys.readouterr().out == "you said one\nyou said two\nyou said three\n"
     assert [[m["content"] for m in heard] for heard in parrot.heard] == [
         ["be brief", "one"],

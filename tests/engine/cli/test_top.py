@@ -15,7 +15,7 @@ from api_fakes import ByteTokenizer, FakeClient, served
 from rich.console import Console
 
 from jitney.dashboard import dashboard_routes
-from jitney.dashboard.remote import RemoteEngine, Unreachable, base_of
+from jitney.dashboard.remote import RemoteEngine, Unreachable, _base_of
 from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings, digest_key
@@ -107,14 +107,14 @@ def test_a_server_that_is_something_else(capsys):
 )
 def test_urls_that_are_refused(url: str):
     with pytest.raises(ConfigError):
-        base_of(url)
+        _base_of(url)
 
 
 @pytest.mark.parametrize(
     "url", ["host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/dashboard/"]
 )
 def test_urls_of_an_engine(url: str):
-    assert base_of(url) == "http://host:8000/dashboard"
+    assert _base_of(url) == "http://host:8000/dashboard"
 
 
 def test_a_feed_that_ends_is_an_end():
@@ -146,7 +146,7 @@ def replica_with(*seats: SeatView, **metrics) -> ReplicaView:
 
 def test_every_seat_is_one_character_in_rows_that_fit():
     seats = [SeatView("decode", "r", n_output=n % 9, max_tokens=8) for n in range(100)]
-    lines = shown(topview.SeatGrid(seats), width=60).splitlines()
+    lines = shown(topview._SeatGrid(seats), width=60).splitlines()
     assert all(len(line) <= 60 for line in lines) and len(lines) == 3
     assert sum(len(line[6:].replace(" ", "")) for line in lines) == 100
     assert [line[:4].strip() for line in lines] == ["0", "48", "96"]
@@ -154,8 +154,8 @@ def test_every_seat_is_one_character_in_rows_that_fit():
 
 @pytest.mark.parametrize("output, glyph", [(0, "▁"), (4, "▅"), (8, "█"), (99, "█")])
 def test_a_decoding_seat_shows_how_far_it_has_come(output: int, glyph: str):
-    assert topview.seat_cell(SeatView("decode", "r", n_output=output, max_tokens=8))[0] == glyph
-    assert topview.seat_cell(SeatView("held", "r"))[0] == "×"
+    assert topview._seat_cell(SeatView("decode", "r", n_output=output, max_tokens=8))[0] == glyph
+    assert topview._seat_cell(SeatView("held", "r"))[0] == "×"
 
 
 def test_rates_are_differences_over_the_window():
@@ -187,14 +187,14 @@ def test_rates_are_differences_over_the_window():
 
 def test_full_and_loading_are_said_in_words():
     full = replica_with(SeatView("decode", "a"), SeatView("held", "b"), waiting=5)
-    assert topview.headline(full) == "Full: all 2 seats taken, 5 waiting"
+    assert topview._headline(full) == "Full: all 2 seats taken, 5 waiting"
     loading = ReplicaView(
         state="loading", progress={"stage": "compile", "done": 3, "total": 8, "detail": ""}
     )
-    assert topview.headline(loading) == "compile 3 of 8"
+    assert topview._headline(loading) == "compile 3 of 8"
     assert "loading" in shown(topview.picture(loading, topview.Rates(), "u"))
 
 
 def test_watching_goes_on_until_the_engine_was_never_there():
     with pytest.raises(Unreachable):
-        asyncio.run(top.watch("127.0.0.1:1", ""))
+        asyncio.run(top._watch("127.0.0.1:1", ""))

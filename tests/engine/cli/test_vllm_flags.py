@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.cli.flags import Parser, add_settings, config_from
+from jitney.engine.cli.flags import _add_settings, _Parser, config_from
 from jitney.engine.cli.vllm_flags import (
-    VLLM_FLAGS,
-    AlwaysSo,
-    Mapped,
-    RefusedFlag,
+    _VLLM_FLAGS,
+    _AlwaysSo,
+    _Mapped,
+    _RefusedFlag,
+    _table,
     add_vllm_flags,
-    table,
 )
 from jitney.engine.config.layers import settings
 from jitney.engine.config.schema import Config
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def parsed(line: str) -> Config:
-    parser = Parser("serve", "")
-    add_settings(parser)
+    parser = _Parser("serve", "")
+    _add_settings(parser)
     add_vllm_flags(parser)
     return config_from(parser.parse(line.split()))
 
@@ -37,15 +37,15 @@ def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", VLLM_FLAGS)
+@pytest.mark.parametrize("flag", _VLLM_FLAGS)
 def test_every_flag_leads_to_a_setting_that_exists_or_to_a_reason(flag: str):
-    match VLLM_FLAGS[flag]:
-        case Mapped() as mapped:
+    match _VLLM_FLAGS[flag]:
+        case _Mapped() as mapped:
             setting = settings()[mapped.setting]
             assert (mapped.switch is not None) == (setting.kind is bool)
             for ours in mapped.values.values():
                 assert not setting.choices or ours in setting.choices
-        case AlwaysSo(reason=reason) | RefusedFlag(reason=reason):
+        case _AlwaysSo(reason=reason) | _RefusedFlag(reason=reason):
             named = [word.strip(",.:;()") for word in reason.split() if word.startswith("--")]
             assert not set(named) - {setting.flag for setting in settings().values()}
             assert 10 < len(reason) < 200
@@ -77,8 +77,8 @@ def test_a_command_line_of_vllms():
 
 def test_adapters_as_vllm_has_them():
     words = ["--enable-lora", "--lora-modules", "fr=/a/fr", '{"name":"de","path":"/a/de"}']
-    parser = Parser("serve", "")
-    add_settings(parser)
+    parser = _Parser("serve", "")
+    _add_settings(parser)
     add_vllm_flags(parser)
     config = config_from(parser.parse(words))
     assert config.model.adapter_folders == {"fr": "/a/fr", "de": "/a/de"}
@@ -157,4 +157,4 @@ def test_the_names_of_kernels_stand_in_the_help_and_in_the_error(
 
 
 def test_the_page_of_flags_is_the_table():
-    assert table() in (ROOT / "docs" / "from_vllm.md").read_text()
+    assert _table() in (ROOT / "docs" / "from_vllm.md").read_text()

@@ -37,7 +37,7 @@ def nothing_left_in_the_environment(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch):
     """A machine with neither plugin, where looking for a model is an error."""
-    monkeypatch.setattr(platforms, "jax_plugins", set)
+    monkeypatch.setattr(platforms, "_jax_plugins", set)
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -110,7 +110,7 @@ def test_what_jax_then_runs_on_has_the_last_word(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"platform cuda: jax runs on cpu here.*\[cuda12\]"):
         start_jax(load_config(flags={"platform": "cuda"}))
     with pytest.raises(ConfigError, match=r"platform tpu: jax runs on cpu here.*\[tpu\]"):
-        worker.kernels_of(
+        worker._kernels_of(
             PartJob(
                 part="floors",
                 shape="tiny",
@@ -182,7 +182,7 @@ def test_the_driver_is_asked_for_gpus(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, problem: str
 ):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    monkeypatch.setattr(platforms, "jax_plugins", lambda: {"xla_cuda12"})
+    monkeypatch.setattr(platforms, "_jax_plugins", lambda: {"xla_cuda12"})
     if not problem:
         platforms.check_platform("cuda")
         return
@@ -191,8 +191,8 @@ def test_the_driver_is_asked_for_gpus(
 
 
 def test_a_machine_without_a_driver_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(platforms, "jax_plugins", lambda: {"xla_cuda13"})
-    monkeypatch.setattr(platforms, "DRIVER", "libno-such-driver.so.1")
+    monkeypatch.setattr(platforms, "_jax_plugins", lambda: {"xla_cuda13"})
+    monkeypatch.setattr(platforms, "_DRIVER", "libno-such-driver.so.1")
     with pytest.raises(ConfigError, match=r"platform cuda: no NVIDIA driver \(libno-such-driver"):
         platforms.check_platform("cuda")
 
@@ -212,15 +212,15 @@ def test_signs_of_a_tpu(tmp_path: Path, file: str, content: str, shown: bool):
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert platforms.tpu_chips_shown(tmp_path) is shown
+    assert platforms._tpu_chips_shown(tmp_path) is shown
 
 
 def test_a_libtpu_without_a_chip_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
-    monkeypatch.setattr(platforms, "tpu_chips_shown", lambda: False)
+    monkeypatch.setattr(platforms, "_tpu_chips_shown", lambda: False)
     with pytest.raises(ConfigError, match="platform tpu: this machine shows no TPU chip"):
         platforms.check_platform("tpu")
-    monkeypatch.setattr(platforms, "tpu_chips_shown", lambda: True)
+    monkeypatch.setattr(platforms, "_tpu_chips_shown", lambda: True)
     platforms.check_platform("tpu")
 
 
@@ -230,4 +230,4 @@ def test_plugins_are_found_as_jax_finds_them(tmp_path: Path, monkeypatch: pytest
         "raise RuntimeError('looked for, not loaded')"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "xla_cuda99" in platforms.jax_plugins()
+    assert "xla_cuda99" in platforms._jax_plugins()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.cli.flags import FOR, Parser, add_flags, add_settings, layers_from
+from jitney.engine.cli.flags import FOR, _add_flags, _add_settings, _Parser, layers_from
 from jitney.engine.config.layers import FROM_PRESET, Layered, settings
 from jitney.engine.config.presets import GOALS, preset, runs_on_device
 from jitney.engine.config.schema import EngineSection
@@ -22,9 +22,9 @@ def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layers(*words: str) -> Layered:
-    parser = Parser("serve", "")
-    add_flags(parser, [FOR])
-    add_settings(parser)
+    parser = _Parser("serve", "")
+    _add_flags(parser, [FOR])
+    _add_settings(parser)
     return layers_from(parser.parse(["--platform", "cpu", *words]))
 
 

@@ -20,9 +20,9 @@ from jitney.engine.conversation.events import (
     message_of,
 )
 from jitney.engine.conversation.formats import (
-    NONE,
+    _NONE,
+    _TOOL_FORMATS,
     REASONING_NAMES,
-    TOOL_FORMATS,
     TOOL_NAMES,
     turn_format,
 )
@@ -41,7 +41,7 @@ class Case:
     content: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     reasoning: str = ""
-    thinks: str = NONE
+    thinks: str = _NONE
     prompt: str = ""
 
 
@@ -261,7 +261,7 @@ def test_families_are_read(case: Case):
 FRAGMENTS = sorted(
     {
         piece
-        for format in TOOL_FORMATS
+        for format in _TOOL_FORMATS
         for marker in format.markers
         for piece in (marker, marker[:-1], marker[: len(marker) // 2])
     }
@@ -272,8 +272,8 @@ FRAGMENTS = sorted(
 
 @settings(deadline=None, max_examples=300)
 @given(
-    tools=st.sampled_from([format.name for format in TOOL_FORMATS]),
-    thinks=st.sampled_from([NONE, "qwen3"]),
+    tools=st.sampled_from([format.name for format in _TOOL_FORMATS]),
+    thinks=st.sampled_from([_NONE, "qwen3"]),
     fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
     places=st.lists(st.integers(0, 500), max_size=12),
 )
@@ -284,7 +284,7 @@ def test_pieces_do_not_matter_whatever_is_written(tools, thinks, fragments, plac
     events = parsed(case, [text])
     assert joined(parsed(case, cut(text, places))) == joined(events)
     message = message_of(events)
-    if not message.tool_calls and thinks == NONE and not tools.startswith("deepseek"):
+    if not message.tool_calls and thinks == _NONE and not tools.startswith("deepseek"):
         assert message.content == text
 
 
@@ -331,7 +331,7 @@ def test_mistrals_names_of_calls_are_as_its_templates_want_them():
 @pytest.mark.parametrize("name", TOOL_NAMES)
 def test_every_name_is_known(name: str):
     turns = turn_format("", name)
-    assert (turns.tools is None) == (name == NONE)
+    assert (turns.tools is None) == (name == _NONE)
 
 
 def test_names_of_both_kinds():

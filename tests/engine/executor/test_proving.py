@@ -18,7 +18,7 @@ from wrong_kernels import SMALL, choose, wrong_set
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.sources import ModelSource, resolve
-from jitney.engine.cli.doctor import proof_finding
+from jitney.engine.cli.doctor import _proof_finding
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.runner import Runner
 from jitney.engine.loading.adapters import load_adapters
@@ -98,7 +98,7 @@ def test_version_and_metrics_tell_of_each_kernel():
 
 
 def test_doctor_prints_the_largest_error_of_each_kernel():
-    found = [proof_finding(proof) for proof in PROOFS]
+    found = [_proof_finding(proof) for proof in PROOFS]
     assert [(one.name.strip(), one.ok) for one in found] == [
         ("attention", False),
         ("norm", True),
@@ -112,8 +112,8 @@ def test_doctor_runs_the_proof(capsys: pytest.CaptureFixture[str], monkeypatch: 
     from jitney.engine.cli import doctor
 
     choose(monkeypatch, wrong_set())
-    checks = {"kernels": doctor.kernels, "one token": doctor.one_token}
-    monkeypatch.setattr(doctor, "CHECKS", checks)
+    checks = {"kernels": doctor.kernels, "one token": doctor._one_token}
+    monkeypatch.setattr(doctor, "_CHECKS", checks)
     assert doctor.run(["--json", "--model", "tiny-random"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["  attention"]["ok"] is False and "taken out" in told["  attention"]["value"]

@@ -14,7 +14,7 @@ from memory_traffic import account
 
 from jitney.engine.executor.inputs import SAMPLING
 from jitney.engine.executor.sampling import (
-    IN_PROMPT,
+    _IN_PROMPT,
     SamplingRows,
     SeatState,
     empty_state,
@@ -302,7 +302,7 @@ def test_penalties_of_a_token_repeated_without_end(count: int):
     shaped = shape_logits(jnp.asarray(logits), rows, state)
     np.testing.assert_allclose(shaped[0, 5], 4500.0 - 1.0 - 0.01 * count, rtol=1e-6)
     assert (
-        int(state.counts[1, 5] & (IN_PROMPT - 1)) == count and int(state.counts[1, 5]) > IN_PROMPT
+        int(state.counts[1, 5] & (_IN_PROMPT - 1)) == count and int(state.counts[1, 5]) > _IN_PROMPT
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scripted_models import Said, ScriptedModel, ScriptedModels
 
-from jitney.engine.cli.cascade_tune import endpoint_from
+from jitney.engine.cli.cascade_tune import _endpoint_from
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.answering import ModelAnswer, Question
 from jitney.engine.fleet.cascade import Cascade, CascadeSettings
@@ -208,10 +208,10 @@ def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: str, complai
 
 def test_a_model_is_named_by_its_address(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JITNEY_LARGE_KEY", "secret")
-    endpoint = endpoint_from("large", "http://10.0.0.1:8000/v1/org/model", 5.0)
+    endpoint = _endpoint_from("large", "http://10.0.0.1:8000/v1/org/model", 5.0)
     assert (endpoint.base, endpoint.model) == ("http://10.0.0.1:8000", "org/model")
     assert endpoint.headers == {"authorization": "Bearer secret"}
-    assert endpoint_from("small", "http://h:1/m", 5.0).model == "m"
+    assert _endpoint_from("small", "http://h:1/m", 5.0).model == "m"
     for text in ("h:1/m", "http://h:1", "http://h:1/v1/", "ftp://h/m"):
         with pytest.raises(ConfigError, match="give http://HOST:PORT/MODEL"):
-            endpoint_from("small", text, 5.0)
+            _endpoint_from("small", text, 5.0)

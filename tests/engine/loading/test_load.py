@@ -25,10 +25,10 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError
-from jitney.engine.loading.checkpoint import BlockGGUF
+from jitney.engine.loading.checkpoint import _BlockGGUF
 from jitney.engine.loading.load import load_model
 from jitney.engine.models.llama import Llama
-from jitney.engine.models.rope import inverse_frequencies
+from jitney.engine.models.rope import _inverse_frequencies
 
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
 CONFIG = {
@@ -409,7 +409,7 @@ def read_back(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> n
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", raw, raw_dtype=kind)
     close(writer)
-    return BlockGGUF(path).sliced("x")[...]
+    return _BlockGGUF(path).sliced("x")[...]
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16"])
@@ -417,7 +417,7 @@ def test_tensors_are_decoded_in_parts_as_in_one_go(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        "jitney.engine.checkpoints.gguf.DECODE_ELEMENTS", 3 * 512
+        "jitney.engine.checkpoints.gguf._DECODE_ELEMENTS", 3 * 512
     )  # three rows at a time
     type = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[type]
@@ -427,7 +427,7 @@ def test_tensors_are_decoded_in_parts_as_in_one_go(
     expected = gguf.quants.dequantize(raw, type)
     assert found.shape == (10, 512) and np.isfinite(found).all() and found.std() > 0
     np.testing.assert_array_equal(found, expected)
-    part = BlockGGUF(tmp_path / "k.gguf").sliced("x")[slice(2, 9), slice(130, 261)]
+    part = _BlockGGUF(tmp_path / "k.gguf").sliced("x")[slice(2, 9), slice(130, 261)]
     np.testing.assert_array_equal(part, expected[2:9, 130:261])
 
 
@@ -465,12 +465,14 @@ def test_rope_divisors_of_llama3_files(tmp_path: Path):
         "original_max_position_embeddings": 32,
     }
     folder = write_folder(tmp_path / "hf", tensors(), CONFIG | {"rope_scaling": scaling})
-    wanted, _ = inverse_frequencies(resolve(str(folder)).config)
+    wanted, _ = _inverse_frequencies(resolve(str(folder)).config)
     plain = 10000.0 ** -(np.arange(D // 2) / (D // 2))
     divisors = (plain / np.asarray(wanted)).astype(np.float32)
     assert divisors.min() == pytest.approx(1) and divisors.max() == pytest.approx(8)
     path = write_gguf(tmp_path / "m.gguf", tensors(), extra={"rope_freqs.weight": divisors})
-    np.testing.assert_allclose(inverse_frequencies(resolve(str(path)).config)[0], wanted, rtol=1e-5)
+    np.testing.assert_allclose(
+        _inverse_frequencies(resolve(str(path)).config)[0], wanted, rtol=1e-5
+    )
     assert_same(load(path), load(folder), rtol=0)
 
 

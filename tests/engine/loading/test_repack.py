@@ -21,7 +21,7 @@ from jitney.engine.checkpoints.quantization_config import read_packing
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ModelError
 from jitney.engine.loading import calibration, repack
-from jitney.engine.loading.checkpoint import BlockGGUF, open_checkpoint
+from jitney.engine.loading.checkpoint import _BlockGGUF, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import load_kv_scales
@@ -436,11 +436,11 @@ def test_formats_that_are_not_read_are_named(config: Any, words: str):
 # GGUF
 
 
-def open_one(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> BlockGGUF:
+def open_one(path: Path, raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> _BlockGGUF:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", raw, raw_dtype=kind)
     close(writer)
-    return BlockGGUF(path)
+    return _BlockGGUF(path)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
@@ -558,7 +558,7 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
     assert describe_weights(model, source) == said and describe_weights(model) == str(
         jnp.dtype(dtype)
     )
-    stored = BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...].T
+    stored = _BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...].T
     np.testing.assert_array_equal(
         model.layers[1].mlp.gate_up.packed.kernel[:, :F], stored.astype(dtype)
     )
@@ -589,7 +589,7 @@ def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
         "plain",
         "int4",
     ] * L + ["plain"]
-    plain = BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...]
+    plain = _BlockGGUF(path).sliced("blk.1.ffn_gate.weight")[...]
     np.testing.assert_array_equal(model.layers[1].mlp.gate_up.packed.kernel[:, :F], plain.T)
 
 
@@ -609,7 +609,7 @@ def test_a_mixed_model_computes_what_its_floats_do(tmp_path: Path):
         },
     )
     packed, plain = (
-        calibration.largest(load(path, storage), range(40)) for storage in (PACKED, FLOATS)
+        calibration._largest(load(path, storage), range(40)) for storage in (PACKED, FLOATS)
     )
     np.testing.assert_allclose(packed, plain, rtol=1e-4)
     assert np.asarray(plain).min() > 0.5

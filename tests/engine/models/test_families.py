@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.checkpoints.families import FAMILIES, Family, read_decoder
+from jitney.engine.checkpoints.families import FAMILIES, Family, _read_decoder
 from jitney.engine.checkpoints.hf_config import read_hf_config
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.errors import ModelError
@@ -192,7 +192,7 @@ def test_a_family_of_ones_own_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """One module and two lines: its config.json is read, its weights load, and it answers."""
 
     def read(values):
-        _, config = read_decoder(values, max_position_embeddings=64)
+        _, config = _read_decoder(values, max_position_embeddings=64)
         return replace(config, qk_norm=True)
 
     case = CASES["qwen3"]

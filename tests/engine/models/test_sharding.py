@@ -26,7 +26,7 @@ from reference_logits import DATA, SCRIPT
 from safetensors.numpy import save_file
 
 from jitney.engine import LLM
-from jitney.engine.build import sized_runner
+from jitney.engine.build import _sized_runner
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.model_config import ExpertsConfig, ModelConfig
 from jitney.engine.cli import doctor
@@ -460,11 +460,11 @@ def test_doctor_counts_the_devices():
 
 
 def test_doctor_says_whether_the_model_can_be_divided(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "CHECKS", {"model": doctor.model})
+    monkeypatch.setattr(doctor, "_CHECKS", {"model": doctor.model})
 
     def said(count: int) -> list[tuple[str, bool | None]]:
         config = load_config(flags={"model": "tiny-random", "tensor_parallel": count})
-        found = list(doctor.examine(config))[1:]
+        found = list(doctor._examine(config))[1:]
         return [(one.value, one.ok) for one in found if one.name != "configuration"]
 
     assert said(2) == [("2 query and 1 key-value heads", True)]
@@ -514,7 +514,7 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
 
     page_bytes = 4096
     sizes = StateSizes(4, 1, config.engine.page_size, 256, jnp.dtype("float32"))
-    runner = sized_runner(
+    runner = _sized_runner(
         config.engine,
         sizes,
         chips,

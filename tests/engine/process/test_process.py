@@ -26,10 +26,10 @@ from jitney.engine.config.schema import Config, EngineSection, ModelSection, Ser
 from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.process import supervisor, watchdog
 from jitney.engine.process.folder import private_folder, remove_left_folders
-from jitney.engine.process.main import TICK_S
+from jitney.engine.process.main import _TICK_S
 from jitney.engine.process.stream import Stream
 from jitney.engine.process.supervisor import ProcessClient
-from jitney.engine.scheduler.admission import sibling_seed
+from jitney.engine.scheduler.admission import _sibling_seed
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
 # As in process_core.
@@ -147,7 +147,9 @@ def test_an_idle_core_ticks():
             await client.wait_ready()
             heard = time.monotonic() - client.last_step_age()
             # Two ticks later, however late they come on a busy machine.
-            await wait_for(lambda: time.monotonic() - client.last_step_age() > heard + 1.5 * TICK_S)
+            await wait_for(
+                lambda: time.monotonic() - client.last_step_age() > heard + 1.5 * _TICK_S
+            )
 
     run(test)
 
@@ -297,7 +299,7 @@ def test_requests_go_on_in_the_next_core(how: str, caplog: pytest.LogCaptureFixt
 
 def check_like_alone(one: EngineRequest, index: int, got: list[SequenceOutput]) -> None:
     """A sequence of a fake device has every token once, in order, with its log-probability."""
-    seed = sibling_seed(one.sampling.seed or 0, index)
+    seed = _sibling_seed(one.sampling.seed or 0, index)
     want = solo(one, seed, 64 - len(one.prompt))
     assert [token for output in got for token in output.tokens] == want
     assert [output.finish in ("stop", "length") for output in got if output.finish] == [True]

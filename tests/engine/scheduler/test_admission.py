@@ -22,9 +22,9 @@ from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.endings import Endings
 from jitney.engine.scheduler.estimates import (
-    FIRST_GUESS,
-    KEPT,
-    PATIENCE,
+    _FIRST_GUESS,
+    _KEPT,
+    _PATIENCE,
     OutputLengths,
     PrefillBudget,
     StepTimeEstimate,
@@ -51,7 +51,7 @@ def test_a_disturbed_step_does_not_change_the_pace():
         step_times.observe(Bucket(64, 16), 0.11)
     step_times.observe(Bucket(64, 16), 9.0)
     assert step_times.mixed(Bucket(64, 16)) == pytest.approx(0.11)
-    for _ in range(KEPT):
+    for _ in range(_KEPT):
         step_times.observe(Bucket(64, 16), 0.2)
     assert step_times.mixed(Bucket(64, 16)) == 0.2, "what is long ago is forgotten"
 
@@ -136,7 +136,7 @@ def test_before_any_mixed_step_the_target_takes_the_smallest():
 
 def test_a_target_that_cannot_be_kept_does_not_starve_prompts():
     rows = PrefillBudget(step_times_of(m32=0.2), 1.0, 0.05)
-    assert [rows.most(8) for _ in range(2 * PATIENCE)] == ([0] * (PATIENCE - 1) + [24]) * 2
+    assert [rows.most(8) for _ in range(2 * _PATIENCE)] == ([0] * (_PATIENCE - 1) + [24]) * 2
 
 
 def learnt(per_pair: float, noise: float = 0.0, rounds: int = 40) -> StepTimeEstimate:
@@ -277,7 +277,7 @@ def test_answers_are_expected_as_long_as_those_before_them():
     def saw(n_prompt: int, n_output: int) -> None:
         lengths.observe(kind_of("a", n_prompt, None), 0, n_output, by_itself=True)
 
-    assert expected(10) == pytest.approx(FIRST_GUESS, rel=0.01) and expected(10, 40) == 40
+    assert expected(10) == pytest.approx(_FIRST_GUESS, rel=0.01) and expected(10, 40) == 40
     for _ in range(300):
         saw(10, 20)
         saw(1000, 400)
@@ -380,8 +380,8 @@ def test_one_of_many_ends_long_before_their_mean_rest():
     """
     core, _ = run_seats(16, 500, 2)
     running = Endings(core.scheduler.state.seated, OutputLengths())
-    assert running.steps_until(1) == pytest.approx(FIRST_GUESS / 16, rel=0.1)
-    assert running.steps_until(8) == pytest.approx(FIRST_GUESS * math.log(2), rel=0.1)
+    assert running.steps_until(1) == pytest.approx(_FIRST_GUESS / 16, rel=0.1)
+    assert running.steps_until(8) == pytest.approx(_FIRST_GUESS * math.log(2), rel=0.1)
     assert running.steps_until(16) == pytest.approx(498, abs=1), "an answer ends by length, too"
 
 

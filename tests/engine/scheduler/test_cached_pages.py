@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jitney.engine.scheduler.cached_pages import IDLE_TURNS, CachedPages
+from jitney.engine.scheduler.cached_pages import _IDLE_TURNS, CachedPages
 from jitney.engine.scheduler.kv_pages import PagePool
 
 PAGES = 24
@@ -50,7 +50,7 @@ def test_a_tenant_that_is_gone_keeps_nothing():
     """Its few pages stay while the cache is renewed eight times over, and no longer."""
     shares, tenants = cached(gone=[1, 2], busy=list(range(3, PAGES)))
     lost = set()
-    for _ in range(IDLE_TURNS * PAGES + 1):
+    for _ in range(_IDLE_TURNS * PAGES + 1):
         page = shares.evict()
         lost.add(page)
         shares.add([page], tenants)

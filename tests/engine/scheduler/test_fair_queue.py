@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.buckets import make_buckets
-from jitney.engine.scheduler.fair_queue import EVERY, FairQueue
+from jitney.engine.scheduler.fair_queue import _EVERY, FairQueue
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.policies import (
-    LEVEL_S,
-    LONGEST_S,
-    MAX_LEVELS,
-    TOKEN_S,
-    by_length,
-    by_priority,
+    _LEVEL_S,
+    _LONGEST_S,
+    _MAX_LEVELS,
+    _TOKEN_S,
+    _by_length,
+    _by_priority,
 )
 from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
@@ -178,7 +178,7 @@ class NaiveFair:
         if not self.waiting:
             return None
         oldest = min(self.waiting, key=lambda seq: seq.rank)
-        if self.boardings % EVERY == EVERY - 1:
+        if self.boardings % _EVERY == _EVERY - 1:
             return oldest
         least = min(self.counters[seq.request.account] for seq in self.waiting)
         return min(
@@ -304,7 +304,7 @@ def test_new_names_do_not_pass_an_old_tenant_for_ever():
             core.step()
         if not number:
             core.add(make_request("victim", [1], user="old", max_tokens=1))
-    assert boarding_order(plans).index("victim") == EVERY - 1
+    assert boarding_order(plans).index("victim") == _EVERY - 1
 
 
 def boardings(order: str, seed: int) -> tuple[list[str], dict[str, tuple[int, float, int, int]]]:
@@ -345,9 +345,9 @@ def lead(
 ) -> float:
     """Most seconds that `first` may have come after `second` and board before it all the same."""
     if order == "priority":
-        return LEVEL_S * (second[2] - first[2])
+        return _LEVEL_S * (second[2] - first[2])
     if order == "shortest":
-        return TOKEN_S * (second[3] - first[3])
+        return _TOKEN_S * (second[3] - first[3])
     return 0.0
 
 
@@ -372,7 +372,7 @@ def test_under_fair_everybody_boards_within_a_number_of_turns(seed: int):
     for name, (number, *_) in told.items():
         place = turns.index(name)
         later = sum(told[other][0] > number for other in turns[:place])
-        assert later <= EVERY * (number + 1)
+        assert later <= _EVERY * (number + 1)
     assert turns != sorted(turns, key=lambda name: told[name][0])
 
 
@@ -381,11 +381,11 @@ def test_the_most_that_priority_and_length_are_worth():
         make_request("a", [1], priority=2**31 - 1),
         make_request("b", [1], priority=-(2**31), arrival=1201.0),
     )
-    assert by_priority(late, 1) - by_priority(early, 1) == pytest.approx(
-        1201 - 2 * MAX_LEVELS * LEVEL_S
+    assert _by_priority(late, 1) - _by_priority(early, 1) == pytest.approx(
+        1201 - 2 * _MAX_LEVELS * _LEVEL_S
     )
-    assert by_length(early, 10**6) == LONGEST_S and by_length(early, 10) == pytest.approx(
-        10 * TOKEN_S
+    assert _by_length(early, 10**6) == _LONGEST_S and _by_length(early, 10) == pytest.approx(
+        10 * _TOKEN_S
     )
 
 

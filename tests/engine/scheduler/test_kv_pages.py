@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jitney.engine.scheduler.kv_pages import (
-    CACHED,
-    FREE,
-    HELD,
-    SHARED,
+    _CACHED,
+    _FREE,
+    _HELD,
+    _SHARED,
     PagePool,
-    extend_keys,
+    _extend_keys,
     owner_key,
     root_key,
 )
@@ -24,7 +24,7 @@ def keys_of(
     tokens: list[int], n_pages: int, page_size: int = 4, root: bytes = b"root"
 ) -> list[bytes]:
     keys: list[bytes] = []
-    extend_keys(keys, root, tokens, page_size, n_pages)
+    _extend_keys(keys, root, tokens, page_size, n_pages)
     return keys
 
 
@@ -48,7 +48,7 @@ def test_trash_is_never_handed_out():
     pages = pool.allocate(4)
     assert pages is not None and sorted(pages) == [1, 2, 3, 4]
     assert pool.allocate(1) is None
-    assert pool.states().tolist() == [FREE, HELD, HELD, HELD, HELD]
+    assert pool.states().tolist() == [_FREE, _HELD, _HELD, _HELD, _HELD]
 
 
 def test_allocation_is_all_or_nothing():
@@ -70,10 +70,10 @@ def test_cached_pages_are_found_again_and_shared():
     first = held(pool, keys)
     second = pool.match(keys)
     assert second == first
-    assert [pool.states()[page] for page in first] == [SHARED] * 3
+    assert [pool.states()[page] for page in first] == [_SHARED] * 3
     pool.release(first)
     pool.release(second)
-    assert pool.n_cached == 3 and [pool.states()[page] for page in first] == [CACHED] * 3
+    assert pool.n_cached == 3 and [pool.states()[page] for page in first] == [_CACHED] * 3
     assert pool.match(keys[:2]) == first[:2]
 
 
@@ -153,7 +153,7 @@ def test_own_pages_have_names_that_no_other_sequence_has():
 
     def named(own: OwnPages | None) -> list[bytes]:
         keys: list[bytes] = []
-        extend_keys(keys, b"root", tokens, 4, 4, own)
+        _extend_keys(keys, b"root", tokens, 4, 4, own)
         return keys
 
     everybody = named(None)
@@ -216,10 +216,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check(self.owners)
         states = self.pool.states()
         counts = [sum(page in pages for pages in self.owners) for page in range(12)]
-        assert [state in (HELD, SHARED) for state in states] == [count > 0 for count in counts]
-        assert (states == SHARED).sum() == sum(count > 1 for count in counts)
-        assert (states[1:] == FREE).sum() == n_free(self.pool) and (
-            states == CACHED
+        assert [state in (_HELD, _SHARED) for state in states] == [count > 0 for count in counts]
+        assert (states == _SHARED).sum() == sum(count > 1 for count in counts)
+        assert (states[1:] == _FREE).sum() == n_free(self.pool) and (
+            states == _CACHED
         ).sum() == self.pool.n_cached
 
 

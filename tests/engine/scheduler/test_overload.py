@@ -18,16 +18,16 @@ from step_tables import constant_table
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import RequestError
-from jitney.engine.process.supervisor import with_seed
+from jitney.engine.process.supervisor import _with_seed
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
-from jitney.engine.scheduler.promises import LONGEST_RETRY, PlaceRate, Promises, name_of
+from jitney.engine.scheduler.promises import _LONGEST_RETRY, PlaceRate, Promises, name_of
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.simulation.simulator import (
     EngineShape,
-    FlyingStep,
     VirtualDevice,
+    _FlyingStep,
     simulate,
 )
 from jitney.engine.simulation.workload import Arrival
@@ -287,7 +287,7 @@ def test_an_engine_that_becomes_slower_does_not_drown_in_those_it_told(
     """From a third of the time on each step takes twice as long: promises come due too soon."""
 
     class Slow(VirtualDevice):
-        def launch(self, batch: Plan) -> FlyingStep:
+        def launch(self, batch: Plan) -> _FlyingStep:
             before = max(self.clock.now, self._free_at)
             step = super().launch(batch)
             more = step.ready - before if self.clock.now > 20.0 else 0.0
@@ -332,7 +332,7 @@ def test_what_an_earlier_crowd_did_is_forgotten():
 def test_nobody_is_told_more_than_the_longest_time():
     promises = Promises()
     told = [promises.give(str(n).encode(), 0.0, 1.0, 100.0) for n in range(100)]
-    assert max(told) <= LONGEST_RETRY + 1.0
+    assert max(told) <= _LONGEST_RETRY + 1.0
     assert len(promises) < 40 and len(set(told)) == 100
 
 
@@ -346,4 +346,4 @@ def test_requests_are_known_again_by_what_they_ask_for():
     assert len(set(names)) == 4
     assert names[0] == name_of(make_request("b", [1, 2], tenant="x", arrival=9.0))
     for _ in range(2):  # each time that it comes it is given a seed on its way to the core
-        assert names[0] == name_of(with_seed(make_request("b", [1, 2], tenant="x")))
+        assert names[0] == name_of(_with_seed(make_request("b", [1, 2], tenant="x")))

@@ -11,21 +11,21 @@ from fakes import FakeClock, ends_of, make_core, make_request, solo, tokens_of, 
 
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.estimates import (
-    BUCKETS,
-    CAREFUL_GUESS,
+    _BUCKETS,
+    _CAREFUL_GUESS,
+    _HALVE_AT,
+    _MOST_CLASSES,
     EDGES,
-    HALVE_AT,
-    MOST_CLASSES,
     OutputLengths,
     StepTimeEstimate,
-    bucket_of,
+    _bucket_of,
     kind_of,
 )
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.page_demand import times_ahead
+from jitney.engine.scheduler.page_demand import _times_ahead
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.simulation.drive import Offer, drive
-from jitney.engine.simulation.simulator import EngineShape, FlyingStep, VirtualDevice
+from jitney.engine.simulation.simulator import EngineShape, VirtualDevice, _FlyingStep
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import (
     Arrival,
@@ -57,7 +57,7 @@ class EndingDevice(VirtualDevice):
         self.lengths = [arrival.n_output for arrival in arrivals]
         self.sampled: list[list[int]] = []
 
-    def launch(self, batch: Plan) -> FlyingStep:
+    def launch(self, batch: Plan) -> _FlyingStep:
         ends = [
             chunk.end - chunk.seq.n_prompt + 1 >= self.lengths[int(chunk.seq.request_id)]
             for chunk in batch.chunks
@@ -66,7 +66,7 @@ class EndingDevice(VirtualDevice):
         self.sampled.append([END if ended else END + 1 for ended in ends])
         return super().launch(batch)
 
-    def fetch(self, launched: FlyingStep) -> StepResult:
+    def fetch(self, launched: _FlyingStep) -> StepResult:
         super().fetch(launched)
         return StepResult(self.sampled.pop(0))
 
@@ -179,9 +179,11 @@ def test_those_who_lose_their_seats_take_turns():
 
 
 def test_the_edges_of_lengths():
-    assert [bucket_of(int(edge)) for edge in EDGES[:-1]] == list(range(BUCKETS))
-    assert all(bucket_of(int(edge) - 1) == bucket - 1 for bucket, edge in enumerate(EDGES[1:-1], 1))
-    assert bucket_of(2**40) == BUCKETS - 1
+    assert [_bucket_of(int(edge)) for edge in EDGES[:-1]] == list(range(_BUCKETS))
+    assert all(
+        _bucket_of(int(edge) - 1) == bucket - 1 for bucket, edge in enumerate(EDGES[1:-1], 1)
+    )
+    assert _bucket_of(2**40) == _BUCKETS - 1
 
 
 def taught(lengths: OutputLengths, tenant: str, n_prompt: int, n_output: int, times: int) -> None:
@@ -223,25 +225,25 @@ def test_what_was_cut_off_or_still_runs_counts_for_what_it_passed():
         taught(lengths, "a", 10, 20, 50)
     for _ in range(50):
         cut.observe(kind, 0, 200, by_itself=False)
-        assert running.passed(kind, running.passed(kind, 0, 90), 200) == bucket_of(200)
+        assert running.passed(kind, running.passed(kind, 0, 90), 200) == _bucket_of(200)
     for lengths in (cut, running):
-        alive = lengths.outlook(kind).reaches(np.array([10.0, 30.0, 190.0, 190.0 + CAREFUL_GUESS]))
+        alive = lengths.outlook(kind).reaches(np.array([10.0, 30.0, 190.0, 190.0 + _CAREFUL_GUESS]))
         assert alive[:3] == pytest.approx([1, 0.5, 0.5], abs=0.08) and 0.1 < alive[3] < 0.3
 
 
 def test_old_answers_fade_and_old_classes_are_forgotten():
     lengths = OutputLengths()
-    taught(lengths, "a", 10, 20, HALVE_AT)
-    taught(lengths, "a", 10, 300, 3 * HALVE_AT)
+    taught(lengths, "a", 10, 20, _HALVE_AT)
+    taught(lengths, "a", 10, 300, 3 * _HALVE_AT)
     assert lengths.expect(kind_of("a", 10, None), 10**6) == pytest.approx(300, rel=0.15)
-    for number in range(2 * MOST_CLASSES):
+    for number in range(2 * _MOST_CLASSES):
         taught(lengths, f"tenant {number}", 10, 20, 1)
-    assert len(lengths) == MOST_CLASSES
+    assert len(lengths) == _MOST_CLASSES
 
 
 def test_times_ahead_hold_everybodys_end():
-    assert times_ahead(np.array([0.0, 7.0, 3.0])).tolist()[:4] == [0.0, 1.0, 2.0, 3.0]
-    many = times_ahead(np.arange(512.0))
+    assert _times_ahead(np.array([0.0, 7.0, 3.0])).tolist()[:4] == [0.0, 1.0, 2.0, 3.0]
+    many = _times_ahead(np.arange(512.0))
     assert len(many) < 60 and many[0] == 0 and many[-1] == 511 and (np.diff(many) > 0).all()
 
 

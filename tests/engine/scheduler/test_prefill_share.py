@@ -14,7 +14,7 @@ from jitney.engine.config.layers import load_config, to_toml
 from jitney.engine.config.schema import AUTO, Config, Share
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
-from jitney.engine.scheduler.estimates import LEAST_SHARE, PrefillBudget, StepTimeEstimate
+from jitney.engine.scheduler.estimates import _LEAST_SHARE, PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
@@ -133,7 +133,7 @@ def test_the_share_by_hand():
             (3, 2),
         )
     ]
-    assert shares == [LEAST_SHARE, LEAST_SHARE, 0.25, 0.5, 9 / 16, 1.0, 1.0, 1.0, 10 / 16]
+    assert shares == [_LEAST_SHARE, _LEAST_SHARE, 0.25, 0.5, 9 / 16, 1.0, 1.0, 1.0, 10 / 16]
     assert rows.most(16, 0, 1) == 112 and rows.most(16, 0, 16) == 496 and rows.most(0, 0, 1) == 512
     fixed = PrefillBudget(rows.step_times, 0.5, 0.0)
     assert fixed.share_beside(31, 1) == fixed.share_beside(1, 31) == 0.5

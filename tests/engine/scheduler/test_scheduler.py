@@ -23,9 +23,9 @@ from fakes import (
 )
 
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.scheduler.admission import sibling_seed
+from jitney.engine.scheduler.admission import _sibling_seed
 from jitney.engine.scheduler.buckets import make_buckets
-from jitney.engine.scheduler.kv_pages import SHARED, PagePool
+from jitney.engine.scheduler.kv_pages import _SHARED, PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepResult
 from jitney.engine.scheduler.queues import WaitingQueue
@@ -235,14 +235,14 @@ def test_siblings_share_the_prompts_pages(retain: bool):
     request = make_request("a", list(range(1, 11)), n=3, max_tokens=6, seed=5)
     core.add(request)
     outputs = [out for _ in range(3) for out in core.step().outputs]
-    assert (core.scheduler.pool.states() == SHARED).sum() == 2
+    assert (core.scheduler.pool.states() == _SHARED).sum() == 2
     outputs += core.run_until_idle()
     assert [len(plan.boarded) for plan in plans[:3]] == [1, 2, 0], (
         "siblings board right after the leader's prompt"
     )
     assert core.ledger.totals["prefill"] == 10 + 2 + 2 and core.ledger.totals["cached_tokens"] == 16
     texts = [tokens_of(outputs, "a", i) for i in range(3)]
-    assert texts == [solo(request, sibling_seed(5, i), 99, ()) for i in range(3)]
+    assert texts == [solo(request, _sibling_seed(5, i), 99, ()) for i in range(3)]
     assert len(set(map(tuple, texts))) == 3
     assert [out.cached_tokens for out in outputs if out.queued_s is not None] == [0, 8, 8]
 
@@ -259,7 +259,7 @@ def test_siblings_outlive_their_leader():
         1: "length",
         2: "length",
     }
-    assert tokens_of(outputs, "a", 2) == solo(request, sibling_seed(0, 2), 99, ())
+    assert tokens_of(outputs, "a", 2) == solo(request, _sibling_seed(0, 2), 99, ())
 
 
 def test_a_prompt_seen_before_costs_its_last_page():
@@ -668,7 +668,7 @@ def test_seeds():
         core.add(make_request("a", [1], n=3, seed=seed))
         group = core.scheduler.state.groups["a"]
         admitted.append([seq.seed for seq in group.open])
-    assert admitted[2] == [7, sibling_seed(7, 1), sibling_seed(7, 2)]
+    assert admitted[2] == [7, _sibling_seed(7, 1), _sibling_seed(7, 2)]
     assert len(set(itertools.chain(*admitted))) == 9
     assert all(-(2**63) <= seed < 2**63 for seed in itertools.chain(*admitted))
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from oracle import oracle_logprobs, prompt
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.checkpoints.families import TINY, tiny_config
+from jitney.engine.checkpoints.families import _TINY, tiny_config
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.core import EngineCore
 from jitney.engine.executor.inputs import BatchBuilder
@@ -214,9 +214,9 @@ def test_the_packed_table_has_the_trash_page_there():
 
 
 def test_a_model_with_one_layer_that_sees_all_keeps_all():
-    assert tiny_config("mistral").window == 32 and TINY.window == 0
+    assert tiny_config("mistral").window == 32 and _TINY.window == 0
     assert (
-        replace(TINY, windows=(32, 0)).window == 0 and replace(TINY, windows=(8, 32)).window == 32
+        replace(_TINY, windows=(32, 0)).window == 0 and replace(_TINY, windows=(8, 32)).window == 32
     )
 
 

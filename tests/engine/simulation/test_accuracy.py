@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jitney.engine.bench.saved import STAYS_DTYPE, TIMES_DTYPE, write_recording
+from jitney.engine.bench.saved import _STAYS_DTYPE, _TIMES_DTYPE, write_recording
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
@@ -97,8 +97,8 @@ def measured_file(path: Path) -> None:
         ]
         arrays |= {
             f"records_{policy}": run.records,
-            f"times_{policy}": np.array(rows, TIMES_DTYPE),
-            f"stays_{policy}": np.array(stays, STAYS_DTYPE),
+            f"times_{policy}": np.array(rows, _TIMES_DTYPE),
+            f"stays_{policy}": np.array(stays, _STAYS_DTYPE),
             f"note_{policy}": np.array(msgspec.json.encode(RunNote(engine)).decode()),
         }
     np.savez(path, **arrays)
@@ -289,7 +289,7 @@ def test_what_cannot_be_compared_is_one_line(
 def test_files_that_hold_no_runs_are_one_line(tmp_path: Path):
     np.savez(tmp_path / "other.npz", x=np.zeros(2))
     (tmp_path / "text.npz").write_text("hello")
-    np.savez(tmp_path / "half.npz", times_a=np.zeros(1, TIMES_DTYPE))
+    np.savez(tmp_path / "half.npz", times_a=np.zeros(1, _TIMES_DTYPE))
     for name, complaint in (
         ("other.npz", "no runs"),
         ("text.npz", "no runs"),

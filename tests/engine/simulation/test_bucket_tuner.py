@@ -11,14 +11,14 @@ import pytest
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.scheduler.buckets import make_buckets, mixed_bucket
-from jitney.engine.simulation.bucket_tuner import Seen, best_sizes, padding, propose, seen_in
+from jitney.engine.simulation.bucket_tuner import _best_sizes, _padding, _Seen, propose, seen_in
 
 
 def cheapest(seen: dict[int, int], largest: int, most: int) -> int:
     """Padding of the best choice, by trying all."""
     others = sorted({*seen} - {largest})
     return min(
-        padding(seen, sorted({*chosen, largest}))
+        _padding(seen, sorted({*chosen, largest}))
         for k in range(min(most, len(others) + 1))
         for chosen in itertools.combinations(others, k)
     )
@@ -29,20 +29,20 @@ def test_dynamic_programming_finds_what_trying_all_finds(seed: int):
     rng = random.Random(seed)
     largest = rng.randint(8, 40)
     seen = {rng.randint(1, largest): rng.randint(1, 50) for _ in range(rng.randint(1, 9))}
-    found = best_sizes(seen, largest, 5)
+    found = _best_sizes(seen, largest, 5)
     for k, (least, sizes) in enumerate(found[1:], 1):
-        assert least == padding(seen, sizes) == cheapest(seen, largest, k)
+        assert least == _padding(seen, sizes) == cheapest(seen, largest, k)
         assert len(sizes) == k and sizes[-1] == largest and list(sizes) == sorted(set(sizes))
 
 
 def test_by_hand():
     # 10 steps of 3 rows and one of 7, at most 8: one size wastes 51, two waste 1 with 3 | 8, three
     # nothing.
-    found = best_sizes({3: 10, 7: 1}, 8, 3)
+    found = _best_sizes({3: 10, 7: 1}, 8, 3)
     assert found[1:] == [(51, (8,)), (1, (3, 8)), (0, (3, 7, 8))]
 
 
-def exhaustive(seen: Seen, seats: int, budget: int, executables: int) -> int:
+def exhaustive(seen: _Seen, seats: int, budget: int, executables: int) -> int:
     """Padding of the best pair of size lists within the budget of executables, by trying all splits
     and choices.
     """
@@ -72,7 +72,7 @@ def holds(tokens: int, seats: int, rows: int, taken: int) -> bool:
 def test_the_budget_is_shared_between_the_kinds_at_best(seed: int):
     rng = random.Random(seed)
     present = make_buckets(max_seats=16, token_budget=64)
-    seen = Seen(
+    seen = _Seen(
         {rng.randint(1, 16): rng.randint(1, 300) for _ in range(6)},
         {(rng.randint(4, 64), rng.randint(1, 4)): rng.randint(1, 100) for _ in range(6)},
     )
@@ -109,12 +109,12 @@ def test_rows_are_read_from_records():
     )
     records["seats_busy"] = [5, 6, 7, 8]
     seen = seen_in(records)
-    assert seen == Seen({5: 2}, {(54, 7): 1, (32, 8): 1})
+    assert seen == _Seen({5: 2}, {(54, 7): 1, (32, 8): 1})
 
 
 def test_short_prompts_beside_few_streams_get_a_small_step():
     present = make_buckets(max_seats=64, token_budget=512)
-    proposal = propose(Seen({4: 100}, {(24, 5): 900, (400, 64): 100}), present, 4)
+    proposal = propose(_Seen({4: 100}, {(24, 5): 900, (400, 64): 100}), present, 4)
     assert (proposal.seat_buckets, proposal.token_buckets) == ((64,), (24, 512))
     assert proposal.padding["mixed"] == 100 * 112
     assert proposal.padding_now["mixed"] == 900 * (128 - 24) + 100 * 112
@@ -122,9 +122,9 @@ def test_short_prompts_beside_few_streams_get_a_small_step():
 
 def test_too_small_a_budget_is_refused():
     with pytest.raises(ConfigError, match="too small"):
-        propose(Seen({}, {}), make_buckets(max_seats=8, token_budget=32), 2)
+        propose(_Seen({}, {}), make_buckets(max_seats=8, token_budget=32), 2)
 
 
 def test_nothing_seen_keeps_the_largest():
-    proposal = propose(Seen({}, {}), make_buckets(max_seats=8, token_budget=32), 12)
+    proposal = propose(_Seen({}, {}), make_buckets(max_seats=8, token_budget=32), 12)
     assert (proposal.seat_buckets, proposal.token_buckets, proposal.share) == ((8,), (32,), 0.0)

@@ -13,8 +13,8 @@ from jitney.engine.simulation.fleet_planner import (
     Circumstances,
     ReplicaKind,
     Targets,
+    _spare_for,
     plan_fleet,
-    spare_for,
 )
 from jitney.engine.simulation.fleet_traffic import Day, Recorded
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
@@ -75,12 +75,12 @@ def test_what_cannot_be_says_why():
 def test_to_spare_by_hand():
     """One of a thousand is down at a time: P(more than 1 + s of mean 1) < 1 in 1,000 from 5 on."""
     failing = replace(HOW, failures=Failures(core_mtbf_s=10_000.0, core_recovery_s=10.0))
-    assert spare_for(1000, failing) == 5
-    assert spare_for(1000, HOW) == 0
+    assert _spare_for(1000, failing) == 5
+    assert _spare_for(1000, HOW) == 0
     often = replace(HOW, failures=Failures(core_mtbf_s=600.0, core_recovery_s=10.0))
-    assert spare_for(100_000, often) == 1794, "1,667 are down on average, give or take 41"
+    assert _spare_for(100_000, often) == 1794, "1,667 are down on average, give or take 41"
     lost = replace(HOW, failures=Failures(machine_mtbf_s=180_000.0), start_s=180.0)
-    assert spare_for(1000, lost) == 5
+    assert _spare_for(1000, lost) == 5
 
 
 def test_a_machine_of_several_chips_is_lost_with_any_of_them():

@@ -14,13 +14,13 @@ from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.planner import (
     Demand,
     Operating,
+    _first_token,
+    _fit,
+    _knee,
+    _seat_wait,
     check_split,
-    first_token,
-    fit,
-    knee,
     operate,
     plan,
-    seat_wait,
 )
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.simulation.simulator import EngineShape, simulate
@@ -32,7 +32,7 @@ DEMAND = Demand(prompt=512, output=256)
 
 
 def test_memory_by_hand():
-    memory = fit(LLAMA, DEMAND)
+    memory = _fit(LLAMA, DEMAND)
     room = 0.92 * 80e9 - 2 * (6_979_321_856 + 2 * 525_336_576)
     pages = int(room / (131072 * 16)) - 1
     assert (memory.kv_room_bytes, memory.pages, memory.positions) == (
@@ -70,18 +70,18 @@ def test_cost_is_price_over_tokens():
 
 def test_waiting_for_one_server_is_the_m_m_1_queue():
     # P(wait > t) = load * exp(-(1 - load) t / service)
-    assert seat_wait(1, 2.0, 0.8, 0.99) == pytest.approx(math.log(0.8 / 0.01) * 2.0 / 0.2)
+    assert _seat_wait(1, 2.0, 0.8, 0.99) == pytest.approx(math.log(0.8 / 0.01) * 2.0 / 0.2)
     # Two servers at 0.8: Erlang C = 0.7111
-    assert seat_wait(2, 2.0, 0.8, 0.99) == pytest.approx(
+    assert _seat_wait(2, 2.0, 0.8, 0.99) == pytest.approx(
         math.log(0.71111 / 0.01) * 2.0 / 0.4, rel=1e-4
     )
-    assert seat_wait(500, 2.0, 0.8, 0.99) == 0.0
+    assert _seat_wait(500, 2.0, 0.8, 0.99) == 0.0
 
 
 def test_a_prompt_longer_than_the_budget_takes_several_steps():
     demand = Demand(prompt=1000, output=10, token_budget=300)
-    waits = seat_wait(100, 0.01 * (10 + 5), 0.8, 0.99)
-    assert first_token(demand, 100, 0.01) == pytest.approx(waits + 0.01 + 5 * 0.01)
+    waits = _seat_wait(100, 0.01 * (10 + 5), 0.8, 0.99)
+    assert _first_token(demand, 100, 0.01) == pytest.approx(waits + 0.01 + 5 * 0.01)
 
 
 def at(seats: int, step: float, tok: float) -> Operating:
@@ -90,10 +90,10 @@ def at(seats: int, step: float, tok: float) -> Operating:
 
 def test_the_knee_is_where_the_curve_bends():
     curve = [at(1, 1.0, 10), at(2, 1.1, 20), at(4, 1.2, 40), at(8, 2.4, 44), at(16, 4.8, 46)]
-    assert knee(curve).seats == 4
-    assert knee([at(1, 1.0, 10), at(2, 1.0, 20)]).seats == 2  # no latency is lost
+    assert _knee(curve).seats == 4
+    assert _knee([at(1, 1.0, 10), at(2, 1.0, 20)]).seats == 2  # no latency is lost
     # A mixture of experts: all is gained at the end.
-    assert knee([at(1, 1.0, 10), at(2, 2.0, 12), at(4, 2.5, 30), at(8, 2.6, 60)]).seats == 8
+    assert _knee([at(1, 1.0, 10), at(2, 2.0, 12), at(4, 2.5, 30), at(8, 2.6, 60)]).seats == 8
 
 
 def test_limits_choose_the_batch_size_and_replicas():

@@ -22,9 +22,9 @@ from jitney.engine.simulation.step_table import (
     HostTimes,
     Point,
     StepTable,
-    fit_kind,
+    _fit_kind,
+    _nonnegative,
     noise_factors,
-    nonnegative,
 )
 
 D8, D32, M64, M128 = Bucket(8, 8), Bucket(32, 32), Bucket(64, 32), Bucket(128, 32)
@@ -99,15 +99,15 @@ def test_a_stalled_step_bends_no_curve_and_its_time_is_not_lost():
         assert table.seconds(point.bucket, point.work) == pytest.approx(
             factor * point.seconds, rel=0.1
         )
-    bent, fresh = StepTable(fit_kind(made[:200])), points(20, seed=1, buckets=(D8, D32))
+    bent, fresh = StepTable(_fit_kind(made[:200])), points(20, seed=1, buckets=(D8, D32))
     assert max(bent.seconds(p.bucket, p.work) / p.seconds for p in fresh) > 1.5 * stretch
 
 
 def test_coefficients_are_never_negative():
     design = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    falling = nonnegative(design, np.array([3.0, 2.0, 1.0]))
+    falling = _nonnegative(design, np.array([3.0, 2.0, 1.0]))
     assert falling == pytest.approx([2.0, 0.0])  # the mean, and no slope
-    assert nonnegative(design, np.array([1.0, 3.0, 5.0])) == pytest.approx(
+    assert _nonnegative(design, np.array([1.0, 3.0, 5.0])) == pytest.approx(
         [0.0, 22 / 14]
     )  # sum of x y over sum of x x
 

@@ -18,7 +18,6 @@ from jitney.engine.simulation.workload import (
     Arrival,
     Closed,
     Conversations,
-    Empirical,
     Fixed,
     Gamma,
     LengthSummary,
@@ -26,6 +25,7 @@ from jitney.engine.simulation.workload import (
     Poisson,
     TraceLine,
     Uniform,
+    _Empirical,
     at_rate,
     make_arrivals,
     make_pattern,
@@ -79,7 +79,7 @@ def test_uniform_takes_every_length_alike():
 
 
 def test_empirical_draws_what_was_seen():
-    drawn = Empirical((5, 5, 5, 9)).draw(np.random.default_rng(0), N)
+    drawn = _Empirical((5, 5, 5, 9)).draw(np.random.default_rng(0), N)
     assert set(drawn.tolist()) == {5, 9} and np.mean(drawn == 5) == pytest.approx(0.75, rel=0.03)
 
 
@@ -159,8 +159,8 @@ def test_lengths_are_read_from_flags(tmp_path: Path):
     assert parse_lengths("lognormal:mean=200,sigma=0.8,max=800", "--output") == LogNormal(
         200.0, 0.8, 1, 800
     )
-    assert parse_lengths(f"trace:{tmp_path / 't'}", "--prompt") == Empirical((12, 7))
-    assert parse_lengths(f"trace:{tmp_path / 't'}", "--output") == Empirical((5, 1))
+    assert parse_lengths(f"trace:{tmp_path / 't'}", "--prompt") == _Empirical((12, 7))
+    assert parse_lengths(f"trace:{tmp_path / 't'}", "--output") == _Empirical((5, 1))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from jitney.engine.telemetry.backlog import FEWEST, backlog, backlog_of
+from jitney.engine.telemetry.backlog import _FEWEST, backlog, backlog_of
 from jitney.engine.telemetry.request_record import RequestRecord
 
 SERVERS, SERVICE_S = 8, 3.0
@@ -101,7 +101,7 @@ def test_who_timed_out_was_waiting_and_who_was_refused_was_not():
 
 
 def test_too_few_requests_or_no_time_say_nothing():
-    came = np.arange(FEWEST - 1.0)
+    came = np.arange(_FEWEST - 1.0)
     assert backlog(came, came + 1) is None
     assert backlog(np.zeros(64), np.arange(64.0)) is None, (
         "all came at once: their queue can only drain"

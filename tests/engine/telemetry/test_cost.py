@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.telemetry.cost import CostLine, RowOwners, as_json, bill, split
+from jitney.engine.telemetry.cost import CostLine, RowOwners, _split, as_json, bill
 
 
 def step(number: int, device_s: float, **rows: int) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_padding_that_is_free_is_not_paid_for():
 
 @given(st.integers(0, 10**11), st.lists(st.integers(0, 65536), min_size=1, max_size=50).filter(any))
 def test_a_part_is_within_a_nanosecond_of_its_share(total: int, rows: list[int]):
-    (parts,) = split(np.array([total]), np.array([rows])).tolist()
+    (parts,) = _split(np.array([total]), np.array([rows])).tolist()
     assert sum(parts) == total
     assert all(
         abs(part - total * count / sum(rows)) <= 1 for part, count in zip(parts, rows, strict=True)

@@ -20,7 +20,7 @@ from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.errors import ModelError, RequestError
 from jitney.engine.text.gguf_tokenizer import (
-    PRE_TOKENIZERS,
+    _PRE_TOKENIZERS,
     byte_characters,
     fast_from_gguf,
     tiny_fast,
@@ -381,8 +381,8 @@ def test_smollm2_equals_the_reference(smollm2, reference):
 
 
 def test_every_pre_tokenizer_is_reachable():
-    assert {"gpt-2", "default", "smollm", "llama-bpe", "qwen2"} <= set(PRE_TOKENIZERS)
-    for pre in [*PRE_TOKENIZERS, None]:
+    assert {"gpt-2", "default", "smollm", "llama-bpe", "qwen2"} <= set(_PRE_TOKENIZERS)
+    for pre in [*_PRE_TOKENIZERS, None]:
         assert Tokenizer(fast_from_gguf(byte_metadata(pre))).decode(list(b"ok")) == "ok"
 
 

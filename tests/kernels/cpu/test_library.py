@@ -105,14 +105,14 @@ def test_a_library_of_other_sources_is_compiled_again(monkeypatch):
         lay(level, build.digest())
 
     monkeypatch.setattr(build, "compile_level", compile_level)
-    assert library.available(build.LEVELS) == build.LEVELS[0]
-    assert library.available(build.LEVELS) == build.LEVELS[0]
+    assert library._available(build.LEVELS) == build.LEVELS[0]
+    assert library._available(build.LEVELS) == build.LEVELS[0]
     assert compiled == [(build.LEVELS[0].name, ["a-compiler"])]
 
 
 def test_a_lesser_level_serves_where_the_best_one_does_not_compile(caplog):
     lay(build.LEVELS[1], build.digest())
-    assert library.available(build.LEVELS) == build.LEVELS[1]
+    assert library._available(build.LEVELS) == build.LEVELS[1]
     lesser = build.LEVELS[1].name
     assert f"kernels for {lesser} instead of amx: there is no C++ compiler" in caplog.text
 
@@ -128,7 +128,7 @@ def test_a_level_that_the_compiler_does_not_know_leaves_the_next_one(monkeypatch
 
     monkeypatch.setattr(build, "compilers", lambda: iter([["an-old-compiler"]]))
     monkeypatch.setattr(build, "compile_level", compile_level)
-    assert library.available(build.LEVELS) == build.LEVELS[2]
+    assert library._available(build.LEVELS) == build.LEVELS[2]
     assert compiled == [level.name for level in build.LEVELS[:3]]
     told = "kernels for avx512_vnni instead of amx: unknown option of amx"
     assert told in caplog.text
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_library_is_refused(caplog):
 
 def test_where_only_xla_has_amx_weights_stay_and_row_counts_choose(monkeypatch):
     """It multiplies 16 rows and more 1.5 to 5 times as fast as kernels without."""
-    amx = library.Library("avx512_bf16", library.PanelLayout(2, 4, 96), leaves_amx=True)
+    amx = library.Library("avx512_bf16", library._PanelLayout(2, 4, 96), leaves_amx=True)
     monkeypatch.setattr(library, "load", lambda: amx)
     w = jnp.ones((64, 96), jnp.bfloat16)
     assert products.arrange(w) is w

@@ -25,7 +25,7 @@ from jitney.kernels.select import select
 
 #: As they are where no machine was asked.
 OURS = products.up_to(products.USUAL_ROWS)
-NO_PAIRS = library.PanelLayout(bfloat16=0, int8=4, columns=96)
+NO_PAIRS = library._PanelLayout(bfloat16=0, int8=4, columns=96)
 
 #: No test here asks how fast XLA's part is.
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")

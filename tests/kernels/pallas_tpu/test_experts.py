@@ -12,7 +12,7 @@ import pytest
 
 from jitney.kernels import definitions
 from jitney.kernels import experts as plain
-from jitney.kernels.expert_cases import CASES, ExpertCase, case_errors, make_inputs
+from jitney.kernels.expert_cases import CASES, ExpertCase, _make_inputs, case_errors
 from jitney.kernels.pallas_tpu.experts import experts
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -54,7 +54,7 @@ def test_the_plain_one_is_the_definition_too(name: str):
 def test_nobodys_rows_and_blocks_change_nothing():
     """Numbers that are none, and experts beyond the last, stand where nobody should look."""
     case = ExpertCase(n_experts=4)
-    given = make_inputs(case)
+    given = _make_inputs(case)
     count = int(given.blocks.count)
     rows = np.array(given.blocks.rows)
     rows[count * case.block :] = 5  # as if they were somebody's
@@ -68,7 +68,7 @@ def test_nobodys_rows_and_blocks_change_nothing():
 
 def test_a_row_has_the_same_answers_in_any_block_of_its_expert():
     case = ExpertCase(size=128, inner=64, dtype="bfloat16", rows=40)
-    given = make_inputs(case)
+    given = _make_inputs(case)
     find = jax.jit(INTERPRETED, static_argnums=4)
     args = given.opening, given.closing
     together = np.asarray(find(given.x, *args, given.blocks, "silu"))

@@ -277,7 +277,7 @@ def test_blocks_keep_a_chips_memory_busy(
     ],
 )
 def test_rows_fill_whole_tiles(rows: int, packing: int, expected: int):
-    assert pool_layout.whole_tiles(rows, packing) == expected
+    assert pool_layout._whole_tiles(rows, packing) == expected
 
 
 @pytest.mark.parametrize(

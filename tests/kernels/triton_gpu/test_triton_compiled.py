@@ -20,9 +20,9 @@ from triton_recorder import Call, compile_call, record
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
-from jitney.kernels.triton_gpu.cut import SHIFTS
+from jitney.kernels.triton_gpu.cut import _SHIFTS
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
-from jitney.kernels.triton_gpu.tiles import ATTENTION, PROCESSORS, expert_tiles
+from jitney.kernels.triton_gpu.tiles import _ATTENTION, PROCESSORS, expert_tiles
 
 #: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per
 #: capability.
@@ -102,7 +102,7 @@ def test_the_usual_shapes(sm: int, dim: int, dtype: str, pool: str):
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
 @pytest.mark.parametrize("options", [{}, {"window": 1024}, {"softcap": 30.0}], ids=str)
 @pytest.mark.parametrize("quantised", ["", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("sm,dim,itemsize", ATTENTION)
+@pytest.mark.parametrize("sm,dim,itemsize", _ATTENTION)
 def test_the_whole_table(sm: int, dim: int, itemsize: int, quantised: str, options: dict[str, Any]):
     if sm == 80 and quantised == "float8_e4m3fn":
         pytest.skip("A100 has no fp8")
@@ -163,7 +163,7 @@ def test_as_many_programs_are_resident_as_the_table_says(sm: int, dim: int, grou
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")
 @pytest.mark.parametrize("pool", ["bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("group", [1, 4, 32])
-@pytest.mark.parametrize("sm,dim", [key[:2] for key in ATTENTION if key[2] == 2])
+@pytest.mark.parametrize("sm,dim", [key[:2] for key in _ATTENTION if key[2] == 2])
 def test_as_many_programs_are_resident_for_every_pool(sm: int, dim: int, group: int, pool: str):
     if sm == 80 and pool == "float8_e4m3fn":
         pytest.skip("A100 has no fp8")
@@ -259,7 +259,7 @@ def test_narrow_products(sm: int, dtype: str, group: int, rows: int):
 @pytest.mark.parametrize("sm,rows", [(90, 256), (89, 1), (80, 256)])
 def test_the_cut_of_a_vocabulary(sm: int, rows: int):
     counting, choosing, *_, gathering, finishing = calls = cuts(sm, rows)
-    assert len(calls) == 2 * len(SHIFTS) + 2
+    assert len(calls) == 2 * len(_SHIFTS) + 2
     check([counting, choosing, gathering, finishing], sm)
     assert counting.grid == (63 if rows == 1 else 16, rows)
     made = compile_call(counting, sm)

@@ -15,7 +15,7 @@ import pytest
 from jitney.engine.config.schema import KernelsName
 from jitney.kernels import compat
 from jitney.kernels.interface import KernelError
-from jitney.kernels.select import BEST, KERNEL_SETS, select, triton_for
+from jitney.kernels.select import _BEST, _KERNEL_SETS, _triton_for, select
 
 pytest.importorskip("triton")
 
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 @pytest.fixture(autouse=True)
 def forget() -> None:
     """Each test asks anew what can run."""
-    triton_for.cache_clear()
+    _triton_for.cache_clear()
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_cpu_gets_the_reference_in_place_of_its_own_kernels_with_one_warning(
     def broken() -> None:
         raise KernelError("kernels native cannot run here: no compiler")
 
-    monkeypatch.setitem(KERNEL_SETS, BEST["cpu"], broken)
+    monkeypatch.setitem(_KERNEL_SETS, _BEST["cpu"], broken)
     with caplog.at_level(logging.WARNING):
         assert select("cpu").name == "reference"
     (line,) = caplog.records
@@ -109,7 +109,7 @@ def test_a_cpu_gets_the_reference_in_place_of_its_own_kernels_with_one_warning(
 
 
 def test_the_configuration_knows_every_set_by_name():
-    assert get_args(KernelsName) == ("auto", *KERNEL_SETS)
+    assert get_args(KernelsName) == ("auto", *_KERNEL_SETS)
 
 
 def test_a_card_that_nobody_knows_ends_with_one_line(monkeypatch: pytest.MonkeyPatch):
@@ -131,7 +131,7 @@ def test_jax_triton_that_is_missing_or_too_old_is_named(
         select("gpu", "triton")
     versions["jax-triton"] = "0.4.2"
     assert select("gpu", "triton").name == "triton"
-    triton_for.cache_clear()
+    _triton_for.cache_clear()
     del versions["jax-triton"]
     with pytest.raises(
         KernelError, match=r'jax-triton is not installed: pip install -e "\.\[cuda12\]"'
@@ -151,7 +151,7 @@ def test_an_old_triton_gets_the_constant_that_keeps_its_backend_alive(
 ):
     driver = importlib.import_module("triton.backends.nvidia.driver")
     monkeypatch.delattr(driver, "TMA_TF32", raising=False)
-    compat.name_tf32()
+    compat._name_tf32()
     assert driver.TMA_TF32 == 11
 
 
