@@ -314,11 +314,7 @@ def _long_steps(shapes: ServedShapes) -> list[_AttentionStep]:
     and behind rows of a prompt, and its halves, since a kernel may cut a context in another way at
     each power of two.
     """
-    lengths = []
-    length = shapes.context
-    while length > _context_lengths(shapes, 1)[0]:
-        lengths.append(length)
-        length = -(-length // 2)  # rounded up, it lies between the next lower powers of two
+    lengths = _long_lengths(shapes)
     if not lengths:
         return []
     pool = _random_pool(np.random.default_rng(29), shapes, _long_pages(shapes))
@@ -343,6 +339,15 @@ def _long_pages(shapes: ServedShapes) -> int:
 
 def _shared_pages(shapes: ServedShapes) -> int:
     return max(_SHARED_PAGES, _SHARED // shapes.page_size)
+
+
+def _long_lengths(shapes: ServedShapes) -> list[int]:
+    lengths = []
+    length = shapes.context
+    while length > _context_lengths(shapes, 1)[0]:
+        lengths.append(length)
+        length = -(-length // 2)  # rounded up, it lies between the next lower powers of two
+    return lengths
 
 
 def _long_step(

@@ -24,7 +24,8 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.executor.threads import own_processors
 from jitney.engine.llm import LLM
-from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.scheduler.buckets import Bucket, Buckets
+from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.kernels.cpu.build import is_measured
 
 #: KV positions of each decoding sequence, where the pool has room for them.
@@ -65,13 +66,7 @@ def _measure(llm: LLM) -> SizeTimes:
     scheduler = llm.core.scheduler
     pool, buckets = scheduler.pool, scheduler.buckets
     longest = min(llm.info.context_length, pool.capacity * pool.page_size) - 1
-    decode = []
-    for bucket in buckets.decode:
-        if bucket.seats > pool.capacity:  # no page for each
-            break
-        room = pool.capacity // bucket.seats * pool.page_size
-        context = min(_CONTEXT, longest, room) - 1
-        decode.append(StepCase(bucket, (context,) * bucket.seats))
+    decode = list(_decode_cases(buckets, pool, longest))
     if not decode:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
     each = min(_PROMPT, longest)
@@ -88,6 +83,16 @@ def _measure(llm: LLM) -> SizeTimes:
         rows_choose=_rows_choose(llm.core.runner),
         untried=_untried(llm.core.runner),
     )
+
+
+def _decode_cases(buckets: Buckets, pool: PagePool, longest: int) -> Iterator[StepCase]:
+    """For as many seats as have a page each. longest: context of one."""
+    for bucket in buckets.decode:
+        if bucket.seats > pool.capacity:
+            return
+        room = pool.capacity // bucket.seats * pool.page_size
+        context = min(_CONTEXT, longest, room) - 1
+        yield StepCase(bucket, (context,) * bucket.seats)
 
 
 def _rows_choose(runner: Any) -> bool:

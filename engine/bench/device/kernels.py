@@ -178,12 +178,10 @@ def _attend_row(
     size = jnp.dtype(dtype).itemsize
     stored = size if kv == "auto" else KV_TYPES[kv].itemsize
     moved = load.moved(job.config, size, stored)
-    floor_s, bound = job.measured.of(moved, load.operations(job.config))
     given = _make_inputs(load, job, dtype, 0, kv)
     attend = partial(_attend_with, kernels, job.config.head_dim**-0.5)
-    error = _attention_error(kernels, attend, given, sum(load.rows))
 
-    def time() -> JsonDict:
+    def time(floor_s: float) -> JsonDict:
         seeds = range(1, copies_for(job, moved))
         copies = [given, *(_make_inputs(load, job, dtype, seed, kv) for seed in seeds)]
         return timed(
@@ -194,8 +192,15 @@ def _attend_row(
             sample_s=job.sizes.sample_s,
         )
 
-    row = replace(row, floor_s=floor_s, bound=bound, error=error)
-    yield checked(row, WRONG[size], time)
+    yield measured(
+        job,
+        row,
+        moved=moved,
+        operations=load.operations(job.config),
+        error=_attention_error(kernels, attend, given, sum(load.rows)),
+        limit=WRONG[size],
+        time=time,
+    )
 
 
 def _attend_with(kernels: KernelSet, scale: float, given: _AttentionInputs) -> jax.Array:
@@ -212,11 +217,26 @@ def _attention_error(
     return float(distance(jax.jit(attend)(given)[:rows], theirs[:rows]))
 
 
-def checked(row: Row, limit: float, time: Callable[[], JsonDict]) -> Row:
-    """The row with its times; a kernel farther than `limit` from the reference is not timed."""
-    if row.error is not None and not row.error < limit:
-        return replace(noted(row, f"WRONG: {row.error:.3g} from the reference"), floor_s=None)
-    return replace(row, **time())
+def measured(
+    job: PartJob,
+    row: Row,
+    *,
+    moved: float,
+    operations: float = 0.0,
+    error: float | None,
+    limit: float,
+    time: Callable[[float], JsonDict],
+) -> Row:
+    """The row with its floor, its error and its times; a kernel farther than `limit` from the
+    reference is not timed.
+
+    moved, operations: the least bytes and operations. time: from the floor to the times.
+    """
+    floor_s, bound = job.measured.of(moved, operations)
+    row = replace(row, floor_s=floor_s, bound=bound, error=error)
+    if error is not None and not error < limit:
+        return replace(noted(row, f"WRONG: {error:.3g} from the reference"), floor_s=None)
+    return replace(row, **time(floor_s))
 
 
 def writes(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
@@ -237,8 +257,6 @@ def _write_row(
         return
     given = _make_inputs(_Contexts((job.page_size,) * rows), job, dtype, 0)
     heads, rope = _make_heads(job, dtype, given.meta)
-    moved = 2 * heads.nbytes + 2 * rope[0].nbytes
-    floor_s, bound = job.measured.of(moved)
 
     def write(
         rotate_and_write: RotateAndWrite, kv: jax.Array, heads: jax.Array
@@ -250,13 +268,20 @@ def _write_row(
         _, pool = jax.lax.optimization_barrier(write(rotate_and_write, pool, heads))
         return pool
 
-    sample_s = job.sizes.sample_s
+    def time(floor_s: float) -> JsonDict:
+        pool = jnp.copy(given.kv)
+        return timed(step, pool, [heads], floor_s=floor_s, sample_s=job.sizes.sample_s)
+
     ours = jax.jit(partial(write, rotate_and_write))(given.kv, heads)
     theirs = jax.jit(partial(write, plain.rotate_and_write))(given.kv, heads)
-    error = max(map(float, map(distance, ours, theirs)))
-    row = replace(row, floor_s=floor_s, bound=bound, error=error)
-    time = partial(timed, step, jnp.copy(given.kv), [heads], floor_s=floor_s, sample_s=sample_s)
-    yield checked(row, WRONG[jnp.dtype(dtype).itemsize], time)
+    yield measured(
+        job,
+        row,
+        moved=2 * heads.nbytes + 2 * rope[0].nbytes,
+        error=max(map(float, map(distance, ours, theirs))),
+        limit=WRONG[jnp.dtype(dtype).itemsize],
+        time=time,
+    )
 
 
 def _make_heads(

@@ -243,10 +243,11 @@ def _attention_row(
     rows of each, and their contexts. make: random inputs. run: attention of them.
     """
     seqs, rows, context = shape
-    config, itemsize = job.config, getattr(module("torch"), job.dtype).itemsize
-    heads, dim = config.n_heads, config.head_dim
-    moved = itemsize * seqs * (2 * context * config.n_kv_heads + 2 * rows * heads) * dim
-    operations = 4.0 * heads * dim * seqs * rows * (2 * context - rows + 1) / 2
+    config, size = job.config, getattr(module("torch"), job.dtype).itemsize
+    numbers = 2 * context * config.n_kv_heads + 2 * rows * config.n_heads
+    moved = size * seqs * numbers * config.head_dim
+    pairs = seqs * rows * (2 * context - rows + 1) / 2
+    operations = 4.0 * config.n_heads * config.head_dim * pairs
     floor_s, bound = job.measured.of(moved, operations)
     copies = max(1, min(8, math.ceil(job.sizes.cache_bytes / moved)))
     given = [make() for _ in range(copies)]

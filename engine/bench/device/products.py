@@ -13,9 +13,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from msgspec.structs import replace
 
-from jitney.engine.bench.device.kernels import WRONG, checked
+from jitney.engine.bench.device.kernels import WRONG, measured
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted
 from jitney.engine.bench.device.timing import chained, copies_for, distance, timed
 from jitney.engine.executor.sampling import threshold
@@ -57,10 +56,8 @@ def _product_row(
     x = jax.random.normal(jax.random.key(9), (rows, shape[0]), dtype)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     moved = held + x.nbytes + 4 * rows * shape[1]
-    floor_s, bound = job.measured.of(moved, 2.0 * rows * shape[0] * shape[1])
-    error = _product_error(kernels, x, plain)
 
-    def time() -> JsonDict:
+    def time(floor_s: float) -> JsonDict:
         seeds = range(1, copies_for(job, moved))
         made = (_make_weights(scheme, shape, dtype, seed) for seed in seeds)
         copies = [weights, *(_laid_out(weights, kernels) for weights in made)]
@@ -72,8 +69,15 @@ def _product_row(
             sample_s=job.sizes.sample_s,
         )
 
-    row = replace(row, floor_s=floor_s, bound=bound, error=error)
-    yield checked(row, WRONG[jnp.dtype(dtype).itemsize], time)
+    yield measured(
+        job,
+        row,
+        moved=moved,
+        operations=2.0 * rows * shape[0] * shape[1],
+        error=_product_error(kernels, x, plain),
+        limit=WRONG[jnp.dtype(dtype).itemsize],
+        time=time,
+    )
 
 
 def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
@@ -132,21 +136,21 @@ def _threshold_row(
         return
     scaled = _random_logits(rows, job.config.vocab_size)
     top_k, top_p = jnp.full((rows,), _TOP_K, jnp.int32), jnp.full((rows,), _TOP_P, jnp.float32)
-    floor_s, bound = job.measured.of(scaled.nbytes)
     error = None
     if search is not threshold:
         found = jax.jit(search)(scaled, top_k, top_p)
         error = float(distance(found, threshold(scaled, top_k, top_p)))
-    row = replace(row, floor_s=floor_s, bound=bound, error=error)
-    time = partial(
-        timed,
-        lambda p, given: chained(p, search(given[0], given[1], p)),
-        top_p,
-        [(scaled, top_k)],
-        floor_s=floor_s,
-        sample_s=job.sizes.sample_s,
-    )
-    yield checked(row, WRONG[4], time)
+
+    def time(floor_s: float) -> JsonDict:
+        return timed(
+            lambda p, given: chained(p, search(given[0], given[1], p)),
+            top_p,
+            [(scaled, top_k)],
+            floor_s=floor_s,
+            sample_s=job.sizes.sample_s,
+        )
+
+    yield measured(job, row, moved=scaled.nbytes, error=error, limit=WRONG[4], time=time)
 
 
 def _random_logits(rows: int, vocab: int) -> jax.Array:
