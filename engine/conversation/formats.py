@@ -257,17 +257,6 @@ _REASONING_FORMATS = (
 _HARMONY_NAMES = ("harmony", "openai", "openai_gptoss", "gptoss")
 
 _AUTO, _NONE = "auto", "none"
-TOOL_NAMES = (
-    _AUTO,
-    _NONE,
-    *(name for format in _TOOL_FORMATS for name in (format.name, *format.aliases)),
-)
-REASONING_NAMES = (
-    _AUTO,
-    _NONE,
-    *_HARMONY_NAMES,
-    *(name for format in _REASONING_FORMATS for name in (format.name, *format.aliases)),
-)
 #: Variables of templates that turn thinking on and off.
 _SWITCHES = ("enable_thinking", "thinking")
 _ENVIRONMENT = Environment(extensions=["jinja2.ext.loopcontrols"])

@@ -10,9 +10,10 @@ from api_fakes import FakeClient, call, make_app, run, served
 from families import TEMPLATES, FamilyTokenizer, family_app
 from openai import DefaultHttpxClient, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from parser_names import REASONING_NAMES, TOOL_NAMES
 
 from jitney.engine.config.schema import ReasoningParserName, ToolParserName
-from jitney.engine.conversation.formats import REASONING_NAMES, TOOL_NAMES, turn_format
+from jitney.engine.conversation.formats import turn_format
 
 CHATS = "/v1/chat/completions"
 USER = {"role": "user", "content": "Weather?"}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parser_names import REASONING_NAMES, TOOL_NAMES
 
 from jitney.engine.conversation.events import (
     AssistantEvent,
@@ -22,8 +23,6 @@ from jitney.engine.conversation.events import (
 from jitney.engine.conversation.formats import (
     _NONE,
     _TOOL_FORMATS,
-    REASONING_NAMES,
-    TOOL_NAMES,
     turn_format,
 )
 
