@@ -13,12 +13,15 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jitney.engine.checkpoints.files import Shape
 from jitney.engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 #: GGUF value type -> struct code; 8 is a string and 9 an array.
 _SCALARS = {
@@ -119,7 +122,7 @@ class GGUFFile:
             out[row : row + step] = self._decoded(name, stored[row : row + step], kind)[:, wanted]
         return out
 
-    def _decoded(self, name: str, rows: np.ndarray, kind: Any) -> np.ndarray:
+    def _decoded(self, name: str, rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         from gguf.quants import dequantize
 
         try:
@@ -237,7 +240,7 @@ class GGUFFile:
         return _SCALARS[kind]
 
 
-def _as_stored(rows: np.ndarray, kind: Any) -> np.ndarray:
+def _as_stored(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """Bytes [R, bytes] viewed as the library expects: float16 and float32 as themselves, blocks as
     bytes.
     """

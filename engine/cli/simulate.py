@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -41,6 +41,8 @@ from jitney.engine.simulation.workload import Arrival, TraceLine, read_trace_lin
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jitney.engine.report.page import Table
     from jitney.engine.simulation.roofline import Roofline
     from jitney.engine.simulation.simulator import EngineShape, SimulatedRun
@@ -299,7 +301,7 @@ def _roofline(args: Namespace, config: Config) -> StepTimes:
     return Roofline(cost, find_device(args.chip), args.count)
 
 
-def read_records(file: str) -> Any:
+def read_records(file: str) -> np.ndarray:
     """Step records from .npy, or from the arrays of that type in an .npz, one after another."""
     import numpy as np
 
@@ -311,7 +313,7 @@ def read_records(file: str) -> Any:
     return np.concatenate(records)
 
 
-def _arrays_in(file: str) -> list[Any]:
+def _arrays_in(file: str) -> list[np.ndarray]:
     import numpy as np
 
     try:

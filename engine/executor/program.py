@@ -8,7 +8,7 @@ seat.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,6 +75,8 @@ _TPU_SUMS = {
     "xla_jf_crs_combiner_threshold_in_bytes": "1",
 }
 
+#: An array, or its shape.
+type Shaped = Array | jax.ShapeDtypeStruct
 #: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
 type _LogitsOf = Callable[[Array], Array]
 
@@ -233,9 +235,8 @@ class Program:
     On several devices, the functions here run on each with its share of `leaves` and `kv`.
     """
 
-    graph: nnx.GraphDef[
-        Model
-    ]  #: of the model, as `nnx.split` makes it; on several devices, of each one's share
+    #: Of the model, as `nnx.split` makes it; on several devices, of each one's share.
+    graph: nnx.GraphDef[Model]
     treedef: jax.tree_util.PyTreeDef  #: of its weights
     kernels: Kernels
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
@@ -353,7 +354,13 @@ class Program:
         return jax.ops.segment_sum(rows, owners, cu_q.shape[0] - 1)
 
     def lower_pool(
-        self, bucket: Bucket, leaves: list[Any], width: int, dtype: DTypeLike, *, has_adapters: bool
+        self,
+        bucket: Bucket,
+        leaves: Sequence[Shaped],
+        width: int,
+        dtype: DTypeLike,
+        *,
+        has_adapters: bool,
     ) -> jax.stages.Lowered:
         """`pool` behind a step of this bucket; width, dtype: of the hidden states."""
         states: Any = self._whole((bucket.tokens, width), dtype)
@@ -387,7 +394,7 @@ class Program:
         return last_token, seats, chosen._replace(tokens=tokens)
 
     def lower(
-        self, layout: UploadLayout, leaves: list[Any], state: DeviceState
+        self, layout: UploadLayout, leaves: Sequence[Shaped], state: DeviceState
     ) -> jax.stages.Lowered:
         """The step of one executable, for weights and state as arrays or shapes; all of the state
         is donated, so addresses stay the same from step to step."""

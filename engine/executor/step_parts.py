@@ -26,7 +26,13 @@ import numpy as np
 from jax import Array
 
 from jitney.engine.executor.inputs import UploadLayout
-from jitney.engine.executor.program import DeviceState, Program, StepOutput, broken_sequences
+from jitney.engine.executor.program import (
+    DeviceState,
+    Program,
+    Shaped,
+    StepOutput,
+    broken_sequences,
+)
 from jitney.engine.executor.sampler_parts import LogitRows, RowSampler, SamplerParts, words
 from jitney.engine.executor.sampling import (
     RowScores,
@@ -46,7 +52,7 @@ type _Step = Callable[..., Any]
 class _LastRows(NamedTuple):
     """Rows that logits are wanted of, those of no sequence last; arrays or their shapes."""
 
-    hidden: Any  #: `Hidden`, M rows
+    hidden: Hidden  #: M rows
     positions: Any  #: int32 [M]
     seats: Any  #: int32 [M]; M: none
 
@@ -55,8 +61,8 @@ class _ModelOutput(NamedTuple):
     """What the model's program brings, beside the pools that it replaces."""
 
     rows: LogitRows | _LastRows  #: of a decode step with their logits
-    hidden: Any = None  #: `Hidden` of all rows; None of a decode step
-    broken: Any = None  #: see `StepOutput.broken`
+    hidden: Hidden | None = None  #: of all rows; None of a decode step
+    broken: Array | None = None  #: see `StepOutput.broken`
 
 
 class StepParts:
@@ -69,7 +75,7 @@ class StepParts:
     def __init__(
         self,
         program: Program,
-        leaves: list[Any],
+        leaves: Sequence[Shaped],
         state: DeviceState,
         layout_of: Callable[[Bucket, bool], UploadLayout],
         sizes: Sequence[int],

@@ -5,7 +5,6 @@ KV.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from jitney.kernels.interface import KernelSet
 _log = logging.getLogger("jitney.core")
 
 #: An array of each layer, [2K].
-type _Layers = list[Any]
+type _Layers = list[jax.Array]
 
 #: Compute capability from which NVIDIA GPUs convert fp8.
 _FP8_CAPABILITY = 8.9

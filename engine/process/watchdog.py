@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
 
 #: By default a core may be silent for so many seconds, or so many times as long as its longest
 #: step, but not for more than so many seconds longer than that step.
@@ -91,7 +92,7 @@ class Watchdog:
         """The core is about to run this step, the first of its bucket."""
         self._first_step = step
 
-    def step_done(self, step: int, record: Any) -> None:
+    def step_done(self, step: int, record: np.void) -> None:
         """A step was committed. step: its number in the core's own count. record: its
         `records.STEP_DTYPE`.
         """
