@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +85,8 @@ class _Setup:
 
     config: Config
     source: ModelSource
-    #: jax's, as many as tensor_parallel says, of all hosts.
-    devices: list[jax.Device]
+    #: jax's, whose class declares no types: as many as tensor_parallel says, of all hosts.
+    devices: list[Any]
     #: Of them; None if there is but one.
     mesh: Mesh | None
     #: Of weights and activations.
@@ -102,12 +103,12 @@ class _Setup:
         return self.config.engine
 
     @property
-    def own_devices(self) -> list[jax.Device]:
+    def own_devices(self) -> list[Any]:
         """Those of this host."""
         return [device for device in self.devices if device in jax.local_devices()]
 
     @property
-    def device(self) -> jax.Device:
+    def device(self) -> Any:
         return self.own_devices[0]
 
     @property
@@ -211,7 +212,7 @@ def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
 
 
 def _setup_on(
-    devices: list[jax.Device], config: Config, source: ModelSource, hosts: Hosts | None = None
+    devices: list[Any], config: Config, source: ModelSource, hosts: Hosts | None = None
 ) -> _Setup:
     model = source.config.in_groups(config.engine.expert_parallel)
     source = replace(source, config=model)
@@ -452,7 +453,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     return EngineCore(scheduler, runner, Ledger())
 
 
-def start_jax(config: Config, hosts: Hosts | None = None) -> list[jax.Device]:
+def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
     """Set jax up for this run and return the devices to run on, as many as `tensor_parallel`
     says; of several hosts, those of each in turn.
     """
@@ -491,7 +492,7 @@ def _start_distributed(hosts: Hosts) -> None:
     )
 
 
-def _of_each_host(devices: list[jax.Device], settings: EngineSection) -> list[jax.Device]:
+def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
     """The first devices of each host, as many as its part of tensor_parallel."""
     chosen = []
     wanted = settings.devices_here
@@ -507,7 +508,7 @@ def _of_each_host(devices: list[jax.Device], settings: EngineSection) -> list[ja
     return chosen
 
 
-def _keep_programs(settings: EngineSection, device: jax.Device) -> None:
+def _keep_programs(settings: EngineSection, device: Any) -> None:
     """Have jax keep every program that it compiles for this device, and what XLA measured for
     them, if there is a folder.
     """
@@ -519,7 +520,7 @@ def _keep_programs(settings: EngineSection, device: jax.Device) -> None:
         update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def devices_of(name: str) -> list[jax.Device]:
+def devices_of(name: str) -> list[Any]:
     """jax's devices, which are those of platform `name` (auto: whatever jax runs on); ConfigError
     if they are not.
 
@@ -601,7 +602,7 @@ def _choose_context(wanted: int, model: ModelConfig) -> int:
 def _sized_runner(
     settings: EngineSection,
     sizes: StateSizes,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Any],
     *,
     page_bytes: int,
     temp_bytes: int,
@@ -633,7 +634,7 @@ class _PoolRoom:
 
     settings: EngineSection
     sizes: StateSizes
-    devices: Sequence[jax.Device]
+    devices: Sequence[Any]
     page_bytes: int
     hosts: Hosts | None
 

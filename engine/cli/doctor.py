@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.config_sources import digest_here
 from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, layers_from
@@ -33,8 +33,6 @@ from jitney.engine.executor.memory import claim_memory
 from jitney.engine.types import KernelProof
 
 if TYPE_CHECKING:
-    import jax
-
     from jitney.engine.llm import LLM
 
 _REQUIRED = ("jitney", "jax", "jaxlib", "flax", "transformers")
@@ -164,7 +162,7 @@ def _enough(wanted: int, found: int) -> Iterator[_Finding]:
         yield _Finding("tensor parallel", counts, found >= wanted)
 
 
-def _describe(device: jax.Device) -> str:
+def _describe(device: Any) -> str:
     """device: jax's own."""
     kind = device.platform
     if device.device_kind != device.platform:

@@ -12,10 +12,7 @@ import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import jax
+from typing import Any
 
 #: What was measured on cards, for everybody who has one: a folder for each `_folder_name`.
 _SHIPPED = Path(__file__).parent / "autotuned"
@@ -33,7 +30,7 @@ def _folder_name(card: str, capability: str, release: str = _RELEASE) -> str:
     return f"{name}-{capability}-jaxlib-{release}"
 
 
-def programs_folder(programs: Path, device: jax.Device, shipped: Path = _SHIPPED) -> Path:
+def programs_folder(programs: Path, device: Any, shipped: Path = _SHIPPED) -> Path:
     """Where compiled programs for jax's `device` are kept below `programs`.
 
     On a GPU that is a folder of its own, which then has what was shipped for the card; what was

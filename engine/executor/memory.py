@@ -6,14 +6,11 @@ import re
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Buckets
-
-if TYPE_CHECKING:
-    import jax
 
 GIB = 1 << 30
 #: Share of a GPU's memory that jax may take, 0.75 if nobody says so: what is left is for the
@@ -77,7 +74,7 @@ def in_one_line(what: str) -> Iterator[None]:
         ) from error
 
 
-def free_bytes(device: jax.Device, temp_bytes: int, share: float = 0.0) -> int:
+def free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
     """Bytes the KV pool may take on a jax device whose weights are loaded and whose steps need
     temp_bytes. share: of the memory, as the settings name it; 0: none.
     """

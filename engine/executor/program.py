@@ -30,7 +30,6 @@ from jitney.engine.executor.inputs import (
     masked_head_words,
 )
 from jitney.engine.executor.sampling import (
-    RowScores,
     Sampled,
     SamplingRows,
     SeatState,
@@ -174,12 +173,12 @@ def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
 class StepOutput(NamedTuple):
     """What a step brings to the host, beside the state that it replaces."""
 
-    #: int32 [S] of an all-greedy step.
-    sampled: Array | Sampled
+    #: int32 [S] of an all-greedy step, else `Sampled`.
+    sampled: Any
     #: bool [S]: sequences with a row that is not finite; None without prompt rows: tokens tell.
     broken: Array | None = None
-    #: Of the scored prompt rows; None where there can be none.
-    scores: RowScores | None = None
+    #: `RowScores` of the scored prompt rows; None where there can be none.
+    scores: Any = None
     #: Of all rows, for `Program.pool`, if the engine makes vectors; None of steps without prompt
     #: rows.
     hidden: Hidden | None = None
@@ -237,7 +236,7 @@ class Program:
 
     #: Of the model, as `nnx.split` makes it; on several devices, of each one's share.
     graph: nnx.GraphDef[Model]
-    treedef: jax.tree_util.PyTreeDef  #: of its weights
+    treedef: Any  #: jax's PyTreeDef, of its weights
     kernels: Kernels
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
     logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token

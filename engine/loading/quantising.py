@@ -5,10 +5,11 @@ KV.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -28,7 +29,7 @@ from jitney.kernels.interface import KernelSet
 _log = logging.getLogger("jitney.core")
 
 #: An array of each layer, [2K].
-type _Layers = list[jax.Array]
+type _Layers = list[Array]
 
 #: Compute capability from which NVIDIA GPUs convert fp8.
 _FP8_CAPABILITY = 8.9
@@ -73,7 +74,7 @@ def choose_weight_storage(weights: str, platform: str, kernels: KernelSet) -> We
     return WeightStorage("plain", frozenset(schemes))
 
 
-def choose_kv_dtype(name: str, dtype: np.dtype, device: jax.Device) -> np.dtype:
+def choose_kv_dtype(name: str, dtype: np.dtype, device: Any) -> np.dtype:
     """Of the KV pools; ConfigError for fp8 on an NVIDIA GPU that does not know it."""
     if name == "auto":
         return dtype
@@ -82,7 +83,7 @@ def choose_kv_dtype(name: str, dtype: np.dtype, device: jax.Device) -> np.dtype:
     return KV_TYPES[name]
 
 
-def _check_fp8(device: jax.Device) -> None:
+def _check_fp8(device: Any) -> None:
     capability = str(getattr(device, "compute_capability", ""))
     is_gpu = device.platform in ("gpu", "cuda") and capability
     if is_gpu and float(capability) < _FP8_CAPABILITY:

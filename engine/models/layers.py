@@ -96,9 +96,7 @@ class Linear(nnx.Module):
             y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(dtype)
 
-    def _product(
-        self, x: Array, kernels: Kernels, dtype: DType | None, adapted: Array | None
-    ) -> Array:
+    def _product(self, x: Array, kernels: Kernels, dtype: DType, adapted: Array | None) -> Array:
         """[T, O] in `dtype`, with what adapters add."""
         if self.adapters is None or adapted is None:
             return product(x, self.packed, kernels, dtype)

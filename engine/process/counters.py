@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any
 
 from jitney.engine.messages import CanaryFinding, GrammarWork
 from jitney.engine.records import ROW_KINDS
@@ -89,9 +88,9 @@ class EngineCounters:
     host_gap_seconds: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS))
     seat_fill_ratio: Histogram = field(default_factory=lambda: Histogram(_FILL_BOUNDS))
     #: The newest record (numpy scalar of `records.STEP_DTYPE`), which the gauges read.
-    last: np.void | None = None
+    last: Any = None
 
-    def observe_step(self, record: np.void) -> None:
+    def observe_step(self, record: Any) -> None:
         """Add one step record (a numpy scalar with the fields of `records.STEP_DTYPE`)."""
         values = dict(zip(record.dtype.names, record.item(), strict=True))
         kind = "mixed" if values["mixed"] else "decode"
