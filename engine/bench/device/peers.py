@@ -31,6 +31,7 @@ from jitney.engine.bench.device.rows import (
     noted,
     timing_fields,
 )
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
 from jitney.engine.types import JsonDict
@@ -137,23 +138,30 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+def family_of(shape: ModelConfig) -> str:
+    """What its classes are called after."""
+    return "Qwen3" if shape.qk_norm else "Llama"
+
+
+def config_fields(shape: ModelConfig) -> JsonDict:
+    """The shape, as Hugging Face names it."""
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context_length,
+        "tie_word_embeddings": shape.tie_embeddings,
+    }
+
+
 def _make_model(job: PartJob) -> Any:
-    torch, transformers, shape = module("torch"), module("transformers"), job.config
-    family = "Qwen3" if shape.qk_norm else "Llama"
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.n_layers,
-        num_attention_heads=shape.n_heads,
-        num_key_value_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.context_length,
-        tie_word_embeddings=shape.tie_embeddings,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    torch, transformers, family = module("torch"), module("transformers"), family_of(job.config)
+    ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    config = getattr(transformers, f"{family}Config")(**config_fields(job.config), **ends)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, job.dtype))
     try:

@@ -11,7 +11,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jitney.engine.bench.device.peers import batch_tasks, module, second_batch, where_installed
+from jitney.engine.bench.device.peers import (
+    batch_tasks,
+    config_fields,
+    family_of,
+    module,
+    second_batch,
+    where_installed,
+)
 from jitney.engine.bench.device.rows import PartJob, Row, Tasks
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.types import JsonDict
@@ -58,20 +65,11 @@ def _make_engine(job: PartJob) -> Any:
 
 def _config_of(shape: ModelConfig, dtype: str) -> JsonDict:
     """The model's config.json."""
-    family = "Qwen3" if shape.qk_norm else "Llama"
-    return {
+    family = family_of(shape)
+    return config_fields(shape) | {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": family.lower(),
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context_length,
         "rms_norm_eps": shape.rms_eps,
-        "tie_word_embeddings": shape.tie_embeddings,
         "torch_dtype": dtype,
         "hidden_act": "silu",
         "bos_token_id": 1,
