@@ -90,7 +90,7 @@ class Servers:
 @pytest.fixture(autouse=True)
 def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measuring:
     stand_in = Measuring()
-    monkeypatch.setattr(sizes, "time_apart", stand_in)
+    monkeypatch.setattr(sizes, "_time_apart", stand_in)
     monkeypatch.setattr(sizes, "_LOOK_S", 0.0)
     monkeypatch.setattr(sizes, "OtherWork", stand_in.watching)
     folder = tmp_path / "cache"
