@@ -36,7 +36,8 @@ from rich.console import Console
 from rich.table import Table
 from save_tokenizer import save_tokenizer
 
-from jitney.engine.bench.peer_process import Peer, free_port, serving
+from jitney.engine.bench.peer_process import Peer, serving
+from jitney.engine.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 #: A line of a script: a check, what came of it, and a note.
