@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.display import make_display
 from jitney.engine.cli.equipment import Equipment
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from, say
+from jitney.engine.cli.flags import (
+    ONLY_SERVED,
+    Command,
+    Flag,
+    FlagGroup,
+    config_from,
+    progress_teller,
+    say,
+)
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead
 
 if TYPE_CHECKING:
-    from jitney.engine.api.batches.offline import Counts, OfflineBatch
+    from jitney.engine.api.batches.offline import OfflineBatch
     from jitney.engine.api.service import Service
     from jitney.engine.process.supervisor import ProcessClient
 
-#: Seconds between two lines of progress.
-_TELL_S = 10.0
 #: Lines in flight beyond the seats, so that none is empty while an answer is written.
 _SPARE = 8
 _FLAGS = (
@@ -111,12 +116,5 @@ async def _run(work: OfflineBatch, service: Service, in_flight: int) -> None:
     from jitney.engine.api.routing import RouteTable
 
     executor = LineExecutor(service, RouteTable(ROUTES), background=False)
-    told_at = time.monotonic()
-
-    def tell(counts: Counts) -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at >= _TELL_S:
-            told_at = time.monotonic()
-            say(f"{counts.answered} of {counts.total} lines")
-
-    await work.run(executor, in_flight, tell)
+    tell = progress_teller("lines")
+    await work.run(executor, in_flight, lambda counts: tell(counts.answered, counts.total))

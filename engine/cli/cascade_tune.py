@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, progress_teller
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.fleet.answering import Question
 from jitney.engine.fleet.cascade_tuning import (
@@ -42,8 +41,6 @@ _SMALL, _LARGE = "small", "large"
 #: Where API keys may stand; a flag would show them to other users of the machine.
 _KEYS = {_SMALL: "JITNEY_SMALL_KEY", _LARGE: "JITNEY_LARGE_KEY"}
 _ANY_KEY = "OPENAI_API_KEY"
-#: Seconds between two lines of progress.
-_TELL_S = 10.0
 #: Rungs that a ladder shows.
 _SHOWN = 12
 _UNITS: dict[Cost, str] = {"price": "the prices given", "seconds": "seconds", "tokens": "tokens"}
@@ -202,20 +199,8 @@ async def _compare(args: Namespace, questions: Sequence[Question]) -> tuple[list
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
         engines = HttpEngines(endpoints, client)
         comparison = ModelComparison(engines, _SMALL, _LARGE, args.agree, prices)
-        return await comparison.run(questions, args.at_once, _teller(len(questions)))
-
-
-def _teller(total: int) -> Callable[[int], None]:
-    """Says now and then how many are done."""
-    told_at = time.monotonic()
-
-    def tell(done: int) -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at >= _TELL_S:
-            told_at = time.monotonic()
-            say(f"{done} of {total} requests")
-
-    return tell
+        tell, total = progress_teller("requests"), len(questions)
+        return await comparison.run(questions, args.at_once, lambda done: tell(done, total))
 
 
 def _report_of(tuned: _Tuned) -> JsonDict:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from jitney.engine.config.presets import GOALS, preset, runs_on_device
 from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
 
+#: Seconds between two lines of progress.
+_TELL_S = 10.0
 #: What help calls the values of a setting.
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
 #: Defaults that help says nothing of.
@@ -245,3 +248,16 @@ def interactive() -> bool:
 def say(message: str) -> None:
     """A line of progress, on standard error and at once."""
     print(message, file=sys.stderr, flush=True)
+
+
+def progress_teller(what: str) -> Callable[[int, int], None]:
+    """Says every _TELL_S seconds how many are done, of how many of what."""
+    told_at = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= _TELL_S:
+            told_at = time.monotonic()
+            say(f"{done} of {total} {what}")
+
+    return tell
