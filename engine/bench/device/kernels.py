@@ -49,7 +49,7 @@ _Attend = Callable[[_AttentionInputs], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
-class _Contexts:
+class Contexts:
     """Who attends in one case."""
 
     decode: tuple[int, ...] = ()  # contexts, this step's token included
@@ -83,7 +83,7 @@ class _Contexts:
         return 4.0 * config.n_heads * config.head_dim * self.pairs
 
 
-def _make_meta(load: _Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
+def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
     """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding
     of sequences.
     """
@@ -98,7 +98,7 @@ def _make_meta(load: _Contexts, page: int, total: int) -> tuple[AttentionMeta, i
 
 
 def _make_inputs(
-    load: _Contexts, job: PartJob, dtype: DTypeLike, seed: int, kv: str = "auto"
+    load: Contexts, job: PartJob, dtype: DTypeLike, seed: int, kv: str = "auto"
 ) -> _AttentionInputs:
     """Random queries and pages; one row of padding where there would be as many rows as sequences,
     but prompts.
@@ -141,7 +141,7 @@ def attention(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Task
 
 
 def _attention_tasks(
-    job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike, load: _Contexts, kv: str, row: Row
+    job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike, load: Contexts, kv: str, row: Row
 ) -> Tasks:
     for kernels in sets:
         goal = row.goal if kernels is sets[0] else ""
@@ -149,30 +149,30 @@ def _attention_tasks(
         yield Task(replace(row, by=kernels.label, goal=goal), run)
 
 
-def _attention_cases(job: PartJob) -> Iterator[tuple[str, str, _Contexts, str]]:
+def _attention_cases(job: PartJob) -> Iterator[tuple[str, str, Contexts, str]]:
     """(name, case, who attends, goal), in the order of what matters most."""
     sizes = job.sizes
     first, *others = sizes.attention
     yield _decode_case(job, *first)
-    yield "decode attention", f"1 x {sizes.long:,}", _Contexts((sizes.long,)), "long"
+    yield "decode attention", f"1 x {sizes.long:,}", Contexts((sizes.long,)), "long"
     for rows in sizes.prompts:
         goal = "prefill" if rows >= 4096 else ""
-        yield "prompt attention", f"{rows:,} rows", _Contexts((), ((rows, rows),)), goal
+        yield "prompt attention", f"{rows:,} rows", Contexts((), ((rows, rows),)), goal
     for seqs, context in others:
         yield _decode_case(job, seqs, context)
     seqs, context, rows = sizes.mixed
-    contexts = _Contexts((context,) * seqs, ((rows, rows),))
+    contexts = Contexts((context,) * seqs, ((rows, rows),))
     yield "mixed attention", f"{seqs} x {context:,} + {rows} rows", contexts, ""
 
 
-def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, _Contexts, str]:
+def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, Contexts, str]:
     fills = context >= 4096 and seqs * job.config.n_kv_heads >= FULL
     goal = "decode" if fills else ""
-    return "decode attention", f"{seqs} x {context:,}", _Contexts((context,) * seqs), goal
+    return "decode attention", f"{seqs} x {context:,}", Contexts((context,) * seqs), goal
 
 
 def _attend_row(
-    job: PartJob, kernels: KernelSet, dtype: DTypeLike, load: _Contexts, kv: str, row: Row
+    job: PartJob, kernels: KernelSet, dtype: DTypeLike, load: Contexts, kv: str, row: Row
 ) -> Iterator[Row]:
     """One case of attention; wrong answers are not timed. kv: as for `_make_inputs`."""
     size = jnp.dtype(dtype).itemsize
@@ -255,7 +255,7 @@ def _write_row(
         note = "not a kernel of its own in this set: XLA rotates, attention writes"
         yield noted(row, note)
         return
-    given = _make_inputs(_Contexts((job.page_size,) * rows), job, dtype, 0)
+    given = _make_inputs(Contexts((job.page_size,) * rows), job, dtype, 0)
     heads, rope = _make_heads(job, dtype, given.meta)
 
     def write(

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from msgspec.structs import replace
 
-from jitney.engine.bench.device.kernels import WRONG, Contexts, checked
+from jitney.engine.bench.device.kernels import WRONG, Contexts, measured
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted
 from jitney.engine.bench.device.timing import copies_for, distance, timed
 from jitney.engine.types import JsonDict
@@ -49,11 +48,9 @@ def _cudnn_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
     load = Contexts((), ((rows, rows),))
     size = jnp.dtype(dtype).itemsize
     moved = load.moved(job.config, size, size)
-    floor_s, bound = job.measured.of(moved, load.operations(job.config))
     given = make_prompt(job, rows, dtype, 0)
-    error = float(distance(jax.jit(over_pages)(given), jax.jit(in_a_row)(given)))
 
-    def time() -> JsonDict:
+    def time(floor_s: float) -> JsonDict:
         seeds = range(1, copies_for(job, moved))
         copies = [given, *(make_prompt(job, rows, dtype, seed) for seed in seeds)]
         return timed(
@@ -64,8 +61,15 @@ def _cudnn_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
             sample_s=job.sizes.sample_s,
         )
 
-    row = replace(row, floor_s=floor_s, bound=bound, error=error)
-    yield checked(row, WRONG[size], time)
+    yield measured(
+        job,
+        row,
+        moved=moved,
+        operations=load.operations(job.config),
+        error=float(distance(jax.jit(over_pages)(given), jax.jit(in_a_row)(given))),
+        limit=WRONG[size],
+        time=time,
+    )
 
 
 def make_prompt(job: PartJob, rows: int, dtype: Any, seed: int) -> _Prompt:

@@ -24,7 +24,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jitney.engine.bench.device import kernels, prompt_peers, timing, worker
 from jitney.engine.bench.device.check import checks
-from jitney.engine.bench.device.kernels import _attend_row, _Contexts, _make_inputs
+from jitney.engine.bench.device.kernels import Contexts, _attend_row, _make_inputs
 from jitney.engine.bench.device.power import PowerMeter
 from jitney.engine.bench.device.report import _goals, markdown, numerics, report_of
 from jitney.engine.bench.device.rows import (
@@ -108,7 +108,7 @@ def test_a_floor_is_the_larger_of_bytes_and_operations():
 
 def test_the_bytes_and_operations_of_attention_by_hand():
     config = tiny_config()  # H 4, K 2, D 16
-    load = _Contexts((100, 20), ((12, 10),))
+    load = Contexts((100, 20), ((12, 10),))
     # pairs: 100 + 20, and 3 + 4 + ... + 12
     assert load.pairs == 120 + 75
     assert load.operations(config) == 4 * 4 * 16 * 195
@@ -116,7 +116,7 @@ def test_the_bytes_and_operations_of_attention_by_hand():
 
 
 def test_inputs_are_a_batch_the_engine_could_make():
-    given = _make_inputs(_Contexts((33, 1), ((40, 7),)), job("attention"), jnp.float32, 0)
+    given = _make_inputs(Contexts((33, 1), ((40, 7),)), job("attention"), jnp.float32, 0)
     meta = given.meta
     assert meta.counts.tolist() == [2, 3, 9] and meta.kv_lens.tolist() == [33, 1, 40]
     assert meta.cu_q.tolist() == [0, 1, 2, 9] and meta.positions.tolist() == [32, 0, *range(33, 40)]
@@ -392,7 +392,7 @@ def test_a_wrong_kernel_is_said_and_not_timed():
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
     base = row(part="attention", case="1 x 64", goal="decode")
-    (told,) = _attend_row(job("attention"), broken, jnp.float32, _Contexts((64,)), "auto", base)
+    (told,) = _attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None and told.goal == "" and told.error
     assert "WRONG" in markdown(DeviceResults(DevicePlan(), GPU, FLOORS, [told]))
 
@@ -403,7 +403,7 @@ def test_nan_counts_as_wrong():
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
     base = row(part="attention", case="1 x 64")
-    (told,) = _attend_row(job("attention"), broken, jnp.float32, _Contexts((64,)), "auto", base)
+    (told,) = _attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None
 
 
