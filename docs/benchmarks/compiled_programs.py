@@ -52,9 +52,8 @@ device no product is autotuned on a GPU, so the products that were counted have 
 would run; their bytes are those of whole operands and results. A kernel of ours is counted by its
 documentation: that prompts on TPUs read keys once for each block of rows is not in it. Not here: a
 70B model over 4 v5e, which hold it in int4 alone, where XLA copies the head of 32,064 outputs a
-device in each step. Rows of programs that did not change are those of earlier runs. So are those of
-TPUs' mixed steps, from before the last feed-forward was computed for the wanted rows alone
-(decision 104): 2 % of their operations.
+device in each step. All rows of TPUs are of 2026-11-26; those of GPUs are of the last run in which
+their program changed.
 """
 COLUMNS = (
     "step",
