@@ -4,12 +4,20 @@
 #   first_device.sh pack FOLDER           with a network: the wheels to bring along go into FOLDER
 #   first_device.sh run FOLDER [FLAG ...] there: jitney bench device, from this checkout
 #
+# Where a device is lent for 15 minutes in all, 10 a call, and only what a call writes into its own
+# folder comes back, two calls do it. The first ends within 9 minutes; the second may be on another
+# machine, and is given the first one's folder (EARLIER):
+#
+#   first_device.sh run FOLDER --out-dir OUT --budget-s 480 --only check,attention,steps
+#   first_device.sh run FOLDER --from EARLIER --out-dir OUT --budget-s 190 \
+#       --only steps,loop,transformers
+#
 # Needed there: Python 3.12, jax with its plugin for the device, numpy, triton (NVIDIA), transformers
 # and its needs; torch and vLLM are measured too where they can be imported. A call that is cut off
-# is run again as it was: it goes on where it stopped. Where calls are short, give --budget-s.
+# is run again as it was: it goes on where it stopped.
 set -euo pipefail
 
-# 8 MB. Versions as rehearsed (docs/devices.md).
+# 7 MB. Versions as rehearsed (docs/devices.md).
 WHEELS=(
     absl-py==2.5.1
     annotated-types==0.8.0

@@ -12,7 +12,7 @@ from typing import get_args
 from jitney.engine.bench.device.report import goal_table, numerics
 from jitney.engine.bench.device.rows import NAMES, TINY
 from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan, check_parts, measure
-from jitney.engine.bench.device.saved import ResultFiles
+from jitney.engine.bench.device.saved import ResultFiles, bring_earlier
 from jitney.engine.cli.bench_flags import check_numbers
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.config.platforms import check_platform
@@ -45,8 +45,8 @@ _FLAGS = (
     ),
     Flag.number(
         "--budget-s",
-        "seconds for this call; what matters most comes first, no part has more than 300, and a "
-        "later call goes on where this one stopped",
+        "seconds for this call; what matters most comes first, no part has more than 300 or, while "
+        "others wait, half of what is left, and a later call goes on where this one stopped",
         TOTAL_S,
     ),
     Flag.switch("--check", "only compare answers, and time nothing"),
@@ -60,6 +60,12 @@ _FLAGS = (
         "--out-dir",
         "where the JSON file and the Markdown page go [docs/benchmarks where that is, else here]",
         metavar="FOLDER",
+    ),
+    Flag.of(
+        "--from",
+        "go on from what an earlier call left in this folder; it is copied to --out-dir first",
+        metavar="FOLDER",
+        dest="earlier",
     ),
 )
 
@@ -78,7 +84,10 @@ def run(arguments: Sequence[str]) -> int:
     """
     args = _COMMAND.parse(arguments)
     check_numbers(args, budget_s=1, page_size=8)
-    files = ResultFiles(_folder(args.out_dir), again=args.again)
+    folder = _folder("--out-dir", args.out_dir or _usual_folder())
+    if args.earlier:
+        bring_earlier(_folder("--from", args.earlier), folder)
+    files = ResultFiles(folder, again=args.again)
     results = measure(_plan_from(args), files, say)
     print(numerics(results))
     print("\n".join(goal_table(results)))
@@ -111,8 +120,12 @@ def _plan_from(args: Namespace) -> DevicePlan:
     )
 
 
-def _folder(named: str | None) -> Path:
-    folder = Path(named or (_RESULTS if _RESULTS.is_dir() else "."))
+def _usual_folder() -> Path:
+    return _RESULTS if _RESULTS.is_dir() else Path(".")
+
+
+def _folder(flag: str, named: str | Path) -> Path:
+    folder = Path(named)
     if not folder.is_dir():
-        raise ConfigError(f"--out-dir {folder}: there is no such folder")
+        raise ConfigError(f"{flag} {folder}: there is no such folder")
     return folder

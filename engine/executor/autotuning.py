@@ -36,12 +36,19 @@ def programs_folder(programs: Path, device: Any, shipped: Path = _SHIPPED) -> Pa
     On a GPU that is a folder of its own, which then has what was shipped for the card; what was
     measured here stays.
     """
+    name = name_of(device)
+    if not name:
+        return programs
+    _bring(shipped / name, programs / name / RESULTS)
+    return programs / name
+
+
+def name_of(device: Any) -> str:
+    """`folder_name` of jax's `device`; empty unless it is a GPU."""
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or not capability:
-        return programs
-    name = _folder_name(device.device_kind, str(capability))
-    _bring(shipped / name, programs / name / _RESULTS)
-    return programs / name
+        return ""
+    return folder_name(device.device_kind, str(capability))
 
 
 def _bring(shipped: Path, results: Path) -> None:

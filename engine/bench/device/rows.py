@@ -56,6 +56,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # of weights and activations
     memory: int  # bytes that jax may use, 0: not known
     versions: dict[str, str]  # of the packages that decide the figures
+    #: The folder of what XLA measures to choose products by (`engine.executor.autotuning`); empty
+    #: where nothing is kept.
+    choices: str = ""
 
 
 class _CaseId(msgspec.Struct, frozen=True):

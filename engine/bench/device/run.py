@@ -60,6 +60,9 @@ _ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
 #: Seconds of all parts together, and of one of them, its process ended then: by these a lease of
 #: half an hour holds the whole, and a call of ten minutes at least one part.
 TOTAL_S, _PART_S = 1500.0, 300.0
+#: In a short call nothing takes all: of the call, for the part `check`; of what is left, for a part
+#: that others wait behind.
+_CHECK_SHARE, _PART_SHARE = 1 / 3, 1 / 2
 #: Of a part's time: no case is begun in the last of it, which is for the one under way.
 _LAST_CASE = 0.25
 #: Less time than this is not worth starting a process for.
@@ -182,6 +185,7 @@ def measure(
     measuring.describe()
     for part in plan.parts():
         measuring.run(part)
+    measuring.run_rest()
     return measuring.results
 
 
@@ -194,6 +198,8 @@ class _Measuring:
     report: _Report
     start: _Start
     started: float = field(default_factory=time.monotonic)
+    #: Whether a part leaves some of the time to those behind it.
+    shares: bool = True
 
     @property
     def left(self) -> float:
@@ -226,6 +232,17 @@ class _Measuring:
             results.finished.append(part)
         self._save()
 
+    def run_rest(self) -> None:
+        """Once more the parts that were cut short for others, each with all that is left."""
+        self.shares = False
+        results = self.results
+        for part in results.plan.parts():
+            rows = [row for row in results.rows if row.part == part]
+            if self.left > _LEAST_S and any(NO_TIME in row.note for row in rows):
+                unsettled = [row for row in rows if not row.settled]
+                results.rows = [row for row in results.rows if row not in unsettled]
+                self.run(part)
+
     def _save(self) -> None:
         self.results.seconds = self.results.before + time.monotonic() - self.started
         self.store.save(self.results)
@@ -238,7 +255,7 @@ class _Measuring:
             yield _note(part, "all", why)
             return
         environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
-        limit_s = _PART_S if part == "floors" else min(_PART_S, self.left)
+        limit_s = self._limit_of(part)
         meter = PowerMeter()
         meter.start()
         try:
@@ -248,6 +265,18 @@ class _Measuring:
         if drawn:
             row = Row(part=part, name="power", case="while it ran", by="nvidia-smi", figures=drawn)
             yield PartMessage(row=row)
+
+    def _limit_of(self, part: str) -> float:
+        """Seconds after which its process is ended."""
+        plan = self.results.plan
+        if part == "floors":
+            return _PART_S
+        limit_s = min(_PART_S, self.left)
+        if not self.shares or part == list(plan.parts())[-1]:
+            return limit_s
+        if part == "check":
+            return min(limit_s, _CHECK_SHARE * plan.seconds)
+        return min(limit_s, max(_LEAST_S, _PART_SHARE * self.left))
 
     def _take(self, message: PartMessage) -> None:
         results, report = self.results, self.report

@@ -2,21 +2,25 @@
 call overwrites what another one measured.
 
 One measurement is one JSON file and its page. A call takes a file up if it is of the same device,
-programs, shape and page size; else, and with `again`, it begins a file of its own.
+programs, shape and page size; else, and with `again`, it begins a file of its own. What XLA
+measured on a GPU lies beside them.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from jitney.engine.bench.device.choices import Choices
 from jitney.engine.bench.device.report import markdown, report_of
 from jitney.engine.bench.device.rows import Floors, Row
 from jitney.engine.bench.device.run import DeviceResults
+from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.errors import ConfigError
 from jitney.engine.types import JsonDict
 
@@ -32,17 +36,41 @@ class _Saved(msgspec.Struct):
     calls: int
 
 
+#: What a call leaves in its folder, which `bring_earlier` hands to another.
+_LEFT = ("device_*.json", "device_*.md", "autotuned_*.tar.gz")
+
+
+def bring_earlier(earlier: Path, folder: Path) -> None:
+    """Copy what a call left in `earlier` to `folder`, but nothing over what is there. ConfigError
+    if it left nothing, or the folder cannot be written to.
+    """
+    found = [path for pattern in _LEFT for path in sorted(earlier.glob(pattern))]
+    if not found:
+        raise ConfigError(f"--from {earlier}: there are no results of an earlier call")
+    try:
+        for path in found:
+            if not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        raise ConfigError(f"--from {earlier}: {error.strerror or error}") from None
+
+
 class ResultFiles:
     """Where one call keeps its results."""
 
     def __init__(self, folder: Path, *, again: bool = False):
         self._folder, self._again = folder, again
         self._file: Path | None = None
+        self._choices: Choices | None = None
 
     def take_up(self, results: DeviceResults) -> None:
         """Choose the file, now that the device is known; what it holds already goes into
         `results`.
         """
+        if results.about is not None and results.about.choices:
+            name = results.about.choices
+            self._choices = Choices(self._folder, compilation_cache_dir(), name)
+            self._choices.take_up()
         for file in self._candidates(results):
             if not file.exists():
                 self._file = file
@@ -62,7 +90,7 @@ class ResultFiles:
             number += 1
 
     def save(self, results: DeviceResults) -> tuple[Path, Path] | None:
-        """Write both files, each whole or not at all; None before the device is known.
+        """Write all files, each whole or not at all; None before the device is known.
 
         ConfigError if the folder cannot be written to.
         """
@@ -73,6 +101,8 @@ class ResultFiles:
         try:
             _replace(self._file, json.dumps(report, indent=1))
             _replace(page, markdown(results))
+            if self._choices is not None:
+                self._choices.save()
         except OSError as error:
             raise ConfigError(f"--out-dir {self._folder}: {error.strerror or error}") from None
         return self._file, page

@@ -157,6 +157,8 @@ def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
     """The device that jax has, and what runs on it."""
     import jax
 
+    from jitney.engine.executor.autotuning import name_of
+
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     return About(
@@ -167,6 +169,7 @@ def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
         dtype=str(dtype),
         memory=stats.get("bytes_limit", 0),
         versions=_versions(),
+        choices=name_of(device) if jax.config.jax_compilation_cache_dir else "",
     )
 
 

@@ -3,12 +3,14 @@ it does when one fails."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,7 +25,9 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from jitney.engine.bench.device import kernels, prompt_peers, timing, worker
+from jitney.engine.bench.device import run as device_run
 from jitney.engine.bench.device.check import checks
+from jitney.engine.bench.device.choices import Choices
 from jitney.engine.bench.device.kernels import Contexts, _attend_row, _make_inputs
 from jitney.engine.bench.device.power import PowerMeter
 from jitney.engine.bench.device.report import _goals, markdown, numerics, report_of
@@ -51,7 +55,9 @@ from jitney.engine.bench.device.saved import ResultFiles
 from jitney.engine.bench.device.worker import PartMessage, _lines_of, _rows_of
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_device import run
+from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.errors import ConfigError, JitneyError
+from jitney.engine.executor.autotuning import RESULTS
 from jitney.kernels import experts
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference
@@ -484,6 +490,85 @@ def test_no_part_has_more_than_five_minutes_and_all_have_25():
     short = Device()
     measure(DevicePlan(seconds=100.0), Kept(), quiet, short)
     assert all(job.limit_s <= 100 for job in short.jobs if job.part not in (ABOUT, "floors"))
+
+
+def test_in_a_short_call_no_part_takes_the_time_of_those_behind_it():
+    device = Device()
+    measure(DevicePlan(only=("check", "steps", "loop"), seconds=480.0), Kept(), quiet, device)
+    limits = {job.part: job.limit_s for job in device.jobs}
+    assert limits["check"] == 160
+    assert limits["steps"] == pytest.approx(240, abs=1)  # half of what is left
+    assert limits["loop"] == PART_S
+    alone = Device()
+    measure(DevicePlan(only=("check",), seconds=200.0), Kept(), quiet, alone)
+    assert alone.jobs[-1].limit_s == pytest.approx(200, abs=1)
+
+
+def test_what_was_cut_short_for_others_is_taken_up_with_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    real, spent = time.monotonic, [0.0]
+    monkeypatch.setattr(device_run.time, "monotonic", lambda: real() + spent[0])
+    limits: list[tuple[str, float]] = []
+
+    def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
+        if job.part == ABOUT:
+            yield PartMessage(about=GPU)
+        elif job.part == "floors":
+            yield PartMessage(floors=FLOORS)
+        else:
+            limits.append((job.part, round(job.limit_s)))
+            needed = {"check": 150.0, "steps": 10.0}[job.part]
+            spent[0] += min(needed, job.limit_s)
+            note = "" if needed <= job.limit_s else "not finished: the time was up"
+            yield PartMessage(row=row(part=job.part, seconds=None if note else 1.0, note=note))
+
+    plan = DevicePlan(only=("check", "steps"), seconds=300.0)
+    found = measure(plan, Kept(), quiet, start)
+    assert limits == [("check", 100), ("steps", 200), ("check", 190)]
+    assert found.finished == ["floors", "steps", "check"]
+    assert [(r.part, r.note) for r in found.rows] == [("steps", ""), ("check", "")]
+
+
+def test_what_a_call_left_is_handed_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two machines: nothing but the folder of results reaches the second."""
+    gpu = msgspec.structs.replace(GPU, choices="a-card-9.0-jaxlib-0.1")
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for number, folder in enumerate(folders):
+        monkeypatch.setenv("JITNEY_CACHE", str(tmp_path / f"cache {number}"))
+        measured = compilation_cache_dir() / "a-card-9.0-jaxlib-0.1" / RESULTS
+        measured.mkdir(parents=True)
+        (measured / f"{number}.txt").write_text(f"measured by {number}")
+        folder.mkdir()
+        device = Device(gpu)
+        monkeypatch.setattr("jitney.engine.bench.device.run.run_apart", device)
+        earlier = ["--from", str(folders[0])] if number else []
+        assert run(["--only", "steps", "--out-dir", str(folder), *earlier]) == 0
+        assert ("steps" in device.parts) == (number == 0)
+    assert [path.name for path in sorted(folders[1].iterdir())] == [
+        "autotuned_a-card-9.0-jaxlib-0.1.tar.gz",
+        "device_a_card_80gb_llama-3.1-8b.json",
+        "device_a_card_80gb_llama-3.1-8b.md",
+    ]
+    brought = compilation_cache_dir() / "a-card-9.0-jaxlib-0.1" / RESULTS / "0.txt"
+    assert brought.read_text() == "measured by 0"
+    with tarfile.open(folders[1] / "autotuned_a-card-9.0-jaxlib-0.1.tar.gz") as archive:
+        names = [f"a-card-9.0-jaxlib-0.1/{number}.txt" for number in range(2)]
+        assert archive.getnames() == names
+    with pytest.raises(ConfigError, match="no results of an earlier call"):
+        run(["--out-dir", str(folder), "--from", str(brought.parent)])
+
+
+def test_an_archive_puts_files_into_its_own_folder_alone(tmp_path: Path):
+    with tarfile.open(tmp_path / "autotuned_card.tar.gz", "w:gz") as archive:
+        for name in ("card/right", "card/../../wrong", "other/wrong", "card/deep/wrong"):
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+    Choices(tmp_path, tmp_path / "programs", "card").take_up()
+    files = [path for path in (tmp_path / "programs").rglob("*") if path.is_file()]
+    assert files == [tmp_path / "programs" / "card" / RESULTS / "right"]
+    assert not list(tmp_path.glob("wrong"))
 
 
 def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path):
