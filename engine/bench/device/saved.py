@@ -108,11 +108,21 @@ class ResultFiles:
         return self._file, page
 
 
+#: The packages that make our programs: with another version of one, figures may be others. Peers
+#: are not among them, nor is the memory of the machine at hand, which differs by some bytes.
+_MAKERS = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu")
+
+
 def _key_of(results: DeviceResults) -> JsonDict:
-    """What must agree for two calls to be of one measurement."""
-    plan = results.plan
+    """What must agree for two calls to be of one measurement: what decides figures."""
+    plan, about = results.plan, results.about
+    assert about is not None  # else there is no file
     return {
-        "about": msgspec.to_builtins(results.about),
+        "device": about.device,
+        "platform": about.platform,
+        "kernels": about.kernels,
+        "dtype": about.dtype,
+        "versions": {name: about.versions[name] for name in _MAKERS if name in about.versions},
         "shape": results.shape,
         "page_size": results.page_size,
         "against": plan.against,

@@ -600,6 +600,34 @@ def test_no_call_overwrites_another_measurement(tmp_path: Path, again: bool):
     assert "device_a_card_80gb_llama-3.1-8b-2.json" in after
 
 
+def test_another_machine_of_the_same_card_goes_on_with_the_same_file(tmp_path: Path):
+    plan = DevicePlan(only=("steps",))
+    measure(plan, ResultFiles(tmp_path), quiet, Device())
+    versions = {**GPU.versions, "torch": "2"}
+    other = msgspec.structs.replace(GPU, memory=GPU.memory + 4096, versions=versions, choices="a")
+    second = Device(other)
+    measure(plan, ResultFiles(tmp_path), quiet, second)
+    assert second.parts == [ABOUT] and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"device": "A card 80GB"},
+        {"kernels": "triton (fp8)"},
+        {"dtype": "float32"},
+        {"versions": {"jax": "0", "triton": "1"}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_decides_figures_begins_a_file_of_its_own(tmp_path: Path, fields: dict[str, Any]):
+    plan = DevicePlan(only=("steps",))
+    measure(plan, ResultFiles(tmp_path), quiet, Device())
+    second = Device(msgspec.structs.replace(GPU, **fields))
+    measure(plan, ResultFiles(tmp_path), quiet, second)
+    assert second.parts == [ABOUT, "floors", "steps"] and len(list(tmp_path.iterdir())) == 4
+
+
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
     (file := tmp_path / "device_a_card_80gb_llama-3.1-8b.json").write_text("[]")
     measure(DevicePlan(only=("steps",)), ResultFiles(tmp_path), quiet, Device())
