@@ -240,16 +240,11 @@ def assumptions_of(roofline: Roofline) -> Iterator[str]:
     yield _peaks(roofline.device)
     yield _reached(roofline.assumed)
     yield _counted(roofline.cost)
-    if (roofline.cost.weights, roofline.cost.kv) != ("bf16", "bf16"):
-        yield _WIDENED
+    yield from _narrow(roofline)
     if roofline.count > 1:
         yield _exchange(roofline)
 
 
-_WIDENED = (
-    "narrow weights and KV are widened to bfloat16 as they are read: fewer bytes, the same "
-    "arithmetic"
-)
 _TTFT = (
     f"TTFT: p{100 * TTFT_QUANTILE:g} at {UTILISATION:.0%} load, seats as servers of a Markov "
     "queue (Erlang C), then the prompt's own steps"
@@ -261,6 +256,28 @@ def _counted(cost: ModelCost) -> str:
         f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; "
         "attention over the whole context, in every layer"
     )
+
+
+def _narrow(roofline: Roofline) -> Iterator[str]:
+    """How numbers of 8 and 4 bits are multiplied."""
+    widened = roofline.cost.narrow
+    if roofline.multiplies_fp8:
+        widened.remove("fp8 weights")
+        yield (
+            "fp8 weights are multiplied as fp8, with rows rounded to fp8: fewer bytes, and the "
+            "layers' products at the fp8 peak; output head and attention are counted in bfloat16"
+        )
+    if widened:
+        names = " and ".join(widened)
+        yield f"{names} are widened to bfloat16 as they are read: fewer bytes, the same arithmetic"
+    if "fp8 weights" in widened and roofline.device.rounds_fp8:
+        yield _WHY_WIDENED
+
+
+_WHY_WIDENED = (
+    "fp8 weights are multiplied as fp8 on one GPU alone, experts not at all: GPUs that share a "
+    "model widen them"
+)
 
 
 def _peaks(device: Accelerator) -> str:

@@ -150,6 +150,12 @@ class ModelCost:
                 raise ConfigError(f"unknown number format {name!r}; known: {', '.join(_BYTES)}")
 
     @property
+    def narrow(self) -> list[str]:
+        """What is stored in fewer bits than bfloat16 has, in words."""
+        formats = {"weights": self.weights, "KV": self.kv}
+        return [f"{kind} {name}" for name, kind in formats.items() if _BYTES[kind] < _BYTES["bf16"]]
+
+    @property
     def layer_weights(self) -> int:
         """Numbers in the matrices of all layers."""
         return self._attention_weights + self._experts.n_experts * self._feed_forward_weights
@@ -293,9 +299,17 @@ class Roofline:
         return (layers / self.device.peak(unit) + rest / plain) / (self.count * self.assumed.flops)
 
     @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the layers' products are counted in fp8: on one GPU with units for it, but not
+        those of a mixture, whose experts are widened.
+        """
+        alone = self.count == 1 and self.cost.config.experts is None
+        return self.cost.weights == "fp8" and self.device.rounds_fp8 and alone
+
+    @property
     def _unit(self) -> str:
-        """What multiplies the layers' weights: on one GPU with fp8 units, those."""
-        if self.cost.weights == "fp8" and self.device.rounds_fp8 and self.count == 1:
+        """What multiplies the layers' weights."""
+        if self.multiplies_fp8:
             return "fp8"
         return _UNITS.get(self.cost.weights, "bf16")
 

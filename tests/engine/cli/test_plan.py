@@ -80,9 +80,39 @@ def test_the_terminal_shows_the_same(capsys):
         "(4 chips)",
         "two ring all-reduces",
         "published peaks",
-        "widened to bfloat16 as they are read",
+        "fp8 weights are widened to bfloat16 as they are read",
+        "GPUs that share a model widen them",
     ):
         assert words in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "not_said"),
+    [
+        ("llama-3.1-8b --device h100 --weights fp8", "multiplied as fp8, with rows", "widened"),
+        ("llama-3.1-8b --device h100 --weights fp8 --kv fp8", "fp8 KV are widened", "share a"),
+        ("llama-3.1-8b --device a100-80 --weights fp8", "fp8 weights are widened", "as fp8"),
+        ("llama-3.1-8b --device v7x --weights fp8", "fp8 weights are widened", "as fp8"),
+        ("qwen3-30b-a3b --device h100 --weights fp8", "fp8 weights are widened", "with rows"),
+        ("llama-3.1-8b --device h100 --weights int8 --kv fp8", "int8 weights and fp8 KV", "as fp8"),
+        ("llama-3.1-8b --device h100 --weights bf16", "", "widened"),
+    ],
+)
+def test_how_narrow_numbers_are_multiplied_is_said(words: str, said: str, not_said: str, capsys):
+    assumed = " ".join(plan(*words.split(), capsys=capsys)["assumed"])
+    assert said in assumed and not_said not in assumed
+
+
+def test_fp8_units_count_for_one_gpu_and_no_mixture(capsys):
+    def seconds(*words: str) -> float:
+        return plan(*words, "--device", "h100", capsys=capsys)["curve"][-1]["step_s"]
+
+    assert seconds("llama-3.1-8b", "--weights", "fp8") < seconds(
+        "llama-3.1-8b", "--weights", "int8"
+    )
+    assert seconds("qwen3-30b-a3b", "--weights", "fp8") == seconds(
+        "qwen3-30b-a3b", "--weights", "int8"
+    )
 
 
 def test_limits_that_nothing_keeps_are_status_1(capsys):
