@@ -45,6 +45,7 @@ PARTS = {
     "prefill": "steps of one prompt, 512 to 8,192 rows",
     "loop": "the engine in a closed loop, its host gap, and the batch that peers are given",
     "graphs": "decode steps again, without CUDA graphs",
+    "cublas": "decode steps again, in bf16 and fp8, products by cuBLASLt alone",
     "transformers": "transformers' continuous batching on the same batches of requests",
     "crowds": "the batch with 1 to 256 streams",
     "vllm": "vLLM on the same batches of requests",
@@ -56,7 +57,11 @@ PARTS = {
     "torch": "attention by PyTorch and FlashInfer, compiled decode steps in PyTorch",
 }
 #: What must be in the environment of a part; it is added to what is there.
-_ENVIRONMENT = {"graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}}
+ENVIRONMENT = {
+    "graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
+    # XLA's own products in Triton; our kernels are called whatever this says.
+    "cublas": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
+}
 #: Seconds of all parts together, and of one of them, its process ended then: by these a lease of
 #: half an hour holds the whole, and a call of ten minutes at least one part.
 TOTAL_S, _PART_S = 1500.0, 300.0
@@ -254,7 +259,7 @@ class _Measuring:
         if why:
             yield _note(part, "all", why)
             return
-        environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
+        environment = {**results.plan.environment, **_extended(ENVIRONMENT.get(part, {}))}
         limit_s = self._limit_of(part)
         meter = PowerMeter()
         meter.start()
@@ -307,8 +312,8 @@ def _unfit(results: DeviceResults, part: str, left: float) -> str:
     """Why a part is not begun; empty if it is."""
     assert results.about is not None  # else nothing is measured
     platform = results.about.platform
-    if part == "graphs" and platform not in ("gpu", "cuda"):
-        return f"not run: CUDA graphs are of NVIDIA GPUs, this is {platform}"
+    if part in ENVIRONMENT and platform not in ("gpu", "cuda"):
+        return f"not run: it is about NVIDIA's GPUs, this is {platform}"
     if part != "floors" and left <= _LEAST_S:
         return f"not run: {NO_TIME}"
     return ""

@@ -239,12 +239,21 @@ def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tas
     yield from _decode_tasks(job, model, sizes.steps, sizes.contexts[1], sizes.contexts[0])
 
 
+def library_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+    """Decode steps of the weights that cuBLASLt multiplies as they are."""
+    yield from short_steps(job, sets, dtype)
+    yield from _narrow_steps(job, sets[0], dtype, "fp8")
+
+
 def quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps with weights in 8 and 4 bits."""
-    sizes = job.sizes
     for weights in ("fp8", "int8", "int4"):
-        model = RandomModel(job.config, sets[0], dtype, weights)
-        yield from _decode_tasks(job, model, (sizes.quantised,), sizes.contexts[0][-1:])
+        yield from _narrow_steps(job, sets[0], dtype, weights)
+
+
+def _narrow_steps(job: PartJob, kernels: KernelSet, dtype: DTypeLike, weights: str) -> Tasks:
+    model, sizes = RandomModel(job.config, kernels, dtype, weights), job.sizes
+    yield from _decode_tasks(job, model, (sizes.quantised,), sizes.contexts[0][-1:])
 
 
 def _decode_tasks(
@@ -287,7 +296,7 @@ def _decode_buckets(groups: Sequence[Sequence[int]]) -> Buckets:
 def _goal_of(job: PartJob, seats: int, context: int) -> str:
     """That a step with plain weights counts for; empty: none."""
     short = seats <= 32 and context <= 1024
-    return "step" if short and job.part != "graphs" else ""
+    return "step" if short and job.part not in ("graphs", "cublas") else ""
 
 
 def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:

@@ -40,6 +40,7 @@ OURS = {
     "check": ("check", "checks"),
     "steps": ("steps", "short_steps"),
     "graphs": ("steps", "short_steps"),
+    "cublas": ("steps", "library_steps"),
     "attention": ("kernels", "attention"),
     "loop": ("loop", "closed_loop"),
     "crowds": ("loop", "crowds"),

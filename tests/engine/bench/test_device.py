@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from jitney.engine.bench.device import kernels, prompt_peers, timing, worker
+from jitney.engine.bench.device import kernels, prompt_peers, steps, timing, worker
 from jitney.engine.bench.device import run as device_run
 from jitney.engine.bench.device.check import checks
 from jitney.engine.bench.device.choices import Choices
@@ -43,6 +43,7 @@ from jitney.engine.bench.device.rows import (
 )
 from jitney.engine.bench.device.run import (
     _PART_S,
+    ENVIRONMENT,
     PARTS,
     TOTAL_S,
     DevicePlan,
@@ -223,7 +224,7 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
     peers = {"transformers", "vllm", "cudnn", "torch"}
-    assert silent <= {"check", "graphs", "write", "sampling", *peers}
+    assert silent <= {"check", "graphs", "cublas", "write", "sampling", *peers}
     for part in (
         "steps",
         "attention",
@@ -481,6 +482,41 @@ def test_parts_run_in_order_with_what_was_found_first():
     assert "command_buffer" in device.environments[3]["XLA_FLAGS"]
 
 
+def test_steps_with_cublas_alone_stand_beside_those_of_their_weights():
+    device = Device()
+    measure(DevicePlan(only=("steps", "cublas")), Kept(), quiet, device)
+    assert device.parts == [ABOUT, "floors", "steps", "cublas"]
+    assert "triton_gemm=false" in device.environments[3]["XLA_FLAGS"]
+    tasks = {
+        part: [
+            task.row for task in make(job(part, shape="llama-3.1-8b"), [reference()], "bfloat16")
+        ]
+        for part, make in (
+            ("steps", steps.short_steps),
+            ("quantised", steps.quantised_steps),
+            ("cublas", steps.library_steps),
+        )
+    }
+    known = {row.case for row in (*tasks["steps"], *tasks["quantised"])}
+    assert len(tasks["cublas"]) == 10 and {row.case for row in tasks["cublas"]} < known
+    assert {row.goal for row in tasks["steps"]} == {"step"}
+    assert {row.goal for row in tasks["cublas"]} == {""}
+
+
+@pytest.mark.parametrize("part", ENVIRONMENT)
+def test_xla_knows_the_options_of_a_part(part: str):
+    """It ends a process at an option that it does not know."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **ENVIRONMENT[part]},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_part_has_more_than_five_minutes_and_all_have_25():
     device = Device()
     measure(DevicePlan(), Kept(), quiet, device)
@@ -498,7 +534,7 @@ def test_in_a_short_call_no_part_takes_the_time_of_those_behind_it():
     limits = {job.part: job.limit_s for job in device.jobs}
     assert limits["check"] == 160
     assert limits["steps"] == pytest.approx(240, abs=1)  # half of what is left
-    assert limits["loop"] == PART_S
+    assert limits["loop"] == _PART_S
     alone = Device()
     measure(DevicePlan(only=("check",), seconds=200.0), Kept(), quiet, alone)
     assert alone.jobs[-1].limit_s == pytest.approx(200, abs=1)
@@ -714,7 +750,7 @@ def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
     device = Device(CPU)
     monkeypatch.setattr("jitney.engine.bench.device.run._run_apart", device)
     assert run(["--rehearse", "--out-dir", str(tmp_path)]) == 0
-    assert device.parts == [ABOUT, *(part for part in PARTS if part != "graphs")]
+    assert device.parts == [ABOUT, *(part for part in PARTS if part not in ENVIRONMENT)]
     assert {(job.shape, job.platform) for job in device.jobs} == {("tiny", "cpu")}
     assert "device_cpu_tiny.md" in capsys.readouterr().out
 
