@@ -52,11 +52,18 @@ _CONTEXT = 4096
 
 
 def checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Tokens first, then attention, experts, and the other kernels, of the first kernel set."""
+    """Of the first kernel set: tokens, attention in the dtype that serves, the kernels in the
+    measured model's shapes, attention in other dtypes, experts; a short call may not reach the end.
+    """
     kernels = sets[0]
+    served, tested = _attention_cases(jnp.dtype(dtype).name)
     yield from _token_tasks(job, kernels, dtype)
-    yield from _case_tasks(job, kernels, jnp.dtype(dtype).name)
+    yield from _attention_tasks(job, kernels, served)
     yield from _proof_tasks(job, kernels, dtype)
+    yield from _attention_tasks(job, kernels, tested)
+    for name, case in _expert_cases(kernels).items():
+        row = job.row("experts", name, kernels.label)
+        yield Task(row, partial(_expert_row, kernels, replaced(case, dtype=jnp.dtype(dtype).name)))
 
 
 def _token_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
@@ -68,15 +75,6 @@ def _token_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
         yield Task(row, partial(_token_row, job, model))
 
 
-def _case_tasks(job: PartJob, kernels: KernelSet, dtype: str) -> Tasks:
-    for name, case in _attention_cases(dtype).items():
-        row = job.row("attention", name, kernels.label)
-        yield Task(row, partial(_case_row, kernels, case))
-    for name, case in _expert_cases(kernels).items():
-        row = job.row("experts", name, kernels.label)
-        yield Task(row, partial(_expert_row, kernels, replaced(case, dtype=dtype)))
-
-
 def _proof_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
     for weights in SCHEMES:
         for kv in ("auto", *KV_TYPES):
@@ -84,12 +82,18 @@ def _proof_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
             yield Task(row, partial(_proof_rows, job, kernels, dtype, weights, kv))
 
 
-def _attention_cases(dtype: str) -> dict[str, AttentionCase]:
-    """Every case in this dtype, then those that this makes others, as they are tested."""
+def _attention_tasks(job: PartJob, kernels: KernelSet, cases: dict[str, AttentionCase]) -> Tasks:
+    for name, case in cases.items():
+        row = job.row("attention", name, kernels.label)
+        yield Task(row, partial(_case_row, kernels, case))
+
+
+def _attention_cases(dtype: str) -> tuple[dict[str, AttentionCase], dict[str, AttentionCase]]:
+    """Every case in this dtype, and those that this makes others, as they are tested."""
     served = {f"{name}, {dtype}": case.served_as(dtype) for name, case in CASES.items()}
     known = set(served.values())
     tested = {f"{name}, {case.dtype}": case for name, case in CASES.items() if case not in known}
-    return {**served, **tested}
+    return served, tested
 
 
 def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row]:

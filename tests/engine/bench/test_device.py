@@ -4,6 +4,7 @@ it does when one fails."""
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -315,6 +316,19 @@ def test_answers_are_compared_before_anything_is_timed(found: tuple[DeviceResult
     assert all(figures["tokens"] == 128 for figures in tokens.values())
     assert tokens["plain weights, float32"]["of them the reference's own"] > 100
     assert numerics(found[0]).startswith("No wrong answer in ")
+
+
+def test_what_serves_is_compared_first():
+    both = replace(reference(), experts=experts.experts)
+    rows = [task.row for task in checks(job("check"), [both], jnp.dtype(jnp.bfloat16))]
+    kinds = [(r.name, r.name == "attention" and r.case.endswith("bfloat16")) for r in rows]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == [
+        ("tokens of the engine", False),
+        ("attention", True),
+        ("kernels", False),
+        ("attention", False),
+        ("experts", False),
+    ]
 
 
 def test_a_wrong_attention_is_wrong_in_tokens_and_cases():
