@@ -79,8 +79,8 @@ def markdown(results: DeviceResults) -> str:
 def numerics(results: DeviceResults) -> str:
     """Whether answers were compared, and with what result."""
     compared = [row for row in results.rows if row.error is not None]
-    before = sum(row.part == "check" for row in compared)
-    text = f"{len(compared)} cases compared ({before} of them before anything was timed)"
+    first = sum(row.part == "check" for row in compared)
+    text = f"{len(compared)} cases compared ({first} of them by part check)"
     if "check" not in results.finished:
         text += "; part check is not finished"
     if results.wrong:
