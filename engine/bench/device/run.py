@@ -359,6 +359,8 @@ def _check(results: DeviceResults, report: _Report) -> None:
                 "measures the reference"
             )
         report("the CPU's own kernels cannot run here: the REFERENCE kernels are measured")
+    if about.platform in ("gpu", "cuda") and not about.choices:
+        report("what XLA measures is not kept, as compiled programs are not: see jitney doctor")
     if about.platform == "cpu":
         if results.real:
             raise ConfigError(

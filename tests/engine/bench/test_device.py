@@ -611,6 +611,17 @@ def test_what_a_call_left_is_handed_to_the_next(
         run(["--out-dir", str(folder), "--from", str(brought.parent)])
 
 
+def test_it_is_said_where_what_xla_measures_is_lost():
+    for about, lost in (
+        (GPU, True),
+        (msgspec.structs.replace(GPU, choices="card"), False),
+        (CPU, False),
+    ):
+        said: list[str] = []
+        measure(DevicePlan(only=("check",)), Kept(), said.append, Device(about))
+        assert any("what XLA measures is not kept" in line for line in said) == lost
+
+
 def test_an_archive_puts_files_into_its_own_folder_alone(tmp_path: Path):
     with tarfile.open(tmp_path / "autotuned_card.tar.gz", "w:gz") as archive:
         for name in ("card/right", "card/../../wrong", "other/wrong", "card/deep/wrong"):
