@@ -37,6 +37,9 @@ class AttentionMeta(NamedTuple):
     #: [T] the adapter that changes the model for each row, from 1; 0: none. None where there are
     #: none at all. Layers read it, no kernel does.
     adapted: jax.Array | None = None
+    #: [engines] counts[2] of each engine that shares this one's experts; None where none does.
+    #: Layers read it, too.
+    row_counts: jax.Array | None = None
 
 
 class _PagedAttention(Protocol):

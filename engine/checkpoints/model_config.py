@@ -13,6 +13,13 @@ Activation = Literal["silu", "gelu_tanh"]
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
 
 
+#: What a model without experts is told that is to share them.
+_NO_EXPERTS = (
+    "data_parallel deals out experts, and this model has none: run engines of their own behind one "
+    "endpoint (jitney fleet serve)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """How the rotary frequencies of a long-context model differ from the plain ones.
@@ -54,9 +61,11 @@ class ExpertsConfig:
     n_chosen: int
     #: The weights of the chosen ones add up to 1; else they are shares of all.
     renormalised: bool
-    #: Groups that the devices are in, if the model is split over several: each holds whole experts
-    #: of its own, of which its devices have a share each.
+    #: Groups that an engine's devices are in, if the model is split over several: each holds whole
+    #: experts of its own, of which its devices have a share each.
     groups: int = 1
+    #: Engines that the experts are dealt out to, and that run their steps together.
+    engines: int = 1
     #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
     held: int = 0
 
@@ -71,9 +80,14 @@ class ExpertsConfig:
         """Experts whose weights, or a share of them, the model has."""
         return self.held or self.n_experts
 
+    @property
+    def all_groups(self) -> int:
+        """Groups with different experts, of all engines."""
+        return self.engines * self.groups
+
     def block_rows(self, rows: int) -> int:
-        """Rows that an expert is multiplied with at a time in a step of `rows`: as many as choose
-        it, if they choose alike.
+        """Rows that an expert is multiplied with at a time in a step of `rows`, of all engines: as
+        many as choose it, if they choose alike.
         """
         each = rows * self.n_chosen // self.n_experts
         return min(max(_LEAST_BLOCK, 1 << each.bit_length()), _LARGEST_BLOCK)
@@ -169,22 +183,22 @@ class ModelConfig:
         """Rows of the embedding, and columns of the output head, that one device holds."""
         return self.vocab_size // self.shards
 
-    def in_groups(self, groups: int) -> ModelConfig:
-        """The same model with its experts dealt out to so many groups of devices; ConfigError if
-        they cannot be.
+    def in_groups(self, groups: int, engines: int = 1) -> ModelConfig:
+        """The same model with its experts dealt out to so many engines, and of each to so many
+        groups of devices; ConfigError if they cannot be.
         """
-        if groups == 1:
+        if groups == engines == 1:
             return self
         if self.experts is None:
+            raise ConfigError(_NO_EXPERTS if engines > 1 else _no_groups(groups))
+        if self.experts.n_experts % (engines * groups):
+            dealt = f"expert_parallel {groups}"
+            if engines > 1:
+                dealt = f"data_parallel {engines} with {dealt}"
             raise ConfigError(
-                f"expert_parallel {groups} deals out experts, and this model has none: leave it out"
+                f"{dealt} does not divide the model's {self.experts.n_experts} experts"
             )
-        if self.experts.n_experts % groups:
-            raise ConfigError(
-                f"expert_parallel {groups} does not divide the model's {self.experts.n_experts} "
-                "experts"
-            )
-        return replace(self, experts=replace(self.experts, groups=groups))
+        return replace(self, experts=replace(self.experts, groups=groups, engines=engines))
 
     def feed_forward_shards(self, shards: int) -> int:
         """Of `shards` devices, those that have a share of a feed-forward each: of an expert, the
@@ -215,8 +229,8 @@ class ModelConfig:
                 f"tensor_parallel {shards} does not divide the model's {' and '.join(uneven)}"
             )
         experts = self.experts
-        if experts is not None and experts.groups > 1:
-            experts = replace(experts, held=experts.n_experts // experts.groups)
+        if experts is not None and experts.all_groups > 1:
+            experts = replace(experts, held=experts.n_experts // experts.all_groups)
         return replace(
             self,
             n_heads=self.n_heads // shards,
@@ -225,3 +239,7 @@ class ModelConfig:
             experts=experts,
             shards=shards,
         )
+
+
+def _no_groups(groups: int) -> str:
+    return f"expert_parallel {groups} deals out experts, and this model has none: leave it out"

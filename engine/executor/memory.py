@@ -41,6 +41,7 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
     if model.experts is None:
         layer = rows * (10 * model.intermediate_size + 4 * model.hidden_size)
     else:
+        rows *= model.experts.engines
         places = model.experts.block_rows(rows) * model.experts.most_blocks(rows)
         layer = places * (6 * model.hidden_size + 2 * model.intermediate_size)
         layer += rows * (12 * model.hidden_size + 16 * model.experts.n_experts)

@@ -43,7 +43,16 @@ from jitney.engine.executor.sampling import (
 from jitney.engine.executor.split_sampling import SplitVocabulary
 from jitney.engine.models.hidden import Hidden
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import COLUMNS, POOL, WHOLE
+from jitney.engine.models.sharding import (
+    AXIS,
+    COLUMNS,
+    POOL,
+    WHOLE,
+    engines_of,
+    largest_of_all,
+    of_each_engine,
+    rows_of_all,
+)
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.types import MAX_LOGPROBS, Pooling
@@ -131,7 +140,7 @@ class StateSizes:
         return config.n_layers * layer
 
     def shapes(self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None) -> DeviceState:
-        """The state as shapes, placed on the mesh; config: of one device."""
+        """The state as shapes, placed on the mesh; of all engines on it. config: of one device."""
         pages, page, rows, width = self.pool(config, kernels)
         pool = (pages, page, rows * config.shards, width)
         small = jax.eval_shape(partial(empty_state, self.seats, config.vocab_size))
@@ -145,8 +154,15 @@ class StateSizes:
 def shape_on(
     mesh: Mesh | None, shape: Shape, dtype: DTypeLike, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
-    """A shape on the mesh, or on the default device."""
-    sharding = None if mesh is None else NamedSharding(mesh, spec)
+    """A shape on the mesh, or on the default device. shape, spec: of one engine; on a mesh of
+    several, each has an array of its own (`of_each_engine`).
+    """
+    if mesh is None:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    engines = engines_of(mesh)
+    if engines > 1:
+        shape = (engines * shape[0], *shape[1:])
+    sharding = NamedSharding(mesh, of_each_engine(mesh, spec))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -160,14 +176,26 @@ def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
         if shape.sharding is None:
             return column
         values = np.asarray(column)
-        return jax.make_array_from_callback(shape.shape, shape.sharding, lambda at: values[at])
 
-    seats = empty_state(shapes.last_token.shape[0], config.vocab_size)
+        def own(at: Any) -> np.ndarray:
+            return values[:, *at[1:]]  # the seats of every engine are alike
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, own)
+
+    seats = empty_state(_own_seats(shapes), config.vocab_size)
     return DeviceState(
         kv=jax.tree.map(zeros, shapes.kv),
         last_token=zeros(shapes.last_token),
         seats=jax.tree.map(place, seats, shapes.seats),
     )
+
+
+def _own_seats(shapes: DeviceState) -> int:
+    """Seats of one engine."""
+    last_token = shapes.last_token
+    if last_token.sharding is None:
+        return last_token.shape[0]
+    return last_token.sharding.shard_shape(last_token.shape)[0]
 
 
 class StepOutput(NamedTuple):
@@ -193,13 +221,16 @@ def broken_sequences(hidden: Hidden, cu_q: Array) -> Array:
     return before[cu_q[1:]] > before[cu_q[:-1]]
 
 
-def _meta_of(inputs: Any) -> AttentionMeta:
+def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
     """The upload's metadata as arrays of their own, which nothing in them would change: none is
-    negative.
+    negative. engines: that share experts; 1: this one shares none.
 
     As slices of the upload, whose place moves from step to step, a GPU's graph would have each
     kernel that takes one recorded anew in every step.
     """
+    row_counts = None
+    if engines > 1:
+        row_counts = rows_of_all(inputs.counts[2:])
     return AttentionMeta(
         kv_lens=jnp.maximum(inputs.kv_lens, 0),
         cu_q=jnp.maximum(inputs.cu_q, 0),
@@ -208,6 +239,7 @@ def _meta_of(inputs: Any) -> AttentionMeta:
         positions=jnp.maximum(inputs.positions, 0),
         counts=jnp.maximum(inputs.counts, 0),
         adapted=_adapted(inputs),
+        row_counts=row_counts,
     )
 
 
@@ -245,9 +277,14 @@ class Program:
     @property
     def vocabulary(self) -> Vocabulary:
         """Which columns of logits a device has."""
-        if self.mesh is None or self.mesh.size == 1:
+        if self.mesh is None or self.mesh.shape[AXIS] == 1:
             return Vocabulary()
-        return SplitVocabulary(self.mesh.size)
+        return SplitVocabulary(self.mesh.shape[AXIS], self.engines)
+
+    @property
+    def engines(self) -> int:
+        """Engines whose step this is."""
+        return 1 if self.mesh is None else engines_of(self.mesh)
 
     @property
     def split(self) -> bool:
@@ -266,7 +303,7 @@ class Program:
         model = self.model(leaves)
         sampled_last = jnp.maximum(last_token[inputs.token_seats], 0)
         tokens = jnp.where(inputs.tokens >= 0, inputs.tokens, sampled_last)
-        hidden, kv = model(tokens, kv, _meta_of(inputs), self.kernels)
+        hidden, kv = model(tokens, kv, _meta_of(inputs, self.engines), self.kernels)
 
         def logits_of(rows: Array) -> Array:
             return model.logits(hidden[rows], self.kernels)
@@ -315,11 +352,14 @@ class Program:
         output = StepOutput(sampled)
         if layout.scores:
             block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
+            count = inputs.score_count[0]
+            if self.engines > 1:
+                count = largest_of_all(count)  # all engines compute the same blocks
             scores = score_prompt(
                 logits_of,
                 inputs.score_rows,
                 inputs.score_tokens,
-                inputs.score_count[0],
+                count,
                 block,
                 self.logprobs,
                 self.vocabulary,
@@ -449,11 +489,12 @@ class Program:
     def _on_every_device(self, step: Callable[..., Any], args: Any, results: Any) -> Any:
         # Unchecked: kernels are opaque to the analysis that would prove the results alike on all
         # devices.
+        assert self.mesh is not None
         return jax.shard_map(
             step,
             mesh=self.mesh,
             in_specs=jax.tree.map(lambda x: x.sharding.spec, args),
-            out_specs=results,
+            out_specs=jax.tree.map(partial(of_each_engine, self.mesh), results),
             check_vma=False,
         )
 

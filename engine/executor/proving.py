@@ -91,7 +91,7 @@ def served_by(
         context=sizes.context_length,
         dtype=jnp.dtype(dtype).name,
         kv_dtype=jnp.dtype(sizes.kv_dtype).name,
-        matrices=_matrices_of(model, own.shards),
+        matrices=_matrices_of(model, own),
         table=table,
         decode=tuple(bucket.seats for bucket in buckets.decode),
         mixed=tuple(bucket.tokens for bucket in buckets.mixed),
@@ -105,10 +105,11 @@ def served_by(
 
 def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
     """The different rows that experts are multiplied with at a time; none without experts."""
-    if own.experts is None:
+    experts = own.experts
+    if experts is None:
         return ()
     steps = (*buckets.decode, *buckets.mixed)
-    return tuple({own.experts.block_rows(bucket.tokens) for bucket in steps})
+    return tuple({experts.block_rows(experts.engines * bucket.tokens) for bucket in steps})
 
 
 def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
@@ -127,10 +128,13 @@ def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
     )
 
 
-def _matrices_of(model: Model, shards: int) -> tuple[Matrix, ...]:
-    """The different matrices of all layers, in the sizes of one of `shards` devices."""
+def _matrices_of(model: Model, own: ModelConfig) -> tuple[Matrix, ...]:
+    """The different matrices of all layers, in the sizes of one device; own: its configuration."""
     found: dict[Matrix, None] = {}
     for linear in model.linears():
+        shards = own.shards
+        if own.experts is not None and isinstance(linear, ExpertLinear):
+            shards *= own.experts.engines
         matrix = _matrix_of(linear, shards)
         found[matrix] = None
         found |= dict.fromkeys(_adapter_matrices(linear, matrix))

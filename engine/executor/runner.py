@@ -15,6 +15,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ from jitney.engine.executor.program import (
 from jitney.engine.executor.sampling import Sampled, SeatState, seat_row
 from jitney.engine.executor.step_parts import StepParts
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import WHOLE
+from jitney.engine.models.sharding import WHOLE, own_mesh
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.sequence import Sequence
@@ -79,6 +80,8 @@ class _Batch(msgspec.Struct):
     """A plan and its upload, ready to launch."""
 
     plan: Plan
+    #: For the executable without a sampler.
+    plain: bool
     packed: np.ndarray
 
 
@@ -164,6 +167,11 @@ class Runner:
         self._sizes = sizes
         self.builder = sizes.builder()
         self.shapes = sizes.shapes(model.config, kernels, mesh)
+        own = own_mesh(mesh)
+        #: What runs beside the step, and the state that it has: on the devices of this engine,
+        #: where several share experts.
+        self.own_program = replace(self.program, mesh=own)
+        self.own_shapes = sizes.shapes(model.config, kernels, own)
         #: Shapes until `compile` allocates it: compiling needs no arrays.
         self.state: DeviceState = self.shapes
         #: What runs a step, by (bucket, plain).
@@ -198,7 +206,7 @@ class Runner:
         self._compile_board()
         self._compile_pools()
         samplers = None if self._parts is None else self._parts.samplers
-        self.choices.compile(self.program, self.buckets, self.shapes, samplers)
+        self.choices.compile(self.own_program, self.buckets, self.own_shapes, samplers)
         self.state = allocate(self.shapes, self.config)
         meet()
         self.warm_up()
@@ -273,7 +281,7 @@ class Runner:
 
     def _compile_board(self) -> None:
         """The small program that installs a boarding sequence's sampling state."""
-        mesh, seats = self.program.mesh, self.shapes.seats
+        mesh, seats = self.own_program.mesh, self.own_shapes.seats
         row = [shape_on(mesh, column.shape[1:], column.dtype, WHOLE) for column in seats]
         board = jax.jit(
             _board_seat,
@@ -332,7 +340,11 @@ class Runner:
 
     def batch(self, plan: Plan) -> _Batch:
         """Pack the plan; numpy only."""
-        return _Batch(plan, self.builder.build(plan, self.is_plain(plan.bucket, plan.plain)))
+        return self.pack(plan, self.is_plain(plan.bucket, plan.plain))
+
+    def pack(self, plan: Plan, plain: bool) -> _Batch:
+        """As `batch`, for the executable without a sampler or for the other one."""
+        return _Batch(plan, plain, self.builder.build(plan, plain))
 
     def launch(self, batch: _Batch) -> LaunchedStep:
         """Dispatch one step and start the copy of its tokens to the host; returns before it is
@@ -341,11 +353,10 @@ class Runner:
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
-        plain = self.is_plain(plan.bucket, plan.plain)
-        output, logits = self.run(plan.bucket, plain, batch.packed)
+        output, logits = self.run(plan.bucket, batch.plain, batch.packed)
         pooled = None
         if self.pools and plan.pools:
-            pooled = self._run_pool(plan.bucket, plain, output, batch.packed)
+            pooled = self._run_pool(plan.bucket, batch.plain, output, batch.packed)
         # The hidden states are in nobody's way longer than they are read.
         output = output._replace(hidden=None)
         step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)

@@ -123,6 +123,10 @@ class Vocabulary:
     `split_sampling.SplitVocabulary` answers the same where several devices share the columns.
     """
 
+    def anybody(self, rows: Array) -> Array:
+        """Whether any of rows bool [S] needs a part of the sampler, which is left out else."""
+        return jnp.any(rows)
+
     def columns(self, x: Array) -> Array:
         """This device's columns of [R, V] that it has whole."""
         return x
@@ -206,12 +210,12 @@ def sample(
     # The choice stands in both branches: were it behind them, a branch that changes nothing would
     # still copy all logits, since the model's own are read again afterwards.
     tokens = jax.lax.cond(
-        jnp.any(rows.need(PENALISED | BIASED)),
+        vocabulary.anybody(rows.need(PENALISED | BIASED)),
         lambda: choose(shape_logits(logits, rows, state, vocabulary)),
         lambda: choose(logits),
     )
     scores = jax.lax.cond(
-        jnp.any(rows.need(SCORED)),
+        vocabulary.anybody(rows.need(SCORED)),
         lambda: score_tokens(logits, tokens, width, vocabulary),
         lambda: no_scores(tokens, width),
     )
@@ -234,7 +238,7 @@ def choose_tokens(
     chosen = vocabulary.greedy(logits)
     by_chance = (rows.params["temperature"] > 0) & (chosen >= 0)
     return jax.lax.cond(
-        jnp.any(by_chance),
+        vocabulary.anybody(by_chance),
         lambda: jnp.where(by_chance, _draw(logits, rows, cut, vocabulary), chosen),
         lambda: chosen,
     )
@@ -324,17 +328,17 @@ def _draw(logits: Array, rows: SamplingRows, cut: Threshold, vocabulary: Vocabul
     # one rounding of the two here, and two there.
     scaled = logits - vocabulary.largest(logits)
     scaled /= jnp.maximum(rows.params["temperature"], 1e-5)[:, None]
-    floor = _floor(scaled, rows, partial(vocabulary.threshold, cut=cut))
+    floor = _floor(scaled, rows, cut, vocabulary)
     weights = jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0)
     return vocabulary.invert(weights, uniform(rows))
 
 
-def _floor(scaled: Array, rows: SamplingRows, cut: Threshold) -> Array:
+def _floor(scaled: Array, rows: SamplingRows, cut: Threshold, vocabulary: Vocabulary) -> Array:
     """The smallest kept logit per row [S], -inf where all are kept."""
     limited = (rows.params["top_k"] > 0) | (rows.params["top_p"] < 1.0)
     floor = jax.lax.cond(
-        jnp.any(limited),
-        lambda: cut(scaled, rows.params["top_k"], rows.params["top_p"]),
+        vocabulary.anybody(limited),
+        lambda: vocabulary.threshold(scaled, rows.params["top_k"], rows.params["top_p"], cut),
         lambda: jnp.full_like(rows.params["top_p"], -jnp.inf),
     )
     least = jnp.where(rows.params["min_p"] > 0, jnp.log(rows.params["min_p"]), -jnp.inf)

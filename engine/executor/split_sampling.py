@@ -25,6 +25,7 @@ from jitney.engine.models.sharding import (
     first_best,
     gather,
     largest,
+    largest_of_all,
     total,
 )
 from jitney.kernels.interface import Threshold
@@ -37,9 +38,20 @@ _INFINITY = 0x7F800000
 
 @dataclass(frozen=True)
 class SplitVocabulary(Vocabulary):
-    """The columns that this device has of a vocabulary over so many devices."""
+    """The columns that this device has of a vocabulary over so many devices. engines: that run the
+    step together.
+    """
 
     devices: int
+    engines: int = 1
+
+    def anybody(self, rows: Array) -> Array:
+        # What only some need has sums over devices in it, which those of all engines run or none:
+        # XLA joins all devices of a program for some of them, whichever exchange anything.
+        found = jnp.any(rows)
+        if self.engines == 1:
+            return found
+        return largest_of_all(found.astype(jnp.int32)) > 0
 
     def columns(self, x: Array) -> Array:
         own = x.shape[-1] // self.devices
@@ -60,10 +72,10 @@ class SplitVocabulary(Vocabulary):
         many sums over the devices."""
         everything = jnp.full_like(top_p, -jnp.inf)
         floor_k = jax.lax.cond(
-            jnp.any(top_k > 0), lambda: self._cut_by_count(scaled, top_k), lambda: everything
+            self.anybody(top_k > 0), lambda: self._cut_by_count(scaled, top_k), lambda: everything
         )
         floor_p = jax.lax.cond(
-            jnp.any(top_p < 1.0),
+            self.anybody(top_p < 1.0),
             lambda: self._cut_by_mass(scaled, top_p, floor_k),
             lambda: everything,
         )

@@ -96,19 +96,22 @@ def load_shapes(
 ) -> Model:
     """What `load_model` would make of a model over so many devices, with shapes in place of arrays.
 
-    whole: the configuration of all devices. Of a checkpoint whose matrices stay as they are stored,
-    those of the first layer are read, and the other layers are taken to be stored alike.
+    shards: devices of one engine. whole: the configuration of all devices. Of a checkpoint whose
+    matrices stay as they are stored, those of the first layer are read, and the other layers are
+    taken to be stored alike.
     """
     model = abstract_model(whole.local(shards), dtype=dtype, weights=storage.scheme)
     if source.kind != "tiny" and storage.as_stored:
         weights = model_class(whole.architecture).weight_map(whole, source.kind)
         loader = _Loader(open_checkpoint(source, weights), storage, None)
         _store_alike(model, weights, loader, dtype)
-    groups = 1 if whole.experts is None else whole.experts.groups
+    groups = engines = 1
+    if whole.experts is not None:
+        groups, engines = whole.experts.all_groups, whole.experts.engines
     graph, state = nnx.split(model)
     leaves = []
     for path, leaf in _flat_leaves(state):
-        shape = whole_shape(path, leaf.shape, shards, groups)
+        shape = whole_shape(path, leaf.shape, shards, groups, engines)
         leaves.append((path, leaf.replace(jax.ShapeDtypeStruct(shape, leaf.dtype))))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
@@ -327,7 +330,7 @@ def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray
     """
     most = None
     n_groups = shares.mesh.size // shares.input_shards(path)
-    for number in range(shares.mesh.size):
+    for number in shares.engines_numbers:
         if number not in shares.own_numbers:
             part = jnp.asarray(shares.cut(path, stored, number, transposed=True))
             found = np.asarray(greatest(part.T))

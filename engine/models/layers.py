@@ -241,11 +241,13 @@ class RowFacts(NamedTuple):
     count: Array | None = None
     #: int32 [T], see `jitney.kernels.interface.AttentionMeta`.
     adapted: Array | None = None
+    #: int32 [engines]: the count of each engine that shares the model's experts, if it is known.
+    counts: Array | None = None
 
     @classmethod
     def of(cls, meta: AttentionMeta) -> RowFacts:
         """Of all rows of a step."""
-        return cls(meta.counts[2], meta.adapted)
+        return cls(meta.counts[2], meta.adapted, meta.row_counts)
 
 
 class MLP(nnx.Module):

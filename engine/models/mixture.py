@@ -29,7 +29,14 @@ from jitney.engine.models.layers import MLP, DType, Linear, RowFacts, gated_prod
 from jitney.engine.models.llama import Block, Llama
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, product
-from jitney.engine.models.sharding import AXIS, device_number, total
+from jitney.engine.models.sharding import (
+    device_number,
+    engine_number,
+    experts_axes,
+    own_sums,
+    rows_of_all,
+    total,
+)
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.interface import Arrange, Kernels, OneOf
 
@@ -83,16 +90,15 @@ class Routes(NamedTuple):
 
 def route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | int = 0) -> Routes:
     """scores float32 [T, X], the router's. n_rows int32: rows from there on pad the step, and go
-    through no expert. first: of the experts that are here, `config.own` of them; they are numbered
-    from there on.
+    through no expert; an array [D]: so it is in each of D equal parts of the rows. first: of the
+    experts that are here, `config.own` of them; they are numbered from there on.
     """
     n_padded, n_experts = scores.shape[0], config.own
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.n_chosen)
     if config.renormalised:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
     here = chosen - first
-    real = jnp.arange(n_padded)[:, None] < n_rows
-    mine = real & (here >= 0) & (here < n_experts)
+    mine = _real_rows(n_padded, n_rows) & (here >= 0) & (here < n_experts)
     at = jnp.clip(here, 0, n_experts - 1)
     numbers = jnp.arange(n_experts)
     goes = jnp.any((here[:, :, None] == numbers) & mine[:, :, None], axis=1)
@@ -113,6 +119,14 @@ def route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | in
         places=places,
         shares=shares,
     )
+
+
+def _real_rows(n_padded: int, n_rows: Array) -> Array:
+    """Which of so many rows pad no step, bool [T, 1]; n_rows: see `route`."""
+    if not n_rows.ndim:
+        return jnp.arange(n_padded)[:, None] < n_rows
+    part = n_padded // n_rows.size
+    return (jnp.arange(part) < n_rows[:, None]).reshape(-1, 1)
 
 
 def _rows_before(goes: Array) -> Array:
@@ -193,7 +207,7 @@ class ExpertLinear(Linear):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(I, O) of one expert, over all devices; not once they are arranged.
+        """(I, O) of one expert, over all devices of all engines; not once they are arranged.
 
         Of devices in groups each group's share of inputs or outputs is counted, though it is of
         other experts: a device has I or O divided by all devices, with groups as without.
@@ -214,9 +228,10 @@ class ExpertLinear(Linear):
         if mesh is None:
             self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, None, 1))
             return
-        own, apart = PartitionSpec(None, AXIS), PartitionSpec(None, None, AXIS)
+        axes = experts_axes(mesh)
+        own, apart = PartitionSpec(None, axes), PartitionSpec(None, None, axes)
         if self.summed:
-            own, apart = PartitionSpec(AXIS, None), PartitionSpec(None, AXIS, None)
+            own, apart = PartitionSpec(axes, None), PartitionSpec(None, axes, None)
         shares = jax.shard_map(
             partial(_set_apart, n_experts=self.n_experts, arrange=None, parts=1),
             mesh=mesh,
@@ -250,7 +265,7 @@ class Experts(MLP):
 
     Of a model over several devices in groups (`ExpertsConfig.groups`) X experts are chosen from,
     and those of the device's group are here; what the groups' experts give is added up as what the
-    shares of one expert give.
+    shares of one expert give. Engines that share experts bring all their rows to all of them.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
@@ -258,24 +273,43 @@ class Experts(MLP):
         assert experts is not None
         size, inner, own = config.hidden_size, config.intermediate_size, experts.own
         self.experts = experts
+        self.shards = config.shards
         self.group_size = config.feed_forward_shards(config.shards)
         self.router = nnx.Param(normal(rngs, (size, experts.n_experts), 1.5 * size**-0.5, dtype))
         self.gate_up = ExpertLinear(
             own, size, 2 * inner, dtype=dtype, rngs=rngs, activation=config.activation
         )
-        self.down = ExpertLinear(own, inner, size, dtype=dtype, rngs=rngs, summed=config.shards > 1)
+        is_split = config.shards * experts.engines > 1
+        self.down = ExpertLinear(own, inner, size, dtype=dtype, rngs=rngs, summed=is_split)
 
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]; rows of padding are 0."""
-        count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
-        scores = kernels.of_rows(count).matmul(x, self.router[...], jnp.float32)
+        if self.experts.engines > 1:
+            counts = self._counts_of_all(x.shape[0], rows)
+            sums = own_sums(self._answered(rows_of_all(x), kernels, counts))
+        else:
+            count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
+            sums = self._answered(x, kernels, count)
+        return total(sums) if self.shards > 1 else sums
+
+    def _answered(self, x: Array, kernels: Kernels, count: Array) -> Array:
+        """What this device's experts give [T, E], or their shares; count: see `route`."""
+        of_router = kernels if count.ndim else kernels.of_rows(count)
+        scores = of_router.matmul(x, self.router[...], jnp.float32)
         routes = route(scores[:, : self.experts.n_experts], self.experts, count, self._first())
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
             sums = self._one_by_one(x, routes, kernels)
-        sums = sums.astype(x.dtype)
-        return total(sums) if self.down.summed else sums
+        return sums.astype(x.dtype)
+
+    def _counts_of_all(self, n_rows: int, rows: RowFacts) -> Array:
+        """int32 [engines]: rows of each engine that pad no step."""
+        if rows.counts is not None:
+            return rows.counts
+        if rows.count is None:
+            return jnp.full(self.experts.engines, n_rows)
+        return rows_of_all(rows.count[None])
 
     def _at_once(self, kernels: Kernels) -> bool:
         return self.gate_up.at_once(kernels) and self.down.at_once(kernels)
@@ -307,9 +341,12 @@ class Experts(MLP):
 
     def _first(self) -> Array | int:
         """The number of the first expert that this device has a share of."""
-        if self.experts.groups == 1:
+        if self.experts.all_groups == 1:
             return 0
-        return device_number() // self.group_size * self.experts.own
+        group = device_number() // self.group_size
+        if self.experts.engines > 1:
+            group += engine_number() * self.experts.groups
+        return group * self.experts.own
 
     def arrange(self, kernels: Kernels) -> None:
         """See `MLP.arrange`; the router gets columns of zeros up to whole vectors."""

@@ -8,6 +8,11 @@ again is here: `total` after the two products that end a layer's halves, `lookup
 `first_best` for greedy tokens (`executor.split_sampling` has the others). Plans and uploads are the
 same on all devices.
 
+Engines that share the experts of a mixture run one step over a mesh of two axes, in which each has
+a row of devices: AXIS splits one engine's devices as ever, and along DATA every engine has rows,
+pools and seats of its own. Experts are dealt out over both (`rows_of_all` and `own_sums` bring rows
+to them and back); all other weights are the same along DATA.
+
 Axes as in `jitney.kernels.interface`, with H, K, F and V counted over all devices.
 """
 
@@ -28,8 +33,8 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Path
 from jitney.engine.errors import ConfigError
 
-#: The mesh axis over which everything is split.
-AXIS = "tensor"
+#: The mesh axis over which everything is split, and the one of engines that share experts.
+AXIS, DATA = "tensor", "data"
 WHOLE = PartitionSpec()
 #: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
 POOL = PartitionSpec(None, None, AXIS, None)
@@ -40,14 +45,72 @@ COLUMNS = PartitionSpec(None, AXIS)
 _BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
 
 
-def make_mesh(devices: Sequence[Any]) -> Mesh:
-    """The devices of one engine; their order is the order of the shares."""
-    return Mesh(np.array(devices), (AXIS,))
+def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
+    """The devices of one engine, or of several that share experts, those of one behind those of
+    another; their order is the order of the shares.
+    """
+    if engines == 1:
+        return Mesh(np.array(devices), (AXIS,))
+    return Mesh(np.array(devices).reshape(engines, -1), (DATA, AXIS))
+
+
+def own_mesh(mesh: Mesh | None) -> Mesh | None:
+    """This engine's devices, of a mesh of several engines: those of this process."""
+    if mesh is None or engines_of(mesh) == 1:
+        return mesh
+    return make_mesh([device for device in mesh.devices.flat if _is_here(device)])
+
+
+def _is_here(device: Any) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def engines_of(mesh: Any) -> int:
+    """Engines that run their steps on this mesh together."""
+    return mesh.shape.get(DATA, 1)
+
+
+def of_each_engine(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
+    """Where an array lies of which every engine has one of its own, the next behind the one before
+    along the first axis; spec: of one engine's.
+    """
+    if engines_of(mesh) == 1:
+        return spec
+    return PartitionSpec(DATA, *spec[1:])
+
+
+def experts_axes(mesh: Mesh) -> Any:
+    """The mesh's axes over which experts are dealt out."""
+    return (DATA, AXIS) if engines_of(mesh) > 1 else AXIS
 
 
 def device_number() -> Array:
-    """int32: which of the mesh's devices this one is; inside the step only."""
+    """int32: which of the engine's devices this one is; inside the step only."""
     return jax.lax.axis_index(AXIS)
+
+
+def engine_number() -> Array:
+    """int32: which of several engines this device belongs to; inside their step only."""
+    return jax.lax.axis_index(DATA)
+
+
+def rows_of_all(x: Array) -> Array:
+    """Every engine's rows one behind the other: [T, E] -> [engines * T, E]; inside a step of
+    several engines only.
+    """
+    return jax.lax.all_gather(x, DATA, tiled=True)
+
+
+def own_sums(x: Array) -> Array:
+    """Sums over all engines of the rows that are this one's: [engines * T, E] -> [T, E]; as
+    `rows_of_all`.
+    """
+    return jax.lax.psum_scatter(x, DATA, tiled=True)
+
+
+def largest_of_all(x: Array) -> Array:
+    """The greatest of every engine's x; as `rows_of_all`."""
+    return jax.lax.pmax(x, DATA)
 
 
 def total(x: Array) -> Array:
@@ -102,9 +165,14 @@ def first_best(best: Array, token: Array, columns: int) -> Array:
     return jnp.where(jnp.isfinite(top), first, -1)
 
 
+def _is_of_experts(path: Path) -> bool:
+    """Of a weight of a mixture: whether it is an expert's."""
+    return "gate_up" in path or "down" in path
+
+
 def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
-    """Which axis of a weight is split; None: every device has all of it. groups: of experts, see
-    `ExpertsConfig`.
+    """Which axis of a weight is split; None: every device has all of it. groups: with different
+    experts, `ExpertsConfig.all_groups`.
     """
     if path == ("embed",) or path[-1] == "kv_scales":
         return 0
@@ -125,15 +193,22 @@ def _sharding_of(path: Path, ndim: int, mesh: Mesh, groups: int = 1) -> NamedSha
     axis = _axis_of(path, ndim, groups)
     if axis is None:
         return NamedSharding(mesh, WHOLE)
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
+    split = experts_axes(mesh) if _is_of_experts(path) else AXIS
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, split))
 
 
-def whole_shape(path: Path, own: Sequence[int], shards: int, groups: int = 1) -> tuple[int, ...]:
-    """A weight's shape over all devices, given that of one device's share."""
+def whole_shape(
+    path: Path, own: Sequence[int], shards: int, groups: int = 1, engines: int = 1
+) -> tuple[int, ...]:
+    """A weight's shape over all devices, given that of one device's share. shards: devices of one
+    engine.
+    """
     whole = list(own)
     axis = _axis_of(path, len(own), groups)
     if axis is not None:
         whole[axis] *= shards
+        if _is_of_experts(path):
+            whole[axis] *= engines
     return tuple(whole)
 
 
@@ -166,25 +241,35 @@ class Shares:
     mesh: Mesh
 
     @property
+    def shards(self) -> int:
+        """Devices of one engine."""
+        return self.mesh.shape[AXIS]
+
+    @property
+    def engines(self) -> int:
+        """Engines that share the experts."""
+        return engines_of(self.mesh)
+
+    @property
     def own(self) -> ModelConfig:
         """The model that one device runs."""
-        return self.config.local(self.mesh.size)
+        return self.config.local(self.shards)
 
     @cached_property
     def group_size(self) -> int:
-        """Devices of a group that holds experts of its own; all of them without experts."""
-        return self.config.feed_forward_shards(self.mesh.size)
+        """Devices of a group that holds experts of its own; an engine's without experts."""
+        return self.config.feed_forward_shards(self.shards)
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """How many groups there are, of all engines."""
         return self.mesh.size // self.group_size
 
     def input_shards(self, path: Path) -> int:
         """Devices among which the inputs of a matrix are split."""
         if "down" in path:
             return self.group_size
-        return self.mesh.size
+        return self.shards
 
     def group_of(self, path: Path, device: int) -> int:
         """Number of the devices that have its other inputs, of a matrix whose inputs are split."""
@@ -192,7 +277,7 @@ class Shares:
 
     def ranges(self, path: Path, size: int, device: int) -> list[slice]:
         """Which indices along the split axis, of `size` in the checkpoint's order, the device
-        holds, in its own order.
+        holds, in its own order. device: its number among those of all engines.
 
         A fused projection is cut piece by piece, so that each device has (q, k, v) or (gate, up) of
         its own.
@@ -217,7 +302,7 @@ class Shares:
 
     def _first_kv(self, device: int) -> int:
         """The device's first KV head; devices beyond the KV heads share them."""
-        return device * self.config.n_kv_heads // self.own.shards
+        return device % self.shards * self.config.n_kv_heads // self.shards
 
     def _heads(self, device: int) -> list[slice]:
         """Columns of the fused query, key and value projection."""
@@ -226,7 +311,7 @@ class Shares:
         keys = whole.n_heads + self._first_kv(device)
         values = keys + whole.n_kv_heads
         return [
-            _run(device * own.n_heads * dim, own.n_heads * dim),
+            _run(device % self.shards * own.n_heads * dim, own.n_heads * dim),
             _run(keys * dim, own.n_kv_heads * dim),
             _run(values * dim, own.n_kv_heads * dim),
         ]
@@ -296,9 +381,14 @@ class Shares:
     @cached_property
     def own_numbers(self) -> tuple[int, ...]:
         """Which of the mesh's devices are this host's."""
-        host = jax.process_index()
         devices = enumerate(self.mesh.devices.flat)
-        return tuple(number for number, device in devices if device.process_index == host)
+        return tuple(number for number, device in devices if _is_here(device))
+
+    @property
+    def engines_numbers(self) -> range:
+        """Numbers of the devices of this host's engine, which other hosts may have some of."""
+        engine = self.own_numbers[0] // self.shards
+        return range(engine * self.shards, (engine + 1) * self.shards)
 
     def on_each(
         self, work: Callable[[Array, Array | None], Any], pieces: Sequence[Array], known: Any = None
@@ -324,7 +414,7 @@ class Shares:
         """
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(
-            whole_shape(path, own, self.mesh.size, self.groups),
+            whole_shape(path, own, self.shards, self.groups, self.engines),
             _sharding_of(path, len(own), self.mesh, self.groups),
             list(pieces),
         )

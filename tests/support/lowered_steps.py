@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jitney.engine.checkpoints.names import Path
 from jitney.engine.executor.program import Program, StateSizes
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import _sharding_of, whole_shape
+from jitney.engine.models.sharding import AXIS, _sharding_of, engines_of, whole_shape
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.kernels.interface import Kernels
 
@@ -27,15 +27,15 @@ def lower_step(
     """The step of one bucket from shapes alone, for devices that need not be there.
 
     model: `abstract_model` of the configuration that one device runs (`config.local(n)` for a mesh
-    of n). plain: the all-greedy step. mesh: of `sharding.make_mesh`, one device or more; None: the
-    default device.
+    of n, or of several engines with n devices each). plain: the all-greedy step. mesh: of
+    `sharding.make_mesh`, one device or more; None: the default device.
     """
     graph, state = nnx.split(model)
     if mesh is not None:
         flat: Any = nnx.to_flat_state(state)
         groups = 1
         if model.config.experts is not None:
-            groups = model.config.experts.groups
+            groups = model.config.experts.all_groups
         placed = [(path, leaf.replace(_on_mesh(path, leaf, mesh, groups))) for path, leaf in flat]
         state = nnx.from_flat_state(placed)
     leaves, treedef = jax.tree.flatten(state)
@@ -49,7 +49,7 @@ def _on_mesh(path: Path, own: Any, mesh: Mesh, groups: int) -> jax.ShapeDtypeStr
     share; groups: of experts.
     """
     return jax.ShapeDtypeStruct(
-        whole_shape(path, own.shape, mesh.size, groups),
+        whole_shape(path, own.shape, mesh.shape[AXIS], groups, engines_of(mesh)),
         own.dtype,
         sharding=_sharding_of(path, len(own.shape), mesh, groups),
     )

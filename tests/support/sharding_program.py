@@ -39,7 +39,7 @@ from jitney.engine.loading.calibration import calibrate
 from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.registry import abstract_model
-from jitney.engine.models.sharding import POOL, WHOLE, gather, make_mesh
+from jitney.engine.models.sharding import POOL, WHOLE, gather, make_mesh, of_each_engine
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.types import Grammar
 from jitney.kernels import experts
@@ -99,13 +99,69 @@ def logits(
     return np.asarray(jax.jit(step)(*args))
 
 
-def proved_shapes(family: str, devices: int, groups: int) -> np.ndarray:
+def joined_logits(
+    folder: str,
+    engines: int,
+    devices: int,
+    counts: list[int],
+    tokens: list[int],
+    scheme: str = "plain",
+    kv_dtype: str = "",
+    groups: int = 1,
+) -> np.ndarray:
+    """Logits of engines that share a mixture's experts, so many devices each, float32 [engines,
+    len(tokens), V]: each has a prompt of its own in the step, the first `counts` of the tokens; 0:
+    it takes part without a row.
+
+    scheme, kv_dtype, groups: as of `logits`.
+    """
+    source = resolve(folder)
+    mesh = make_mesh(jax.devices()[: engines * devices], engines)
+    model = load_model(
+        source,
+        source.config.in_groups(groups, engines),
+        jnp.float32,
+        storage=WeightStorage(scheme),
+        mesh=mesh,
+    )
+    if kv_dtype:
+        calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
+    graph, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    program = Program(graph, treedef, select("cpu", "reference"), mesh)
+    sizes = StateSizes(
+        seats=len(tokens),
+        n_pages=8,
+        page_size=16,
+        context_length=ROWS,
+        kv_dtype=jnp.dtype(kv_dtype or "float32"),
+    )
+    bucket = Bucket(ROWS, len(tokens))
+    layout = sizes.builder().layout(bucket, True)
+    uploads = [one_prompt(layout, tokens[:count]) for count in counts]
+    kv = allocate(sizes.shapes(model.config, program.kernels, mesh), model.config)
+
+    def step(leaves: Any, kv: Any, last_token: Any, packed: Any) -> jax.Array:
+        inputs = layout.split(packed)
+        logits_of, _, _ = program.forward(leaves, kv, last_token, inputs)
+        return gather(logits_of(inputs.logit_rows))
+
+    args = leaves, kv.kv, kv.last_token, np.concatenate(uploads)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (leaves, kv.kv, kv.last_token))
+    of_each = of_each_engine(mesh, WHOLE)
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=(*specs, of_each), out_specs=of_each, check_vma=False
+    )
+    return np.asarray(jax.jit(step)(*args)).reshape(engines, len(tokens), -1)
+
+
+def proved_shapes(family: str, devices: int, groups: int, engines: int = 1) -> np.ndarray:
     """What a split model's engine asks of its kernels, in words: told by its arrays, and told
-    without them.
+    without them. devices: of each engine.
     """
     source = resolve(f"tiny-random:{family}")
-    whole = source.config.in_groups(groups)
-    mesh = make_mesh(jax.devices()[:devices])
+    whole = source.config.in_groups(groups, engines)
+    mesh = make_mesh(jax.devices()[: engines * devices], engines)
     models = (
         load_model(source, whole, mesh=mesh),
         load_shapes(source, whole, devices, jnp.float32, WeightStorage()),
@@ -114,14 +170,16 @@ def proved_shapes(family: str, devices: int, groups: int) -> np.ndarray:
 
 
 def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
-    """The upload of a step with one prompt in pages 1, 2, ..., and logits of all its rows."""
+    """The upload of a step with one prompt in pages 1, 2, ..., and logits of all its rows; without
+    a token, of one without a row.
+    """
     n, packed = len(tokens), np.zeros(layout.size, np.int32)
     out = layout.split(packed)
     out.tokens[:n], out.positions[:n], out.write_rows[:] = tokens, np.arange(n), 8 * 16
     out.write_rows[:n] = 16 + np.arange(n)
-    out.kv_lens[0], out.cu_q[1:], out.counts[:] = n, n, (0, 1, n)
+    out.kv_lens[0], out.cu_q[1:], out.counts[:] = n, n, (0, min(n, 1), n)
     out.page_table[0, :4] = 1, 2, 3, 4
-    out.logit_rows[:] = np.arange(n)
+    out.logit_rows[:n] = np.arange(n)
     return packed
 
 
@@ -237,11 +295,18 @@ def many_heads() -> Iterator[None]:
 
 
 def program(
-    devices: int, plain: bool, bucket: list[int], family: str = "llama", groups: int = 1
+    devices: int,
+    plain: bool,
+    bucket: list[int],
+    family: str = "llama",
+    groups: int = 1,
+    engines: int = 1,
 ) -> np.ndarray:
     """Of a step compiled from shapes alone: all-reduces, all-gathers, widest all-gather (elements),
-    bytes of a device's pools, and of what is aliased. groups: of experts."""
-    config, mesh = tiny_config(family).in_groups(groups), make_mesh(jax.devices()[:devices])
+    bytes of a device's pools, and of what is aliased, and reduce-scatters. groups: of experts.
+    devices: of each engine."""
+    config = tiny_config(family).in_groups(groups, engines)
+    mesh = make_mesh(jax.devices()[: engines * devices], engines)
     sizes = StateSizes(seats=4, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.float32)
     model = abstract_model(config.local(devices), dtype=jnp.float32)
     compiled = lower_step(model, Bucket(*bucket), plain, KERNELS, sizes, mesh).compile()
@@ -259,12 +324,14 @@ def program(
             max(gathers, default=0),
             pools,
             memory.alias_size_in_bytes,
+            len(re.findall(r" reduce-scatter(?:-start)?\(", text)),
         ]
     )
 
 
 FUNCTIONS = {
     "logits": logits,
+    "joined_logits": joined_logits,
     "program": program,
     "generated": generated,
     "served": served,

@@ -38,6 +38,7 @@ from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.sampling import greedy
 from jitney.engine.loading.load import _most_elsewhere
 from jitney.engine.models.sharding import AXIS, Shares, first_best, lookup
+from jitney.engine.models.sharding import DATA as DATA_AXIS
 from jitney.engine.scheduler.buckets import make_buckets
 
 #: Biases, a tied head, a tied head with biases and windows, and norms of query and key heads; 4
@@ -54,10 +55,31 @@ CASES = (
 
 #: What a job is told of dtype, scheme and pools.
 PLAIN, INT8 = ("float32", "plain", ""), ("float32", "int8", "")
-#: Of these what is proved is compared: devices that share KV heads, and groups of experts.
-PROVED = (("llama", 4, 1), ("qwen3_moe", 4, 2), ("mixtral", 2, 2))
+#: Of these what is proved is compared: devices that share KV heads, groups of experts, and engines
+#: that share experts.
+PROVED = {
+    "llama": ("llama", 4, 1),
+    "qwen3_moe": ("qwen3_moe", 4, 2),
+    "mixtral": ("mixtral", 2, 2),
+    "mixtral of two engines": ("mixtral", 2, 1, 2),
+    "qwen3_moe of four engines": ("qwen3_moe", 1, 1, 4),
+}
 #: Of these, with whole experts on each group of devices: devices and groups.
 GROUPED = (("qwen3_moe", 4, 2), ("mixtral", 2, 2))
+
+
+#: Engines that share experts: how many, devices of each, and rows of each in the step: all, a few,
+#: or none; then scheme, pools and groups.
+JOINED: dict[str, tuple[Any, ...]] = {
+    "two engines": ("qwen3_moe", 2, 1, [48, 9]),
+    "two engines of four": ("qwen3_moe", 2, 4, [48, 0]),
+    "four engines": ("mixtral", 4, 2, [3, 48, 0, 31]),
+    "two engines in groups": ("mixtral", 2, 2, [9, 48], "plain", "", 2),
+}
+#: Compared with one engine alone.
+JOINED_ROUNDED: dict[str, tuple[Any, ...]] = {
+    "two engines in int8": ("qwen3_moe", 2, 2, [48, 9], "int8"),
+}
 
 
 def write_folder(folder: Path, case: dict[str, Any]) -> str:
@@ -84,7 +106,13 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
         (f"int8 experts {n}", "logits", [folders["qwen3_moe"], n, prompt, *INT8, groups])
         for n, groups in ((1, 1), (4, 2), (2, 2))
     ]
-    found += [(f"proved {case[0]}", "proved_shapes", list(case)) for case in PROVED]
+    found += [(f"proved {name}", "proved_shapes", list(case)) for name, case in PROVED.items()]
+    found += [
+        (name, "joined_logits", [folders[case], engines, n, counts, prompt, *how])
+        for name, (case, engines, n, counts, *how) in (JOINED | JOINED_ROUNDED).items()
+    ]
+    found.append(("program of engines", "program", [2, True, [4, 4], "mixtral", 1, 2]))
+    found.append(("scores of engines", "program", [2, False, [64, 4], "mixtral", 1, 2]))
     found.append(("program in 2", "program", [2, True, [4, 4], "mixtral", 2]))
     found += [
         (f"bfloat16 {n}", "logits", [folders["qwen3"], n, prompt, "bfloat16"]) for n in (1, 2)
@@ -137,11 +165,11 @@ def test_logits_equal_transformers(results: dict[str, np.ndarray], case: str, co
     )
 
 
-@pytest.mark.parametrize("family", [case[0] for case in PROVED])
+@pytest.mark.parametrize("name", list(PROVED))
 def test_kernels_are_proved_in_one_devices_shapes_with_and_without_weights(
-    results: dict[str, np.ndarray], family: str
+    results: dict[str, np.ndarray], name: str
 ):
-    loaded, without = results[f"proved {family}"]
+    loaded, without = results[f"proved {name}"]
     assert without == loaded and "Matrix(" in loaded
 
 
@@ -154,6 +182,42 @@ def test_groups_of_devices_with_whole_experts_give_the_same_logits(
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", list(JOINED))
+def test_engines_that_share_experts_have_logits_of_their_own(
+    results: dict[str, np.ndarray], name: str
+):
+    case, _, _, counts, *_ = JOINED[name]
+    expected = np.array(DATA["cases"][case]["logits"])
+    rows = np.array(DATA["rows"])
+    for own, count in zip(results[name], counts, strict=True):
+        known = rows[rows < count]
+        np.testing.assert_allclose(own[known], expected[: len(known)], atol=1e-4, rtol=0)
+
+
+def test_engines_that_share_experts_round_as_one_does(results: dict[str, np.ndarray]):
+    alone = results["int8 experts 1"]
+    for own, count in zip(results["two engines in int8"], (48, 9), strict=True):
+        np.testing.assert_allclose(own[:count], alone[:count], atol=1e-4)
+
+
+def test_engines_that_share_experts_send_rows_there_and_sums_back(results: dict[str, np.ndarray]):
+    """Beside what an engine of two devices sends: once a step how many rows each has, and in each
+    layer one all-gather and one reduce-scatter.
+    """
+    reduces, gathers, widest, pools, aliased, scatters = results["program of engines"]
+    width = tiny_config("mixtral").hidden_size
+    assert reduces == 2 * 2 + 1
+    assert gathers == 1 + 1 + 2 and widest == 2 * 4 * width
+    assert scatters == 2
+    assert aliased >= pools
+
+
+def test_a_sampling_step_of_several_engines_keeps_its_state(results: dict[str, np.ndarray]):
+    *_, pools, aliased, scatters = results["scores of engines"]
+    assert scatters > 2  # blocks of scored rows have a last feed-forward each
+    assert aliased >= pools
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_group_rounds_its_experts_as_one_device_does(results: dict[str, np.ndarray], count: int):
     one = results["int8 experts 1"]
@@ -162,7 +226,7 @@ def test_a_group_rounds_its_experts_as_one_device_does(results: dict[str, np.nda
 
 
 def test_groups_send_no_more_than_shares_of_experts_do(results: dict[str, np.ndarray]):
-    reduces, gathers, widest, pools, aliased = results["program in 2"]
+    reduces, gathers, widest, pools, aliased, _ = results["program in 2"]
     assert reduces == 2 * 2 + 1
     assert gathers == 1 and widest == 2 * 2 * 4
     assert aliased >= pools
@@ -197,7 +261,7 @@ def test_one_device_sends_nothing(results: dict[str, np.ndarray]):
 
 
 def test_a_greedy_step_sends_two_sums_a_layer_and_two_numbers_a_row(results: dict[str, np.ndarray]):
-    reduces, gathers, widest, pools, aliased = results["program 2 True 4"]
+    reduces, gathers, widest, pools, aliased, _ = results["program 2 True 4"]
     assert reduces == 2 * 2 + 1  # and one for the embedding
     assert gathers == 1 and widest == 2 * 2 * 4
     assert aliased >= pools
@@ -206,7 +270,7 @@ def test_a_greedy_step_sends_two_sums_a_layer_and_two_numbers_a_row(results: dic
 def test_a_sampling_step_leaves_the_logits_where_they_are(results: dict[str, np.ndarray]):
     """What travels: sums of lanes and the best 20 of each of 4 rows, or of a block of 64 scored
     ones; never 512 logits a row."""
-    reduces, gathers, widest, pools, aliased = results["program 2 False 64"]
+    reduces, gathers, widest, pools, aliased, _ = results["program 2 False 64"]
     assert reduces > 5 and gathers > 0
     assert widest <= 64 * 2 * 20
     assert aliased >= pools
@@ -344,6 +408,41 @@ def test_each_device_of_a_group_gets_its_share_of_the_groups_experts(path, array
     assert share_of(MIXTURE, ("layers", 0, "mlp", *path), array, 4) == shares
 
 
+@pytest.mark.parametrize(
+    ("path", "array", "shares"),
+    [
+        (
+            ("layers", 0, "mlp", "gate_up", "kernel"),
+            np.array([[1, 2, 5, 6, 11, 12, 15, 16, 21, 22, 25, 26, 31, 32, 35, 36]]),
+            [[1, 5, 11, 15], [2, 6, 12, 16], [21, 25, 31, 35], [22, 26, 32, 36]],
+        ),
+        (
+            ("layers", 0, "mlp", "down", "kernel"),
+            np.array([[1, 11, 21, 31], [2, 12, 22, 32]]),
+            [[1, 11], [2, 12], [21, 31], [22, 32]],
+        ),
+        (
+            ("layers", 0, "mlp", "down", "scale"),
+            np.array([1, 2, 3, 4]),
+            [[1, 2], [1, 2], [3, 4], [3, 4]],
+        ),
+        (
+            ("layers", 0, "attention", "qkv", "kernel"),
+            QKV,
+            [[0, 1, 10, 11, 100, 101, 200, 201], [20, 21, 30, 31, 110, 111, 210, 211]] * 2,
+        ),
+        (("layers", 0, "attention", "o", "kernel"), np.array([[1], [2]]), [[1], [2]] * 2),
+        (("embed",), np.array([[0], [1], [2], [3]]), [[0, 1], [2, 3]] * 2),
+    ],
+    ids=str,
+)
+def test_engines_have_experts_of_their_own_and_all_else_alike(path, array, shares):
+    experts = ExpertsConfig(4, 1, renormalised=True, engines=2)
+    mesh = AbstractMesh((2, 2), (DATA_AXIS, AXIS))
+    own = Shares(replace(MIXTURE, experts=experts), mesh)  # pyright: ignore[reportArgumentType]
+    assert [own.cut(path, array, device).ravel().tolist() for device in range(4)] == shares
+
+
 def test_a_share_is_cut_from_a_matrix_of_rows_of_outputs_as_well():
     shares = Shares(MIXTURE, AbstractMesh((4,), (AXIS,)))  # pyright: ignore[reportArgumentType]
     path = ("layers", 0, "mlp", "down", "kernel")
@@ -379,6 +478,22 @@ def test_the_greatest_elsewhere_is_that_of_the_group(here: tuple[int, ...], most
 def test_experts_that_cannot_be_dealt_out(family: str, groups: int, message: str):
     with pytest.raises(ConfigError, match=message):
         tiny_config(family).in_groups(groups)
+
+
+@pytest.mark.parametrize(
+    ("family", "engines", "message"),
+    [
+        ("llama", 2, "data_parallel deals out experts, and this model has none: run engines of"),
+        (
+            "mixtral",
+            3,
+            "data_parallel 3 with expert_parallel 1 does not divide the model's 4 experts",
+        ),
+    ],
+)
+def test_experts_that_engines_cannot_share(family: str, engines: int, message: str):
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(family).in_groups(1, engines)
 
 
 def test_groups_of_int4_inputs_are_not_torn():
