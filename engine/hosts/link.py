@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
@@ -29,7 +30,20 @@ from jitney.engine.hosts.connection import (
     listen,
     split_address,
 )
-from jitney.engine.hosts.messages import Agreed, Beat, Goodbye, Hello, Refused, Say, Welcome
+from jitney.engine.hosts.messages import (
+    Agreed,
+    Beat,
+    Goodbye,
+    Hello,
+    Meeting,
+    Refused,
+    Say,
+    Together,
+    Want,
+    Wanted,
+    Welcome,
+)
+from jitney.engine.hosts.rounds import Referee, Rounds
 from jitney.engine.ports import free_port
 from jitney.engine.worker_pipe import framed
 
@@ -54,7 +68,9 @@ type Report = Callable[[int, int, str], None]
 
 
 class Hosts(Protocol):
-    """What either kind of host can do."""
+    """What either kind of host can do. What it does with the others once it serves is one of two:
+    the first one plans for all, or each has an engine of its own (`rounds`).
+    """
 
     host_id: int
     n_hosts: int
@@ -67,6 +83,10 @@ class Hosts(Protocol):
 
     def same(self, what: str, value: str) -> None:
         """Raise ConfigError unless all hosts have the same."""
+        ...
+
+    def rounds(self) -> Rounds:
+        """How the engines of all hosts agree upon their steps; called once, before the first."""
         ...
 
     def wait_for_loss(self) -> None:
@@ -137,6 +157,10 @@ class _Watched:
     ended: threading.Event = field(default_factory=threading.Event)
     #: Its last words, if it said any.
     goodbye: Goodbye | None = None
+    #: What hears of rounds once there are some; before, they wait in line.
+    _meeting: Callable[[Any], None] | None = None
+    _early: list[Meeting] = field(default_factory=list[Meeting])
+    _switching: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, on_end: Callable[[_Watched, str, bool], None]) -> None:
         """Read it until it ends. on_end: called with why, and whether it says so itself."""
@@ -172,8 +196,24 @@ class _Watched:
             case Goodbye():
                 self.goodbye = message
                 self.inbox.put(message)
+            case Want() | Wanted() | Together():
+                self._take_round(message)
             case _:
                 self.inbox.put(message)
+
+    def _take_round(self, message: Meeting) -> None:
+        with self._switching:
+            if self._meeting is None:
+                self._early.append(message)
+            else:
+                self._meeting(message)
+
+    def meet(self, take: Callable[[Any], None]) -> None:
+        """From here on have what is said of rounds heard at once, by the thread that reads."""
+        with self._switching:
+            for message in self._early:
+                take(message)
+            self._meeting = take
 
     def hear(self, timeout_s: float | None = None) -> messages.Message | None:
         """The next message; None if none came in time. Raises ConnectionError at the end."""
@@ -228,6 +268,17 @@ class FirstHost:
                 raise ConfigError(reason)
         self.tell(Agreed(what, value))
 
+    def rounds(self) -> Rounds:
+        """See `Hosts`."""
+        own = Rounds(lambda want: referee.take(0, want))
+        tell: dict[int, Callable[[Meeting], None]] = {0: own.take}
+        for number, other in enumerate(self._others, 1):
+            tell[number] = partial(_say, other)
+        referee = Referee(tell)
+        for number, other in enumerate(self._others, 1):
+            other.meet(partial(referee.take, number))
+        return own
+
     def _said(self, other: _Watched, what: str) -> int | str:
         message = other.hear()
         if not isinstance(message, Say) or message.what != what:
@@ -262,6 +313,8 @@ class OtherHost:
         self.n_hosts = n_hosts
         self.jax_address = address
         self._ending = _Ending(lost)
+        #: The first host plans for this one.
+        self._follows = True
         self._first = _Watched(connection, "host 0")
         self._first.start(self._ended)
         threading.Thread(target=_beat, args=([self._first],), daemon=True).start()
@@ -272,9 +325,11 @@ class OtherHost:
 
     @property
     def dismissed(self) -> str:
-        """Why the first host has ended in order; empty: it has not."""
+        """Why the first host has ended in order; empty: it has not, or this one does not follow
+        it.
+        """
         goodbye = self._first.goodbye
-        if goodbye is None or goodbye.failed:
+        if goodbye is None or goodbye.failed or not self._follows:
             return ""
         return goodbye.reason
 
@@ -296,6 +351,15 @@ class OtherHost:
                 raise ConfigError(answer.reason)
         raise ConnectionError(f"host 0 said {answer} where {what} was to be agreed upon")
 
+    def rounds(self) -> Rounds:
+        """See `Hosts`."""
+        self._follows = False
+        if self._first.goodbye is not None:
+            raise ConnectionError(self._first.goodbye.reason)
+        own = Rounds(partial(_say, self._first))
+        self._first.meet(own.take)
+        return own
+
     def wait_for_loss(self) -> None:
         """See `Hosts`."""
         self._ending.wait_for_loss()
@@ -310,6 +374,10 @@ class OtherHost:
         """By the thread that reads the first host."""
         if not self.dismissed and self._ending.notice():
             self._ending.tell(reason, failed)
+
+
+def _say(other: _Watched, message: messages.Message) -> None:
+    _send(other, framed(message))
 
 
 def _send(other: _Watched, frame: bytes) -> None:

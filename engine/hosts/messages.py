@@ -2,7 +2,9 @@
 tagged unions). Jax-free.
 
 The first host plans; the others do on their devices what it does on its own, in its order. What a
-plan comes to is small: which program runs, and the one array that it takes.
+plan comes to is small: which program runs, and the one array that it takes. Engines that share a
+mixture's experts plan each for itself, and agree upon the size of every step (`Want`, `Wanted`,
+`Together`; `jitney.engine.hosts.rounds`).
 """
 
 from __future__ import annotations
@@ -101,7 +103,42 @@ class Choose(msgspec.Struct, tag="choose", frozen=True):
     masks: PackedArray
 
 
+class StepSize(msgspec.Struct, frozen=True):
+    """What a step of one engine needs, or what one for all of them has."""
+
+    #: Rows and sequences of the bucket.
+    tokens: int
+    seats: int
+    #: Nobody in it has a prompt.
+    decode_only: bool
+    #: The program without a sampler does.
+    plain: bool
+
+
+class Want(msgspec.Struct, tag="want", frozen=True):
+    """An engine's part in a round; to host 0, once a round."""
+
+    #: Rising from 0.
+    round: int
+    #: Of its next step; None: it has none, and takes part in that of the others.
+    size: StepSize | None
+
+
+class Wanted(msgspec.Struct, tag="wanted", frozen=True):
+    """Somebody has a step to run: host 0 asks what you want in this round."""
+
+    round: int
+
+
+class Together(msgspec.Struct, tag="together", frozen=True):
+    """All engines run this step now; it ends the round."""
+
+    round: int
+    size: StepSize
+
+
 Command = Step | Board | Choose
-Message = Command | Hello | Welcome | Refused | Say | Agreed | Beat | Goodbye
+Meeting = Want | Wanted | Together
+Message = Command | Meeting | Hello | Welcome | Refused | Say | Agreed | Beat | Goodbye
 
 decode = msgspec.msgpack.Decoder(Message).decode

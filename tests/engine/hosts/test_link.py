@@ -17,7 +17,7 @@ import pytest
 from jitney.engine.errors import ConfigError
 from jitney.engine.hosts import connection, link
 from jitney.engine.hosts.link import FirstHost, OtherHost, gather, join
-from jitney.engine.hosts.messages import Goodbye, Hello, PackedArray, Step
+from jitney.engine.hosts.messages import Goodbye, Hello, PackedArray, Step, StepSize
 from jitney.engine.ports import free_port
 from jitney.engine.worker_pipe import framed
 
@@ -293,6 +293,40 @@ def test_the_end_of_the_first_host_in_order_is_no_loss(meeting: Meeting):
     other.leave("the first host is gone", failed=False)
     leaving.result(LIMIT_S)
     assert meeting.losses.empty()
+
+
+SIZE = StepSize(tokens=4, seats=4, decode_only=True, plain=True)
+
+
+def test_engines_of_several_hosts_agree_upon_steps(meeting: Meeting):
+    futures = [meeting.first(3), meeting.other(1, 3), meeting.other(2, 3)]
+    hosts = [future.result(LIMIT_S) for future in futures]
+    early = meeting.pool.submit(hosts[2].rounds().agree, SIZE)  # host 0 may not be there yet
+    idle = [host.rounds() for host in hosts[:2]]
+    for rounds in idle:
+        wait_for(rounds.is_asked)
+    agreed = [meeting.pool.submit(rounds.agree, None) for rounds in idle]
+    assert [future.result(LIMIT_S) for future in (early, *agreed)] == [SIZE] * 3
+    part(hosts)
+
+
+def test_the_end_of_a_host_in_order_is_a_loss_to_engines_of_their_own(meeting: Meeting):
+    first, other = meeting.pair()
+    other.rounds()
+    leaving = meeting.pool.submit(first.leave, "host 0 was told to end", failed=False)
+    assert meeting.losses.get(timeout=LIMIT_S) == (1, "host 0 was told to end", False)
+    other.leave("the first host is gone", failed=False)
+    leaving.result(LIMIT_S)
+
+
+def test_a_first_host_that_ended_has_no_rounds(meeting: Meeting):
+    first, other = meeting.pair()
+    leaving = meeting.pool.submit(first.leave, "host 0 was told to end", failed=False)
+    assert other.next(LIMIT_S) == Goodbye("host 0 was told to end", False)
+    with pytest.raises(ConnectionError, match="host 0 was told to end"):
+        other.rounds()
+    other.leave("the first host is gone", failed=False)
+    leaving.result(LIMIT_S)
 
 
 def test_hosts_that_never_come(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):

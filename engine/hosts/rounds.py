@@ -1,0 +1,111 @@
+"""How engines that share experts agree upon the size of each step that they run together. Jax-free.
+
+A round is one step. It begins when an engine has a step to run and says so to host 0, which asks
+those who have said nothing yet. Who has nothing to run says that. Once all have answered, the
+largest of what they want is what all run. While nobody has a step to run, nothing is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from jitney.engine.hosts.messages import Meeting, StepSize, Together, Want, Wanted
+
+
+def largest(sizes: Sequence[StepSize]) -> StepSize:
+    """What holds all of these steps, at least one."""
+    return StepSize(
+        tokens=max([size.tokens for size in sizes]),
+        seats=max([size.seats for size in sizes]),
+        decode_only=all([size.decode_only for size in sizes]),
+        plain=all([size.plain for size in sizes]),
+    )
+
+
+class Referee:
+    """Hears what all engines want, on host 0; its methods may be called by any thread."""
+
+    def __init__(self, tell: Mapping[int, Callable[[Meeting], None]]):
+        """tell: what sends a message to each engine, by the ids of their hosts."""
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._round = 0
+        #: What the engines want that have said it in this round, by their hosts.
+        self._wants: dict[int, StepSize | None] = {}
+
+    def take(self, number: int, want: Want) -> None:
+        """Hear what the engine of a host wants."""
+        with self._lock:
+            if want.round != self._round or number in self._wants:
+                raise ConnectionError(f"host {number} is in round {want.round}, not {self._round}")
+            is_first = not self._wants
+            self._wants[number] = want.size
+            if len(self._wants) == len(self._tell):
+                self._decide()
+            elif is_first:
+                self._ask_others()
+
+    def _ask_others(self) -> None:
+        for number, tell in self._tell.items():
+            if number not in self._wants:
+                tell(Wanted(self._round))
+
+    def _decide(self) -> None:
+        size = largest([want for want in self._wants.values() if want is not None])
+        together = Together(self._round, size)
+        self._round += 1
+        self._wants = {}
+        for tell in self._tell.values():
+            tell(together)
+
+
+class Rounds:
+    """One engine's part. Its core's thread calls `agree`; messages come by any."""
+
+    def __init__(self, tell: Callable[[Want], None]):
+        """tell: what brings a message to the referee."""
+        self._tell = tell
+        #: The one that this engine has not answered in yet; written by the core's thread.
+        self._round = 0
+        #: The last one in which this engine was asked.
+        self._asked = -1
+        self._answers: queue.SimpleQueue[Together] = queue.SimpleQueue()
+        #: There is a byte to read from the first once this engine has been asked.
+        self._waking, self._waker = socket.socketpair()
+        for end in (self._waking, self._waker):
+            end.setblocking(False)
+
+    def take(self, message: Meeting) -> None:
+        """Hear the referee."""
+        match message:
+            case Together():
+                self._answers.put(message)
+            case Wanted(round=number):
+                self._asked = number
+                with contextlib.suppress(BlockingIOError):  # it is awake
+                    self._waker.send(b".")
+            case Want():
+                raise ConnectionError("host 0 said what it wants where it was to decide")
+
+    def is_asked(self) -> bool:
+        """Whether others wait for this engine's answer; what woke it is read."""
+        with contextlib.suppress(BlockingIOError):
+            self._waking.recv(64)
+        return self._asked == self._round
+
+    def fileno(self) -> int:
+        """What a core that sleeps may wait for: can be read once this engine is asked."""
+        return self._waking.fileno()
+
+    def agree(self, size: StepSize | None) -> StepSize:
+        """Say what this engine wants, or None, and wait until all have. -> the step that all run
+        now. None only where `is_asked`: else nobody might want one.
+        """
+        number = self._round
+        self._round += 1
+        self._tell(Want(number, size))
+        return self._answers.get().size
