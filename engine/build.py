@@ -36,6 +36,7 @@ from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.autotuning import programs_folder
 from jitney.engine.executor.hosts import Follower, LeadingRunner
+from jitney.engine.executor.joined import JoinedRunner
 from jitney.engine.executor.memory import (
     GIB,
     claim_memory,
@@ -49,6 +50,7 @@ from jitney.engine.executor.proving import proofs_of, proven, served_by
 from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.threads import use_processors
 from jitney.engine.hosts.link import FirstHost, Hosts, OtherHost
+from jitney.engine.joined import JoinedCore
 from jitney.engine.loading.adapters import load_adapters
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import load_model, load_shapes
@@ -85,7 +87,8 @@ class _Setup:
 
     config: Config
     source: ModelSource
-    #: jax's, whose class declares no types: as many as tensor_parallel says, of all hosts.
+    #: jax's, whose class declares no types: as many as tensor_parallel says, of all hosts, or of all
+    #: engines that share experts.
     devices: list[Any]
     #: Of them; None if there is but one.
     mesh: Mesh | None
@@ -145,16 +148,20 @@ class _Built:
 
 
 def build_engine(
-    config: Config, source: ModelSource, progress: _Report, hosts: FirstHost | None = None
+    config: Config, source: ModelSource, progress: _Report, hosts: Hosts | None = None
 ) -> tuple[EngineCore, EngineInfo]:
     """Load, size, compile and warm up; reports weights and compile stages. hosts: the others, if
     there are any. Raises JitneyError in one line.
     """
     built = _build(config, source, progress, hosts)
-    if hosts is not None:
-        assert isinstance(built.runner, LeadingRunner)  # _runner_class
-        built.runner.lead(hosts)
-    return _make_core(built.setup, built.runner, built.alone), built.info
+    runner = built.runner
+    if isinstance(runner, JoinedRunner):
+        assert hosts is not None  # _runner_class
+        runner.join(hosts.rounds())
+    if isinstance(runner, LeadingRunner):
+        assert isinstance(hosts, FirstHost)  # _runner_class
+        runner.lead(hosts)
+    return _make_core(built.setup, runner, built.alone), built.info
 
 
 def build_follower(
@@ -214,11 +221,12 @@ def _set_up(config: Config, source: ModelSource, hosts: Hosts | None) -> _Setup:
 def _setup_on(
     devices: list[Any], config: Config, source: ModelSource, hosts: Hosts | None = None
 ) -> _Setup:
-    model = source.config.in_groups(config.engine.expert_parallel)
+    engine = config.engine
+    model = source.config.in_groups(engine.expert_parallel, engine.data_parallel)
     source = replace(source, config=model)
     mesh = None
     if len(devices) > 1:
-        mesh = make_mesh(devices)
+        mesh = make_mesh(devices, engine.data_parallel)
     dtype = choose_dtype(config.model.dtype, devices[0].platform)
     if config.engine.canary_every and source.config.experts is not None and dtype != jnp.float32:
         raise ConfigError(
@@ -338,9 +346,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
         _make_buckets(setup, kernels),
         padding_is_free=_padding_is_free(setup, model, kernels),
     )
-    make_runner = Runner
-    if isinstance(setup.hosts, FirstHost):
-        make_runner = LeadingRunner
+    make_runner = _runner_class(setup)
 
     def make(n_pages: int) -> Runner:
         return make_runner(
@@ -366,6 +372,14 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
     )
 
 
+def _runner_class(setup: _Setup) -> type[Runner]:
+    if setup.settings.data_parallel > 1:
+        return JoinedRunner
+    if isinstance(setup.hosts, FirstHost):
+        return LeadingRunner
+    return Runner
+
+
 def _compile(setup: _Setup, runner: Runner, progress: _Report) -> None:
     def report(done: int, total: int, what: str) -> None:
         progress(messages.Progress("compile", done, total, what))
@@ -383,6 +397,8 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
     """The engine; alone: the core that checks it, if one does."""
     scheduler = _make_scheduler(setup, runner)
     late = setup.device.platform == "cpu" and setup.hosts is None
+    if isinstance(runner, JoinedRunner):
+        return JoinedCore(scheduler, runner, Ledger(), partner=runner, rounds=runner.rounds)
     if alone is None:
         return EngineCore(scheduler, runner, Ledger(), plans_late=late)
     limit, every = LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
@@ -722,6 +738,7 @@ def _describe(
         compile_seconds=runner.compile_seconds,
         tensor_parallel=settings.tensor_parallel,
         expert_parallel=settings.expert_parallel,
+        data_parallel=settings.data_parallel,
         sampling_defaults=defaults,
         proofs=proofs,
         canary_every=settings.canary_every,
@@ -749,4 +766,6 @@ def _devices_in_words(setup: _Setup) -> str:
     words = f"{len(setup.devices)} x {chip}"
     if setup.hosts is not None:
         words += f" on {setup.hosts.n_hosts} hosts"
+    if setup.settings.data_parallel > 1:
+        words += ", an engine on each"
     return words

@@ -89,7 +89,7 @@ class LLM:
             config = model
         else:
             config = load_config(flags={"model": model, **settings})
-        if config.engine.n_hosts > 1:
+        if config.engine.n_hosts > 1 or config.engine.data_parallel > 1:
             raise ConfigError("n_hosts: an engine over several hosts is run by jitney serve alone")
         prepare_platform(config.engine)
         # Imports jax, which reads what the line above set.

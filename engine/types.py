@@ -541,6 +541,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     compile_seconds: float = 0.0
     tensor_parallel: int = 1
     expert_parallel: int = 1  # groups of these devices that hold different experts of a mixture
+    data_parallel: int = 1  # engines that the experts are dealt out to, this one among them
     sampling_defaults: dict[
         str, int | float
     ] = {}  # what a request gets that does not say; by field of SamplingParams

@@ -42,6 +42,7 @@ FLOORS = {
     "jitney.engine.telemetry": 4,
     "jitney.engine.core": 5,
     "jitney.engine.canary": 5,
+    "jitney.engine.joined": 5,
     "jitney.engine.build": 6,
     "jitney.engine.simulation": 6,
     "jitney.engine.process": 6,

@@ -25,6 +25,7 @@ _SHOWN = (
     "device",
     "tensor_parallel",
     "expert_parallel",
+    "data_parallel",
     "kernels",
     "kernels_out",
     "dtype",

@@ -206,7 +206,7 @@ def model(config: Config) -> Iterator[_Finding]:
     is_here = _is_here(config.model.id, config.model.revision)
     where = "on this machine" if is_here else "to be fetched"
     yield _Finding("model", f"{config.model.id}: {where}")
-    if is_here and config.engine.tensor_parallel > 1:
+    if is_here and config.engine.tensor_parallel * config.engine.data_parallel > 1:
         yield from _split(config)
     digest = digest_here(config)
     if digest:
@@ -221,7 +221,8 @@ def _split(config: Config) -> Iterator[_Finding]:
 
     name, parts = config.model.id, config.engine.tensor_parallel
     if not is_repository(name):
-        whole = resolve(name).config.in_groups(config.engine.expert_parallel)
+        engine = config.engine
+        whole = resolve(name).config.in_groups(engine.expert_parallel, engine.data_parallel)
         own = whole.local(parts)
         heads = f"{own.n_heads} query and {own.n_kv_heads} key-value heads"
         yield _Finding("model on each", heads, True)
@@ -305,7 +306,13 @@ def _tiny_model(config: Config) -> Config:
 
 #: An adapter fits the model that it was made for.
 _TINY_MODEL = {"id": "tiny-random", "revision": "", "context": 0, "adapters": ()}
-_ONE_HOST = {"expert_parallel": 1, "coordinator": "", "n_hosts": 1, "host_id": 0}
+_ONE_HOST = {
+    "expert_parallel": 1,
+    "data_parallel": 1,
+    "coordinator": "",
+    "n_hosts": 1,
+    "host_id": 0,
+}
 _TINY_ENGINE = {
     "max_seats": 4,
     "token_budget": 64,

@@ -97,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
         _say_all(chosen)
         print(to_toml(layered.config), end="")
         return 0
-    if layered.config.engine.host_id:
+    if layered.config.engine.follows:
         return _start_following(layered.config, chosen)
     measure = partial(_measured, layered) if measures and kept is None else None
     return _start(layered, chosen, measure)
@@ -250,7 +250,9 @@ class _Server:
             listener.close()
 
     async def _work(self) -> None:
-        """Load everything, say so, and return only when the engine is lost for good."""
+        """Load everything, say so, and return only when the engine is lost for good; raises the
+        reason, if it is missed.
+        """
         service = self.app.state.service
         source = await self.equipment.find_model()
         if self.measure is not None:
@@ -262,7 +264,8 @@ class _Server:
         for line in _greeting(self.config, self.url, info, tokenizer):
             print(line, flush=True)
         await self.client.until("dead")
-        await self.client.wait_ready()  # raises the reason
+        if not self.client.dismissed:
+            await self.client.wait_ready()  # raises the reason
 
     def _take(self, layered: Layered) -> None:
         """Sizes for the engine, which has not started yet."""

@@ -73,6 +73,7 @@ NOT_SIMULATED = (
     "platform",
     "device",
     "tensor_parallel",
+    "data_parallel",
     "coordinator",
     "n_hosts",
     "host_id",

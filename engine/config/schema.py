@@ -445,6 +445,15 @@ class EngineSection(Section):
             "experts, each whole within its group; 1: every device has a share of every expert"
         ),
     )
+    data_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description=(
+            "engines that a mixture's experts are dealt out to, one on each of n_hosts hosts with "
+            "tensor_parallel devices, requests and pages of its own; they run each step together"
+        ),
+    )
     coordinator: str = Field(
         default="",
         description=(
@@ -458,14 +467,16 @@ class EngineSection(Section):
         ge=1,
         le=64,
         description=(
-            "hosts that run one engine together, each with an equal part of tensor_parallel devices"
+            "hosts that run one engine together, each with an equal part of tensor_parallel "
+            "devices; or the engines of data_parallel, one on each"
         ),
     )
     host_id: int = Field(
         default=0,
         ge=0,
         description=(
-            "number of this host: 0 plans and serves HTTP, the others follow it and serve nothing"
+            "number of this host: 0 plans and serves HTTP, the others follow it and serve nothing; "
+            "with data_parallel all plan and serve"
         ),
     )
 
@@ -522,7 +533,7 @@ class EngineSection(Section):
         chips = self.device.split(",")
         if len(set(chips)) != len(chips) or len(chips) != self.devices_here:
             wanted = f"tensor_parallel ({self.tensor_parallel})"
-            if self.n_hosts > 1:
+            if self.devices_here < self.tensor_parallel:
                 wanted += f" has on each of {self.n_hosts} hosts"
             raise ValueError(f"device {self.device} must name as many different chips as {wanted}")
         return self
@@ -555,12 +566,23 @@ class EngineSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _each_engine_has_a_host(self) -> EngineSection:
+        if self.data_parallel == 1 or self.coordinator == AUTO:
+            return self
+        if self.n_hosts != self.data_parallel:
+            raise ValueError(
+                f"data_parallel {self.data_parallel} is one engine on each of as many hosts: "
+                f"n_hosts must be as many, not {self.n_hosts}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _hosts_can_do_it(self) -> EngineSection:
         if self.n_hosts == 1:
             return self
         if self.embedding_pooling != "off":
             raise ValueError("embedding_pooling is not for several hosts (n_hosts): leave it off")
-        if self.tensor_parallel % self.n_hosts:
+        if self.data_parallel == 1 and self.tensor_parallel % self.n_hosts:
             raise ValueError(
                 f"tensor_parallel {self.tensor_parallel} counts the devices of all hosts: it must "
                 f"be a multiple of n_hosts ({self.n_hosts})"
@@ -572,7 +594,14 @@ class EngineSection(Section):
     @property
     def devices_here(self) -> int:
         """Devices of one host."""
+        if self.data_parallel > 1:
+            return self.tensor_parallel
         return self.tensor_parallel // self.n_hosts
+
+    @property
+    def follows(self) -> bool:
+        """True on a host that does what the first one plans, and serves nothing."""
+        return self.host_id > 0 and self.data_parallel == 1
 
 
 class SamplingSection(Section):

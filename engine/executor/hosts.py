@@ -27,7 +27,22 @@ from jitney.engine.hosts.messages import Board, Choose, PackedArray, Step
 from jitney.engine.scheduler.buckets import Bucket
 
 
-class LeadingRunner(Runner):
+class RunnerWithOthers(Runner):
+    """Of a host whose steps others take part in."""
+
+    def restore(self, error: Exception) -> None:
+        """Whether a step failed on all hosts alike nobody knows, so all start anew."""
+        raise EngineDead(
+            f"a step failed ({type(error).__name__}), and several hosts do not go on after that"
+        ) from error
+
+    def sleep(self, alive: Callable[[], None]) -> int:
+        raise RequestError(
+            "an engine over several hosts (n_hosts) does not sleep", code="unsupported_parameter"
+        )
+
+
+class LeadingRunner(RunnerWithOthers):
     """Of the first host. `lead` comes after `compile`, and before the first step."""
 
     _hosts: FirstHost | None = None
@@ -56,17 +71,6 @@ class LeadingRunner(Runner):
         heads, masks = PackedArray.of(upload.heads), PackedArray.of(upload.masks)
         self._tell(Choose(picked, heads, masks))
         return super().run_choice(logits, numbers, upload)
-
-    def restore(self, error: Exception) -> None:
-        """Whether a step failed on all hosts alike nobody knows, so all start anew."""
-        raise EngineDead(
-            f"a step failed ({type(error).__name__}), and several hosts do not go on after that"
-        ) from error
-
-    def sleep(self, alive: Callable[[], None]) -> int:
-        raise RequestError(
-            "an engine over several hosts (n_hosts) does not sleep", code="unsupported_parameter"
-        )
 
 
 class Follower:

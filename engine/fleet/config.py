@@ -81,7 +81,7 @@ _DECIDED = (
 )
 #: Settings of one engine over several hosts. Engines of a fleet would all get the same coordinator
 #: and be the same host: each would wait for the others for ever.
-_OF_HOSTS = ("coordinator", "n_hosts", "host_id")
+_OF_HOSTS = ("coordinator", "n_hosts", "host_id", "data_parallel")
 #: What to do instead.
 _START_BY_HAND = (
     "is for one engine over several hosts, which a fleet cannot start; start it on its hosts and "

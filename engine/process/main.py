@@ -28,6 +28,7 @@ from jitney.engine.checkpoints.sources import ModelSource, resolve
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import JitneyError, RequestError
 from jitney.engine.hosts.link import FirstHost, OtherHost
+from jitney.engine.joined import JoinedCore
 from jitney.engine.process.hosts import fatal, follow, met, start_ticking
 from jitney.engine.types import EngineInfo
 
@@ -178,7 +179,7 @@ def _serve_together(
     def report(progress: messages.Progress) -> None:
         outbox.send(messages.encode(progress))
 
-    if isinstance(hosts, FirstHost):
+    if isinstance(hosts, FirstHost) or config.engine.data_parallel > 1:
         core, info = _builder(start.builder)(config, source, report, hosts)
         _start_serving(core, info, inbox, outbox)
         return
@@ -204,10 +205,11 @@ def _freeze() -> None:
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
     _freeze()
+    joined = core if isinstance(core, JoinedCore) else None
     idle_ticks, next_tick = 0, 0.0
     while True:
         wait_s = min(_TICK_S, core.pause_s) if core.has_work else _TICK_S
-        for message in _received(inbox, wait_s):
+        for message in _received(inbox, wait_s, joined):
             if isinstance(message, messages.Shutdown):
                 return
             _handle(core, message, outbox)
@@ -216,7 +218,10 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
                 continue  # there is time for somebody else
             outbox.send(messages.encode(core.step()))
             idle_ticks = 0
-        elif time.monotonic() >= next_tick:
+            continue
+        if joined is not None:
+            joined.take_part()
+        if time.monotonic() >= next_tick:
             outbox.send(messages.encode(messages.Tick(waiting=0)))
             next_tick = time.monotonic() + _TICK_S
             idle_ticks += 1
@@ -224,9 +229,15 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
                 core.check()
 
 
-def _received(inbox: zmq.Socket, wait_s: float) -> Iterator[messages.ToCore]:
-    """Messages that are here now, or that come within `wait_s` seconds."""
-    if wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
+def _received(
+    inbox: zmq.Socket, wait_s: float, joined: JoinedCore | None = None
+) -> Iterator[messages.ToCore]:
+    """Messages that are here now, or that come within `wait_s` seconds; none if the others of a
+    joined engine wait for it earlier.
+    """
+    if wait_s and joined is not None:
+        zmq.select([inbox, joined], [], [], wait_s)
+    elif wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
         return
     while True:
         try:

@@ -93,6 +93,13 @@ class _CoreEnd:
     crashed: bool = False
 
     @property
+    def lost_host(self) -> bool:
+        """It ended because another host of its engine, or of one that it shares experts with, is
+        gone.
+        """
+        return self.cause == "failed" and not self.crashed
+
+    @property
     def summary(self) -> str:
         """One line for the page, without an exception's text."""
         if self.cause == "failed":
@@ -122,7 +129,8 @@ class ProcessClient:
     counters: EngineCounters = field(default_factory=EngineCounters)
     history: History = field(init=False)
     failure: str = ""
-    #: It is dead because the first host of the engine has ended in order.
+    #: It is dead because the first host of the engine has ended in order, or because another host
+    #: is gone and there was nothing left to do.
     dismissed: bool = False
     _streams: dict[str, Stream] = field(default_factory=dict)
     _tickets: Iterator[int] = field(default_factory=itertools.count)
@@ -265,6 +273,8 @@ class ProcessClient:
     def _give_up(self, end: _CoreEnd) -> None:
         """The engine is dead for good."""
         self.failure = end.why
+        if end.lost_host and self._draining and not self._streams:
+            self.dismissed = True
         if self.info is not None:
             self.history.outage_began(end.summary, n_resumed=0, n_lost=len(self._streams))
         if self._restarts:

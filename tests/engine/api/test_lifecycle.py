@@ -359,6 +359,7 @@ def test_models_version_and_slots():
         "device",
         "tensor_parallel",
         "expert_parallel",
+        "data_parallel",
         "kernels",
         "kernels_out",
         "dtype",

@@ -56,6 +56,7 @@ COUNTED = {
     "platform",
     "tensor_parallel",
     "expert_parallel",
+    "data_parallel",
     "threads",
     "n_hosts",
     "generation_config",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jitney.engine import LLM
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import ConfigError
 from jitney.engine.hosts.connection import split_address
@@ -92,6 +93,26 @@ def test_auto_must_fit_the_settings():
             {"n_hosts": 2, "coordinator": "a:1", "tensor_parallel": 4, "device": "0,1,2,3"},
             r"as many different chips as tensor_parallel \(4\) has on each of 2 hosts",
         ),
+        (
+            {"data_parallel": 2},
+            "data_parallel 2 is one engine on each of as many hosts: n_hosts must be as many, not",
+        ),
+        (
+            {"data_parallel": 2, "n_hosts": 4, "coordinator": "a:1", "tensor_parallel": 4},
+            "data_parallel 2 is one engine on each of as many hosts: .* not 4",
+        ),
+        (
+            {"data_parallel": 2, "n_hosts": 2, "coordinator": "a:1", "embedding_pooling": "last"},
+            "embedding_pooling is not for several hosts",
+        ),
+        (
+            {"data_parallel": 2, "n_hosts": 2, "coordinator": "a:1", "canary_every": 5},
+            "canary_every is for one host",
+        ),
+        (
+            {"data_parallel": 2, "n_hosts": 2, "coordinator": "a:1", "device": "0,1"},
+            r"as many different chips as tensor_parallel \(1\)$",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str):
@@ -105,3 +126,14 @@ def test_each_host_names_its_own_chips():
     engine = load_config(flags=several).engine
     assert engine.devices_here == 2
     assert split_address(engine.coordinator) == ("fe80::1", 9)
+
+
+def test_engines_that_share_experts_follow_nobody():
+    engine = placed(auto(data_parallel=4, tensor_parallel=2, device="1,3"), TPU).engine
+    assert (engine.n_hosts, engine.host_id, engine.devices_here) == (4, 2, 2)
+    assert not engine.follows
+    assert placed(auto(), TPU).engine.follows
+    with pytest.raises(ConfigError, match="auto: data_parallel 2 is one engine on each"):
+        placed(auto(data_parallel=2), TPU)
+    with pytest.raises(ConfigError, match="run by jitney serve alone"):
+        LLM("tiny-random:mixtral", data_parallel=2, coordinator="auto")

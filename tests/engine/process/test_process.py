@@ -64,6 +64,22 @@ def request(
     )
 
 
+@pytest.mark.parametrize(
+    ("drains", "crashed", "dismissed"),
+    [(True, False, True), (False, False, False), (True, True, False)],
+)
+def test_a_host_that_is_gone_is_not_missed_once_nothing_is_left_to_do(
+    drains: bool, crashed: bool, dismissed: bool
+):
+    client = ProcessClient(config())
+    if drains:
+        client.drain()
+    end = supervisor._CoreEnd("failed", "host 1 was told to end", ready=True, crashed=crashed)
+    client._give_up(end)
+    assert (client.state, client.dismissed) == ("dead", dismissed)
+    assert client.failure == "host 1 was told to end"
+
+
 async def collect(stream: Stream) -> list[SequenceOutput]:
     return [output async for output in stream]
 

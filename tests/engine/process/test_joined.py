@@ -1,0 +1,268 @@
+"""Two engines that share a mixture's experts, in two processes: each answers its own requests with
+the tokens of an engine alone, whatever the other does; they are lost and start again together.
+
+Each process has two CPU devices, with different experts each; Gloo joins them. The test is the
+supervisor of both, as `jitney serve` is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jitney.engine import LLM
+from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.config.layers import load_config
+from jitney.engine.errors import RequestError
+from jitney.engine.ports import free_port
+from jitney.engine.process.stream import Stream
+from jitney.engine.process.supervisor import ProcessClient
+from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.types import EngineRequest, Grammar, SamplingParams, TokenLogprobs
+
+MODEL = "tiny-random:qwen3_moe"
+SETTINGS: dict[str, Any] = {
+    "model": MODEL,
+    "platform": "cpu",
+    "dtype": "float32",
+    "max_seats": 4,
+    "token_budget": 64,
+    "context": 256,
+    "pages": 32,
+    "max_logprobs": 1,
+    "seat_buckets": (1, 4),
+    "token_buckets": (64,),
+}
+#: Seconds for everything together: four processes start.
+LIMIT_S = 540.0
+pytestmark = pytest.mark.timeout(600)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+DRAWN = SamplingParams(
+    seed=3,
+    top_p=0.9,
+    max_tokens=8,
+    ignore_eos=True,
+    frequency_penalty=0.5,
+    logit_bias={7: 1.0},
+)
+HELD = SamplingParams(seed=3, max_tokens=8, grammar=Grammar("regex", "[a-z]{99}"))
+SCORED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+#: What both engines are asked at once, prompts by their numbers: load that is even, one engine
+#: alone, either one, and load that differs in kind.
+ROUNDS: tuple[tuple[list[tuple[int, SamplingParams]], list[tuple[int, SamplingParams]]], ...] = (
+    ([(0, GREEDY), (1, GREEDY)], [(2, GREEDY), (3, GREEDY)]),
+    ([(2, GREEDY)], []),
+    ([], [(1, GREEDY), (0, GREEDY), (3, GREEDY)]),
+    ([(number, LONG) for number in range(4)], [(3, SHORT)]),
+    ([(1, DRAWN)], [(3, GREEDY)]),
+    ([(3, GREEDY)], [(2, HELD), (1, DRAWN)]),
+    ([(3, SCORED)], [(2, GREEDY)]),
+)
+
+
+def prompts() -> list[list[int]]:
+    return [np.random.default_rng(i).integers(0, 256, 5 + 19 * i).tolist() for i in range(4)]
+
+
+@dataclass
+class Story:
+    """What came of it."""
+
+    #: Of each round, for each engine.
+    answers: list[list[list[list[int]]]] = field(default_factory=list)
+    scores: list[TokenLogprobs | None] = field(default_factory=list)
+    asleep: str = ""
+    devices: list[str] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    #: Of both engines, after the loss of one and after the end of the other.
+    restarts: list[list[int]] = field(default_factory=list)
+    dismissed: bool = True
+
+
+async def tokens_of(stream: Stream, story: Story | None = None) -> list[int]:
+    outputs = [output async for output in stream]
+    assert not any(output.error for output in outputs), outputs
+    if story is not None:
+        for output in outputs:
+            story.scores += output.prompt_logprobs or []
+    return [token for output in outputs for token in output.tokens]
+
+
+def request(name: str, number: int, sampling: SamplingParams) -> EngineRequest:
+    return EngineRequest(id=name, prompt=prompts()[number], sampling=sampling, arrival=0.0)
+
+
+@asynccontextmanager
+async def two_engines() -> AsyncIterator[list[ProcessClient]]:
+    coordinator = f"127.0.0.1:{free_port()}"
+    several = SETTINGS | {
+        "tensor_parallel": 2,
+        "expert_parallel": 2,
+        "data_parallel": 2,
+        "n_hosts": 2,
+        "coordinator": coordinator,
+    }
+    clients = [
+        ProcessClient(load_config(flags=several | {"host_id": number})) for number in range(2)
+    ]
+    try:
+        for client in clients:
+            await client.start()
+        yield clients
+    finally:
+        for client in clients:
+            await client.close()
+
+
+async def live(story: Story) -> None:
+    tokenizer = load_tokenizer(resolve(MODEL)).json
+    async with two_engines() as clients:
+        for client in clients:
+            client.learn(tokenizer)
+            story.devices.append((await client.wait_ready()).device)
+        for number, asked in enumerate(ROUNDS):
+            story.answers.append(await answered(clients, asked, number, story))
+        try:
+            await clients[1].sleep()
+        except RequestError as error:
+            story.asleep = str(error)
+        await lose_a_process(story, *clients)
+        await end_in_order(story, *clients)
+
+
+async def answered(
+    clients: list[ProcessClient],
+    asked: tuple[list[tuple[int, SamplingParams]], list[tuple[int, SamplingParams]]],
+    number: int,
+    story: Story,
+) -> list[list[list[int]]]:
+    streams = [
+        [client.submit(request(f"{number} {place}", *each)) for place, each in enumerate(own)]
+        for client, own in zip(clients, asked, strict=True)
+    ]
+    found = await asyncio.gather(*(tokens_of(stream, story) for own in streams for stream in own))
+    return [found[: len(streams[0])], found[len(streams[0]) :]]
+
+
+async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClient) -> None:
+    """In the middle of an answer of the other engine, which goes on in the next life of both."""
+    stream = first.submit(request("long", 2, LONG))
+    output = await anext(aiter(stream))
+    other.kill()
+    story.resumed = output.tokens + await tokens_of(stream)
+    await other.until("ready")
+    story.restarts.append([len(client._restarts) for client in (first, other)])
+
+
+async def end_in_order(story: Story, first: ProcessClient, other: ProcessClient) -> None:
+    """Engines with clients of their own do not follow each other to the end."""
+    await first.close()
+    await other.until("restarting")
+    story.dismissed = other.dismissed
+    story.restarts.append([len(client._restarts) for client in (first, other)])
+
+
+@pytest.fixture(scope="module")
+def log() -> list[str]:
+    """Lines of the supervisors."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs that are compiled once, and in a hurry: four processes start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JITNEY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        devices = "--xla_force_host_platform_device_count=2"
+        patch.setenv("XLA_FLAGS", f"--xla_backend_optimization_level=0 {devices}")
+        yield
+
+
+@pytest.fixture(scope="module")
+def story(log: list[str], quickly: None) -> Story:
+    story = Story()
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log.append(record.getMessage())
+
+    async def limited() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await live(story)
+
+    handler = Keep()
+    logging.getLogger("jitney.process").addHandler(handler)
+    try:
+        asyncio.run(limited())
+    finally:
+        logging.getLogger("jitney.process").removeHandler(handler)
+    return story
+
+
+@pytest.fixture(scope="module")
+def alone() -> LLM:
+    """The same model in one process, compiled in a hurry, too."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        return LLM(**SETTINGS, compilation_cache=False)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+def tokens_alone(alone: LLM, number: int, sampling: SamplingParams) -> list[int]:
+    (output,) = alone.generate([prompts()[number]], sampling)
+    return output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("number", range(len(ROUNDS)))
+def test_tokens_are_those_of_an_engine_alone(story: Story, alone: LLM, number: int):
+    expected = [[tokens_alone(alone, *each) for each in own] for own in ROUNDS[number]]
+    assert story.answers[number] == expected
+
+
+def test_scores_of_a_prompt_are_those_of_an_engine_alone(story: Story, alone: LLM):
+    (output,) = alone.generate([prompts()[3]], SCORED)
+    assert output.prompt_logprobs is not None
+    expected = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
+    found = [entry.logprob for entry in story.scores if entry is not None]
+    assert len(found) == len(prompts()[3]) - 1
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_an_answer_goes_on_after_the_other_engine_was_lost(story: Story, alone: LLM):
+    assert story.resumed == tokens_alone(alone, 2, LONG)
+
+
+def test_the_loss_of_an_engine_is_one_line(story: Story, log: list[str]):
+    assert story.restarts[0] == [1, 1]
+    (line,) = (line for line in log if line.startswith("host 1 "))
+    assert line.startswith("host 1 is gone: its connection ended; starting it again in 0.5 s")
+    assert "1 open requests go on in the new one" in line
+    assert any("killed by SIGKILL" in line for line in log)
+
+
+def test_the_end_of_an_engine_in_order_is_a_loss_to_the_other(story: Story, log: list[str]):
+    assert story.restarts[1] == [1, 2]
+    assert not story.dismissed
+    assert any(line.startswith("host 0 was told to end; starting it again") for line in log)
+
+
+def test_both_engines_know_what_runs(story: Story):
+    assert story.devices[0] == story.devices[1]
+    assert story.devices[0].startswith("4 x ")
+    assert story.devices[0].endswith(" on 2 hosts, an engine on each")
+
+
+def test_engines_that_share_experts_do_not_sleep(story: Story):
+    assert story.asleep == "an engine over several hosts (n_hosts) does not sleep"
