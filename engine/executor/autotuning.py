@@ -17,7 +17,7 @@ from typing import Any
 #: What was measured on cards, for everybody who has one: a folder for each `_folder_name`.
 _SHIPPED = Path(__file__).parent / "autotuned"
 #: Where in the folder of compiled programs jax has XLA keep what it measured.
-_RESULTS = "xla_gpu_per_fusion_autotune_cache_dir"
+RESULTS = "xla_gpu_per_fusion_autotune_cache_dir"
 _RELEASE = version("jaxlib")
 
 
@@ -48,7 +48,7 @@ def name_of(device: Any) -> str:
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or not capability:
         return ""
-    return folder_name(device.device_kind, str(capability))
+    return _folder_name(device.device_kind, str(capability))
 
 
 def _bring(shipped: Path, results: Path) -> None:
