@@ -87,8 +87,8 @@ class _Setup:
 
     config: Config
     source: ModelSource
-    #: jax's, whose class declares no types: as many as tensor_parallel says, of all hosts, or of all
-    #: engines that share experts.
+    #: jax's, whose class declares no types: as many as tensor_parallel says, of all hosts, or of
+    #: all engines that share experts.
     devices: list[Any]
     #: Of them; None if there is but one.
     mesh: Mesh | None

@@ -44,7 +44,7 @@ def programs_folder(programs: Path, device: Any, shipped: Path = _SHIPPED) -> Pa
 
 
 def name_of(device: Any) -> str:
-    """`folder_name` of jax's `device`; empty unless it is a GPU."""
+    """`_folder_name` of jax's `device`; empty unless it is a GPU."""
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or not capability:
         return ""

@@ -6,7 +6,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from jitney.engine.executor.autotuning import _RESULTS, _SHIPPED
+from jitney.engine.executor.autotuning import _SHIPPED, RESULTS
 
 
 def shipped_options(word: str, capability: str, shipped: Path = _SHIPPED) -> dict[str, str]:
@@ -18,7 +18,7 @@ def shipped_options(word: str, capability: str, shipped: Path = _SHIPPED) -> dic
     for folder in sorted(shipped.iterdir()):
         if folder.is_dir() and pattern.fullmatch(folder.name):
             return {
-                _RESULTS: str(folder),
+                RESULTS: str(folder),
                 "xla_gpu_experimental_autotune_cache_mode": "AUTOTUNE_CACHE_MODE_READ",
             }
     return {}

@@ -12,8 +12,8 @@ from jax._src import compilation_cache, compiler
 from shipped import shipped_options
 
 from jitney.engine.executor.autotuning import (
-    _RESULTS,
     _SHIPPED,
+    RESULTS,
     _folder_name,
     programs_folder,
 )
@@ -44,7 +44,7 @@ def test_what_was_shipped_is_there_and_what_was_measured_here_stays(tmp_path: Pa
     (shipped / NAME).mkdir(parents=True)
     (shipped / NAME / "a.textproto").write_text("shipped a")
     (shipped / NAME / "b.textproto").write_text("shipped b")
-    results = programs / NAME / _RESULTS
+    results = programs / NAME / RESULTS
     results.mkdir(parents=True)
     (results / "b.textproto").write_text("measured b")
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_what_was_shipped_is_there_and_what_was_measured_here_stays(tmp_path: Pa
 
 def test_nothing_shipped_leaves_an_empty_folder(tmp_path: Path):
     folder = programs_folder(tmp_path, CARD, tmp_path / "none")
-    assert list((folder / _RESULTS).iterdir()) == []
+    assert list((folder / RESULTS).iterdir()) == []
 
 
 def test_the_folder_reaches_the_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -69,15 +69,15 @@ def test_the_folder_reaches_the_compile(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     told = options.executable_build_options.debug_options
-    assert told.xla_gpu_per_fusion_autotune_cache_dir == str(folder / _RESULTS)
-    assert (folder / _RESULTS).is_dir()
+    assert told.xla_gpu_per_fusion_autotune_cache_dir == str(folder / RESULTS)
+    assert (folder / RESULTS).is_dir()
     assert "UPDATE" in str(told.xla_gpu_experimental_autotune_cache_mode)
 
 
 def test_compiling_without_the_card_takes_what_was_shipped(tmp_path: Path):
     for name in (NAME, "nvidia-h100-pcie-9.0-jaxlib-0.1.0", "nvidia-l4-8.9-jaxlib-0.1.0"):
         (tmp_path / name).mkdir()
-    assert shipped_options("h100", "9.0", tmp_path)[_RESULTS] == str(tmp_path / NAME)
+    assert shipped_options("h100", "9.0", tmp_path)[RESULTS] == str(tmp_path / NAME)
     assert shipped_options("l4", "8.9", tmp_path) == {}  # of another release
     assert shipped_options("100", "9.0", tmp_path) == {}
 
