@@ -136,14 +136,16 @@ def gated_int8(x: jax.Array, w: Int8) -> jax.Array:
 
 def gated_narrow(x: jax.Array, w: jax.Array) -> jax.Array:
     """`gated`, where gates and what they gate go through memory: in x's dtype, not in float32."""
-    return gate(matmul(x, w, x.dtype).astype(jnp.float32), x.dtype)
+    return gate(matmul(x, w, x.dtype), x.dtype)
 
 
 def gate(y: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Gates and what they gate, float32 [T, 2F] -> silu(first half) * second half, [T, F] in
-    `dtype`.
+    """Gates and what they gate, [T, 2F] -> silu(first half) * second half, [T, F] in `dtype`.
+
+    Parted before they are widened: XLA for TPUs would write all of them as float32, and then part
+    that.
     """
-    gates, ups = jnp.split(y, 2, axis=-1)
+    gates, ups = (half.astype(jnp.float32) for half in jnp.split(y, 2, axis=-1))
     return (jax.nn.silu(gates) * ups).astype(dtype)
 
 

@@ -207,7 +207,8 @@ def _gates_dtype(x: Array, kernels: Kernels) -> DType:
 
 def _gate(both: Array, activation: Activation, dtype: DType) -> Array:
     """activation(first half of [T, O]) * the other half, [T, O // 2] in `dtype`."""
-    gates, ups = jnp.split(both.astype(jnp.float32), 2, axis=-1)
+    # Parted before they are widened: XLA for TPUs would write all of them as float32.
+    gates, ups = (half.astype(jnp.float32) for half in jnp.split(both, 2, axis=-1))
     return (ACTIVATIONS[activation](gates) * ups).astype(dtype)
 
 
