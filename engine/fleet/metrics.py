@@ -64,8 +64,9 @@ class FleetMetrics:
         self.choices = self._counter(
             "choices",
             "requests by router = prefix, by how the replica that took them was found: known "
-            "(it was given the beginning of the prompt before), hashed (the beginning belongs to "
-            "it), moved (that one had too much to do, was full or gone)",
+            "(it was given the beginning of the prompt before), moved (that one had too much to "
+            "do, was full or gone); of beginnings that nobody had: hashed (it belongs to it), "
+            "spread (the one that it belongs to had no free seat, was full or gone)",
             "model",
             "choice",
         )

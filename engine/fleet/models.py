@@ -128,10 +128,12 @@ class ReplicatedModel:
         """This replica answers the prompt with these beginnings."""
         if not prompt:
             return
-        preferred = self._known.replica_of(prompt)
-        choice = "hashed" if preferred is None else "known"
-        if replica.name != (preferred or next(self.engines.ring.walk(prompt[0]))):
-            choice = "moved"
+        known = self._known.replica_of(prompt)
+        if known is not None:
+            choice = "known" if replica.name == known else "moved"
+        else:
+            owner = next(self.engines.ring.walk(prompt[0]))
+            choice = "hashed" if replica.name == owner else "spread"
         self.metrics.choices.labels(self.name, choice).inc()
         self._known.given(prompt, replica.name)
 

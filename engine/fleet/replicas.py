@@ -283,7 +283,9 @@ class Watch:
         replica.waiting = values.get("waiting", 0.0)
         replica.background = values.get("background", 0.0)
         replica.wait_s = values.get("wait_s")
-        replica.open_then = open_then
+        # One that came during the look may be counted by the engine already: it must not count
+        # twice.
+        replica.open_then = max(open_then, replica.open)
 
     async def _get(self, replica: Replica, path: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {replica.key}"} if replica.key else {}

@@ -85,9 +85,12 @@ def by_prefix(
     less. spare: up to this load there is no brake: some empty seats are no reason to lose a prefix.
     known: the replica that had this beginning last; it is asked before the ring, and while fewer
     than `seats` of its seats are taken there is no brake: nobody waits there, and elsewhere the
-    prompt would be computed again.
+    prompt would be computed again. A prompt that nobody is known to have had does not wait while
+    some replica has a free seat: who has none comes after those that have one.
     """
     most = max(spare, most_load(total, max(1, len(loads)), brake))
+    if known is None and total < seats * len(loads):
+        most = min(most, seats)
     full: list[str] = []
     for name in _known_first(known, ring.walk(key)):
         load = loads.get(name)

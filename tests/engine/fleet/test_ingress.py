@@ -195,7 +195,7 @@ def test_a_conversation_that_the_brake_moved_stays_where_its_pages_are(tmp_path:
                 messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": ""}]
             counted = http.get("/metrics").text
         assert places[0] != home and len(set(places)) == 1
-        for choice, count in (("hashed", 1), ("moved", 1), ("known", 3)):
+        for choice, count in (("hashed", 1), ("spread", 1), ("known", 3)):
             assert f'jitney_fleet_choices_total{{choice="{choice}",model="m"}} {count}.0' in counted
 
 

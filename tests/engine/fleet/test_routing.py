@@ -122,6 +122,36 @@ def test_a_turn_stays_where_a_seat_is_free_and_a_stranger_goes_where_there_is_le
     assert next(by_prefix(ring, key, loads, total=8, seats=8, known="a")) == "b"
 
 
+def test_a_stranger_does_not_wait_while_a_seat_is_free_elsewhere():
+    ring = Ring(["a", "b"])
+    key = next(key for key in KEYS if next(ring.walk(key)) == "a")
+    loads = {"a": 8.0, "b": 7.0}  # both under the brake: 10
+    assert next(by_prefix(ring, key, loads, total=15)) == "a"
+    assert list(by_prefix(ring, key, loads, total=15, seats=8)) == ["b", "a"]
+    loads["b"] = 8.0  # all seats are taken: whoever it goes to, it waits
+    assert list(by_prefix(ring, key, loads, total=16, seats=8)) == ["a", "b"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(NAMES, st.integers(1, 8), st.randoms(use_true_random=False))
+def test_as_many_strangers_as_seats_take_every_seat(
+    names: list[str], seats: int, chance: random.Random
+):
+    """Who has an answer asks the next thing at once, as often as each seat 20 times."""
+    ring = Ring(names)
+    loads = dict.fromkeys(names, 0.0)
+    streams: list[str] = []
+    for number in range(20 * seats * len(names)):
+        if len(streams) == seats * len(names):
+            loads[streams.pop(chance.randrange(len(streams)))] -= 1
+        key = KEYS[number % len(KEYS)]
+        chosen = next(by_prefix(ring, key, loads, total=len(streams), seats=seats))
+        streams.append(chosen)
+        loads[chosen] += 1
+        assert loads[chosen] <= seats
+    assert set(loads.values()) == {float(seats)}
+
+
 def test_the_longest_beginning_that_is_known_counts():
     known = KnownBeginnings(most=3)
     known.given([b"1", b"2"], "a")
