@@ -3,10 +3,13 @@ their pages, by router and number of engines, and requests that are lost when an
 under load.
 
     python docs/benchmarks/fleet.py [--model tiny-random] [--engines 2 4 8] [--streams 24]
+    python docs/benchmarks/fleet.py --on ray --engines 2 --pages 200 --system-prompt no --streams 0
 
-The chat: so many conversations for each engine, at times all open at once; a system prompt that all
-share; messages of 6 to 24 words; pauses of up to `--pause` seconds between the turns. Needs psutil.
-Nothing here is a time: the machine may be busy.
+The chat: so many users for each engine, all at once, with `--each` conversations one after the
+other; a system prompt that all share, or none; messages of 6 to 24 words; pauses of up to `--pause`
+seconds between the turns. "Open pages" is what the conversations of one engine take in the mean. On
+Ray each router is an application of its own, with new engines. Needs psutil. Nothing here is a
+time: the machine may be busy.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +41,8 @@ _START_S = 600.0
 _SYSTEM = "You are the assistant of a small tram company. " * 6
 _ROUTERS = ("round-robin", "least-wait", "prefix")
 _ENGINE = "max_seats = 8, log_level = 'warning', context = 2048"
+#: Tokens of an answer at most, and of a page.
+_ANSWER, _PAGE = 16, 16
 
 
 @dataclass
@@ -43,7 +50,7 @@ class _Fleet:
     """A running `jitney fleet serve`."""
 
     url: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
 
     def engine(self, number: int) -> psutil.Process:
         """The process of the n-th engine, by the port in its arguments."""
@@ -56,33 +63,46 @@ class _Fleet:
         raise SystemExit(f"no engine has port {port}")
 
 
-def _started(model: str, engines: int, pages: int) -> str:
+def _started(model: str, engines: int, pages: int, router: str = "round-robin") -> str:
     """The table of a model whose engines are started."""
     settings = f"{{ model = '{model}', pages = {pages}, {_ENGINE} }}"
-    return f"replicas = {engines}\nrouter = 'round-robin'\nsettings = {settings}\n"
+    return f"replicas = {engines}\nrouter = '{router}'\nsettings = {settings}\n"
 
 
 @contextlib.contextmanager
-def _fleet(table: str) -> Iterator[_Fleet]:
-    """A fleet with one model, which this table describes."""
+def _fleet(table: str, on: str = "processes") -> Iterator[_Fleet]:
+    """A fleet with one model, which this table describes. on: "processes" or "ray"."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "fleet.toml"
-        file.write_text(f"[fleet]\nport = 0\npoll_s = 0.2\n[models.m]\n{table}")
+        port = _free_port()
+        fleet = f"[fleet]\nport = {port}\npoll_s = 0.2\nlog_level = 'error'\n"
+        file.write_text(f"{fleet}[models.m]\n{table}")
         command = "from jitney.engine.cli import main; raise SystemExit(main())"
-        words = [sys.executable, "-P", "-c", command, "fleet", "serve", str(file)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        words = [sys.executable, "-P", "-c", command, "fleet", "serve", str(file), "--on", on]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
         try:
-            yield _Fleet(_endpoint(process), process)
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(url, process)
+            yield _Fleet(url, process)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(120)
 
 
-def _endpoint(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip().startswith("endpoint"):
-            return line.split()[1].removesuffix("/v1")
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until all models can be answered."""
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until and process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url + "/startupz", trust_env=False).status_code == 200:
+                return
+        time.sleep(0.5)
     raise SystemExit("the fleet did not start")
 
 
@@ -92,13 +112,16 @@ def _words(chance: random.Random, count: int) -> str:
 
 @dataclass
 class _Chat:
-    """A load. turns: fewest and most of a conversation; pause: the longest, seconds. salt: engines
-    do not find one another's prompts of runs with different ones.
+    """A load. each: conversations of a user; turns: fewest and most of one; pause: the longest,
+    seconds. salt: engines do not find one another's prompts of runs with different ones.
     """
 
+    each: int
     turns: tuple[int, int]
     pause: float
     salt: str
+    #: Empty: there is none.
+    system: str
     #: Tokens of the system prompt.
     shared: int
 
@@ -109,6 +132,7 @@ class _Counts:
     which all conversations share.
     """
 
+    turns: int = 0
     asked: int = 0
     found: int = 0
     own_asked: int = 0
@@ -116,6 +140,7 @@ class _Counts:
 
     def __add__(self, other: _Counts) -> _Counts:
         return _Counts(
+            self.turns + other.turns,
             self.asked + other.asked,
             self.found + other.found,
             self.own_asked + other.own_asked,
@@ -134,25 +159,31 @@ class _Counts:
 async def _conversation(http: httpx.AsyncClient, number: int, chat: _Chat) -> list[_Counts]:
     """Of each turn."""
     chance = random.Random(number)
-    messages = [{"role": "system", "content": _SYSTEM}]
+    messages = [{"role": "system", "content": chat.system}] if chat.system else []
     counts = []
     for _ in range(chance.randint(*chat.turns)):
         messages.append({"role": "user", "content": _words(chance, chance.randint(6, 24))})
-        body = {"model": "m", "messages": messages, "max_tokens": 16, "cache_salt": chat.salt}
+        body = {"model": "m", "messages": messages, "max_tokens": _ANSWER, "cache_salt": chat.salt}
         answer = await http.post("/v1/chat/completions", json=body | {"seed": number})
         answer.raise_for_status()
         usage = answer.json()["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         asked, shared = usage["prompt_tokens"], chat.shared
-        counts.append(_Counts(asked, cached, asked - shared, max(0, cached - shared)))
+        counts.append(_Counts(1, asked, cached, asked - shared, max(0, cached - shared)))
         said = answer.json()["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": said or "."})
         await asyncio.sleep(chance.uniform(0, chat.pause))
     return counts
 
 
+async def _user(http: httpx.AsyncClient, number: int, chat: _Chat) -> list[list[_Counts]]:
+    """Of each conversation, of each turn."""
+    first = number * chat.each
+    return [await _conversation(http, first + each, chat) for each in range(chat.each)]
+
+
 async def _ready(http: httpx.AsyncClient, engines: int) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + _START_S
     while time.monotonic() < until:
         known = (await http.get("/fleet/replicas")).json()["models"]["m"]
         if sum(each["state"] == "ready" for each in known) == engines:
@@ -161,46 +192,82 @@ async def _ready(http: httpx.AsyncClient, engines: int) -> None:
     raise SystemExit("the engines did not become ready")
 
 
-async def _shared_tokens(http: httpx.AsyncClient) -> int:
+async def _shared_tokens(http: httpx.AsyncClient, system: str) -> int:
     """Of the system prompt as a chat has it."""
-    body = {"model": "m", "prompt": _SYSTEM}
+    if not system:
+        return 0
+    body = {"model": "m", "prompt": system}
     answer = await http.post("/tokenize", json=body)
     answer.raise_for_status()
     return len(answer.json()["tokens"])
 
 
 async def _chatted(
-    url: str, engines: int, salt: str, args: argparse.Namespace
+    url: str, engines: int, salt: str, system: str, args: argparse.Namespace
 ) -> tuple[_Counts, _Counts, str]:
     """(all turns, turns after the first, how engines were chosen)."""
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
         await _ready(http, engines)
         turns = args.turns[0], args.turns[1]
-        chat = _Chat(turns, args.pause, salt, await _shared_tokens(http))
-        numbers = range(args.conversations * engines)
-        talks = (_conversation(http, number, chat) for number in numbers)
-        counts = await asyncio.gather(*talks)
-        metrics = (await http.get("/metrics")).text
-    every = sum((each for talk in counts for each in talk), _Counts())
-    later = sum((each for talk in counts for each in talk[1:]), _Counts())
-    chosen = re.findall(r'choices_total{choice="(\w+)",model="m"} (\d+)', metrics)
-    return every, later, ", ".join(f"{choice} {number}" for choice, number in chosen)
+        shared = await _shared_tokens(http, system)
+        before = await _choices(http)
+        chat = _Chat(args.each, turns, args.pause, salt, system, shared)
+        users = (_user(http, number, chat) for number in range(args.users * engines))
+        talks = [talk for user in await asyncio.gather(*users) for talk in user]
+        chosen = await _choices(http) - before
+    every = sum((each for talk in talks for each in talk), _Counts())
+    later = sum((each for talk in talks for each in talk[1:]), _Counts())
+    return every, later, ", ".join(f"{choice} {number}" for choice, number in chosen.items())
 
 
-def _hit_rates(urls: Sequence[str], args: argparse.Namespace) -> None:
-    """One row for each router, over these engines."""
-    first: _Counts | None = None
-    for router in _ROUTERS:
-        salt = f"{router}-{len(urls)}-{args.pages}"
+async def _choices(http: httpx.AsyncClient) -> Counter[str]:
+    """How engines were chosen so far."""
+    metrics = (await http.get("/metrics")).text
+    found = re.findall(r'choices_total{choice="(\w+)",model="m"} (\d+)', metrics)
+    return Counter({choice: int(number) for choice, number in found})
+
+
+def _hit_rates(
+    fleets: Iterator[tuple[str, _Fleet]], engines: int, args: argparse.Namespace
+) -> None:
+    """A row for each router and system prompt. fleets: one of each router, by its name."""
+    first: dict[str, _Counts] = {}
+    for router, fleet in fleets:
+        for with_system in args.system_prompt:
+            salt = f"{router}-{engines}-{with_system}"
+            system = _SYSTEM if with_system == "yes" else ""
+            every, later, chosen = asyncio.run(_chatted(fleet.url, engines, salt, system, args))
+            than = first.setdefault(with_system, later)
+            print(
+                f"| {engines} | {args.users * engines} | {with_system} "
+                f"| {_open_pages(every, args.users):.0f} | {args.pages} | {router} "
+                f"| {every.found} of {every.asked} | {every.rate:.3f} "
+                f"| {later.rate:.3f} | {later.rate / than.rate:.2f} | {later.own_rate:.3f} "
+                f"| {later.own_rate / than.own_rate:.2f} | {chosen} |",
+                flush=True,
+            )
+
+
+def _open_pages(every: _Counts, users: int) -> float:
+    """Pages that the conversations of so many users take, at a mean turn's end."""
+    shared = every.asked - every.own_asked
+    own = users * (every.own_asked / every.turns + _ANSWER)
+    return (shared / every.turns + own) / _PAGE
+
+
+def _over(urls: Sequence[str], routers: Sequence[str]) -> Iterator[tuple[str, _Fleet]]:
+    """Fleets over engines that run already."""
+    for router in routers:
         with _fleet(f"urls = {list(urls)}\nrouter = '{router}'\n") as fleet:
-            every, later, chosen = asyncio.run(_chatted(fleet.url, len(urls), salt, args))
-        first = first or later
-        print(
-            f"| {len(urls)} | {args.conversations * len(urls)} | {router} | {every.rate:.3f} "
-            f"| {later.rate:.3f} | {later.rate / first.rate:.2f} | {later.own_rate:.3f} "
-            f"| {later.own_rate / first.own_rate:.2f} | {chosen} |",
-            flush=True,
-        )
+            yield router, fleet
+
+
+def _on_ray(engines: int, args: argparse.Namespace) -> Iterator[tuple[str, _Fleet]]:
+    """Fleets whose engines Ray Serve starts."""
+    for router in args.routers:
+        table = _started(args.model, engines, args.pages, router) + "ray = { cpus = 0.1 }\n"
+        with _fleet(table, "ray") as fleet:
+            yield router, fleet
 
 
 async def _stream(http: httpx.AsyncClient, number: int) -> str:
@@ -232,6 +299,7 @@ async def _killed(fleet: _Fleet, streams: int) -> tuple[int, int, int]:
     peace).
     """
     async with httpx.AsyncClient(base_url=fleet.url, timeout=600, trust_env=False) as http:
+        await _ready(http, 2)
         asked = [asyncio.create_task(_stream(http, number)) for number in range(streams)]
         engine, was_open = fleet.engine(0), 0
         until = time.monotonic() + 120
@@ -250,15 +318,25 @@ async def _killed(fleet: _Fleet, streams: int) -> tuple[int, int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--on", choices=("processes", "ray"), default="processes")
     parser.add_argument("--model", default="tiny-random")
     parser.add_argument("--engines", type=int, nargs="*", default=[2, 4, 8])
-    parser.add_argument("--conversations", type=int, default=8, help="for each engine")
+    parser.add_argument("--routers", choices=_ROUTERS, nargs="+", default=_ROUTERS)
+    parser.add_argument("--users", type=int, default=8, help="for each engine")
+    parser.add_argument("--each", type=int, default=1, help="conversations of each user")
     parser.add_argument("--turns", type=int, nargs=2, default=[3, 6], help="fewest and most")
     parser.add_argument("--pause", type=float, default=3.0, help="the longest, seconds")
     parser.add_argument("--pages", type=int, default=0, help="of an engine's pool; 0: its own")
+    parser.add_argument(
+        "--system-prompt",
+        choices=("yes", "no"),
+        nargs="+",
+        default=["yes"],
+        help="whether conversations share one; both: a row for each",
+    )
     parser.add_argument("--streams", type=int, default=24, help="of the killing; 0: none")
     args = parser.parse_args()
-    print(f"engines of {args.model} on {cpu_name()}, beside other programs or not\n")
+    print(f"engines of {args.model} on {cpu_name()}, on {args.on}, beside other programs or not\n")
     if args.engines:
         _chat_over_engines(args)
     if args.streams:
@@ -271,16 +349,28 @@ def main() -> None:
 
 
 def _chat_over_engines(args: argparse.Namespace) -> None:
-    """Engines are started once; a fleet over some of them is made for each row."""
-    with _fleet(_started(args.model, max(args.engines), args.pages)) as started:
-        known = httpx.get(started.url + "/fleet/replicas", trust_env=False).json()["models"]["m"]
-        urls = [each["url"] for each in known]
-        print(
-            "| engines | conversations | router | all turns | later turns | times | own | times | |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    """Processes are started once, and a fleet over some of them is made for each router."""
+    print(
+        "| engines | users | system prompt | open pages | pages | router | tokens found "
+        "| all turns | later turns | times | own | times | |"
+    )
+    print("|" + "---|" * 13, flush=True)
+    if args.on == "ray":
         for engines in args.engines:
-            _hit_rates(urls[:engines], args)
+            _hit_rates(_on_ray(engines, args), engines, args)
+        return
+    with _fleet(_started(args.model, max(args.engines), args.pages)) as started:
+        urls = asyncio.run(_urls(started.url, max(args.engines)))
+        for engines in args.engines:
+            _hit_rates(_over(urls[:engines], args.routers), engines, args)
+
+
+async def _urls(url: str, engines: int) -> list[str]:
+    """Of the engines of a fleet, once all are ready."""
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+        await _ready(http, engines)
+        known = (await http.get("/fleet/replicas")).json()["models"]["m"]
+    return [each["url"] for each in known]
 
 
 if __name__ == "__main__":
