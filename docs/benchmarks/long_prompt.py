@@ -19,6 +19,7 @@ import time
 import numpy as np
 
 from jitney.engine import LLM, SamplingParams
+from jitney.engine.machine import cpu_name
 from jitney.engine.types import EngineRequest
 
 
@@ -108,7 +109,14 @@ def main() -> None:
     if args.json:
         with open(args.json, "w") as file:
             json.dump(
-                {"arguments": vars(args), "load": os.getloadavg(), "runs": runs}, file, indent=1
+                {
+                    "machine": cpu_name(),
+                    "arguments": vars(args),
+                    "load": os.getloadavg(),
+                    "runs": runs,
+                },
+                file,
+                indent=1,
             )
 
 

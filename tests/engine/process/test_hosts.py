@@ -7,16 +7,14 @@ Each process has one CPU device; Gloo joins them. The test is their supervisor o
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
+from joint_processes import alone_in_a_hurry, compiled_once, run_logged
 
 from jitney.engine import LLM
 from jitney.engine.checkpoints.sources import resolve
@@ -147,43 +145,22 @@ def log() -> list[str]:
 
 @pytest.fixture(scope="module")
 def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Programs that are compiled once, and in a hurry: four processes start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JITNEY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    """Four processes start."""
+    with compiled_once(tmp_path_factory.mktemp("cache")):
         yield
 
 
 @pytest.fixture(scope="module")
 def story(log: list[str], quickly: None) -> Story:
     story = Story()
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            log.append(record.getMessage())
-
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await live(story)
-
-    handler = Keep()
-    logging.getLogger("jitney.process").addHandler(handler)
-    try:
-        asyncio.run(limited())
-    finally:
-        logging.getLogger("jitney.process").removeHandler(handler)
+    run_logged(live(story), LIMIT_S, log)
     return story
 
 
 @pytest.fixture(scope="module")
 def alone() -> LLM:
-    """The same model in one process, compiled in a hurry, too."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        return LLM(**SETTINGS, compilation_cache=False)
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+    """The same model in one process."""
+    return alone_in_a_hurry(SETTINGS)
 
 
 def test_tokens_are_those_of_one_process(story: Story, alone: LLM):

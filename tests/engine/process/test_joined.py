@@ -8,15 +8,14 @@ supervisor of both, as `jitney serve` is.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
+from joint_processes import alone_in_a_hurry, compiled_once, run_logged
 
 from jitney.engine import LLM
 from jitney.engine.checkpoints.sources import resolve
@@ -180,44 +179,24 @@ def log() -> list[str]:
 
 @pytest.fixture(scope="module")
 def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Programs that are compiled once, and in a hurry: four processes start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JITNEY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        devices = "--xla_force_host_platform_device_count=2"
-        patch.setenv("XLA_FLAGS", f"--xla_backend_optimization_level=0 {devices}")
+    """Four processes start."""
+    with compiled_once(
+        tmp_path_factory.mktemp("cache"), "--xla_force_host_platform_device_count=2"
+    ):
         yield
 
 
 @pytest.fixture(scope="module")
 def story(log: list[str], quickly: None) -> Story:
     story = Story()
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            log.append(record.getMessage())
-
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await live(story)
-
-    handler = Keep()
-    logging.getLogger("jitney.process").addHandler(handler)
-    try:
-        asyncio.run(limited())
-    finally:
-        logging.getLogger("jitney.process").removeHandler(handler)
+    run_logged(live(story), LIMIT_S, log)
     return story
 
 
 @pytest.fixture(scope="module")
 def alone() -> LLM:
-    """The same model in one process, compiled in a hurry, too."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        return LLM(**SETTINGS, compilation_cache=False)
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+    """The same model in one process."""
+    return alone_in_a_hurry(SETTINGS)
 
 
 def tokens_alone(alone: LLM, number: int, sampling: SamplingParams) -> list[int]:
