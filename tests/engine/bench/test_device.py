@@ -593,7 +593,7 @@ def test_what_a_call_left_is_handed_to_the_next(
         (measured / f"{number}.txt").write_text(f"measured by {number}")
         folder.mkdir()
         device = Device(gpu)
-        monkeypatch.setattr("jitney.engine.bench.device.run.run_apart", device)
+        monkeypatch.setattr("jitney.engine.bench.device.run._run_apart", device)
         earlier = ["--from", str(folders[0])] if number else []
         assert run(["--only", "steps", "--out-dir", str(folder), *earlier]) == 0
         assert ("steps" in device.parts) == (number == 0)

@@ -137,7 +137,8 @@ def test_what_is_written_is_what_a_simulation_reads(report: dict, tmp_path: Path
         assert fitted == pytest.approx(case["fitted_s"]) and 0 < fitted < 1
         assert case["bytes_floor_s"] > 0 and case["flops_floor_s"] > 0
     assert {case["bucket"] for case in report["cases"]} == {"decode-4", "mixed-16"}
-    assert table.host.before > 0 and "tiny-random" in table.source
+    # Of a step of four sequences: beside other work all of it may seem to be theirs.
+    assert table.host.before + 4 * table.host.before_per_row > 0 and "tiny-random" in table.source
     assert np.isfinite(report["copy_bytes_s"]) and report["product_flops_s"] > 0
 
 

@@ -60,9 +60,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_of_any_family_sends_two_sums(results: dict[str, np.ndarray], name: str):
-    reduces, gathers, widest, pools, aliased = results[name]
+    reduces, gathers, widest, pools, aliased, scatters = results[name]
     assert reduces == 2 * 2 + 1  # two layers, and one for the embedding
     assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
+    assert scatters == 0
     assert aliased >= pools
 
 
