@@ -139,14 +139,17 @@ def gated_narrow(x: jax.Array, w: jax.Array) -> jax.Array:
     return gate(matmul(x, w, x.dtype), x.dtype)
 
 
-def gate(y: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Gates and what they gate, [T, 2F] -> silu(first half) * second half, [T, F] in `dtype`.
+def gate(
+    y: jax.Array, dtype: DTypeLike, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+) -> jax.Array:
+    """Gates and what they gate, [T, 2F] -> activation(first half) * second half, [T, F] in
+    `dtype`.
 
     Parted before they are widened: XLA for TPUs would write all of them as float32, and then part
     that.
     """
     gates, ups = (half.astype(jnp.float32) for half in jnp.split(y, 2, axis=-1))
-    return (jax.nn.silu(gates) * ups).astype(dtype)
+    return (activation(gates) * ups).astype(dtype)
 
 
 def project(x: jax.Array, table: jax.Array) -> jax.Array:

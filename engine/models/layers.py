@@ -23,6 +23,7 @@ from jitney.engine.models.sharding import total
 from jitney.kernels.experts import ACTIVATIONS
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
+from jitney.kernels.reference import gate
 
 DType = DTypeLike
 #: From so many on, rows of a product whose results are summed over devices are many: half of the
@@ -122,7 +123,7 @@ class Linear(nnx.Module):
         if self.bias is None and self.adapters is None:
             return gated_product(x, self.packed, self.activation, kernels)
         both = self(x, kernels, _gates_dtype(x, kernels), adapted=adapted)
-        return _gate(both, self.activation, x.dtype)
+        return gate(both, x.dtype, ACTIVATIONS[self.activation])
 
     @property
     def gated_by_kernel(self) -> bool:
@@ -197,19 +198,13 @@ def gated_product(x: Array, packed: Packed, activation: Activation, kernels: Ker
         return kernels.gated(x, packed.kernel)
     if activation == "silu" and packed.scheme == "int8" and kernels.int8 is not None:
         return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
-    return _gate(product(x, packed, kernels, _gates_dtype(x, kernels)), activation, x.dtype)
+    both = product(x, packed, kernels, _gates_dtype(x, kernels))
+    return gate(both, x.dtype, ACTIVATIONS[activation])
 
 
 def _gates_dtype(x: Array, kernels: Kernels) -> DType:
     """Of gates and of what they gate, where these are written to memory."""
     return x.dtype if kernels.narrow_gates else jnp.float32
-
-
-def _gate(both: Array, activation: Activation, dtype: DType) -> Array:
-    """activation(first half of [T, O]) * the other half, [T, O // 2] in `dtype`."""
-    # Parted before they are widened: XLA for TPUs would write all of them as float32.
-    gates, ups = (half.astype(jnp.float32) for half in jnp.split(both, 2, axis=-1))
-    return (ACTIVATIONS[activation](gates) * ups).astype(dtype)
 
 
 class RMSNorm(nnx.Module):
