@@ -6,10 +6,8 @@ gone), leaving it ends every sequence that is still open.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from functools import partial
 
 from jitney.engine.api.choices import (
     Choice,
@@ -22,10 +20,9 @@ from jitney.engine.api.choices import (
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import from_output
 from jitney.engine.api.generation_request import GenerationRequest
+from jitney.engine.api.mailbox import Mailbox
 from jitney.engine.api.service import Service
-from jitney.engine.types import (
-    SequenceOutput,
-)
+from jitney.engine.types import SequenceOutput
 
 
 class Generation:
@@ -53,24 +50,22 @@ class Generation:
         self._quotas = service.quotas
         self._tracing = service.tracing
         self._context = context
-        #: What nobody has asked for yet; and whether there is any, or a failure.
-        self._deltas: Deltas = []
-        self._news = asyncio.Event()
-        self._pumps: list[asyncio.Task[None]] = []
-        #: To be raised once what came before it has been shown.
-        self._failure: Exception | None = None
+        #: What nobody has asked for yet.
+        self._news: Mailbox[tuple[Choice, ChoiceDelta]] = Mailbox()
+        #: Engine requests that were submitted.
+        self._n_submitted = 0
 
     async def __aenter__(self) -> Generation:
         try:
             for number, request in enumerate(self.request.engine_requests):
-                outputs = self._client.submit(request)
+                self._client.submit(request, partial(self._hear, number))
+                self._n_submitted += 1
                 if self._tracing is not None:
                     self._tracing.submitted(request, self._context)
-                self._pumps.append(asyncio.create_task(self._pump(number, outputs)))
             if self.request.echo:
                 await self._make_echoes()
         except BaseException:
-            await self._end()
+            self._end()
             raise
         self._metrics.prompt_tokens.inc(self._context.prompt_tokens)
         for request in self.request.engine_requests:
@@ -83,13 +78,11 @@ class Generation:
             await self._slices.result(fill_echo(echo, self._tokenizer, self.request, prompt))
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._end()
+        self._end()
 
     @property
     def done(self) -> bool:
-        if self._failure is not None or self._deltas:
-            return False
-        return all(choice.finish is not None for choice in self.choices)
+        return self._news.is_empty and all(choice.finish is not None for choice in self.choices)
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object, as things stand now."""
@@ -120,18 +113,22 @@ class Generation:
         """What is new since the last call, at least one delta; empty if `wait_s` seconds bring
         none. What came before a failure is still shown.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._news.wait()
-        if self._failure is not None and not self._deltas:
-            raise self._failure
-        deltas, self._deltas = self._deltas, []
-        if self._failure is None:
-            self._news.clear()
+        deltas = await self._news.take(wait_s)
         for echo in self.echoes:
             if echo.logprobs is not None:
                 await self._slices.result(echo.take_scores())
         return deltas
+
+    def _hear(self, number: int, output: SequenceOutput) -> None:
+        """An output of the n-th engine request has come. What goes wrong is told to whoever asks
+        for deltas.
+        """
+        if self._news.has_failed:
+            return
+        try:
+            self._take(number, output)
+        except Exception as error:
+            self._news.fail(error)
 
     def _take(self, number: int, output: SequenceOutput) -> None:
         """Add an output of the n-th engine request to the news. Raises RequestError when a sequence
@@ -147,8 +144,7 @@ class Generation:
         self._take_prompt_facts(number, output)
         delta = self._accept(choice, output)
         if delta is not None:
-            self._deltas.append((choice, delta))
-            self._news.set()
+            self._news.put((choice, delta))
 
     def _accept(self, choice: Choice, output: SequenceOutput) -> ChoiceDelta | None:
         if output.tokens:
@@ -208,38 +204,17 @@ class Generation:
         if choice.queued_s is not None:
             self._metrics.work.observe(max(0.0, whole_s - choice.queued_s))
 
-    async def _pump(self, number: int, outputs: AsyncIterator[SequenceOutput]) -> None:
-        """Take the outputs of one engine request."""
-        still_open = self.request.sampling.n
-        try:
-            async for output in outputs:
-                still_open -= output.finish is not None
-                if self._failure is None:
-                    self._take(number, output)
-            if still_open:
-                raise from_output(None, "error")
-        except Exception as error:
-            self._failure = self._failure or error
-            self._news.set()
-
-    async def _end(self) -> None:
-        """Abort what is open. Said outright: closing an iterator that was never advanced tells its
-        owner nothing.
-        """
+    def _end(self) -> None:
+        """Abort what is open, and listen no more."""
         self._context.completion_tokens = self.completion_tokens
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
-        submitted = self.request.engine_requests[: len(self._pumps)]
-        for number, request in enumerate(submitted):
+        for number, request in enumerate(self.request.engine_requests[: self._n_submitted]):
             still_open = self._still_open(number)
             if still_open:
                 self._client.abort(request.id)
                 self._metrics.finished.labels("abort").inc(still_open)
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-        # Both hold frames, and those hold this.
-        self._pumps.clear()
-        self._failure = None
+            self._client.forget(request.id)
+        self._news.close()
 
     def _still_open(self, prompt: int) -> int:
         """Sequences of a prompt that have not ended."""

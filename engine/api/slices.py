@@ -24,6 +24,9 @@ type Pieces = Generator[bytes, None, None]
 _SLICE_S = 0.002
 #: Bytes that are sent at once.
 _BLOCK = 1 << 16
+#: Those who wait that are called at a time: a slice is long enough for about so many streams to
+#: write a token each, and who was called in vain waits again.
+_CALLED = 16
 
 
 class Slices:
@@ -37,6 +40,9 @@ class Slices:
     _open = 0
     #: Somebody has the slice of this turn, or is about to get that of the next one.
     _taken = False
+    #: Those who were called and have not run yet; the first of them begins a slice.
+    _called = 0
+    _has_begun = True
     #: time.perf_counter() at which this turn's slice is used up.
     _ends = 0.0
 
@@ -98,32 +104,53 @@ class Slices:
         """Wait for a slice of the loop's time, or for the rest of one; it is used at once."""
         if not self._taken:
             self._begin()
-            return
-        if not self._waiting and time.perf_counter() < self._ends:
-            return
-        ticket = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (n_slices, next(self._order), ticket))
-        try:
-            await ticket
-        except asyncio.CancelledError:
-            if ticket.done() and not ticket.cancelled():
-                self._pass_on()  # it was ours already
-            raise
-        self._begin()
+        elif self._waiting or not self._has_rest:
+            await self._wait(n_slices)
+
+    @property
+    def _has_rest(self) -> bool:
+        """Whether the slice of this turn is not used up."""
+        return self._has_begun and time.perf_counter() < self._ends
+
+    async def _wait(self, n_slices: int) -> None:
+        order = next(self._order)
+        while True:
+            ticket = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (n_slices, order, ticket))
+            try:
+                await ticket
+            except asyncio.CancelledError:
+                if ticket.done() and not ticket.cancelled():
+                    self._give_up_call()
+                raise
+            self._called -= 1
+            if not self._has_begun:
+                self._begin()
+                return
+            if self._has_rest:
+                return
 
     def _begin(self) -> None:
         """A slice begins; whatever waits on the loop now goes before the next one."""
-        self._taken = True
+        self._taken = self._has_begun = True
         self._ends = time.perf_counter() + _SLICE_S
         asyncio.get_running_loop().call_soon(self._pass_on)
 
     def _pass_on(self) -> None:
-        while self._waiting:
+        """Call those who waited longest; the slice is free if nobody waits."""
+        while self._waiting and self._called < _CALLED:
             _, _, ticket = heapq.heappop(self._waiting)
             if not ticket.done():
                 ticket.set_result(None)
-                return
-        self._taken = False
+                self._called += 1
+        self._taken = self._called > 0
+        self._has_begun = not self._taken
+
+    def _give_up_call(self) -> None:
+        """One who was called will not come: if nobody else was, call others."""
+        self._called -= 1
+        if not self._called and not self._has_begun:
+            self._pass_on()
 
 
 def _advance(work: Iterator[object], end: float) -> None:

@@ -6,7 +6,7 @@ IPC.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +21,10 @@ from jitney.engine.types import (
     FinishReason,
     SequenceOutput,
 )
+
+#: Hears of each output of a request when it has come, in their order. It must not raise, and is
+#: called on the event loop, between whatever else that does.
+type OutputListener = Callable[[SequenceOutput], None]
 
 
 class EngineClient(Protocol):
@@ -41,13 +45,19 @@ class EngineClient(Protocol):
     @property
     def history(self) -> History: ...
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
-        """Register the request at once and return its outputs.
+    def submit(self, request: EngineRequest, listener: OutputListener) -> None:
+        """Register the request; `listener` hears of its outputs, never before this has returned.
 
-        The iterator ends after each of the n sequences had its output with `finish`. A request
-        refused by the core yields finish "error" for every index; so does a core that dies (code
-        engine_dead) where another cannot go on with it. Closing the iterator before its end aborts
-        the request. Raises RequestError (loading, restarting, draining, engine_dead).
+        Each of the n sequences ends with an output that has `finish`. A request refused by the core
+        has finish "error" for every index; so does a core that dies (code engine_dead) where
+        another cannot go on with it. Raises RequestError (loading, restarting, draining,
+        engine_dead).
+        """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Nobody listens to a request any more: its listener is called no more, and what is left of
+        the request is aborted. An ended one is ignored.
         """
         ...
 

@@ -1,34 +1,29 @@
-"""One request as the API process has it: its outputs for whoever listens, and what another core
-would need to go on with it.
+"""One request as the API process has it: who listens to its outputs, and what another core would
+need to go on with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from jitney.engine.errors import ErrorInfo
+from jitney.engine.process.client import OutputListener
 from jitney.engine.types import EngineRequest, FinishReason, SequenceOutput
 
 
 @dataclass(eq=False)
 class Stream:
-    """The outputs of one request, in order; ends after each of its sequences had its terminal
-    output.
-
-    Closing it earlier, or cancelling a wait on it, aborts what is left of the request.
-    """
+    """An open request; it ends after each of its sequences had its terminal output."""
 
     #: With a seed, so that another core would draw the same tokens.
     request: EngineRequest
-    #: Called when nobody listens any more.
-    forget: Callable[[Stream], None]
+    listener: OutputListener
     #: Sequences without a terminal output.
     open: set[int] = field(init=False)
-    #: Output tokens of each sequence so far, whether somebody has read them or not.
+    #: Output tokens of each sequence so far.
     tokens: list[list[int]] = field(init=False)
     #: Nothing more is to come, or nobody listens; written by the client.
     closed: bool = False
@@ -38,7 +33,6 @@ class Stream:
     crashes: int = 0
     #: Ends it when the core should have done so.
     timer: asyncio.TimerHandle | None = None
-    _outputs: asyncio.Queue[SequenceOutput] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         numbers = range(self.request.sampling.n)
@@ -49,21 +43,6 @@ class Stream:
     def id(self) -> str:
         return self.request.id
 
-    def __aiter__(self) -> AsyncIterator[SequenceOutput]:
-        return self
-
-    async def __anext__(self) -> SequenceOutput:
-        if self._outputs.empty() and not self.open:
-            raise StopAsyncIteration
-        try:
-            return await self._outputs.get()
-        except asyncio.CancelledError:
-            self.forget(self)
-            raise
-
-    async def aclose(self) -> None:
-        self.forget(self)
-
     def put(self, output: SequenceOutput) -> None:
         """Called by the client for each output of this request; what follows a sequence's end is
         dropped.
@@ -72,7 +51,7 @@ class Stream:
             self.tokens[output.index] += output.tokens
             if output.finish is not None:
                 self.open.discard(output.index)
-            self._outputs.put_nowait(output)
+            self.listener(output)
 
     def ask_end(self, index: int | None, reason: FinishReason) -> None:
         """Note that the core was asked to end a sequence (None: all of them)."""

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from jitney.engine import messages
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
+from jitney.engine.process.client import OutputListener
 from jitney.engine.process.counters import EngineCounters
 from jitney.engine.process.folder import remove_left_folders
 from jitney.engine.process.hosts import HOST_LOST
@@ -105,6 +106,10 @@ class _CoreEnd:
         if self.cause == "failed":
             return "the engine process stopped after an error, which the log names"
         return self.why
+
+
+def _nobody(output: SequenceOutput) -> None:
+    """Listens to what is left of a request that was forgotten."""
 
 
 def _ignore(progress: messages.Progress) -> None:
@@ -492,7 +497,7 @@ class ProcessClient:
         if self.state != "dead":
             self._set_state("draining")
 
-    def submit(self, request: EngineRequest) -> Stream:
+    def submit(self, request: EngineRequest, listener: OutputListener) -> None:
         """Hand a request to the core; its id must be new. Raises RequestError (loading, restarting,
         draining, engine_dead, request_quarantined).
         """
@@ -500,7 +505,7 @@ class ProcessClient:
             raise self._refusal()
         self._quarantine.check(request)
         request = _with_seed(request)
-        stream = Stream(request, self.forget)
+        stream = Stream(request, listener)
         self._streams[request.id] = stream
         if request.deadline is not None:
             wait = max(0.0, request.deadline - time.monotonic()) + _DEADLINE_GRACE_S
@@ -508,7 +513,6 @@ class ProcessClient:
             stream.timer = loop.call_later(wait, self._end_late, stream)
         self.history.submit(request)
         self._link.send(messages.Add(request))
-        return stream
 
     def _refusal(self) -> RequestError:
         """Why no request is taken now."""
@@ -524,7 +528,7 @@ class ProcessClient:
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
     ) -> None:
-        """End an open request, or one of its sequences; its stream still brings the terminal
+        """End an open request, or one of its sequences; its listener still hears of the terminal
         outputs.
         """
         stream = self._streams.get(request_id)
@@ -537,12 +541,15 @@ class ProcessClient:
         else:  # no core has it
             self._take_outputs(stream.asked_ends())
 
-    def forget(self, stream: Stream) -> None:
-        """Nobody listens to `stream` any more: abort what is left of its request."""
-        if self._streams.get(stream.id) is stream:
-            self.abort(stream.id)
-            self._close_stream(stream)
-            self._go_on_after_trial(stream)
+    def forget(self, request_id: str) -> None:
+        """See `EngineClient`."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        stream.listener = _nobody
+        self.abort(request_id)
+        self._close_stream(stream)
+        self._go_on_after_trial(stream)
 
     async def page_states(self) -> bytes:
         """The state of every page now. Raises RequestError if no core answers in time."""

@@ -24,6 +24,7 @@ from jitney.engine.api.protocol import http_protocol
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import Progress, SeatMap
+from jitney.engine.process.client import OutputListener
 from jitney.engine.process.counters import EngineCounters
 from jitney.engine.telemetry.history import History
 from jitney.engine.text.fill_in import FillIn
@@ -123,6 +124,8 @@ class FakeClient:
         self.requests: list[EngineRequest] = []
         self.aborts: list[tuple[str, int | None, FinishReason]] = []
         self.open: set[str] = set()
+        #: What tells the listener of each request.
+        self._speakers: dict[str, asyncio.Task[None]] = {}
         #: Of each time that it was sent to sleep, whether open requests were to end.
         self.slept: list[bool] = []
         self.resets = 0
@@ -152,14 +155,24 @@ class FakeClient:
         self.info: EngineInfo | None = EngineInfo(**(defaults | info))
         self.history.core_ready(self.info)
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
+    def submit(self, request: EngineRequest, listener: OutputListener) -> None:
         if self.state != "ready":
             raise RequestError(
                 "not now", code="engine_dead" if self.state == "dead" else self.state
             )
         self.requests.append(request)
         self.open.add(request.id)
-        return self._outputs(request, self.scripts.pop(0) if self.scripts else self.script)
+        script = self.scripts.pop(0) if self.scripts else self.script
+        self._speakers[request.id] = asyncio.create_task(self._speak(request, script, listener))
+
+    def forget(self, request_id: str) -> None:
+        self._speakers.pop(request_id).cancel()
+
+    async def _speak(
+        self, request: EngineRequest, script: Script, listener: OutputListener
+    ) -> None:
+        async for output in self._outputs(request, script):
+            listener(output)
 
     async def _outputs(
         self, request: EngineRequest, script: Script

@@ -402,10 +402,10 @@ def test_lines_count_against_the_limits_of_their_key(folder: Path):
     most = 0
 
     class Watching(FakeClient):
-        def submit(self, request):
+        def submit(self, request, listener):
             nonlocal most
             most = max(most, len(self.open) + 1)
-            return super().submit(request)
+            return super().submit(request, listener)
 
     engine = Watching(Script(text="abcd", delay_s=0.01))
     with serving(folder, engine, key_max_concurrent=4) as client:

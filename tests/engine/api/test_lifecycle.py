@@ -61,7 +61,7 @@ def test_what_the_engine_refuses_has_its_own_status_streamed_or_not(
 @modes
 def test_an_internal_error_says_nothing_but_its_request_id(path, body, caplog):
     client = FakeClient()
-    client.submit = lambda request: 1 / 0  # type: ignore[assignment,method-assign,return-value]
+    client.submit = lambda request, listener: 1 / 0  # type: ignore[assignment,method-assign,return-value]
     reply = run(call(make_app(client), path, body))
     assert reply.status == 500 and reply.error["code"] == "internal_error"
     assert reply.headers["x-request-id"] in reply.error["message"] and b"division" not in reply.body
@@ -125,10 +125,10 @@ def test_one_refused_prompt_ends_its_siblings():
 
 def test_a_submit_that_fails_half_way_ends_what_was_submitted():
     class Shy(FakeClient):
-        def submit(self, request):
+        def submit(self, request, listener):
             if self.requests:
                 self.state = "dead"
-            return super().submit(request)
+            return super().submit(request, listener)
 
     client = Shy(Script(hang=True))
     reply = run(call(make_app(client), "/v1/completions", {"model": "m", "prompt": ["a", "b"]}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +142,36 @@ def test_what_all_streams_write_after_a_step_is_written_in_few_turns(monkeypatch
         return n_turns
 
     assert run(turns()) < 10
+
+
+def test_those_who_wait_for_a_slice_share_the_next_ones(monkeypatch):
+    """What 100 streams write takes five slices' time, and not a turn for each that came too late
+    for the first.
+    """
+    now_s = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    monkeypatch.setattr("jitney.engine.api.slices.time", clock)
+
+    def pieces(number: int):
+        nonlocal now_s
+        now_s += 0.0001
+        yield b"%d" % number
+
+    async def turns() -> int:
+        slices, written = Slices(), list[bytes]()
+
+        async def write(number: int) -> None:
+            written.extend([block async for block in slices.blocks(pieces(number))])
+
+        tasks = [asyncio.create_task(write(number)) for number in range(100)]
+        n_turns = 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            n_turns += 1
+        assert set(written) == {b"%d" % number for number in range(100)}
+        return n_turns
+
+    assert run(turns()) < 30
 
 
 def test_work_beyond_the_limit_is_refused_and_what_ends_makes_room():

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 
 import pytest
 from api_fakes import FakeClient, Script, call, make_app, run
@@ -19,6 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 from jitney.engine.api.tracing import Tracing
 from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.messages import SequenceEvent, StepReport
+from jitney.engine.process.client import OutputListener
 from jitney.engine.types import EngineRequest, SequenceOutput
 
 PROMPT = {"prompt": "ab"}
@@ -29,20 +29,21 @@ TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 class RememberingClient(FakeClient):
     """One whose history hears of everything, as a server's does."""
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
+    def submit(self, request: EngineRequest, listener: OutputListener) -> None:
         self.history.submit(request)
-        return self._remembered(request, super().submit(request))
+        super().submit(request, self._remembering(request, listener))
 
-    async def _remembered(
-        self, request: EngineRequest, outputs: AsyncIterator[SequenceOutput]
-    ) -> AsyncIterator[SequenceOutput]:
+    def _remembering(self, request: EngineRequest, listener: OutputListener) -> OutputListener:
         seated: set[int] = set()
-        async for output in outputs:
+
+        def remember(output: SequenceOutput) -> None:
             if output.index not in seated and output.error is None:
                 seated.add(output.index)
                 self.history.take(StepReport([], events=[self._seated(request, output)]))
             self.history.take(StepReport([output]))
-            yield output
+            listener(output)
+
+        return remember
 
     def _seated(self, request: EngineRequest, output: SequenceOutput) -> SequenceEvent:
         return SequenceEvent(

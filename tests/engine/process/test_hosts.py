@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from joint_processes import alone_in_a_hurry, compiled_once, run_logged
+from outputs import Outputs
 
 from jitney.engine import LLM
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import RequestError
 from jitney.engine.ports import free_port
-from jitney.engine.process.stream import Stream
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.engine.types import EngineRequest, Grammar, SamplingParams
@@ -79,7 +79,7 @@ class Story:
     dismissed: bool = False
 
 
-async def tokens_of(stream: Stream) -> list[int]:
+async def tokens_of(stream: Outputs) -> list[int]:
     outputs = [output async for output in stream]
     assert not any(output.error for output in outputs), outputs
     return [token for output in outputs for token in output.tokens]
@@ -113,7 +113,7 @@ async def live(story: Story) -> None:
             story.devices.append((await client.wait_ready()).device)
         for sampling in SAMPLINGS:
             streams = [
-                first.submit(request(f"{sampling.seed} {i}", prompt, sampling))
+                Outputs(first, request(f"{sampling.seed} {i}", prompt, sampling))
                 for i, prompt in enumerate(prompts())
             ]
             story.answers += [await tokens_of(stream) for stream in streams]
@@ -129,7 +129,7 @@ async def live(story: Story) -> None:
 
 async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClient) -> None:
     """In the middle of an answer, which goes on in the next life of the engine."""
-    stream = first.submit(request("long", prompts()[2], LONG))
+    stream = Outputs(first, request("long", prompts()[2], LONG))
     output = await anext(aiter(stream))
     other.kill()
     story.resumed = output.tokens + await tokens_of(stream)

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from joint_processes import alone_in_a_hurry, compiled_once, run_logged
+from outputs import Outputs
 
 from jitney.engine import LLM
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import RequestError
 from jitney.engine.ports import free_port
-from jitney.engine.process.stream import Stream
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.text.tokenizer import load_tokenizer
 from jitney.engine.types import EngineRequest, Grammar, SamplingParams, TokenLogprobs
@@ -88,7 +88,7 @@ class Story:
     dismissed: bool = True
 
 
-async def tokens_of(stream: Stream, story: Story | None = None) -> list[int]:
+async def tokens_of(stream: Outputs, story: Story | None = None) -> list[int]:
     outputs = [output async for output in stream]
     assert not any(output.error for output in outputs), outputs
     if story is not None:
@@ -146,7 +146,7 @@ async def answered(
     story: Story,
 ) -> list[list[list[int]]]:
     streams = [
-        [client.submit(request(f"{number} {place}", *each)) for place, each in enumerate(own)]
+        [Outputs(client, request(f"{number} {place}", *each)) for place, each in enumerate(own)]
         for client, own in zip(clients, asked, strict=True)
     ]
     found = await asyncio.gather(*(tokens_of(stream, story) for own in streams for stream in own))
@@ -155,7 +155,7 @@ async def answered(
 
 async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClient) -> None:
     """In the middle of an answer of the other engine, which goes on in the next life of both."""
-    stream = first.submit(request("long", 2, LONG))
+    stream = Outputs(first, request("long", 2, LONG))
     output = await anext(aiter(stream))
     other.kill()
     story.resumed = output.tokens + await tokens_of(stream)

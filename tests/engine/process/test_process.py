@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from core_runs import random_request
 from fakes import solo
+from outputs import Outputs, collect
 from places import SUPPORT
 
 from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
@@ -27,7 +28,6 @@ from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.process import supervisor, watchdog
 from jitney.engine.process.folder import private_folder, remove_left_folders
 from jitney.engine.process.main import _TICK_S
-from jitney.engine.process.stream import Stream
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.scheduler.admission import _sibling_seed
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
@@ -80,10 +80,6 @@ def test_a_host_that_is_gone_is_not_missed_once_nothing_is_left_to_do(
     assert client.failure == "host 1 was told to end"
 
 
-async def collect(stream: Stream) -> list[SequenceOutput]:
-    return [output async for output in stream]
-
-
 async def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
@@ -134,8 +130,8 @@ def test_requests_come_back_token_by_token_and_records_with_them():
                 client.progress.detail,
             ) == (2, "tiny-random")
             outputs, pair = await asyncio.gather(
-                collect(client.submit(request("a", 7))),
-                collect(client.submit(request("b", 50, n=2))),
+                collect(Outputs(client, request("a", 7))),
+                collect(Outputs(client, request("b", 50, n=2))),
             )
             assert [output.tokens for output in outputs] == [[7], [8], [9]]
             assert [output.finish for output in outputs] == [None, None, "length"]
@@ -174,18 +170,18 @@ def test_nothing_is_taken_before_ready_or_while_draining():
     async def test() -> None:
         async with running() as client:
             with pytest.raises(RequestError) as early:
-                client.submit(request("a"))
+                Outputs(client, request("a"))
             assert early.value.info.code == "loading"
             await client.wait_ready()
-            stream = client.submit(request("b", PAUSE, tokens=5))
+            stream = Outputs(client, request("b", PAUSE, tokens=5))
             client.drain()
             with pytest.raises(RequestError) as late:
-                client.submit(request("c"))
+                Outputs(client, request("c"))
             assert late.value.info.code == "draining"
             assert (await collect(stream))[-1].finish == "length"
         assert client.state == "dead"
         with pytest.raises(RequestError) as over:
-            client.submit(request("d"))
+            Outputs(client, request("d"))
         assert over.value.info.code == "engine_dead"
 
     run(test)
@@ -195,8 +191,8 @@ def test_abort_ends_one_sequence_and_no_neighbour():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=40, n=2))
-            other = client.submit(request("ab", PAUSE, tokens=5))
+            stream = Outputs(client, request("a", PAUSE, tokens=40, n=2))
+            other = Outputs(client, request("ab", PAUSE, tokens=5))
             client.abort("a", 1)
             ends = {
                 output.index: output.finish for output in await collect(stream) if output.finish
@@ -207,22 +203,18 @@ def test_abort_ends_one_sequence_and_no_neighbour():
     run(test)
 
 
-@pytest.mark.parametrize("how", ["aclose", "cancel"])
-def test_a_listener_that_leaves_frees_the_seat(how: str):
+def test_a_listener_that_leaves_frees_the_seat():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=1000))
+            stream = Outputs(client, request("a", PAUSE, tokens=1000))
             await anext(stream)
             assert [seat.request_id for seat in (await client.seat_map()).seats] == ["a"]
-            if how == "aclose":
-                await stream.aclose()
-            else:
-                task = asyncio.create_task(collect(stream))
-                await asyncio.sleep(0.05)
-                task.cancel()
+            client.forget("a")
+            heard = stream.waiting
             await asyncio.sleep(0.2)
             assert (await client.seat_map()).seats == []
+            assert stream.waiting == heard
 
     run(test)
 
@@ -239,12 +231,12 @@ def test_a_dead_core_ends_every_request_if_told_to_and_is_replaced(how: str):
         async with running(on_core_death="fail") as client:
             await client.wait_ready()
             old = pid_of(client)
-            streams = [client.submit(request(str(i), PAUSE, tokens=1000, n=2)) for i in range(3)]
+            streams = [Outputs(client, request(str(i), PAUSE, tokens=1000, n=2)) for i in range(3)]
             await anext(streams[0])
             if how == "kill -9":
                 os.kill(old, signal.SIGKILL)
             else:
-                client.submit(request("x", RAISE if how == "exception" else DIE))
+                Outputs(client, request("x", RAISE if how == "exception" else DIE))
             for stream in streams:
                 ends = [output for output in await collect(stream) if output.finish is not None]
                 assert [output.index for output in ends] == [0, 1]
@@ -254,14 +246,14 @@ def test_a_dead_core_ends_every_request_if_told_to_and_is_replaced(how: str):
                     assert "asked to fail" not in output.error.message
             await client.until("restarting")
             with pytest.raises(RequestError, match="started again") as early:
-                client.submit(request("early"))
+                Outputs(client, request("early"))
             assert early.value.info.code == "restarting"
             assert client.counters.resumed == 0
             steps_before = client.records(-1)["step"].tolist()
             await client.until("ready")
             assert pid_of(client) != old and gone(old)
             assert client.counters.engine_restarts == 1
-            assert (await collect(client.submit(request("again", 5))))[-1].tokens == [7]
+            assert (await collect(Outputs(client, request("again", 5))))[-1].tokens == [7]
             steps = client.records(-1)["step"].tolist()
             assert steps[: len(steps_before)] == steps_before and steps == sorted(set(steps))
 
@@ -281,13 +273,13 @@ def test_requests_go_on_in_the_next_core(how: str, caplog: pytest.LogCaptureFixt
         async with running(step_timeout_s=2) as client:
             await client.wait_ready()
             old = pid_of(client)
-            streams = [client.submit(request(str(i), PAUSE, tokens=12, n=2)) for i in range(3)]
+            streams = [Outputs(client, request(str(i), PAUSE, tokens=12, n=2)) for i in range(3)]
             first = await anext(streams[0])
             if how in ("kill -9", "stopped"):
                 os.kill(old, signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
             else:
                 bad = {"exception": RAISE_ONCE, "dies in a step": DIE_ONCE}.get(how, HANG_ONCE)
-                streams.append(client.submit(request("x", bad, tokens=12, n=2)))
+                streams.append(Outputs(client, request("x", bad, tokens=12, n=2)))
             await client.until("restarting")
             assert client.counters.gauge("seats_busy") == 0
             assert client.counters.waiting == 2 * len(streams)
@@ -340,7 +332,7 @@ def test_random_requests_live_through_random_deaths(seed: int, monkeypatch: pyte
                 one = random_request(rng, number, time.monotonic())
                 if one.deadline is None and len(one.prompt) < 40:
                     requests.append(one)
-                    streams.append(client.submit(one))
+                    streams.append(Outputs(client, one))
             outputs = asyncio.gather(*map(collect, streams))
             for how in (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP):
                 await asyncio.sleep(rng.uniform(0.02, 0.25))
@@ -363,9 +355,9 @@ def test_a_request_that_ends_every_core_is_found_and_costs_nobody_else(bad: int)
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            before = [client.submit(request(f"a{i}", PAUSE, tokens=30)) for i in range(3)]
-            poison = client.submit(request("poison", bad))
-            after = [client.submit(request(f"b{i}", PAUSE, tokens=30)) for i in range(3)]
+            before = [Outputs(client, request(f"a{i}", PAUSE, tokens=30)) for i in range(3)]
+            poison = Outputs(client, request("poison", bad))
+            after = [Outputs(client, request(f"b{i}", PAUSE, tokens=30)) for i in range(3)]
             outputs = await asyncio.gather(*map(collect, [*before, *after]))
             for got in outputs:
                 tokens = [token for output in got for token in output.tokens]
@@ -374,7 +366,7 @@ def test_a_request_that_ends_every_core_is_found_and_costs_nobody_else(bad: int)
             assert end.error is not None and end.error.code == "request_failed"
             assert client.counters.engine_restarts == 3
             with pytest.raises(RequestError, match="not tried again"):
-                client.submit(request("again", bad))
+                Outputs(client, request("again", bad))
 
     run(test)
 
@@ -383,14 +375,14 @@ def test_a_request_that_failed_is_refused_for_a_while():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            (end,) = await collect(client.submit(request("a", FAIL)))
+            (end,) = await collect(Outputs(client, request("a", FAIL)))
             assert end.error is not None and end.error.code == "request_failed"
             with pytest.raises(RequestError, match="not tried again") as again:
-                client.submit(request("b", FAIL))
+                Outputs(client, request("b", FAIL))
             assert again.value.info.code == "request_quarantined"
-            other = client.submit(request("c", FAIL, tokens=4))  # another request, to the engine
+            other = Outputs(client, request("c", FAIL, tokens=4))  # another request, to the engine
             assert (await collect(other))[-1].finish == "error"
-            assert (await collect(client.submit(request("d", 5))))[-1].finish == "length"
+            assert (await collect(Outputs(client, request("d", 5))))[-1].finish == "length"
             assert client.counters.engine_restarts == 0
 
     run(test)
@@ -401,8 +393,8 @@ def test_what_is_aborted_while_no_core_is_there_ends_at_once():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            kept = client.submit(request("kept", PAUSE, tokens=30, n=2))
-            left = client.submit(request("left", PAUSE, tokens=1000))
+            kept = Outputs(client, request("kept", PAUSE, tokens=30, n=2))
+            left = Outputs(client, request("left", PAUSE, tokens=1000))
             await anext(left)
             os.kill(pid_of(client), signal.SIGKILL)
             await client.until("restarting")
@@ -421,14 +413,14 @@ def test_a_core_that_dies_while_draining_is_replaced_for_those_who_are_open():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=30))
+            stream = Outputs(client, request("a", PAUSE, tokens=30))
             await anext(stream)
             client.drain()
             os.kill(pid_of(client), signal.SIGKILL)
             assert (await collect(stream))[-1].finish == "length"
             assert client.state == "draining"
             with pytest.raises(RequestError, match="shutting down"):
-                client.submit(request("b"))
+                Outputs(client, request("b"))
 
     run(test)
 
@@ -440,7 +432,7 @@ def test_deadlines_end_requests_though_the_core_does_not(monkeypatch: pytest.Mon
         async with running() as client:
             await client.wait_ready()
             deadline = time.monotonic() + 0.2
-            stream = client.submit(request("a", PAUSE, tokens=1000, n=2, deadline=deadline))
+            stream = Outputs(client, request("a", PAUSE, tokens=1000, n=2, deadline=deadline))
             await anext(stream)
             os.kill(pid_of(client), signal.SIGSTOP)
             ends = [output for output in await collect(stream) if output.finish]
@@ -465,7 +457,7 @@ def test_a_core_that_cannot_be_started_again_is_tried_again(
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=20))
+            stream = Outputs(client, request("a", PAUSE, tokens=20))
             await anext(stream)
             place.rename(tmp_path / "away")
             os.kill(pid_of(client), signal.SIGKILL)
@@ -487,12 +479,13 @@ def test_a_core_is_replaced_when_no_descriptor_is_left():
     code = (
         "import asyncio, os, resource, signal, sys\n"
         "sys.path[:0] = sys.argv[1:]\n"
-        "from test_process import PAUSE, ProcessClient, collect, config, pid_of, request\n"
+        "from outputs import Outputs, collect\n"
+        "from test_process import PAUSE, ProcessClient, config, pid_of, request\n"
         "async def main():\n"
         "    client = ProcessClient(config(), builder='process_core:build')\n"
         "    await client.start()\n"
         "    await client.wait_ready()\n"
-        "    stream = client.submit(request('a', PAUSE, tokens=30))\n"
+        "    stream = Outputs(client, request('a', PAUSE, tokens=30))\n"
         "    await anext(stream)\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
         "    held = []\n"
@@ -536,7 +529,7 @@ def test_a_core_that_keeps_dying_is_given_up():
         async with running(max_restarts=1) as client:
             for _ in range(2):
                 await client.wait_ready()
-                client.submit(request("x", DIE_ONCE))
+                Outputs(client, request("x", DIE_ONCE))
                 await client.until("restarting", "dead")
             assert client.state == "dead"
             with pytest.raises(EngineDead, match=r"died \(exit status 3.*after 1 restarts"):
@@ -555,7 +548,7 @@ def test_a_core_that_has_served_for_a_while_starts_the_count_anew(monkeypatch):
         async with running(max_restarts=1) as client:
             for _ in range(3):
                 await client.wait_ready()
-                stream = client.submit(request("x", PAUSE, tokens=20))
+                stream = Outputs(client, request("x", PAUSE, tokens=20))
                 client.kill()
                 await client.until("restarting", "dead")
                 assert client.state == "restarting"
@@ -587,7 +580,7 @@ def test_no_restart_means_none():
     async def test() -> None:
         async with running(restart=False) as client:
             await client.wait_ready()
-            (end,) = await collect(client.submit(request("x", DIE)))
+            (end,) = await collect(Outputs(client, request("x", DIE)))
             assert end.error is not None and end.error.code == "engine_dead"
             assert await client.until("dead", "restarting") == "dead"
 
@@ -609,7 +602,7 @@ def test_signals_to_the_whole_group_leave_the_core_running(number: signal.Signal
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=20))
+            stream = Outputs(client, request("a", PAUSE, tokens=20))
             os.kill(pid_of(client), number)
             assert (await collect(stream))[-1].finish == "length"
 
@@ -625,7 +618,7 @@ def test_closing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
             pid = pid_of(client)
             (folder,) = tmp_path.iterdir()
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-            stream = client.submit(request("a", PAUSE, tokens=1000))
+            stream = Outputs(client, request("a", PAUSE, tokens=1000))
             await anext(stream)
         assert (await collect(stream))[-1].error is not None
         assert gone(pid)
@@ -690,7 +683,7 @@ def test_keys_do_not_reach_the_core(monkeypatch: pytest.MonkeyPatch):
 
 def refused(client: ProcessClient) -> str:
     with pytest.raises(RequestError) as caught:
-        client.submit(request("no", 7))
+        Outputs(client, request("no", 7))
     return caught.value.info.code
 
 
@@ -703,7 +696,7 @@ def test_an_engine_that_sleeps_refuses_and_serves_again_once_woken():
             assert await client.sleep() == 0, "it slept already"
             await client.wake()
             await client.wake()
-            outputs = await collect(client.submit(request("a", 7)))
+            outputs = await collect(Outputs(client, request("a", 7)))
             assert [output.tokens for output in outputs] == [[7], [8], [9]]
 
     run(test)
@@ -713,7 +706,7 @@ def test_open_requests_are_waited_for():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=10))
+            stream = Outputs(client, request("a", PAUSE, tokens=10))
             going = asyncio.create_task(client.sleep())
             await wait_for(lambda: client.state == "sleeping")
             assert refused(client) == "sleeping"
@@ -728,7 +721,7 @@ def test_or_ended():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=100_000))
+            stream = Outputs(client, request("a", PAUSE, tokens=100_000))
             assert await client.sleep(abort=True) == 1000
             assert (await collect(stream))[-1].finish == "abort"
 
@@ -741,7 +734,7 @@ def test_who_waits_to_sleep_may_be_told_to_end_what_is_open():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=100_000))
+            stream = Outputs(client, request("a", PAUSE, tokens=100_000))
             first = asyncio.create_task(client.sleep())
             await wait_for(lambda: client.state == "sleeping")
             second = asyncio.create_task(client.sleep(abort=True))
@@ -749,7 +742,7 @@ def test_who_waits_to_sleep_may_be_told_to_end_what_is_open():
             assert await first + await second == 1000, "it slept once"
             assert client.state == "sleeping"
             await client.wake()
-            assert len(await collect(client.submit(request("b", 7)))) == 3
+            assert len(await collect(Outputs(client, request("b", 7)))) == 3
 
     run(test)
 
@@ -758,7 +751,7 @@ def test_who_gives_up_a_second_time_does_not_wake_it():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=20))
+            stream = Outputs(client, request("a", PAUSE, tokens=20))
             first = asyncio.create_task(client.sleep())
             await wait_for(lambda: client.state == "sleeping")
             second = asyncio.create_task(client.sleep())
@@ -774,7 +767,7 @@ def test_who_is_woken_while_it_waits_does_not_sleep():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=100))
+            stream = Outputs(client, request("a", PAUSE, tokens=100))
             going = asyncio.create_task(client.sleep())
             await wait_for(lambda: client.state == "sleeping")
             await client.wake()
@@ -802,7 +795,7 @@ def test_a_core_that_cannot_wake_is_replaced_by_one_that_is_awake(
             assert caught.value.info.code == "engine_dead"
             await client.until("ready")
             assert pid_of(client) != before
-            assert len(await collect(client.submit(request("a", 7)))) == 3
+            assert len(await collect(Outputs(client, request("a", 7)))) == 3
 
     run(test)
 
@@ -811,7 +804,7 @@ def test_a_prefix_cache_is_reset_while_requests_run():
     async def test() -> None:
         async with running() as client:
             await client.wait_ready()
-            stream = client.submit(request("a", PAUSE, tokens=5))
+            stream = Outputs(client, request("a", PAUSE, tokens=5))
             await client.reset_prefix_cache()
             assert len(await collect(stream)) == 5
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from fakes import make_request
 from grammars import text_of, tokenizer_json
+from outputs import Outputs, collect
 
 from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
-from jitney.engine.process.stream import Stream
 from jitney.engine.process.supervisor import ProcessClient
-from jitney.engine.types import Grammar, SequenceOutput
+from jitney.engine.types import Grammar
 
 SUPPORT = Path(__file__).parents[2] / "support"
 CODE = Grammar("regex", "[a-f]{20}-[0-9]{12}")
@@ -37,19 +37,15 @@ def make_client() -> ProcessClient:
     return ProcessClient(config, builder="fake_core:build")
 
 
-async def collect(stream: Stream) -> list[SequenceOutput]:
-    return [output async for output in stream]
-
-
 async def answers(client: ProcessClient, *, kill: bool) -> list[str]:
     """What ten requests are answered; kill: the core dies in the middle."""
     requests = [
         make_request(f"r{i}", [i + 1, 2, 3], seed=i, max_tokens=40, grammar=CODE) for i in range(10)
     ]
-    streams = [client.submit(request) for request in requests]
+    streams = [Outputs(client, request) for request in requests]
     everything = asyncio.gather(*map(collect, streams))
     if kill:
-        while not any(len(stream.tokens[0]) > 5 for stream in streams):
+        while not any(stream.n_tokens > 5 for stream in streams):
             await asyncio.sleep(0.001)
         assert client._link is not None
         os.kill(client._link.process.pid, signal.SIGKILL)
@@ -89,11 +85,11 @@ def test_a_core_that_runs_can_be_told_the_tokenizer():
             try:
                 await client.wait_ready()
                 request = make_request("a", [1], grammar=Grammar("choice", '["bed"]'))
-                [refused] = await collect(client.submit(request))
+                [refused] = await collect(Outputs(client, request))
                 assert refused.error is not None
                 assert refused.error.code == "unsupported_parameter"
                 client.learn(tokenizer_json())
-                outputs = await collect(client.submit(request))
+                outputs = await collect(Outputs(client, request))
                 assert text_of([token for output in outputs for token in output.tokens]) == "bed"
             finally:
                 await client.close()

@@ -1,0 +1,44 @@
+"""The outputs of a request to an engine, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from jitney.engine.process.client import EngineClient
+from jitney.engine.types import EngineRequest, SequenceOutput
+
+
+class Outputs:
+    """Submits a request, and gives its outputs until each of its sequences has ended."""
+
+    def __init__(self, client: EngineClient, request: EngineRequest):
+        self.request = request
+        self._open = request.sampling.n
+        self._outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
+        #: Tokens that came, taken or not.
+        self.n_tokens = 0
+        client.submit(request, self._hear)
+
+    def _hear(self, output: SequenceOutput) -> None:
+        self.n_tokens += len(output.tokens)
+        self._outputs.put_nowait(output)
+
+    @property
+    def waiting(self) -> int:
+        """Outputs that came and were not taken."""
+        return self._outputs.qsize()
+
+    def __aiter__(self) -> AsyncIterator[SequenceOutput]:
+        return self
+
+    async def __anext__(self) -> SequenceOutput:
+        if not self._open:
+            raise StopAsyncIteration
+        output = await self._outputs.get()
+        self._open -= output.finish is not None
+        return output
+
+
+async def collect(outputs: Outputs) -> list[SequenceOutput]:
+    return [output async for output in outputs]
