@@ -105,9 +105,7 @@ async def completion_request(
     if body.suffix:
         sampling = with_ends(sampling, fill_in_of(tokenizer, "suffix"))
     sampling = await _with_checked_grammar(service, body, sampling)
-    prompts = await service.off_loop(
-        lambda: [_completion_prompt(item, body.suffix, tokenizer) for item in body.prompt]
-    )
+    prompts = await _encoded(service, body.prompt, body.suffix)
     request = await service.slices.result(
         _generation_request(service, body, context, _COMPLETION, prompts, sampling)
     )
@@ -125,16 +123,14 @@ async def embedding_request(
     """The request for one vector for each text or list of token ids. fields: of a GenerationBody.
     Raises RequestError.
     """
-    info, tokenizer = service.ready()
+    info, _ = service.ready()
     most = info.seats + info.max_waiting_requests
     if len(items) > most:
         raise RequestError(f"at most {most} inputs come at once here", param="input")
     lengths = [len(item) for item in items if isinstance(item, str)]
     check_chars(max(lengths, default=0), info, "input")
     with _blaming(_EMBEDDING):
-        prompts = await service.off_loop(
-            lambda: [_completion_prompt(item, None, tokenizer) for item in items]
-        )
+        prompts = await _encoded(service, items, None)
     body = GenerationBody.model_validate(fields)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     request = await service.slices.result(
@@ -468,6 +464,22 @@ def check_chars(chars: int, info: EngineInfo, param: str) -> None:
             code="context_length_exceeded",
             param=param,
         )
+
+
+async def _encoded(
+    service: Service, items: Sequence[str | list[int]], suffix: str | None
+) -> list[EncodedPrompt]:
+    """Texts become tokens on a thread. Token ids need none: between cores that compute, it costs
+    more to wake one than to take them.
+    """
+    _, tokenizer = service.ready()
+
+    def encode() -> list[EncodedPrompt]:
+        return [_completion_prompt(item, suffix, tokenizer) for item in items]
+
+    if any(isinstance(item, str) for item in items):
+        return await service.off_loop(encode)
+    return encode()
 
 
 def _completion_prompt(

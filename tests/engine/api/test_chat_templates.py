@@ -232,6 +232,31 @@ def test_texts_that_are_never_tokenised_do_not_stop_others():
     run(session())
 
 
+def test_a_prompt_of_token_ids_waits_for_no_thread():
+    class Stuck(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            release.wait(20)
+            return super().encode(text)
+
+    release = threading.Event()
+
+    async def session() -> None:
+        app = make_app(FakeClient())
+        app.state.service.tokenizer = Stuck()
+
+        async def ask(prompt: object):
+            return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
+
+        stuck = [asyncio.create_task(ask("stuck")) for _ in range(4)]
+        ids = await ask([[1, 2], [3]])
+        assert ids.status == 200 and len(ids.json()["choices"]) == 2
+        assert not any(task.done() for task in stuck)
+        release.set()
+        assert [reply.status for reply in await asyncio.gather(*stuck)] == [200] * 4
+
+    run(session())
+
+
 STUCK = """
 import asyncio, time
 from api_fakes import ByteTokenizer, FakeClient, call, make_app
