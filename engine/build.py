@@ -67,7 +67,13 @@ from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineInfo, KernelProof, pooling_of
 from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.proof_shapes import ServedShapes
-from jitney.kernels.select import reference, reference_of, select, with_product_rows
+from jitney.kernels.select import (
+    ServedHeads,
+    reference,
+    reference_of,
+    select,
+    with_product_rows,
+)
 
 _log = logging.getLogger("jitney.core")
 
@@ -247,7 +253,8 @@ def _setup_on(
 
 def _choose_kernels(setup: _Setup) -> KernelSet:
     settings = setup.settings
-    kernels = choose_kernels(setup.device.platform, settings.kernels)
+    heads = ServedHeads(setup.source.config.head_dim, setup.dtype.name, setup.kv_dtype.name)
+    kernels = choose_kernels(setup.device.platform, settings.kernels, heads)
     kernels = with_product_rows(kernels, settings.product_rows)
     if settings.tensor_parallel > 1:
         kernels = replace(kernels, fp8=None)  # its layout is not split
@@ -580,10 +587,12 @@ def _glibc() -> ctypes.CDLL | None:
     return None
 
 
-def choose_kernels(platform_name: str, name: str) -> KernelSet:
-    """The kernel set of that name; a name that cannot run here is the user's error, in one line."""
+def choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = None) -> KernelSet:
+    """The kernel set of that name for these heads, where they are known; a name that cannot run
+    here is the user's error, in one line.
+    """
     try:
-        return select(platform_name, name)
+        return select(platform_name, name, heads)
     except KernelError as error:
         raise ConfigError(f"kernels: {error}") from error
 

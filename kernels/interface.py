@@ -395,6 +395,9 @@ class KernelSet:
     part_seconds: Callable[[], Mapping[str, float]] | None = None
     #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
     instructions: str = ""
+    #: The set that serves if a kernel of this one is wrong and nobody named this one; None: this
+    #: one, with the reference's in place of that kernel.
+    instead: KernelSet | None = None
 
     @property
     def label(self) -> str:

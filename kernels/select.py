@@ -5,15 +5,27 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelError, KernelSet
 
+if TYPE_CHECKING:
+    from jitney.kernels.triton_gpu.kernel_set import TritonKernels
+
 _log = logging.getLogger(__name__)
 
 #: Compute capability from which NVIDIA GPUs multiply fp8 numbers as they are.
 _FP8_SINCE = 89
+
+
+class ServedHeads(NamedTuple):
+    """What attention will be asked for, as far as kernels are chosen by it."""
+
+    head_dim: int
+    dtype: str  # of activations
+    kv_dtype: str  # of the pool
 
 
 def reference() -> KernelSet:
@@ -123,12 +135,17 @@ def _triton_for(sm: int) -> KernelSet:
         compat.jax_triton()
     except ImportError as error:
         raise KernelError(f"kernels triton cannot run here: {error}") from error
-    from jitney.kernels import fp8
-    from jitney.kernels import reference as plain
     from jitney.kernels.triton_gpu.kernel_set import TritonKernels
     from jitney.kernels.triton_gpu.launch import JaxTriton
 
-    kernels = TritonKernels(JaxTriton(sm))
+    return _set_of(TritonKernels(JaxTriton(sm)), sm)
+
+
+def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
+    """These kernels as a set."""
+    from jitney.kernels import fp8
+    from jitney.kernels import reference as plain
+
     products = None
     if sm >= _FP8_SINCE:
         products = Fp8Products(fp8.arrange, fp8.matmul)
@@ -146,6 +163,32 @@ def _triton_for(sm: int) -> KernelSet:
         fp8=products,
         experts=kernels.experts,
     )
+
+
+def _flashinfer() -> KernelSet:
+    """Triton kernels, but prompts are attended to by FlashInfer's. Raises KernelError where those
+    cannot run or a package is missing.
+    """
+    sm = compute_capability()
+    processors = getattr(jax.devices()[0], "core_count", 0)
+    if not processors:
+        raise KernelError("kernels flashinfer: jax does not say how many multiprocessors there are")
+    return _flashinfer_for(sm, processors)
+
+
+@cache
+def _flashinfer_for(sm: int, processors: int) -> KernelSet:
+    """As `_triton_for`, for a GPU of so many multiprocessors."""
+    from jitney.kernels.flashinfer_gpu.modules import check_installed
+    from jitney.kernels.flashinfer_gpu.prompts import FlashInferPrompts
+    from jitney.kernels.triton_gpu.kernel_set import TritonKernels
+    from jitney.kernels.triton_gpu.launch import JaxTriton
+
+    check_installed()
+    triton = _triton_for(sm)
+    prompts = FlashInferPrompts(sm, processors)
+    kernels = _set_of(TritonKernels(JaxTriton(sm), prompts=prompts), sm)
+    return replace(kernels, name="flashinfer", instructions=prompts.template, instead=triton)
 
 
 def compute_capability() -> int:
@@ -213,23 +256,52 @@ _KERNEL_SETS = {
     "reference": reference,
     "native": _native,
     "triton": _triton,
+    "flashinfer": _flashinfer,
     "pallas": _pallas,
 }
 #: The set that "auto" means, by platform; a platform not named here gets the reference.
 _BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tpu": "pallas"}
 
 
-def select(platform: str, name: str = "auto") -> KernelSet:
+def select(platform: str, name: str = "auto", heads: ServedHeads | None = None) -> KernelSet:
     """The kernel set `name` for `platform` (cpu, gpu, tpu); "auto" is the best one that runs on it.
 
-    Raises KernelError for an unknown name, listing the known ones, and for a named set that cannot
-    run here.
+    heads: what it will serve, where that is known: on a GPU auto is the set that was measured to be
+    the best for it. Raises KernelError for an unknown name, listing the known ones, and for a named
+    set that cannot run here or not with these heads.
     """
     if name == "auto":
-        return _best(platform)
+        return _measured_best(_best(platform), heads)
     if name not in _KERNEL_SETS:
         raise KernelError(f"unknown kernels {name!r}; known: auto, {', '.join(_KERNEL_SETS)}")
+    if name == "flashinfer" and heads is not None:
+        reason = _why_not_flashinfer(heads)
+        if reason:
+            raise KernelError(f"kernels flashinfer: {reason}; choose kernels triton")
     return _KERNEL_SETS[name]()
+
+
+def _measured_best(kernels: KernelSet, heads: ServedHeads | None) -> KernelSet:
+    """The set that attends to prompts quickest on this GPU by `jitney.kernels.prompt_choices`, or
+    `kernels` where nobody measured, or the best cannot run, which a warning says.
+    """
+    from jitney.kernels.prompt_choices import chosen_for, read_choices
+
+    if kernels.name != "triton" or heads is None or _why_not_flashinfer(heads):
+        return kernels
+    if chosen_for(compute_capability(), heads.head_dim, read_choices()) != "flashinfer":
+        return kernels
+    try:
+        return _flashinfer()
+    except KernelError as error:
+        _log.warning("%s; it would be quicker for prompts here, kernels triton serve", error)
+        return kernels
+
+
+def _why_not_flashinfer(heads: ServedHeads) -> str:
+    from jitney.kernels.flashinfer_gpu.prompts import why_not
+
+    return why_not(*heads)
 
 
 def _best(platform: str) -> KernelSet:

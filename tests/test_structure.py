@@ -324,6 +324,11 @@ def test_the_wheel_carries_the_page(wheel: zipfile.ZipFile):
     assert not assets - set(wheel.namelist())
 
 
+def test_the_wheel_carries_what_kernels_read(wheel: zipfile.ZipFile):
+    read = {"jitney/kernels/prompt_choices.json", "jitney/kernels/flashinfer_gpu/views.cc"}
+    assert read <= set(wheel.namelist())
+
+
 @pytest.mark.skipif(platform.system() != "Linux", reason="no kernels for it")
 def test_the_wheel_carries_a_library_for_every_level(wheel: zipfile.ZipFile):
     """Of this kind of machine."""

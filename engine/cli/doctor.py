@@ -328,7 +328,7 @@ def _proof_finding(proof: KernelProof) -> _Finding:
     if proof.reason:
         value = f"could not run: {proof.reason}"
     if not proof.ok:
-        value += "; taken out, the reference serves"
+        value += "; taken out, another serves in its place"
     return _Finding(f"  {proof.kernel}", value, proof.ok)
 
 

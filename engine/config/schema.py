@@ -22,7 +22,7 @@ _MIN_PAGE, _MAX_PAGE = 8, 256
 _FEWEST_ROWS = 4
 #: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is
 #: refused without jax.
-KernelsName = Literal["auto", "reference", "native", "triton", "pallas"]
+KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "pallas"]
 #: The policies and orders by name, which `jitney.engine.scheduler.policies` makes.
 PolicyName = Literal["continuous", "static", "dynamic"]
 OrderName = Literal["fcfs", "priority", "shortest", "fair"]
@@ -350,7 +350,9 @@ class EngineSection(Section):
         description=(
             "kernel set; auto: the device's own, without which a GPU or TPU does not start; on a "
             "CPU the reference stands "
-            "in for it, with a warning"
+            "in for it, with a warning; flashinfer: triton, but prompts are attended to by "
+            "FlashInfer's kernels, which auto takes too on cards where they were measured to be "
+            "quicker"
         ),
     )
     max_logprobs: int = Field(

@@ -29,12 +29,15 @@ def proven(
     """The set without the kernels that are wrong here, and what was found of each.
 
     named: the user asked for this set by name. Then a wrong kernel raises ConfigError; else the
-    reference serves in its place, and one line of the log says so.
+    reference serves in its place, or the set that stands in for this one, and one line of the log
+    says so.
     """
     proofs = prove(kernels, served)
     wrong = [proof for proof in proofs if not proof.ok]
     if wrong:
         _report_wrong(kernels, "; ".join(map(str, wrong)), named=named)
+        if kernels.instead is not None:
+            return proven(kernels.instead, served, named=False)
         kernels = without(kernels, [proof.kernel for proof in wrong])
     return kernels, [_shown(proof) for proof in proofs]
 
@@ -50,11 +53,15 @@ def _report_wrong(kernels: KernelSet, wrong: str, *, named: bool) -> None:
             f"kernels {kernels.label} compute wrong numbers on this machine: {wrong}; use "
             "--kernels auto, which leaves out what is wrong, or --kernels reference"
         )
+    place = "the slower reference serves in their place"
+    if kernels.instead is not None:
+        place = f"kernels {kernels.instead.label} serve"
     _log.error(
-        "KERNELS TAKEN OUT: %s of kernels %s; the slower reference serves in their place. "
-        "Please report this with the output of `jitney doctor`.",
+        "KERNELS TAKEN OUT: %s of kernels %s; %s. Please report this with the output of `jitney "
+        "doctor`.",
         wrong,
         kernels.label,
+        place,
     )
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,25 @@ _FP8_SINCE = 89
 _FP8_INPUTS = 64
 
 
+class Prompts(Protocol):
+    """Attention of the rows of prompt chunks by other kernels, over the same pool."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        kv: jax.Array,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> jax.Array:
+        """o [T, H, D] with the rows of prompt chunks; padding is zero, rows of decoding sequences
+        are undefined. kv: [N, page, 2K, D] of q's dtype.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class TritonKernels:
     """Every kernel, for one kind of GPU. Hashable, so that its methods can be constants of a jitted
@@ -52,6 +71,8 @@ class TritonKernels:
     #: (compute capability, padded head dim, bytes per activation, query heads per key head, bytes
     #: per element of the pool) -> tile sizes; a bench tries others.
     tiles: Callable[[int, int, int, int, int], tuple[DecodeTiles, PromptTiles]] = attention_tiles
+    #: Who attends to prompts in place of the kernel here; None: nobody.
+    prompts: Prompts | None = None
 
     def paged_attention(
         self,
@@ -184,7 +205,9 @@ class TritonKernels:
             "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
         }
         o = None
-        if n_rows != n_seqs:
+        if n_rows != n_seqs and self.prompts is not None:
+            o = self.prompts(q, kv, meta, scale=scale, window=window, softcap=softcap)
+        elif n_rows != n_seqs:
             o = self._prompts(q, kv, meta, scales, constants)
         return self._decode(q, kv, meta, scales, constants, o)
 

@@ -220,7 +220,7 @@ def served_at_once(family: str, devices: int) -> dict[str, np.ndarray]:
         return experts.experts(*args)
 
     kernels = replace(KERNELS, experts=counted)
-    with mock.patch.object(build, "select", lambda platform, name: kernels):
+    with mock.patch.object(build, "select", lambda platform, name, heads: kernels):
         found = served(family, devices)
     return found | {"calls": np.array(len(calls))}
 

@@ -19,6 +19,7 @@ from triton_interpreter import Interpreted  # first: decides how kernels are mad
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flashinfer_reader import attend_by
 from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
@@ -29,6 +30,8 @@ from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.expert_cases import _make_inputs as make_experts
 from jitney.kernels.experts import ExpertBlocks
+from jitney.kernels.flashinfer_gpu.plan import hopper_plan, page_lists
+from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.proof_shapes import distance
 from jitney.kernels.select import select
 from jitney.kernels.triton_gpu import cut
@@ -47,12 +50,25 @@ def attend(batch: Batch, kernels: Any = KERNELS) -> tuple[np.ndarray, np.ndarray
     return np.asarray(o), np.asarray(kv)
 
 
-def check_attention(case: Case) -> dict[str, Any]:
+def prompts_by_plan(q: jax.Array, kv: jax.Array, meta: AttentionMeta, **options: Any) -> jax.Array:
+    """What FlashInfer would make of its plan, in place of our kernel for prompts."""
+    plan = hopper_plan(meta, *q.shape, processors=5)
+
+    def call(workspace: Any, lists: Any, q: Any, kv: Any) -> np.ndarray:
+        workspace, q, kv, *lists = map(np.asarray, (workspace, q, kv, *lists))
+        return attend_by("fa3", (workspace, plan.fields), lists, q, kv, options, processors=5)
+
+    shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    lists = page_lists(meta, kv.shape[1])
+    return jax.pure_callback(call, shape, plan.workspace, lists, q, kv)
+
+
+def check_attention(case: Case, kernels: TritonKernels = KERNELS) -> dict[str, Any]:
     """Greatest error over real rows; whether the pool holds what it should; whether padding rows
     are zero.
     """
     batch = make(case)
-    o, kv = attend(batch)
+    o, kv = attend(batch, kernels)
     expected = written(batch)
     error = np.abs(o[: batch.n_rows] - attention(batch, expected)).max()
     return {
@@ -380,6 +396,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{
         f"attention: {name}": lambda case=case: check_attention(case)
         for name, case in ATTENTION.items()
+    },
+    **{
+        f"attention: prompts by FlashInfer, {name}": lambda case=ATTENTION[name]: check_attention(
+            case, TritonKernels(Interpreted(), prompts=prompts_by_plan)
+        )
+        for name in ("mixed", "prompts alone", "window in mixed", "softcap", "decode")
     },
     "invariance: alone and in a crowd": alone_and_in_a_crowd,
     "invariance: in chunks": in_chunks,

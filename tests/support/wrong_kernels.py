@@ -34,4 +34,4 @@ def wrong_set() -> KernelSet:
 
 def choose(monkeypatch: pytest.MonkeyPatch, kernels: KernelSet) -> None:
     """Let engines that are built from now on find this set, whatever they ask for."""
-    monkeypatch.setattr(build, "select", lambda platform, name: kernels)
+    monkeypatch.setattr(build, "select", lambda platform, name, heads: kernels)

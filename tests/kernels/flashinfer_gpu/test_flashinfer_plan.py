@@ -1,0 +1,126 @@
+"""The step's metadata in FlashInfer's form, read by a reader of FlashInfer's form: attention comes
+out, for every row of a prompt once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flashinfer_reader import attend_by
+from ragged import Batch, Case, attention, make
+
+from jitney.kernels.flashinfer_gpu.plan import (
+    PageLists,
+    _dealt,
+    hopper_plan,
+    page_lists,
+    tiled_plan,
+)
+from jitney.kernels.interface import AttentionMeta
+
+MIXED = Case((4, 2, 64), (5, 90), ((420, 250), (17, 3), (9, 1)), rows=270, seqs=6, pages=32)
+CASES = {
+    "mixed": MIXED,
+    "prompts alone": Case((2, 2, 128), (), ((300, 300), (160, 129)), rows=440, seqs=3, page=32),
+    "a prompt's only row": Case((4, 1, 64), (3, 7), ((40, 1),), rows=8, seqs=4),
+    "window": replace(MIXED, window=24),
+    "softcap": replace(MIXED, softcap=5.0),
+    "wide heads, few rows": Case((2, 2, 256), (300,), ((100, 12),), rows=16, seqs=2),
+    "nobody": Case((4, 2, 64), (3, 7), (), rows=8, seqs=4),
+}
+#: More than there are tiles in some cases, fewer in others.
+PROCESSORS = (3, 132)
+
+
+def planned(
+    template: str, batch: Batch, processors: int
+) -> tuple[tuple[np.ndarray, tuple[int, ...]], PageLists]:
+    """(workspace and fields of the plan, page lists) that a step computes for the batch."""
+    n_rows, n_heads, head_dim = batch.q.shape
+    page, rows = batch.kv.shape[1:3]
+    fields: list[tuple[int, ...]] = []
+
+    def compute(meta: AttentionMeta) -> tuple[jax.Array, PageLists]:
+        if template == "fa3":
+            plan = hopper_plan(meta, n_rows, n_heads, head_dim, processors)
+        else:
+            plan = tiled_plan(meta, n_rows, n_heads // (rows // 2), head_dim)
+        fields.append(plan.fields)
+        return plan.workspace, page_lists(meta, page)
+
+    workspace, lists = jax.tree.map(np.asarray, jax.jit(compute)(batch.meta))
+    return (workspace, fields[0]), lists
+
+
+def run(template: str, batch: Batch, processors: int) -> np.ndarray:
+    """o [T, H, D] as FlashInfer would leave it; NaN where nothing was written."""
+    plan, lists = planned(template, batch, processors)
+    return attend_by(
+        template,
+        plan,
+        lists,
+        batch.q,
+        batch.kv,
+        batch.options,
+        nobodys=np.nan,
+        processors=processors,
+    )
+
+
+def prompt_rows(batch: Batch) -> slice:
+    """Those that do not decode."""
+    return slice(int(batch.meta.cu_q[int(batch.meta.counts[0])]), batch.n_rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("template,processors", [("fa2", 0), *(("fa3", n) for n in PROCESSORS)])
+def test_a_reader_of_its_form_attends_to_every_row_of_prompts(
+    template: str, processors: int, name: str
+):
+    batch = make(CASES[name])
+    o = run(template, batch, processors)
+    rows = prompt_rows(batch)
+    np.testing.assert_allclose(o[rows], attention(batch, batch.kv)[rows], atol=2e-6)
+    assert np.isnan(o[: rows.start]).all() and np.isnan(o[rows.stop :]).all()
+
+
+def test_processors_get_as_many_keys_as_each_other():
+    """Tiles of one long prompt on three processors: the busiest has a tenth more than its share."""
+    batch = make(Case((8, 2, 128), (), ((3000, 3000),), rows=3000, seqs=1, pages=188))
+    (workspace, fields), _ = planned("fa3", batch, 3)
+    tiles, bounds = fields[0], fields[6]
+    begins = workspace[bounds // 4 :][:4]
+    keys = [
+        sum(min(128 * (int(tile) + 1), 3000) for tile in workspace[tiles // 4 :][begin:end])
+        for begin, end in pairwise(begins)
+    ]
+    assert begins[-1] == 24 * 8
+    assert max(keys) < 1.1 * sum(keys) / 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 9, 10, 14])
+def test_every_piece_is_dealt_once(count: int):
+    bounds, pieces = map(np.asarray, _dealt(jnp.int32(count), 14, 5))
+    assert sorted(pieces[:count].tolist()) == list(range(count))
+    sizes = np.diff(bounds)
+    assert bounds[0] == 0 and bounds[-1] == count
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_every_second_round_goes_back():
+    bounds, pieces = map(np.asarray, _dealt(jnp.int32(8), 8, 3))
+    dealt = [pieces[a:b].tolist() for a, b in pairwise(bounds)]
+    assert dealt == [[0, 5, 6], [1, 4, 7], [2, 3]]
+
+
+def test_lists_begin_where_flashinfer_aligns_them():
+    for template in ("fa2", "fa3"):
+        (workspace, fields), _ = planned(template, make(MIXED), 7)
+        offsets = fields[:8] if template == "fa3" else fields[4:7]
+        assert all(offset % 16 == 0 for offset in offsets)
+        assert max(offsets) < workspace.nbytes
