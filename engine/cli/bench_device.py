@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from jitney.engine.bench.device.prompt_choice import choice_line, choose_prompts
 from jitney.engine.bench.device.report import goal_table, numerics
 from jitney.engine.bench.device.rows import NAMES, TINY
 from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan, check_parts, measure
@@ -91,6 +92,9 @@ def run(arguments: Sequence[str]) -> int:
     results = measure(_plan_from(args), files, say)
     print(numerics(results))
     print("\n".join(goal_table(results)))
+    choice = choose_prompts(results)
+    if choice is not None:
+        print(choice_line(choice))
     print("written:", *(files.save(results) or ()))
     return int(bool(results.wrong))
 

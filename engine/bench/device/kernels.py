@@ -145,7 +145,7 @@ def _attention_tasks(
 ) -> Tasks:
     for kernels in sets:
         goal = row.goal if kernels is sets[0] else ""
-        run = partial(_attend_row, job, kernels, dtype, load, kv)
+        run = partial(attend_row, job, kernels, dtype, load, kv)
         yield Task(replace(row, by=kernels.label, goal=goal), run)
 
 
@@ -171,7 +171,7 @@ def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, Conte
     return "decode attention", f"{seqs} x {context:,}", Contexts((context,) * seqs), goal
 
 
-def _attend_row(
+def attend_row(
     job: PartJob, kernels: KernelSet, dtype: DTypeLike, load: Contexts, kv: str, row: Row
 ) -> Iterator[Row]:
     """One case of attention; wrong answers are not timed. kv: as for `_make_inputs`."""

@@ -1,9 +1,9 @@
-"""Attention of one prompt by other people's kernels, where the device has them: cuDNN's over pages,
-which jax carries, and FlashInfer's, which is called on PyTorch's tensors.
+"""Attention of one prompt by other people's kernels, where the device has them: FlashInfer's, as
+the kernel set `flashinfer` calls them, and cuDNN's over pages, which jax carries.
 
 They are measured beside ours (`kernels.attention`), at the same sizes, so that a device says whose
-are the quickest for its heads. Neither serves: cuDNN has keys and values in pools of their own and
-takes every prompt from its first token on, and FlashInfer plans each step on the host.
+are the quickest for its heads (`prompt_choice`). cuDNN's cannot serve: it has keys and values in
+pools of their own, and takes every prompt from its first token on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jitney.engine.bench.device.kernels import WRONG, Contexts, measured
+from jitney.engine.bench.device.kernels import WRONG, Contexts, attend_row, measured
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted
 from jitney.engine.bench.device.timing import copies_for, distance, timed
 from jitney.engine.types import JsonDict
-from jitney.kernels.interface import KernelSet
+from jitney.kernels.interface import KernelError, KernelSet
+from jitney.kernels.select import ServedHeads, select
 
 _BY = "cuDNN"
 
@@ -39,6 +40,23 @@ def prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     for rows in job.sizes.prompts:
         row = job.row("prompt attention", f"{rows:,} rows", _BY)
         yield Task(row, partial(_cudnn_row, job, dtype, rows))
+
+
+def flashinfer_prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+    """A row for each size of prompt, by the kernel set `flashinfer`; none of the sets is called."""
+    for rows in job.sizes.prompts:
+        row = job.row("prompt attention", f"{rows:,} rows", "flashinfer")
+        yield Task(row, partial(_flashinfer_row, job, dtype, rows))
+
+
+def _flashinfer_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
+    name = jnp.dtype(dtype).name
+    try:
+        kernels = select("gpu", "flashinfer", ServedHeads(job.config.head_dim, name, name))
+    except KernelError as error:
+        yield noted(row, f"not run: {error}")
+        return
+    yield from attend_row(job, kernels, dtype, Contexts((), ((rows, rows),)), "auto", row)
 
 
 def _cudnn_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[Row]:

@@ -59,6 +59,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     #: The folder of what XLA measures to choose products by (`engine.executor.autotuning`); empty
     #: where nothing is kept.
     choices: str = ""
+    sm: int = 0  # compute capability of an NVIDIA GPU, 90 for 9.0; 0: it is none
 
 
 class _CaseId(msgspec.Struct, frozen=True):

@@ -53,6 +53,7 @@ PARTS = {
     "products": "products with weights in each scheme",
     "write": "norm, rotation and write of keys and values",
     "sampling": "top-p threshold over the vocabulary",
+    "flashinfer": "prompt attention by FlashInfer's kernels, called as they would serve",
     "cudnn": "prompt attention by cuDNN",
     "torch": "attention by PyTorch and FlashInfer, compiled decode steps in PyTorch",
 }

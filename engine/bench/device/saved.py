@@ -3,7 +3,8 @@ call overwrites what another one measured.
 
 One measurement is one JSON file and its page. A call takes a file up if it is of the same device,
 programs, shape and page size; else, and with `again`, it begins a file of its own. What XLA
-measured on a GPU lies beside them.
+measured on a GPU lies beside them, and so does the table of whose kernels attend to prompts, with
+this card's entry.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from pathlib import Path
 import msgspec
 
 from jitney.engine.bench.device.choices import Choices
+from jitney.engine.bench.device.prompt_choice import choose_prompts
 from jitney.engine.bench.device.report import markdown, report_of
 from jitney.engine.bench.device.rows import Floors, Row
 from jitney.engine.bench.device.run import DeviceResults
 from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.errors import ConfigError
 from jitney.engine.types import JsonDict
+from jitney.kernels.prompt_choices import TABLE, read_choices, with_choice
 
 
 class _Saved(msgspec.Struct):
@@ -37,7 +40,7 @@ class _Saved(msgspec.Struct):
 
 
 #: What a call leaves in its folder, which `bring_earlier` hands to another.
-_LEFT = ("device_*.json", "device_*.md", "autotuned_*.tar.gz")
+_LEFT = ("device_*.json", "device_*.md", "autotuned_*.tar.gz", TABLE.name)
 
 
 def bring_earlier(earlier: Path, folder: Path) -> None:
@@ -92,7 +95,7 @@ class ResultFiles:
     def save(self, results: DeviceResults) -> tuple[Path, Path] | None:
         """Write all files, each whole or not at all; None before the device is known.
 
-        ConfigError if the folder cannot be written to.
+        ConfigError if the folder cannot be written to, or holds another table of that name.
         """
         if self._file is None:
             return None
@@ -103,9 +106,21 @@ class ResultFiles:
             _replace(page, markdown(results))
             if self._choices is not None:
                 self._choices.save()
+            self._save_prompt_choice(results)
         except OSError as error:
             raise ConfigError(f"--out-dir {self._folder}: {error.strerror or error}") from None
+        except ValueError as error:
+            raise ConfigError(f"--out-dir {self._folder}: {TABLE.name}: {error}") from None
         return self._file, page
+
+    def _save_prompt_choice(self, results: DeviceResults) -> None:
+        """The table of whose kernels attend to prompts, with what this card measured."""
+        choice = choose_prompts(results)
+        if choice is None:
+            return
+        table = self._folder / TABLE.name
+        choices = read_choices(table if table.exists() else TABLE)
+        _replace(table, json.dumps(with_choice(choices, choice), indent=1))
 
 
 #: The packages that make our programs: with another version of one, figures may be others. Peers

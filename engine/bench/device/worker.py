@@ -50,6 +50,7 @@ OURS = {
     "contexts": ("steps", "long_steps"),
     "prefill": ("steps", "prefill_steps"),
     "quantised": ("steps", "quantised_steps"),
+    "flashinfer": ("prompt_peers", "flashinfer_prompts"),
     "cudnn": ("prompt_peers", "prompts"),
 }
 PEERS = {
@@ -67,6 +68,8 @@ _PACKAGES = (
     "torch",
     "transformers",
     "vllm",
+    "flashinfer-python",
+    "jax-tvm-ffi",
 )
 
 
@@ -171,7 +174,19 @@ def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
         memory=stats.get("bytes_limit", 0),
         versions=_versions(),
         choices=name_of(device) if jax.config.jax_compilation_cache_dir else "",
+        sm=_compute_capability(),
     )
+
+
+def _compute_capability() -> int:
+    """Of an NVIDIA GPU, as 90 for 9.0; 0 for anything else."""
+    from jitney.kernels.interface import KernelError
+    from jitney.kernels.select import compute_capability
+
+    try:
+        return compute_capability()
+    except KernelError:
+        return 0
 
 
 def _versions() -> dict[str, str]:

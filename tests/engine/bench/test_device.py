@@ -29,7 +29,7 @@ from jitney.engine.bench.device import kernels, prompt_peers, steps, timing, wor
 from jitney.engine.bench.device import run as device_run
 from jitney.engine.bench.device.check import checks
 from jitney.engine.bench.device.choices import Choices
-from jitney.engine.bench.device.kernels import Contexts, _attend_row, _make_inputs
+from jitney.engine.bench.device.kernels import Contexts, _make_inputs, attend_row
 from jitney.engine.bench.device.power import PowerMeter
 from jitney.engine.bench.device.report import _goals, markdown, numerics, report_of
 from jitney.engine.bench.device.rows import (
@@ -224,7 +224,7 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
     assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
-    peers = {"transformers", "vllm", "cudnn", "torch"}
+    peers = {"transformers", "vllm", "cudnn", "flashinfer", "torch"}
     assert silent <= {"check", "graphs", "cublas", "write", "sampling", *peers}
     for part in (
         "steps",
@@ -407,13 +407,26 @@ def test_cudnn_is_asked_for_the_attention_that_ours_computes(monkeypatch: pytest
     assert re.search(r"is_paged_attention\S* true", call)
 
 
+def test_cudnn_cannot_serve_since_it_asks_for_a_pool_of_the_tables_size(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Once jax takes a pool with more pages than the table names, decision 113 is to be read
+    anew.
+    """
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
+    given = prompt_peers.make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
+    pool = jnp.concatenate([given.keys, given.keys])
+    with pytest.raises(ValueError, match="must have same number of blocks, got 6 vs 3"):
+        jax.eval_shape(prompt_peers.over_pages, given._replace(keys=pool, values=pool))
+
+
 def test_a_wrong_kernel_is_said_and_not_timed():
     def attend(q: jnp.ndarray, kv: object, meta: object, **options: object) -> jnp.ndarray:
         return q
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
     base = row(part="attention", case="1 x 64", goal="decode")
-    (told,) = _attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
+    (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None and told.goal == "" and told.error
     assert "WRONG" in markdown(DeviceResults(DevicePlan(), GPU, FLOORS, [told]))
 
@@ -424,7 +437,7 @@ def test_nan_counts_as_wrong():
 
     broken = KernelSet(**{**vars(reference()), "name": "broken", "attend": attend})
     base = row(part="attention", case="1 x 64")
-    (told,) = _attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
+    (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None
 
 

@@ -1,0 +1,141 @@
+"""Who attends to prompts, as a device's rows say, and the table that it is kept in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from msgspec.structs import replace
+
+from jitney.engine.bench.device.prompt_choice import choice_line, choose_prompts
+from jitney.engine.bench.device.prompt_peers import flashinfer_prompts
+from jitney.engine.bench.device.rows import About, PartJob, Row
+from jitney.engine.bench.device.run import DevicePlan, DeviceResults
+from jitney.engine.bench.device.saved import ResultFiles, bring_earlier
+from jitney.engine.errors import ConfigError
+from jitney.kernels.prompt_choices import read_choices
+
+H100 = About(
+    device="NVIDIA H100 80GB HBM3",
+    platform="gpu",
+    kernels="triton",
+    kernel_set="triton",
+    dtype="bfloat16",
+    memory=60 << 30,
+    versions={"jax": "0.11.2", "flashinfer-python": "0.7.2.post1", "transformers": "5.17.0"},
+    sm=90,
+)
+
+
+def prompt(by: str, rows: str, seconds: float | None, **changes: Any) -> Row:
+    row = Row(part="attention", name="prompt attention", case=f"{rows} rows", by=by, note="")
+    return replace(row, seconds=seconds, **changes)
+
+
+MEASURED = [
+    prompt("triton", "512", 0.25e-3),
+    prompt("triton", "4,096", 2e-3),
+    prompt("flashinfer", "512", 0.25e-3),
+    prompt("flashinfer", "4,096", 1e-3),
+    prompt("cuDNN", "512", 0.5e-3),
+    prompt("cuDNN", "4,096", 1e-3),
+    prompt("FlashInfer", "4,096", 0.1e-3),  # as PyTorch calls it, which no engine here can
+    Row(part="attention", name="decode attention", case="1 x 512", by="triton", seconds=1.0),
+]
+
+
+def results(rows: list[Row], about: About = H100, shape: str = "") -> DeviceResults:
+    return DeviceResults(DevicePlan(shape=shape), about, None, rows)
+
+
+def test_the_quicker_one_over_all_sizes_is_chosen():
+    choice = choose_prompts(results(MEASURED))
+    assert choice is not None
+    assert choice == {
+        "sm": 90,
+        "head_dim": 128,
+        "by": "flashinfer",
+        "seconds": {"triton": 2.25e-3, "flashinfer": 1.25e-3, "cuDNN": 1.5e-3},
+        "rows": [512, 4096],
+        "device": "NVIDIA H100 80GB HBM3",
+        "versions": {"jax": "0.11.2", "flashinfer-python": "0.7.2.post1"},
+    }
+    assert choice_line(choice) == (
+        "prompt attention on sm_90 with heads of 128 (512, 4,096 rows): triton 2.25 ms, flashinfer "
+        "1.25 ms, cuDNN 1.50 ms; chosen: flashinfer"
+    )
+
+
+@pytest.mark.parametrize("seconds,by", [(1.88e-3, "flashinfer"), (1.9e-3, "triton")])
+def test_an_even_race_is_ours(seconds: float, by: str):
+    rows = [prompt("triton", "4,096", 2e-3), prompt("flashinfer (fa3)", "4,096", seconds)]
+    choice = choose_prompts(results(rows))
+    assert choice is not None and choice["by"] == by
+
+
+def test_sizes_that_one_has_not_do_not_count():
+    rows = [*MEASURED, prompt("triton", "8,192", 9e-3), prompt("flashinfer", "8,192", None)]
+    choice = choose_prompts(results(rows))
+    assert choice is not None and choice["rows"] == [512, 4096]
+    without = [row for row in MEASURED if (row.by, row.case) != ("cuDNN", "512 rows")]
+    choice = choose_prompts(results(without))
+    assert choice is not None and list(choice["seconds"]) == ["triton", "flashinfer"]
+
+
+def test_nothing_is_chosen_where_only_ours_was_measured_or_no_gpu_was():
+    ours = [row for row in MEASURED if row.by != "flashinfer"]
+    assert choose_prompts(results(ours)) is None
+    assert choose_prompts(results(MEASURED, replace(H100, sm=0))) is None
+    assert choose_prompts(results(MEASURED, shape="tiny")) is None
+
+
+def test_the_table_lies_beside_the_results_and_keeps_other_cards(tmp_path: Path):
+    files = ResultFiles(tmp_path)
+    first = results(MEASURED)
+    files.take_up(first)
+    files.save(first)
+    table = tmp_path / "prompt_choices.json"
+    assert [(each["sm"], each["by"]) for each in read_choices(table)] == [(90, "flashinfer")]
+    other = results(MEASURED[:2] + MEASURED[:2], replace(H100, device="L4", sm=89))
+    other.rows += [prompt("flashinfer", "512", 1.0), prompt("flashinfer", "4,096", 1.0)]
+    more = ResultFiles(tmp_path)
+    more.take_up(other)
+    more.save(other)
+    chosen = {each["sm"]: each["by"] for each in read_choices(table)}
+    assert chosen == {89: "triton", 90: "flashinfer"}
+    (empty := tmp_path / "next").mkdir()
+    bring_earlier(tmp_path, empty)
+    assert (empty / "prompt_choices.json").read_text() == table.read_text()
+
+
+def test_another_file_of_that_name_is_left_alone(tmp_path: Path):
+    (tmp_path / "prompt_choices.json").write_text('{"mine": 1}')
+    files = ResultFiles(tmp_path)
+    first = results(MEASURED)
+    files.take_up(first)
+    with pytest.raises(ConfigError, match=r"prompt_choices.json: it is no list of entries$"):
+        files.save(first)
+    assert (tmp_path / "prompt_choices.json").read_text() == '{"mine": 1}'
+
+
+def test_where_it_cannot_run_its_row_says_why():
+    job = PartJob(
+        part="flashinfer",
+        shape="tiny",
+        dtype="bfloat16",
+        kernels="auto",
+        page_size=16,
+        seconds=1.0,
+    )
+    tasks = list(flashinfer_prompts(job, [], jnp.bfloat16))
+    assert len(tasks) == len(job.sizes.prompts)
+    (row,) = tasks[0].run(tasks[0].row)
+    assert row.seconds is None
+    assert row.note == (
+        "not run: kernels flashinfer: it takes heads of 64, 128, 256, not 16; choose kernels triton"
+    )
+    bigger = replace(job, shape="llama-3.1-8b")
+    (row,) = next(flashinfer_prompts(bigger, [], jnp.bfloat16)).run(tasks[0].row)
+    assert row.note == "not run: kernels triton need an NVIDIA GPU; jax runs on cpu"
