@@ -1,17 +1,20 @@
-"""The step's metadata in FlashInfer's form, read by a reader of FlashInfer's form: attention comes
-out, for every row of a prompt once.
+"""The step's metadata in FlashInfer's form: beside what FlashInfer's own compiled code plans, and
+read by a reader of that form, whence attention comes out, for every row of a prompt once.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flashinfer_reader import attend_by
+from places import DATA
 from ragged import Batch, Case, attention, make
 
 from jitney.kernels.flashinfer_gpu.plan import (
@@ -22,6 +25,8 @@ from jitney.kernels.flashinfer_gpu.plan import (
     tiled_plan,
 )
 from jitney.kernels.interface import AttentionMeta
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 MIXED = Case((4, 2, 64), (5, 90), ((420, 250), (17, 3), (9, 1)), rows=270, seqs=6, pages=32)
 CASES = {
@@ -75,6 +80,54 @@ def run(template: str, batch: Batch, processors: int) -> np.ndarray:
 def prompt_rows(batch: Batch) -> slice:
     """Those that do not decode."""
     return slice(int(batch.meta.cu_q[int(batch.meta.counts[0])]), batch.n_rows)
+
+
+THEIRS: dict[str, Any] = json.loads((DATA / "flashinfer_plans.json").read_text())
+
+
+def planned_as(theirs: dict[str, Any], template: str) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(int32 words, fields) that a step computes for a case that FlashInfer planned."""
+    sizes = {name: theirs[name] for name in ("rows", "seqs", "page", "pages")}
+    prompts = tuple(map(tuple, theirs["prompts"]))
+    batch = make(Case(tuple(theirs["heads"]), (), prompts, **sizes))
+    (workspace, fields), _ = planned(template, batch, THEIRS["processors"])
+    return workspace, fields
+
+
+@pytest.mark.parametrize("theirs", THEIRS["cases"], ids=lambda case: str(case["heads"]))
+def test_tiles_are_those_that_flashinfer_plans(theirs: dict[str, Any]):
+    words, fields = planned_as(theirs, "fa2")
+    wanted = theirs["fa2"]
+    assert (fields[3], list(fields[13:])) == (wanted["rows_of_tile"], wanted["flags"])
+    assert words.view(np.uint8)[fields[12] :][: fields[0]].sum() == len(wanted["tiles"])
+    places = {"total": 2, "requests": 4, "tiles": 5, "parts": 6, "outputs": 8}
+    for name, place in places.items():
+        assert words[fields[place] // 4 :][: len(wanted[name])].tolist() == wanted[name], name
+
+
+@pytest.mark.parametrize("theirs", THEIRS["cases"], ids=lambda case: str(case["heads"]))
+def test_works_are_those_that_flashinfer_plans_dealt_nearly_as_well(theirs: dict[str, Any]):
+    words, fields = planned_as(theirs, "fa3")
+    wanted = theirs["fa3"]
+    assert list(fields) == wanted["fields"]
+    bounds = words[fields[6] // 4 :][: len(wanted["bounds"])].tolist()
+    lists = [words[fields[at] // 4 :][: bounds[-1]].tolist() for at in (0, 1, 2, 3, 4, 5, 7)]
+    works = list(zip(*lists, strict=True))
+    assert sorted(works) == sorted(map(tuple, wanted["works"]))
+    busiest = max(_keys(works, bounds, theirs))
+    assert busiest <= 1.2 * max(_keys(wanted["works"], wanted["bounds"], theirs))
+
+
+def _keys(works: list[Any], bounds: list[int], theirs: dict[str, Any]) -> list[int]:
+    """What each processor's works cost by FlashInfer's own measure: keys, and twice the rows."""
+    tile_rows = 192 if theirs["heads"][2] == 64 else 128
+    costs = []
+    for begin, end in pairwise(bounds):
+        cost = 0
+        for tile, _, _, rows, length, _, _ in works[begin:end]:
+            cost += 2 * tile_rows + min(length, length - rows + (tile + 1) * tile_rows)
+        costs.append(cost)
+    return costs
 
 
 @pytest.mark.parametrize("name", CASES)
