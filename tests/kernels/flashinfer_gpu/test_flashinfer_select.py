@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,12 +211,13 @@ def test_if_it_is_wrong_the_set_that_stands_in_serves(
         return (Proof("attention", 3.0 if kernels.name == "wrong" else 0.01, 0.1),)
 
     monkeypatch.setattr(proving, "prove", prove)
+    products: Any = "laid out for one device"
     plain = select.reference()
-    wrong = select.replace(plain, name="wrong", instead=plain)
+    wrong = replace(plain, name="wrong", instead=replace(plain, fp8=products))
     served: Any = None
     with caplog.at_level(logging.ERROR):
         kernels, proofs = proven(wrong, served, named=False)
-    assert kernels is plain
+    assert kernels == plain  # as `wrong`, without the products
     assert [proof.ok for proof in proofs] == [True]
     assert "of kernels wrong; kernels reference serve." in caplog.text
 
