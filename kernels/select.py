@@ -274,11 +274,19 @@ def select(platform: str, name: str = "auto", heads: ServedHeads | None = None) 
         return _measured_best(_best(platform), heads)
     if name not in _KERNEL_SETS:
         raise KernelError(f"unknown kernels {name!r}; known: auto, {', '.join(_KERNEL_SETS)}")
-    if name == "flashinfer" and heads is not None:
-        reason = _why_not_flashinfer(heads)
-        if reason:
-            raise KernelError(f"kernels flashinfer: {reason}; choose kernels triton")
+    reason = ""
+    if heads is not None:
+        reason = refusal(name, heads)
+    if reason:
+        raise KernelError(f"kernels {name}: {reason}; choose kernels triton")
     return _KERNEL_SETS[name]()
+
+
+def refusal(name: str, heads: ServedHeads) -> str:
+    """Why a kernel set cannot attend to prompts of such heads, empty if it can."""
+    from jitney.kernels.flashinfer_gpu.prompts import why_not
+
+    return why_not(*heads) if name == "flashinfer" else ""
 
 
 def _measured_best(kernels: KernelSet, heads: ServedHeads | None) -> KernelSet:
@@ -287,7 +295,7 @@ def _measured_best(kernels: KernelSet, heads: ServedHeads | None) -> KernelSet:
     """
     from jitney.kernels.prompt_choices import chosen_for, read_choices
 
-    if kernels.name != "triton" or heads is None or _why_not_flashinfer(heads):
+    if kernels.name != "triton" or heads is None or refusal("flashinfer", heads):
         return kernels
     if chosen_for(compute_capability(), heads.head_dim, read_choices()) != "flashinfer":
         return kernels
@@ -296,12 +304,6 @@ def _measured_best(kernels: KernelSet, heads: ServedHeads | None) -> KernelSet:
     except KernelError as error:
         _log.warning("%s; it would be quicker for prompts here, kernels triton serve", error)
         return kernels
-
-
-def _why_not_flashinfer(heads: ServedHeads) -> str:
-    from jitney.kernels.flashinfer_gpu.prompts import why_not
-
-    return why_not(*heads)
 
 
 def _best(platform: str) -> KernelSet:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.loop import make_traffic, random_requests
-from jitney.engine.bench.device.rows import WRONG, PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.rows import WRONG, PartJob, Row, Task, Tasks, noted
 from jitney.engine.bench.device.steps import RandomModel, random_weights
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.program import StateSizes
@@ -35,7 +35,7 @@ from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof import Proof, prove, prove_case, prove_experts
 from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.proof_shapes import ServedShapes
-from jitney.kernels.select import reference_of
+from jitney.kernels.select import ServedHeads, reference_of, refusal
 
 #: Layers of the model whose tokens are compared: enough for each kernel to feed the next.
 _LAYERS = 2
@@ -97,6 +97,12 @@ def _attention_cases(dtype: str) -> tuple[dict[str, AttentionCase], dict[str, At
 
 
 def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row]:
+    reason = ""
+    if case.prompts:
+        reason = refusal(kernels.name, ServedHeads(case.heads[2], case.dtype, case.pool))
+    if reason:
+        yield noted(row, f"not for these kernels: {reason}")
+        return
     yield _judged(row, prove_case(kernels, case))
 
 
@@ -129,6 +135,11 @@ def _proof_rows(
     """A row for each kernel that the model calls with weights and pools of these kinds; the first
     stands for all of them when it is asked what has been done.
     """
+    served, pool = jnp.dtype(dtype), jnp.dtype(KV_TYPES.get(kv, dtype))
+    reason = refusal(kernels.name, ServedHeads(job.config.head_dim, served.name, pool.name))
+    if reason:
+        yield noted(row, f"not for these kernels: {reason}")
+        return
     proofs = prove(kernels, _shapes_for(job, dtype, weights, kv))
     right = all(proof.ok for proof in proofs)
     yield replace(row, note="right" if right else f"{WRONG}: see below", figures=_count(proofs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from msgspec.structs import replace
 
+from jitney.engine.bench.device.check import checks
 from jitney.engine.bench.device.prompt_choice import choice_line, choose_prompts
 from jitney.engine.bench.device.prompt_peers import flashinfer_prompts
 from jitney.engine.bench.device.rows import About, PartJob, Row
@@ -16,6 +18,7 @@ from jitney.engine.bench.device.run import DevicePlan, DeviceResults
 from jitney.engine.bench.device.saved import ResultFiles, bring_earlier
 from jitney.engine.errors import ConfigError
 from jitney.kernels.prompt_choices import read_choices
+from jitney.kernels.select import reference
 
 H100 = About(
     device="NVIDIA H100 80GB HBM3",
@@ -118,6 +121,30 @@ def test_another_file_of_that_name_is_left_alone(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"prompt_choices.json: it is no list of entries$"):
         files.save(first)
     assert (tmp_path / "prompt_choices.json").read_text() == '{"mine": 1}'
+
+
+def test_cases_that_it_does_not_take_are_no_wrong_answers():
+    job = PartJob(
+        part="check",
+        shape="llama-3.1-8b",
+        dtype="bfloat16",
+        kernels="flashinfer",
+        page_size=16,
+        seconds=1.0,
+    )
+    named = dataclasses.replace(reference(), name="flashinfer")
+    tasks = {task.row.case: task for task in checks(job, [named], jnp.bfloat16)}
+    for case, reason in (
+        ("head dim 80, bfloat16", "it takes heads of 64, 128, 256, not 80"),
+        ("mixed, float32", "it takes bfloat16 and float16, not float32"),
+        ("int8 pool, bfloat16", "its pools hold the activations' bfloat16, not int8"),
+        ("plain weights, int8 KV", "its pools hold the activations' bfloat16, not int8"),
+    ):
+        (row,) = tasks[case].run(tasks[case].row)
+        assert row.note == f"not for these kernels: {reason}"
+        assert not row.wrong and row.error is None
+    (row,) = tasks["prompts alone, bfloat16"].run(tasks["prompts alone, bfloat16"].row)
+    assert row.note.startswith("right")
 
 
 def test_where_it_cannot_run_its_row_says_why():
