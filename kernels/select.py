@@ -169,7 +169,7 @@ def _flashinfer() -> KernelSet:
     """Triton kernels, but prompts are attended to by FlashInfer's. Raises KernelError where those
     cannot run or a package is missing.
     """
-    sm = compute_capability()
+    sm = compute_capability("flashinfer")
     processors = getattr(jax.devices()[0], "core_count", 0)
     if not processors:
         raise KernelError("kernels flashinfer: jax does not say how many multiprocessors there are")
@@ -191,18 +191,18 @@ def _flashinfer_for(sm: int, processors: int) -> KernelSet:
     return replace(kernels, name="flashinfer", instructions=prompts.template, instead=triton)
 
 
-def compute_capability() -> int:
-    """Of the first device that jax sees, as 90 for 9.0; KernelError if that is no NVIDIA GPU from
-    sm_80 on.
+def compute_capability(kernels: str = "triton") -> int:
+    """Of the first device that jax sees, as 90 for 9.0; KernelError, which names the kernels that
+    ask, if that is no NVIDIA GPU from sm_80 on.
     """
     device = jax.devices()[0]
     text = str(getattr(device, "compute_capability", ""))
     major, _, minor = text.partition(".")
     if device.platform not in ("gpu", "cuda") or not (major.isdigit() and minor.isdigit()):
-        raise KernelError(f"kernels triton need an NVIDIA GPU; jax runs on {device.platform}")
+        raise KernelError(f"kernels {kernels} need an NVIDIA GPU; jax runs on {device.platform}")
     if int(major) < 8:
         raise KernelError(
-            f"kernels triton need compute capability 8.0; this {device.device_kind} has {text}"
+            f"kernels {kernels} need compute capability 8.0; this {device.device_kind} has {text}"
         )
     return 10 * int(major) + int(minor)
 

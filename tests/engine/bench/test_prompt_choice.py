@@ -165,4 +165,4 @@ def test_where_it_cannot_run_its_row_says_why():
     )
     bigger = replace(job, shape="llama-3.1-8b")
     (row,) = next(flashinfer_prompts(bigger, [], jnp.bfloat16)).run(tasks[0].row)
-    assert row.note == "not run: kernels triton need an NVIDIA GPU; jax runs on cpu"
+    assert row.note == "not run: kernels flashinfer need an NVIDIA GPU; jax runs on cpu"

@@ -129,3 +129,9 @@ def test_a_model_over_devices_that_are_not_here_is_proved_in_the_shapes_of_one(
 def test_the_tiny_engine_takes_no_adapter_of_the_model():
     config = load_config(flags={"model": "tiny-random", "adapters": ("own=/nowhere",)})
     assert doctor._tiny(config).model.adapters == ()
+
+
+@pytest.mark.parametrize("named,tried", [("flashinfer", "triton"), ("reference", "reference")])
+def test_a_token_of_small_heads_is_not_asked_of_kernels_for_large_ones(named: str, tried: str):
+    config = load_config(flags={"model": "m", "kernels": named})
+    assert doctor._tiny(config).engine.kernels == tried
