@@ -69,8 +69,7 @@ def registered(variant: Variant) -> str:
     first time, or found it compiled. KernelError in one line if it cannot.
     """
     try:
-        with _own_programs_first():
-            register(variant, _compiled(variant).paged_run, "gpu")
+        register(variant, _compiled(variant).paged_run, "gpu")
     except Exception as error:  # whatever a compiler, a linker or an import may raise
         lines = str(error).strip().splitlines() or [""]
         raise KernelError(
@@ -98,7 +97,8 @@ def _compiled(variant: Variant) -> Any:
         variant.capped,
         False,  # scores are summed in float32
     )
-    return spec.build_and_load()
+    with _own_programs_first():
+        return spec.build_and_load()
 
 
 def register(variant: Variant, run: Any, platform: str) -> None:
@@ -120,7 +120,8 @@ def _shim() -> Any:
     """views.cc, compiled by the C++ compiler that is here, or found compiled."""
     cpp = importlib.import_module("tvm_ffi.cpp")
     source = _SHIM.read_text(encoding="utf-8")
-    return cpp.load_inline("jitney_flashinfer", cpp_sources=source, functions=["over_pool"])
+    with _own_programs_first():
+        return cpp.load_inline("jitney_flashinfer", cpp_sources=source, functions=["over_pool"])
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -135,7 +136,10 @@ def in_place(tensor: Any) -> np.ndarray:
 
 @needs_packages
 @pytest.mark.parametrize("sm,window,softcap", [(80, 0, 0.0), (90, 0, 0.0), (90, 24, 5.0)])
-def test_a_function_called_as_flashinfers_attends(sm: int, window: int, softcap: float):
+def test_a_function_called_as_flashinfers_attends(
+    sm: int, window: int, softcap: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TVM_FFI_CACHE_DIR", str(tmp_path))
     tvm_ffi = importlib.import_module("tvm_ffi")
     batch = make(replace(MIXED, window=window, softcap=softcap))
     seen: list[tuple[Any, ...]] = []
