@@ -13,7 +13,7 @@ from jitney.engine.config.schema import Section, ServerSection
 from jitney.engine.fleet.candidate import ArmPrices, ModelWithCandidate, RolloutKeeper
 from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, composed_of
 from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
-from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.config import FleetConfig, candidate_arm
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import Patience
 from jitney.engine.fleet.found import FoundEngines
@@ -41,7 +41,7 @@ class FleetParts:
     composed: ComposedModels
     #: All models, as they are made: those of one kind may ask those of another.
     models: dict[str, FleetModel] = field(default_factory=dict)
-    #: Engines that answer alike, by the model's name; of a candidate, by that and ".candidate".
+    #: Engines that answer alike, by their names in `FleetConfig.arms`.
     arms: dict[str, ReplicatedModel] = field(default_factory=dict)
     #: What looks at the candidates of models that have one.
     rollouts: list[RolloutKeeper] = field(default_factory=list)
@@ -65,7 +65,7 @@ def _replicated(
         return stable
     model = ModelWithCandidate(
         stable,
-        _arm(parts, name, other, f"{name}.candidate"),
+        _arm(parts, name, other, candidate_arm(name)),
         Rollout(name, other.name, other.rule),
         ArmPrices(other.stable_price_per_hour, other.price_per_hour),
     )

@@ -28,7 +28,7 @@ from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.measuring import AnswerWatch, CostMeter, is_failure
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.fleet.rollout import KeyPlace, Rollout
+from jitney.engine.fleet.rollout import Action, KeyPlace, Rollout
 from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.fleet")
@@ -70,8 +70,8 @@ class ModelWithCandidate:
     clock: Callable[[], float] = time.monotonic
     #: Puts what is known on disk, after a decision.
     keep: Callable[[], Awaitable[None]] = _nowhere
-    #: Whether the candidate has ever been ready: until then it is on its way, and that is no
-    #: failure.
+    #: Whether the candidate has been ready since the last decision by hand: until then it is on its
+    #: way, and that is no failure.
     _has_begun: bool = False
     _costs: Mapping[ArmName, CostMeter] = field(
         default_factory=lambda: {arm: CostMeter() for arm in ARMS}
@@ -147,6 +147,14 @@ class ModelWithCandidate:
             await own.aclose()
             return None
         return answer
+
+    async def decide(self, action: Action) -> None:
+        """By hand. Engines of a candidate that was rolled back may have ended; they are on their
+        way again.
+        """
+        self.rollout.decide(action)
+        self._has_begun = False
+        await self.keep()
 
     def _may_try(self) -> bool:
         """False while the candidate's engines are loading for the first time."""

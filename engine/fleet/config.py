@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -87,12 +88,22 @@ _START_BY_HAND = (
     "is for one engine over several hosts, which a fleet cannot start; start it on its hosts and "
     "give its address in urls"
 )
+#: What stands behind a model's name in that of its candidate's engines.
+_OF_CANDIDATE = ".candidate"
 #: Limits of a key that hold for all engines together, in [fleet].
 _KEY_LIMITS = ("key_max_concurrent", "key_tokens_per_minute")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 #: What a model can be, by its `kind`. A new kind is a section, its line here and its line in
 #: `engine.fleet.build`.
 KINDS: dict[str, type[Section]] = {"replicas": ReplicasSection, **COMPOSED_KINDS}
+
+
+class FleetArm(NamedTuple):
+    """Engines that answer alike: a model's own, or its candidate's."""
+
+    #: What requests call the model.
+    model: str
+    section: ReplicasSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +125,30 @@ class FleetConfig:
         return self.file.parent / Path(name).expanduser()
 
     @property
+    def arms(self) -> dict[str, FleetArm]:
+        """What engines stand behind, by its name: a model's is the model's own, a candidate's has
+        `.candidate` behind that.
+        """
+        found: dict[str, FleetArm] = {}
+        for name, section in self.models.items():
+            if not isinstance(section, ReplicasSection):
+                continue
+            found[name] = FleetArm(name, section)
+            if section.candidate is not None:
+                found[candidate_arm(name)] = FleetArm(name, section.candidate)
+        return found
+
+    @property
     def data_dir(self) -> Path:
         """Where files, batches and jobs are kept: one fleet's alone, and no engine's."""
         if self.server.data_dir:
             return self.path(self.server.data_dir)
         return cache_dir() / "fleet-data"
+
+
+def candidate_arm(model: str) -> str:
+    """What a model's candidate is called among `FleetConfig.arms`."""
+    return model + _OF_CANDIDATE
 
 
 def read_fleet(
@@ -187,12 +217,26 @@ def _models(file: str | Path, tables: JsonDict) -> dict[str, Section]:
     if not tables:
         raise ConfigError(f"{file}: no model: add a table [models.NAME] with replicas or urls")
     models = {name: _model(file, name, table) for name, table in tables.items()}
+    _check_candidates(file, models)
     composed = composed_of(models)
     try:
         check_parts(composed, [name for name in models if name not in composed])
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     return models
+
+
+def _check_candidates(file: str | Path, models: Mapping[str, Section]) -> None:
+    """Their engines are called as no model is. Raises ConfigError."""
+    for name, section in models.items():
+        if not isinstance(section, ReplicasSection) or section.candidate is None:
+            continue
+        taken = candidate_arm(name)
+        if taken in models:
+            raise ConfigError(
+                f"{file}: [models.{taken}]: engines of the candidate of {name!r} are called so; "
+                "give this model another name"
+            )
 
 
 def _model(file: str | Path, name: str, table: object) -> Section:
@@ -218,7 +262,7 @@ def _check_settings(file: str | Path, name: str, section: ReplicasSection) -> No
     if section.replicas:
         engine_config(file, name, section)
     if section.candidate is not None:
-        _check_settings(file, f"{name}.candidate", section.candidate)
+        _check_settings(file, candidate_arm(name), section.candidate)
 
 
 def _checked[S: Section](

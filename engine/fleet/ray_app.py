@@ -1,11 +1,14 @@
-"""A fleet on Ray Serve (extra `ray`): the ingress is one deployment, each model another one, whose
-replicas are actors that own an engine each.
+"""A fleet on Ray Serve (extra `ray`): the ingress is one deployment, each model another one, and so
+is each model's candidate; their replicas are actors that own an engine each.
 
 Requests go from the ingress to the engines over HTTP, past Serve's own router: that one knows
 nothing of prefixes and of a stream that is gone on with elsewhere. Where the engines are, they tell
 a named actor, the directory, once a second; who is silent for a while is struck off. Serve starts,
 places, watches and replaces the actors, and scales them by the predicted wait that they report
 (`autoscaling.wanted_engines`, by Serve's custom metrics and policies).
+
+An application's deployments are its for as long as it runs, so that a candidate that is rolled back
+keeps its actors; its engines drain and end, and start again when it is to have requests again.
 """
 
 from __future__ import annotations
@@ -31,14 +34,15 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.fleet.autoscaling import LOAD, SEATS, WAIT, WaitPolicy
 from jitney.engine.fleet.build import FleetParts, open_fleet
-from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.config import FleetConfig, candidate_arm
 from jitney.engine.fleet.found import meet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.local import ENGINE_MODULE, engine_arguments, engine_keys
-from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.replicas import Replica, Watch
-from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.fleet.rollout import Rollout
+from jitney.engine.fleet.rollout_routes import rolled_out
+from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
 from jitney.engine.ports import free_port
 from jitney.engine.process.children import child_environ, end_child, start_child
@@ -81,25 +85,38 @@ class RayFleet:
 
 
 class Directory:
-    """Where the engines are: name -> (model, URL, when it last said so)."""
+    """Where the engines are: name -> (arm, URL, when it last said so); and which arms rest."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, str, float]] = {}
+        self._resting: set[str] = set()
 
-    def tell(self, name: str, model: str, url: str) -> None:
-        self._known[name] = (model, url, time.monotonic())
+    def tell(self, name: str, arm: str, url: str) -> bool:
+        """Where an engine is. Returns whether its arm rests."""
+        self._known[name] = (arm, url, time.monotonic())
+        return arm in self._resting
 
     def leave(self, name: str) -> None:
         self._known.pop(name, None)
 
-    def engines(self, model: str) -> dict[str, str]:
+    def engines(self, arm: str) -> dict[str, str]:
         """Name -> URL, of those that are heard of."""
         now = time.monotonic()
         return {
             name: url
             for name, (of, url, at) in self._known.items()
-            if of == model and now - at < _SILENT_S
+            if of == arm and now - at < _SILENT_S
         }
+
+    def let_rest(self, arm: str, rests: bool) -> None:
+        """Whether no engines of an arm are wanted for now."""
+        if rests:
+            self._resting.add(arm)
+        else:
+            self._resting.discard(arm)
+
+    def rests(self, arm: str) -> bool:
+        return arm in self._resting
 
 
 def _directory() -> Any:
@@ -133,53 +150,113 @@ def _node_address() -> str:
 
 
 class EngineActor:
-    """One engine: its process, for as long as Serve keeps the actor."""
+    """One engine: its process, for as long as Serve keeps the actor. arm: `FleetConfig.arms`."""
 
-    async def __init__(self, fleet: RayFleet, model: str):
-        self._fleet, self._model = fleet, model
-        self._name = f"{model}-{_actor_id()[:8]}"
+    async def __init__(self, fleet: RayFleet, arm: str):
+        self._fleet, self._arm = fleet, arm
+        self._model, self._section = fleet.config.arms[arm]
+        self._name = f"{arm}-{_actor_id()[:8]}"
         self._directory = _directory()
-        self._process: asyncio.subprocess.Process | None = None
-        self._telling: asyncio.Task[None] | None = None
-        host = fleet.host or _node_address()
-        port = free_port(host)
-        url_host = f"[{host}]" if ":" in host else host
-        self._replica = Replica(self._name, f"http://{url_host}:{port}", fleet.key)
+        self._host = fleet.host or _node_address()
+        #: As it is looked at; another one for each process.
+        self._replica = Replica(self._name, key=fleet.key)
         self._client = upstream_client()
         timing = fleet.config.fleet
         self._watch = Watch(self._client, poll_s=timing.poll_s, lost_after_s=timing.lost_after_s)
-        self._process = await self._start(host, port)
-        self._watch.begin([self._replica])
+        self._process: asyncio.subprocess.Process | None = None
+        #: That the process is to end, or has, is no failure.
+        self._rests = False
+        self._living: asyncio.Task[None] | None = None
+        if isinstance(self._section, CandidateSection):
+            # Serve waits for no candidate: the model is served without it.
+            self._living = asyncio.create_task(self._live_as_candidate())
+            return
+        await self._start()
         await self._until_ready()
-        self._telling = asyncio.create_task(self._tell())
+        self._living = asyncio.create_task(self._tell())
 
-    async def _start(self, host: str, port: int) -> asyncio.subprocess.Process:
-        fleet = self._fleet
-        section = fleet.config.models[self._model]
-        assert isinstance(section, ReplicasSection)  # only those have a deployment
-        words = engine_arguments(fleet.config, self._model, section, self._name, 0, port, host)
-        environ = child_environ() | fleet.environ
-        devnull = asyncio.subprocess.DEVNULL
-        return await start_child(fleet.module, *words, stdout=devnull, env=environ)
+    async def _start(self) -> None:
+        """Start the engine's process. Raises OSError."""
+        fleet, host = self._fleet, self._host
+        port = free_port(host)
+        url_host = f"[{host}]" if ":" in host else host
+        self._replica = Replica(self._name, f"http://{url_host}:{port}", fleet.key)
+        words = engine_arguments(
+            fleet.config, self._model, self._section, self._name, 0, port, host
+        )
+        self._process = await start_child(
+            fleet.module,
+            *words,
+            stdout=asyncio.subprocess.DEVNULL,
+            env=child_environ() | fleet.environ,
+        )
+        self._watch.begin([self._replica])
 
     async def _until_ready(self) -> None:
-        """Serve bounds the wait by what it bounds the start of an actor with."""
+        """Serve bounds the wait by what it bounds the start of an actor with. Raises
+        JitneyError.
+        """
         while self._replica.state != "ready":
             await self.check_health()
             await asyncio.sleep(_LOOK_S)
 
     async def _tell(self) -> None:
+        """Until the process ends, or is to end since its arm rests."""
         while self._process is not None and not _has_ended(self._process):
             try:
-                await self._directory.tell.remote(self._name, self._model, self._replica.url)
+                if await self._directory.tell.remote(self._name, self._arm, self._replica.url):
+                    return
             except RayError as error:
-                _log.warning("the directory of engines does not answer: %s", error)
-                self._directory = _directory()
+                self._lost_directory(error)
             await asyncio.sleep(_TELL_S)
+
+    async def _live_as_candidate(self) -> None:
+        """Start the engine whenever the candidate is to have requests, and let it go when it is
+        not. One that cannot start is given up: it would not next time either.
+        """
+        while True:
+            await self._until_wanted()
+            try:
+                await self._start()
+                await self._until_ready()
+            except (JitneyError, OSError) as error:
+                self._process = None
+                await self._watch.end(self._replica)
+                _log.error("candidate: %s before it was ready", error)
+                return
+            await self._tell()
+            if self._process is None or _has_ended(self._process):
+                return  # Serve hears of it by `check_health`
+            await self._rest(self._process)
+
+    async def _until_wanted(self) -> None:
+        while True:
+            try:
+                if not await self._directory.rests.remote(self._arm):
+                    return
+            except RayError as error:
+                self._lost_directory(error)
+            await asyncio.sleep(_TELL_S)
+
+    async def _rest(self, process: asyncio.subprocess.Process) -> None:
+        """Let the engine finish what it has, and end it."""
+        _log.info("candidate: %s ends, since it is to have no requests", self._name)
+        self._rests = True
+        await self._watch.end(self._replica)
+        self._replica = Replica(self._name, key=self._fleet.key)
+        with suppress(RayError):
+            await self._directory.leave.remote(self._name)
+        await self._drain(process)
+        self._process, self._rests = None, False
+
+    def _lost_directory(self, error: RayError) -> None:
+        """It is made anew."""
+        _log.warning("the directory of engines does not answer: %s", error)
+        self._directory = _directory()
 
     async def check_health(self) -> None:
         """Serve replaces the actor if this raises."""
-        if self._process is not None and _has_ended(self._process):
+        if self._process is not None and not self._rests and _has_ended(self._process):
             raise JitneyError(f"the process of {self._name} ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -190,8 +267,8 @@ class EngineActor:
 
     async def __del__(self) -> None:
         """Leave the directory, let the engine finish what it has, and end it."""
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._living is not None:
+            self._living.cancel()
             with suppress(RayError):
                 await self._directory.leave.remote(self._name)
         await self._watch.close()
@@ -239,8 +316,13 @@ class IngressApp:
         given = self._fleet
         async with AsyncExitStack() as stack:
             fleet, parts = await stack.enter_async_context(open_fleet(given.config, given.url_key))
+            rollouts = {
+                candidate_arm(model.rollout.model): model.rollout for model in rolled_out(fleet)
+            }
             following = [
-                asyncio.create_task(self._follow(parts, model)) for model in parts.arms.values()
+                asyncio.create_task(self._follow(parts, arm, rollouts.get(arm)))
+                for arm, model in parts.arms.items()
+                if model.section.replicas
             ]
             price = given.config.fleet.price_per_hour
             page = fleet_page_routes(fleet, given.settings, _PAGE, price)
@@ -254,28 +336,32 @@ class IngressApp:
             await asyncio.gather(*following, return_exceptions=True)
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _follow(self, parts: FleetParts, model: ReplicatedModel) -> None:
-        """Ask engines that come, and no more those that go."""
-        if not model.section.replicas:
-            return
+    async def _follow(self, parts: FleetParts, arm: str, rollout: Rollout | None) -> None:
+        """Ask engines that come, and no more those that go. rollout: of an arm that is a
+        candidate.
+        """
+        model = parts.arms[arm]
         if not self._fleet.has_keys:
             model.key = self._fleet.key
         directory = _directory()
         while True:
             try:
-                known = await directory.engines.remote(model.name)
+                if rollout is not None:
+                    await directory.let_rest.remote(arm, rollout.state == "rolled_back")
+                known = await directory.engines.remote(arm)
             except RayError as error:
                 _log.warning("the directory of engines does not answer: %s", error)
+                directory = _directory()
             else:
                 await meet(model, parts.watch, known, self._fleet.key)
             await asyncio.sleep(_TELL_S)
 
 
-def _ingress_deployment(fleet: RayFleet, models: Sequence[Any]) -> Any:
-    """models: the deployments that are started beside it."""
+def _ingress_deployment(fleet: RayFleet, engines: Sequence[Any]) -> Any:
+    """engines: the deployments that are started beside it."""
 
     class Ingress:
-        def __init__(self, *models: Any):
+        def __init__(self, *engines: Any):
             """The engines are asked over HTTP; they are named so that Serve starts them."""
 
     deployment: Any = serve.deployment(
@@ -284,14 +370,17 @@ def _ingress_deployment(fleet: RayFleet, models: Sequence[Any]) -> Any:
         max_ongoing_requests=fleet.settings.max_connections,
         graceful_shutdown_timeout_s=fleet.config.server.drain_s + _GRACE_S,
     )
-    return deployment(serve.ingress(lambda: IngressApp(fleet))(Ingress)).bind(*models)
+    return deployment(serve.ingress(lambda: IngressApp(fleet))(Ingress)).bind(*engines)
 
 
-def _model_deployment(fleet: RayFleet, name: str, section: ReplicasSection) -> Any:
+def _engines_deployment(fleet: RayFleet, arm: str) -> Any:
+    """Of a model's engines, or of its candidate's."""
+    model, section = fleet.config.arms[arm]
+    kind = "candidate" if isinstance(section, CandidateSection) else "model"
     wanted = section.ray
     bundle = {"CPU": wanted.cpus, "GPU": wanted.gpus, **wanted.resources}
     options: dict[str, Any] = {
-        "name": f"model-{name}",
+        "name": f"{kind}-{model}",
         # The engine is a child of the actor, so the group's one bundle holds what it needs.
         "ray_actor_options": {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}
         | ({"resources": wanted.resources} if wanted.resources else {}),
@@ -306,7 +395,7 @@ def _model_deployment(fleet: RayFleet, name: str, section: ReplicasSection) -> A
         options["autoscaling_config"] = _scaling(section)
     else:
         options["num_replicas"] = section.replicas
-    return serve.deployment(EngineActor, **options).bind(fleet, name)
+    return serve.deployment(EngineActor, **options).bind(fleet, arm)
 
 
 def _scaling(section: ReplicasSection) -> dict[str, Any]:
@@ -353,21 +442,15 @@ def build_application(
         module=module,
         host=host,
     )
-    models = []
-    for name, section in config.models.items():
-        if isinstance(section, ReplicasSection):
-            _check(name, section)
-            if section.replicas:
-                models.append(_model_deployment(fleet, name, section))
-    return _ingress_deployment(fleet, models)
-
-
-def _check(name: str, section: ReplicasSection) -> None:
-    where = f"[models.{name}]"
-    if section.devices:
-        raise ConfigError(f"{where} devices: Ray gives GPUs and TPUs out; give ray.gpus instead")
-    if section.candidate is not None and section.candidate.replicas:
-        raise ConfigError(f"{where} candidate: on Ray its engines must be given by urls")
+    started = []
+    for arm, (_, section) in config.arms.items():
+        if section.devices:
+            raise ConfigError(
+                f"[models.{arm}] devices: Ray gives GPUs and TPUs out; give ray.gpus instead"
+            )
+        if section.replicas:
+            started.append(_engines_deployment(fleet, arm))
+    return _ingress_deployment(fleet, started)
 
 
 def is_one_machine() -> bool:

@@ -133,8 +133,7 @@ async def _show_rollout(fleet: Fleet, request: Request) -> Response:
 async def _decide(fleet: Fleet, request: Request) -> Response:
     model = _found(fleet, request)
     body = _read(await fleet.slices.result(read_object(await request.body())))
-    model.rollout.decide(body.action)
-    await model.keep()
+    await model.decide(body.action)
     return json_answer(model.report())
 
 

@@ -1,5 +1,6 @@
 """A scripted engine as a process of its own, started as `jitney serve` is: a fleet's engine without
-a model. To a prompt that says "slowly" it answers for half a minute.
+a model. To a prompt that says "slowly" it answers for half a minute; with `--revision tardy` every
+token takes three times as long, with `--revision broken` it ends.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jitney.engine.types import EngineRequest, SequenceOutput
 _TEXT = "Hello, wörld! " * 4
 #: Seconds before each token, as a rule, and where the prompt asks for it.
 _DELAY_S, _SLOWLY_S = 0.01, 0.5
+_TARDY = 3
 
 
 class _Client(FakeClient):
@@ -57,8 +59,9 @@ def main() -> None:
     name = _flag("--served-model-name")
     if "broken" in sys.argv:
         raise SystemExit(3)
+    delay_s = _DELAY_S * _TARDY if "tardy" in sys.argv else _DELAY_S
     app = make_app(
-        _Client(Script(_TEXT, delay_s=_DELAY_S)),
+        _Client(Script(_TEXT, delay_s=delay_s)),
         model=name,
         admin_keys=tuple(keys),
     )

@@ -253,6 +253,23 @@ def test_a_candidate_that_is_gone_is_counted_too(tmp_path: Path):
         assert {found.ask(http, user) for user in moved} == {found.candidate.name}
 
 
+def test_what_loads_after_a_decision_by_hand_is_no_failure(tmp_path: Path):
+    """Engines of a candidate that was rolled back may have ended."""
+    with arms(tmp_path, rule="share = 0.9") as found, found.served.http() as http:
+        users = [f"user-{number}" for number in range(20)]
+        asked = [user for user in users if found.ask(http, user) == found.candidate.name]
+        replica = found.served.replicas()[found.candidate.name]
+        found.candidate.client.state = "draining"  # unready from now on
+        until(lambda: replica.state == "unready", 30)
+        assert http.post("/fleet/rollouts/m", json={"action": "restart"}).status_code == 200
+        assert {found.ask(http, user) for user in asked} == {found.stable.name}
+        assert found.model.rollout.comparison.requests("candidate") == 0
+        found.candidate.client.state = "ready"
+        until(lambda: replica.state == "ready", 30)
+        assert {found.ask(http, user) for user in asked} == {found.candidate.name}
+        assert found.model.rollout.comparison.requests("candidate") == len(asked) > 0
+
+
 def test_lines_of_batches_go_to_both_arms_and_are_not_compared(tmp_path: Path):
     """How long they take says how much people ask for, and nothing of an engine."""
     line = {"x-jitney-background": "1"}

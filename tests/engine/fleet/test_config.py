@@ -92,6 +92,10 @@ MODEL = "[models.m]\nreplicas = 1\n"
         ),
         (MODEL + "settings = { coordinator = 'auto' }\n", "give its address in urls"),
         (
+            MODEL + "[models.m.candidate]\nreplicas = 1\n[models.'m.candidate']\nreplicas = 1\n",
+            "[models.m.candidate]: engines of the candidate of 'm' are called so",
+        ),
+        (
             MODEL + "[models.m.candidate]\nreplicas = 1\nsettings = { host_id = 1 }\n",
             "[models.m.candidate] settings: host_id is for one engine over several hosts",
         ),

@@ -266,6 +266,134 @@ def test_a_load_makes_an_engine_and_one_that_is_let_go_ends_its_streams(
         assert processes[kept["name"]].is_running()
 
 
+_CANDIDATE = """
+[fleet]
+poll_s = 0.1
+drain_s = 60
+[models.m]
+replicas = 1
+ray = { cpus = 0.1 }
+[models.m.candidate]
+replicas = 1
+share = 0.5
+ray = { cpus = 0.1 }
+"""
+
+
+class _Rollout:
+    """A model's candidate behind an ingress, which an administrator decides about."""
+
+    def __init__(self, http: httpx.Client):
+        self._http = http
+
+    def report(self) -> dict[str, Any]:
+        return self._http.get("/fleet/rollouts/m").json()
+
+    def engines(self, arm: str) -> list[str]:
+        return self.report()["arms"][arm]["replicas"]
+
+    def decide(self, action: str) -> None:
+        answer = self._http.post("/fleet/rollouts/m", json={"action": action})
+        answer.raise_for_status()
+
+    def who_answers(self, user: str, **fields: Any) -> str:
+        """The arm whose engine does."""
+        body = CHAT | {"max_tokens": 4, "user": user} | fields
+        answer = self._http.post("/v1/chat/completions", json=body)
+        answer.raise_for_status()
+        return _arm_of(answer)
+
+
+def _arm_of(answer: httpx.Response) -> str:
+    """Of the engine that answered."""
+    is_candidate = answer.headers["x-jitney-replica"].startswith("m.candidate-")
+    return "candidate" if is_candidate else "stable"
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_a_candidate_gets_its_keys_and_what_is_decided_by_hand(tmp_path: Path):
+    """Rolled back, its engine ends the stream that it has, and then itself; begun anew, it starts
+    again.
+    """
+    with _served(tmp_path, _CANDIDATE) as http, ThreadPoolExecutor(1) as clients:
+        rollout = _Rollout(http)
+        first = {engine["name"]: engine for engine in _ready(http)}
+        [name] = rollout.engines("candidate")
+        users = [f"user-{number}" for number in range(16)]
+        arms = {user: rollout.who_answers(user) for user in users}
+        assert set(arms.values()) == {"stable", "candidate"}
+        assert {user: rollout.who_answers(user) for user in users} == arms
+        requests = Counter(arms.values())
+        told = rollout.report()["arms"]
+        assert {arm: told[arm]["requests"] for arm in told} == {
+            arm: 2 * count for arm, count in requests.items()
+        }
+
+        rollout.decide("promote")
+        assert {rollout.who_answers(user) for user in users} == {"candidate"}
+
+        process = _process(first[name]["url"])
+        slowly = {"messages": [{"role": "user", "content": "slowly"}], "stream": True}
+        body = CHAT | slowly | {"max_tokens": 80}
+        stream = clients.submit(http.post, "/v1/chat/completions", json=body)
+        _until_open(http, name)
+        rollout.decide("roll_back")
+        assert {rollout.who_answers(user) for user in users} == {"stable"}
+        answer = stream.result()
+        assert (_arm_of(answer), _text(answer)) == ("candidate", ANSWER)
+        process.wait(60)
+        assert rollout.engines("candidate") == []
+
+        rollout.decide("restart")
+        [its_user, *_] = [user for user in users if arms[user] == "candidate"]
+        assert rollout.who_answers(its_user) == "stable", "the engine starts"
+        assert rollout.report()["arms"]["candidate"]["requests"] == 0
+        _ready(http)
+        assert {user: rollout.who_answers(user) for user in users} == arms
+        assert rollout.engines("candidate") == [name], "the actor is the same"
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_a_tardy_candidate_is_rolled_back_by_the_rule(tmp_path: Path):
+    text = _CANDIDATE + 'settings = { revision = "tardy" }\n'
+    with _served(tmp_path, text) as http, ThreadPoolExecutor(8) as clients:
+        rollout = _Rollout(http)
+        _ready(http)
+        until = time.monotonic() + 120
+        while rollout.report()["state"] == "running" and time.monotonic() < until:
+            users = [f"user-{number}" for number in range(64)]
+            list(clients.map(rollout.who_answers, users))
+        report = rollout.report()
+        assert report["state"] == "rolled_back"
+        assert report["decision"]["by"] == "rule"
+        assert report["decision"]["reason"].startswith("worse than allowed: tokens_per_s")
+        [speed] = [each for each in report["figures"] if each["name"] == "tokens_per_s"]
+        assert speed["verdict"] == "worse"
+        assert rollout.who_answers("anybody") == "stable"
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_a_candidate_that_cannot_start_keeps_nothing_from_being_served(tmp_path: Path):
+    with _served(tmp_path, _CANDIDATE + 'settings = { revision = "broken" }\n') as http:
+        _ready(http, count=1)
+        rollout = _Rollout(http)
+        assert {rollout.who_answers(f"user-{number}") for number in range(8)} == {"stable"}
+        assert rollout.report()["arms"]["candidate"]["requests"] == 0  # it never began
+
+
+@pytest.mark.parametrize("table", ["models.m", "models.m.candidate"])
+def test_devices_are_rays_to_give(tmp_path: Path, table: str):
+    from jitney.engine.fleet.ray_app import build_application
+
+    file = tmp_path / "fleet.toml"
+    file.write_text(_CANDIDATE.replace(f"[{table}]", f'[{table}]\ndevices = ["0"]'))
+    with pytest.raises(ConfigError, match=rf"\[{table}\] devices: Ray gives"):
+        build_application(read_fleet(file), ServerSettings())
+
+
 def test_any_free_port_is_refused(tmp_path: Path):
     from jitney.engine.fleet.ray_app import build_application
 
