@@ -80,14 +80,18 @@ _DECIDED = (
     "ssl_keyfile",
     "root_path",
 )
-#: Settings of one engine over several hosts. Engines of a fleet would all get the same coordinator
-#: and be the same host: each would wait for the others for ever.
-_OF_HOSTS = ("coordinator", "n_hosts", "host_id", "data_parallel")
+#: Settings of one engine over several hosts that its fleet decides: else all engines would have the
+#: same coordinator and be the same host, and each would wait for the others for ever.
+_OF_ONE_HOST = ("coordinator", "host_id")
 #: What to do instead.
 _START_BY_HAND = (
-    "is for one engine over several hosts, which a fleet cannot start; start it on its hosts and "
-    "give its address in urls"
+    "is the fleet's to decide; leave it out. An engine over hosts that the fleet does not start "
+    "is one of urls"
 )
+#: Settings that say how many processes a replica is; the fleet has to know before they start.
+_OF_HOSTS = ("n_hosts", "data_parallel")
+#: Stands for the address that host 0 of a replica gets when it starts.
+_SOME_COORDINATOR = "127.0.0.1:1"
 #: What stands behind a model's name in that of its candidate's engines.
 _OF_CANDIDATE = ".candidate"
 #: Limits of a key that hold for all engines together, in [fleet].
@@ -182,10 +186,18 @@ def _check_environ(environ: JsonObject, models: Mapping[str, Section]) -> None:
     """Engines that are started inherit it. Raises ConfigError."""
     if not any(isinstance(each, ReplicasSection) and each.replicas for each in models.values()):
         return
-    for setting in _OF_HOSTS:
+    for setting in _OF_ONE_HOST:
         name = settings()[setting].env
         if name in environ:
             raise ConfigError(f"{name}: {setting} {_START_BY_HAND}")
+    for setting in _OF_HOSTS:
+        name = settings()[setting].env
+        if name in environ:
+            raise ConfigError(f"{name}: {_give_in_settings(setting)}")
+
+
+def _give_in_settings(setting: str) -> str:
+    return f"{setting} says how many processes a replica is: give it in settings of its model"
 
 
 def _adapters(file: str | Path, models: Mapping[str, Section]) -> dict[str, str]:
@@ -295,7 +307,7 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
     for setting in section.settings:
         if setting in _DECIDED:
             raise ConfigError(f"{where}: {setting} is the fleet's to decide; leave it out")
-        if setting in _OF_HOSTS:
+        if setting in _OF_ONE_HOST:
             raise ConfigError(f"{where}: {setting} {_START_BY_HAND}")
         if setting not in settings():
             raise ConfigError(f"{where}: {unknown_word(setting, list(settings()))}")
@@ -303,11 +315,11 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
             raise ConfigError(f"{where}: {setting} is given to the fleet, in [fleet]; leave it out")
     given = Path(file).parent / Path(section.config).expanduser() if section.config else None
     try:
-        config = load_config(given, flags=section.settings)
+        if given is not None:
+            _check_hosts_of_file(given)
+        config = load_config(given, flags=checked_settings(section))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if config.engine.coordinator:
-        raise ConfigError(f"{given}: coordinator {_START_BY_HAND}")
     for setting in _KEY_LIMITS:
         if getattr(config.server, setting):
             raise ConfigError(
@@ -315,3 +327,23 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
                 "it holds for all of them together"
             )
     return config
+
+
+def _check_hosts_of_file(file: Path) -> None:
+    """Raises ConfigError for what its engines cannot all have of one file."""
+    told = read_toml(file).get("engine", {})
+    for setting in _OF_ONE_HOST:
+        if setting in told:
+            raise ConfigError(f"{file}: {setting} {_START_BY_HAND}")
+    for setting in _OF_HOSTS:
+        if setting in told:
+            raise ConfigError(f"{file}: {_give_in_settings(setting)}")
+
+
+def checked_settings(section: ReplicasSection) -> JsonDict:
+    """The settings of started engines as those of a first host, which can be checked before it has
+    an address.
+    """
+    if section.n_hosts == 1:
+        return section.settings
+    return section.settings | {"coordinator": _SOME_COORDINATOR}

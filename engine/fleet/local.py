@@ -3,6 +3,10 @@ started again when they die.
 
 They share the cache of compiled programs: of each model one is started first, and compiles; the
 others find what it compiled.
+
+A replica with `n_hosts` is as many processes: one engine over all of them, which its first host
+serves, or with `data_parallel` engines that share experts, which serve each. They start and end
+together; between that, each that dies is started again by itself, and finds the others waiting.
 """
 
 from __future__ import annotations
@@ -19,15 +23,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from jitney.engine.config.layers import load_layers, settings
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet.build import FleetParts
-from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.config import FleetConfig, checked_settings, engine_config
 from jitney.engine.fleet.models import ReplicatedModel
-from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
 from jitney.engine.ports import free_port
 from jitney.engine.process.children import child_environ, end_child, start_child
@@ -55,8 +60,11 @@ def engine_arguments(
     number: int,
     port: int,
     host: str = LOCALHOST,
+    place: ReplicaHost | None = None,
 ) -> list[str]:
-    """What `jitney serve` is given for the n-th engine of a model. name: the engine's own."""
+    """What `jitney serve` is given for the n-th process of a model. name: the engine's own. place:
+    where it is one of several hosts.
+    """
     words = ["serve"]
     if section.config:
         words += ["--config", str(config.path(section.config))]
@@ -67,6 +75,8 @@ def engine_arguments(
         words += _flag(_MEASURED, value=False)
     if section.devices:
         words += ["--device", section.devices[number]]
+    if place is not None:
+        words += ["--coordinator", place.coordinator, "--host-id", str(place.host_id)]
     words += ["--data-dir", str(_data_dir(name))]
     words += ["--host", host, "--port", str(port), "--served-model-name", model]
     return [*words, "--drain-s", str(config.server.drain_s), "--insecure"]
@@ -75,7 +85,7 @@ def engine_arguments(
 def _says_who_sizes(config: FleetConfig, section: ReplicasSection) -> bool:
     """Whether it is given that engines of this model measure, or that they do not."""
     file = config.path(section.config) if section.config else None
-    given = load_layers(file, flags=section.settings).origins
+    given = load_layers(file, flags=checked_settings(section)).origins
     return _MEASURED in given or settings()[_MEASURED].env in os.environ
 
 
@@ -94,29 +104,45 @@ def _flag(name: str, value: object) -> list[str]:
     return [flag, str(value)]
 
 
+class ReplicaHost(NamedTuple):
+    """Which of the hosts of a replica a process is."""
+
+    #: HOST:PORT of the first one, where the others find it.
+    coordinator: str
+    host_id: int
+
+
 @dataclass(eq=False, slots=True)
-class _LocalEngine:
-    """One engine of a model, over all of its processes."""
+class _EngineProcess:
+    """One engine of a model, or one host of an engine, over all of its processes."""
 
     config: FleetConfig
     model: ReplicatedModel
+    #: Among all processes of the model.
     number: int
     replica: Replica
     #: 0: any free one, another one for each process.
     port: int
     #: What its processes have beside our environment: the keys that it accepts.
     environ: dict[str, str]
+    #: None: it has no other hosts.
+    place: ReplicaHost | None = None
     _process: asyncio.subprocess.Process | None = None
-    _was_ready: bool = False
     _restarts: deque[float] = field(default_factory=deque)
 
     async def start(self) -> None:
         """Start a process. Raises JitneyError."""
         port = self.port or free_port()
         self.replica.url = f"http://{LOCALHOST}:{port}"
-        section = self.model.section
-        name, own = self.model.name, self.replica.name
-        words = engine_arguments(self.config, name, section, own, self.number, port)
+        words = engine_arguments(
+            self.config,
+            self.model.name,
+            self.model.section,
+            self.replica.name,
+            self.number,
+            port,
+            place=self.place,
+        )
         try:
             self._process = await start_child(
                 ENGINE_MODULE,
@@ -127,18 +153,15 @@ class _LocalEngine:
         except OSError as error:
             raise JitneyError(f"{self.replica.name} cannot be started: {error.strerror}") from None
 
-    async def until_ready(self) -> None:
-        """Raises JitneyError if it ends before."""
+    def check(self) -> None:
+        """Raises JitneyError if it has ended."""
         process = self._process
         assert process is not None  # it was started
-        while self.replica.state != "ready":
-            if process.returncode is not None:
-                raise JitneyError(
-                    f"{self.replica.name} ended with status {process.returncode} before it was "
-                    "ready; what it said stands above"
-                )
-            await asyncio.sleep(_LOOK_S)
-        self._was_ready = True
+        if process.returncode is not None:
+            raise JitneyError(
+                f"{self.replica.name} ended with status {process.returncode} before it was ready; "
+                "what it said stands above"
+            )
 
     async def keep(self) -> None:
         """Start it again whenever it dies; returns when it is given up."""
@@ -180,6 +203,35 @@ class _LocalEngine:
         await end_child(self._process)
 
 
+@dataclass(frozen=True, slots=True)
+class _LocalReplica:
+    """One of a model's replicas: its processes, the first host's first."""
+
+    model: ReplicatedModel
+    processes: list[_EngineProcess]
+    #: Those that serve HTTP: the first alone, or all that share experts.
+    serving: list[_EngineProcess]
+
+    async def start(self, watch: Watch) -> None:
+        """Start all processes, and wait until they are ready. Raises JitneyError."""
+        for process in self.processes:
+            await process.start()
+        replicas = [process.replica for process in self.serving]
+        for replica in replicas:
+            self.model.engines.add(replica)
+        watch.begin(replicas)
+        while any(replica.state != "ready" for replica in replicas):
+            for process in self.processes:
+                process.check()
+            await asyncio.sleep(_LOOK_S)
+
+    async def close(self, limit_s: float) -> None:
+        """Let all drain, at most so many seconds. Hosts that serve nothing end with the first."""
+        await asyncio.gather(*(process.close(limit_s) for process in self.serving))
+        others = [process for process in self.processes if process not in self.serving]
+        await asyncio.gather(*(process.close(_GRACE_S) for process in others))
+
+
 class LocalEngines:
     """All engines that a fleet starts. users, admins: the keys that its clients have; engines
     accept them too, so that what each client may see is told apart there.
@@ -192,50 +244,65 @@ class LocalEngines:
         users: Sequence[str] = (),
         admins: Sequence[str] = (),
     ):
+        self._config = config
         self._parts = parts
         self._drain_s = config.server.drain_s
         self._key, self._environ = engine_keys(users, admins)
         self._ports = _ports(config.fleet.engine_port)
         #: By arm (`FleetParts.arms`), in the order in which they start.
-        self.engines: dict[str, list[_LocalEngine]] = {}
+        self.replicas: dict[str, list[_LocalReplica]] = {}
         for arm, model in parts.arms.items():
             if model.section.replicas:
                 numbers = range(model.section.replicas)
-                self.engines[arm] = [self._make(config, arm, number) for number in numbers]
+                self.replicas[arm] = [self._make(arm, number) for number in numbers]
 
-    def _make(self, config: FleetConfig, arm: str, number: int) -> _LocalEngine:
-        replica = Replica(f"{arm}-{number}", key=self._key)
+    def _make(self, arm: str, number: int) -> _LocalReplica:
+        """The n-th replica of an arm."""
         model = self._parts.arms[arm]
-        return _LocalEngine(config, model, number, replica, next(self._ports), self._environ)
+        processes = [
+            self._make_process(model, name, number * model.section.n_hosts + place.host_id, place)
+            for name, place in _hosts_of(f"{arm}-{number}", model.section.n_hosts)
+        ]
+        config = engine_config(self._config.file, arm, model.section)
+        shares_experts = config.engine.data_parallel > 1
+        return _LocalReplica(model, processes, processes if shares_experts else processes[:1])
+
+    def _make_process(
+        self, model: ReplicatedModel, name: str, number: int, place: ReplicaHost
+    ) -> _EngineProcess:
+        return _EngineProcess(
+            config=self._config,
+            model=model,
+            number=number,
+            replica=Replica(name, key=self._key),
+            port=next(self._ports),
+            environ=self._environ,
+            place=place if model.section.n_hosts > 1 else None,
+        )
 
     async def start(self) -> None:
         """Start all, and wait until they are ready. Raises JitneyError; not for a candidate, which
         must not keep its model from being served.
         """
-        await asyncio.gather(*map(self._start_arm, self.engines.values()))
+        await asyncio.gather(*map(self._start_arm, self.replicas.values()))
 
-    async def _start_arm(self, engines: list[_LocalEngine]) -> None:
+    async def _start_arm(self, replicas: list[_LocalReplica]) -> None:
         try:
-            await self._start_model(engines)
+            await self._start_model(replicas)
         except JitneyError as error:
-            if not isinstance(engines[0].model.section, CandidateSection):
+            if not isinstance(replicas[0].model.section, CandidateSection):
                 raise
             _log.error("candidate: %s", error)
 
-    async def _start_model(self, engines: list[_LocalEngine]) -> None:
-        first, *others = engines
-        await self._start_engine(first)
-        await asyncio.gather(*map(self._start_engine, others))
-
-    async def _start_engine(self, engine: _LocalEngine) -> None:
-        await engine.start()
-        engine.model.engines.add(engine.replica)
-        self._parts.watch.begin([engine.replica])
-        await engine.until_ready()
+    async def _start_model(self, replicas: list[_LocalReplica]) -> None:
+        first, *others = replicas
+        watch = self._parts.watch
+        await first.start(watch)
+        await asyncio.gather(*(replica.start(watch) for replica in others))
 
     async def watch(self) -> None:
         """Start again what dies; never returns."""
-        keeping = [asyncio.create_task(engine.keep()) for engine in self._all()]
+        keeping = [asyncio.create_task(process.keep()) for process in self.processes()]
         try:
             await asyncio.gather(*keeping)
             await asyncio.Event().wait()
@@ -246,16 +313,33 @@ class LocalEngines:
 
     def kill(self) -> None:
         """End all at once."""
-        for engine in self._all():
-            engine.signal(signal.SIGKILL)
+        for process in self.processes():
+            process.signal(signal.SIGKILL)
 
     async def close(self) -> None:
         """End all, letting them drain."""
         limit_s = self._drain_s + _GRACE_S
-        await asyncio.gather(*(engine.close(limit_s) for engine in self._all()))
+        replicas = [replica for own in self.replicas.values() for replica in own]
+        await asyncio.gather(*(replica.close(limit_s) for replica in replicas))
 
-    def _all(self) -> list[_LocalEngine]:
-        return [engine for engines in self.engines.values() for engine in engines]
+    def processes(self, *arms: str) -> list[_EngineProcess]:
+        """All of these arms, or of all."""
+        return [
+            process
+            for arm in arms or self.replicas
+            for replica in self.replicas[arm]
+            for process in replica.processes
+        ]
+
+
+def _hosts_of(name: str, n_hosts: int) -> Iterator[tuple[str, ReplicaHost]]:
+    """(its name, its place), of each process of a replica. name: of the replica, and of its first
+    host.
+    """
+    coordinator = f"{LOCALHOST}:{free_port()}"
+    for host_id in range(n_hosts):
+        own = f"{name}.{host_id}" if host_id else name
+        yield own, ReplicaHost(coordinator, host_id)
 
 
 def engine_keys(users: Sequence[str], admins: Sequence[str]) -> tuple[str, dict[str, str]]:

@@ -94,13 +94,21 @@ class FleetSection(Section):
 class RaySection(Section):
     """[models.NAME.ray]: what an engine has on a Ray cluster, and how many there are."""
 
-    cpus: float = Field(default=1.0, ge=0, description="CPUs of each engine")
+    cpus: float = Field(default=1.0, ge=0, description="CPUs of each engine, or each of its hosts")
     gpus: float = Field(
-        default=0.0, ge=0, description="GPUs of each engine, as many as its tensor_parallel"
+        default=0.0,
+        ge=0,
+        description=(
+            "GPUs of each engine, or each of its hosts: as many as there are devices of its "
+            "tensor_parallel"
+        ),
     )
     resources: dict[str, float] = Field(
         default={},
-        description='other resources of each engine, such as { TPU = 4, "TPU-v5e-4-head" = 1 }',
+        description=(
+            "other resources of each engine, or each of its hosts, such as "
+            '{ TPU = 4, "TPU-v5e-4-head" = 1 }'
+        ),
     )
     max_replicas: int = Field(
         default=0,
@@ -146,8 +154,8 @@ class ReplicasSection(Section):
     devices: _Texts = Field(
         default=(),
         description=(
-            'which GPUs or TPU chips each started engine gets, such as ["0,1", "2,3"]; empty: all '
-            "the same"
+            'which GPUs or TPU chips each started engine gets, such as ["0,1", "2,3"], and each '
+            "host of one with n_hosts; empty: all the same"
         ),
     )
     upstream_model: str = Field(
@@ -200,6 +208,12 @@ class ReplicasSection(Section):
         description="[models.NAME.candidate]: engines with another configuration, to be compared",
     )
 
+    @property
+    def n_hosts(self) -> int:
+        """Processes that each replica is; what is no number is refused with the settings."""
+        told = self.settings.get("n_hosts", 1)
+        return told if type(told) is int and told > 0 else 1
+
     @field_validator("urls")
     @classmethod
     def _urls_are_engines(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -220,8 +234,10 @@ class ReplicasSection(Section):
         for name in ("upstream_model", "adapters"):
             if getattr(self, name) and not self.urls:
                 raise ValueError(f"{name} is for engines of urls")
-        if self.devices and len(self.devices) != self.replicas:
-            raise ValueError(f"devices must name {self.replicas}, one for each of replicas")
+        started = self.replicas * self.n_hosts
+        if self.devices and len(self.devices) != started:
+            each = "replicas" if self.n_hosts == 1 else "replicas and its n_hosts"
+            raise ValueError(f"devices must name {started}, one for each of {each}")
         if 0 < self.ray.max_replicas < self.replicas:
             raise ValueError("ray.max_replicas must be 0, or at least replicas")
         if self.candidate is not None and set(self.urls) & set(self.candidate.urls):

@@ -1,6 +1,7 @@
 """A scripted engine as a process of its own, started as `jitney serve` is: a fleet's engine without
 a model. To a prompt that says "slowly" it answers for half a minute; with `--revision tardy` every
-token takes three times as long, with `--revision broken` it ends.
+token takes three times as long, with `--revision broken` it ends. A host that is not an engine's
+first serves nothing, as with `jitney serve`.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ def _flag(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
 
 
-def _end_with_the_fleet(server: uvicorn.Server) -> None:
+def _wait_for_the_fleet_to_end() -> None:
     while os.read(0, 1):
         pass
+
+
+def _end_with_the_fleet(server: uvicorn.Server) -> None:
+    _wait_for_the_fleet_to_end()
     server.should_exit = True
 
 
@@ -59,6 +64,9 @@ def main() -> None:
     name = _flag("--served-model-name")
     if "broken" in sys.argv:
         raise SystemExit(3)
+    if "--host-id" in sys.argv and _flag("--host-id") != "0" and "--data-parallel" not in sys.argv:
+        _wait_for_the_fleet_to_end()
+        return
     delay_s = _DELAY_S * _TARDY if "tardy" in sys.argv else _DELAY_S
     app = make_app(
         _Client(Script(_TEXT, delay_s=delay_s)),

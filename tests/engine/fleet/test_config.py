@@ -88,16 +88,26 @@ MODEL = "[models.m]\nreplicas = 1\n"
         (MODEL + "settings = { port = 1 }\n", "port is the fleet's to decide"),
         (
             MODEL + "settings = { n_hosts = 2, coordinator = '10.0.0.1:9000' }\n",
-            "[models.m] settings: n_hosts is for one engine over several hosts, which a fleet",
+            "[models.m] settings: coordinator is the fleet's to decide; leave it out. An engine",
         ),
-        (MODEL + "settings = { coordinator = 'auto' }\n", "give its address in urls"),
+        (MODEL + "settings = { coordinator = 'auto' }\n", "does not start is one of urls"),
+        (MODEL + "settings = { n_hosts = 2 }\n", "tensor_parallel 1 counts the devices of all"),
+        (MODEL + "settings = { n_hosts = 'two' }\n", "--n-hosts: must be a whole number, not two"),
+        (
+            MODEL + "settings = { n_hosts = 2, data_parallel = 3 }\n",
+            "n_hosts must be as many, not 2",
+        ),
+        (
+            MODEL + "settings = { n_hosts = 2, tensor_parallel = 2 }\ndevices = ['0']\n",
+            "devices must name 2, one for each of replicas and its n_hosts",
+        ),
         (
             MODEL + "[models.m.candidate]\nreplicas = 1\n[models.'m.candidate']\nreplicas = 1\n",
             "[models.m.candidate]: engines of the candidate of 'm' are called so",
         ),
         (
             MODEL + "[models.m.candidate]\nreplicas = 1\nsettings = { host_id = 1 }\n",
-            "[models.m.candidate] settings: host_id is for one engine over several hosts",
+            "[models.m.candidate] settings: host_id is the fleet's to decide",
         ),
         (MODEL + "settings = { max_seats = 0 }\n", "--max-seats: must be greater than or equal"),
         (MODEL + "config = 'no.toml'\n", "no.toml: cannot be read"),
@@ -123,16 +133,27 @@ def test_a_mistake_is_one_line_that_names_its_place(tmp_path: Path, text: str, s
     assert message.startswith(str(file)) and said in message and "\n" not in message
 
 
-def test_several_hosts_are_refused_in_an_engines_own_file_and_in_the_environment(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("coordinator", "10.0.0.1:9000", "coordinator is the fleet's to decide"),
+        ("host_id", 1, "host_id is the fleet's to decide"),
+        ("n_hosts", 2, "n_hosts says how many processes a replica is: give it in settings"),
+        ("data_parallel", 2, "data_parallel says how many processes a replica is: give it in"),
+    ],
+)
+def test_hosts_are_no_matter_of_an_engines_own_file_or_of_the_environment(
+    tmp_path: Path, setting: str, value: object, said: str
+):
     """Every engine would be the same host of the same coordinator, and wait for ever."""
-    hosts = '[engine]\nn_hosts = 2\ntensor_parallel = 2\ncoordinator = "10.0.0.1:9000"\n'
-    (tmp_path / "engine.toml").write_text(hosts)
+    (tmp_path / "engine.toml").write_text(f"[engine]\n{setting} = {value!r}\n")
     file = written(tmp_path, MODEL + "config = 'engine.toml'\n")
-    with pytest.raises(ConfigError, match=r"engine\.toml: coordinator is for one engine over"):
+    with pytest.raises(ConfigError, match=rf"engine\.toml: {said}"):
         read_fleet(file)
     file = written(tmp_path, MODEL)
-    environ = {"JITNEY_N_HOSTS": "2", "JITNEY_COORDINATOR": "10.0.0.1:9000"}
-    with pytest.raises(ConfigError, match=r"^JITNEY_COORDINATOR: coordinator is for one engine"):
+    variable = f"JITNEY_{setting.upper()}"
+    environ = {variable: str(value)}
+    with pytest.raises(ConfigError, match=rf"^{variable}: {said}"):
         read_fleet(file, environ)
     elsewhere = written(tmp_path, "[models.m]\nurls = ['http://a']\n")
     assert read_fleet(elsewhere, environ).models  # they start nothing

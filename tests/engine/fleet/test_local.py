@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from fleet_engines import CHAT, said
 
@@ -67,7 +68,7 @@ def test_a_killed_engine_loses_no_request_and_is_started_again(tmp_path: Path):
         async with running(tmp_path, text, ("boss",)) as (engines, http):
             await engines.start()
             watching = asyncio.create_task(engines.watch())
-            first, second = engines.engines["m"]
+            first, second = engines.processes("m")
             bodies = [CHAT | {"max_tokens": 80, "stream": bool(turn % 2)} for turn in range(24)]
             asked = [
                 asyncio.create_task(http.post("/v1/chat/completions", json=body, timeout=60))
@@ -93,6 +94,75 @@ def test_one_that_cannot_start_says_so(tmp_path: Path):
     async def scene() -> None:
         async with running(tmp_path, "[models.broken]\nreplicas = 1\n") as (engines, _):
             with pytest.raises(JitneyError, match="broken-0 ended with status 3 before it was"):
+                await engines.start()
+
+    asyncio.run(scene())
+
+
+def _flags(process: Any) -> dict[str, str]:
+    """What its process was told of hosts."""
+    words = psutil.Process(process._process.pid).cmdline()
+    names = ("--coordinator", "--n-hosts", "--host-id", "--device")
+    return {name: words[words.index(name) + 1] for name in names if name in words}
+
+
+def test_a_replica_over_hosts_is_served_by_its_first(tmp_path: Path):
+    """Each host is a process of its own, and is started again by itself."""
+
+    async def scene() -> None:
+        text = (
+            '[models.m]\nreplicas = 2\ndevices = ["0", "1", "2", "3"]\n'
+            "settings = { n_hosts = 2, tensor_parallel = 2 }\n"
+        )
+        async with running(tmp_path, text, ("boss",)) as (engines, http):
+            await engines.start()
+            watching = asyncio.create_task(engines.watch())
+            told = (await http.get("/fleet/replicas")).json()["models"]["m"]
+            assert [replica["name"] for replica in told] == ["m-0", "m-1"]
+            flags = [_flags(process) for process in engines.processes("m")]
+            assert [each["--host-id"] for each in flags] == ["0", "1", "0", "1"]
+            assert [each["--device"] for each in flags] == ["0", "1", "2", "3"]
+            coordinators = [each["--coordinator"] for each in flags]
+            assert coordinators[0] == coordinators[1] != coordinators[2] == coordinators[3]
+            host = engines.processes("m")[1]
+            before = host._process
+            os.kill(before.pid, signal.SIGKILL)
+            await _until(lambda: host._process is not before)
+            assert _flags(host) == flags[1]
+            watching.cancel()
+
+    asyncio.run(scene())
+
+
+def test_engines_that_share_experts_serve_each(tmp_path: Path):
+    async def scene() -> None:
+        text = "[models.m]\nreplicas = 1\nsettings = { n_hosts = 2, data_parallel = 2 }\n"
+        async with running(tmp_path, text, ("boss",)) as (engines, http):
+            await engines.start()
+            told = (await http.get("/fleet/replicas")).json()["models"]["m"]
+            states = {replica["name"]: replica["state"] for replica in told}
+            assert states == {"m-0": "ready", "m-0.1": "ready"}
+
+    asyncio.run(scene())
+
+
+def test_a_host_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Though the first one waits for it."""
+    given = local.engine_arguments
+
+    def breaking(*args: Any, place: Any = None, **rest: Any) -> list[str]:
+        words = given(*args, place=place, **rest)
+        return [*words, "broken"] if place.host_id else words
+
+    monkeypatch.setattr(local, "engine_arguments", breaking)
+    monkeypatch.setattr(local.Watch, "begin", lambda watch, replicas: None)  # it is never ready
+
+    async def scene() -> None:
+        text = "[models.m]\nreplicas = 1\nsettings = { n_hosts = 2, tensor_parallel = 2 }\n"
+        async with running(tmp_path, text) as (engines, _):
+            with pytest.raises(
+                JitneyError, match=r"m-0\.1 ended with status 3 before it was ready"
+            ):
                 await engines.start()
 
     asyncio.run(scene())

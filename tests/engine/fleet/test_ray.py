@@ -384,6 +384,97 @@ def test_a_candidate_that_cannot_start_keeps_nothing_from_being_served(tmp_path:
         assert rollout.report()["arms"]["candidate"]["requests"] == 0  # it never began
 
 
+_HOSTS = """
+[fleet]
+poll_s = 0.1
+drain_s = 1
+[models.m]
+replicas = 1
+settings = { n_hosts = 2, tensor_parallel = 2 }
+ray = { cpus = 0.1 }
+[models.shared]
+replicas = 1
+settings = { n_hosts = 2, data_parallel = 2 }
+ray = { cpus = 0.1 }
+"""
+
+
+def _host_process(coordinator: str, host_id: int) -> psutil.Process:
+    """A host of the replica whose first one is found there."""
+    for process in psutil.Process().children(recursive=True):
+        words = process.cmdline()
+        wanted = ["--coordinator", coordinator, "--host-id", str(host_id)]
+        if "--coordinator" in words and words[words.index("--coordinator") :][:4] == wanted:
+            return process
+    raise AssertionError(f"no host {host_id} at {coordinator}")
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_a_replica_over_hosts_has_a_bundle_for_each_and_ends_with_one(ray: Any, tmp_path: Path):
+    """Host 1 serves nothing but with engines that share experts; its loss ends host 0."""
+    with _served(tmp_path, _HOSTS) as http:
+        [first] = _ready(http, count=1)
+        both = [engine["name"] for engine in _ready(http, "shared")]
+        assert sorted(both) == sorted({min(both), f"{min(both)}.1"})
+        groups = [
+            each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"
+        ]
+        assert [len(each["bundles"]) for each in groups] == [2, 2]
+        process = _process(first["url"])
+        words = process.cmdline()
+        coordinator = words[words.index("--coordinator") + 1]
+        assert words[words.index("--host-id") + 1] == "0"
+        _host_process(coordinator, 1).kill()
+        [second] = _ready(http, count=1, but=first["name"])
+        process.wait(60)
+        answer = http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4})
+        assert answer.headers["x-jitney-replica"] == second["name"]
+
+
+_SAME_MODEL = """
+[models.{name}]
+replicas = 1
+ray = {{ cpus = 0.1 }}
+[models.{name}.settings]
+model = "tiny-random:qwen3"
+platform = "cpu"
+dtype = "float32"
+max_seats = 4
+token_budget = 64
+context = 256
+pages = 32
+seat_buckets = [4]
+token_buckets = [64]
+{hosts}
+"""
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_an_engine_over_two_hosts_says_what_one_alone_does(tmp_path: Path):
+    text = _SAME_MODEL.format(name="alone", hosts="")
+    text += _SAME_MODEL.format(name="two", hosts="n_hosts = 2\ntensor_parallel = 2")
+    with _served(tmp_path, text, ENGINE_MODULE) as http:
+        texts = []
+        for name in ("alone", "two"):
+            _ready(http, name, count=1)
+            body = {"model": name, "prompt": [5, 80, 200, 7], "max_tokens": 24, "temperature": 0}
+            answer = http.post("/v1/completions", json=body | {"ignore_eos": True}).json()
+            assert answer["usage"]["completion_tokens"] == 24
+            texts.append(answer["choices"][0]["text"])
+        assert texts[0] == texts[1]
+
+
+def test_hosts_are_placed_by_what_they_get(tmp_path: Path):
+    from jitney.engine.fleet.ray_app import build_application
+
+    file = tmp_path / "fleet.toml"
+    file.write_text(_HOSTS.replace("cpus = 0.1", "cpus = 0"))
+    with pytest.raises(ConfigError, match=r"\[models.m\] ray: hosts are placed by .* give cpus"):
+        build_application(read_fleet(file), ServerSettings())
+
+
 @pytest.mark.parametrize("table", ["models.m", "models.m.candidate"])
 def test_devices_are_rays_to_give(tmp_path: Path, table: str):
     from jitney.engine.fleet.ray_app import build_application

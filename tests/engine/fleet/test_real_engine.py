@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,9 +14,11 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from adapter_files import write_adapter
 from default_model_load import SETTINGS, texts_over_a_kill
+from joint_processes import alone_in_a_hurry
 
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.checkpoints.sources import resolve
@@ -24,6 +28,7 @@ from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.local import LocalEngines
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.types import SamplingParams
 
 DOCUMENTS = ["cats sleep", "trams run all night", "the bread is baked at four"]
 QUESTION = "when do trams run?"
@@ -99,8 +104,10 @@ async def _running(
                 await engines.close()
 
 
-async def _told(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
-    answer = await http.post(path, json=body, timeout=60)
+async def _told(
+    http: httpx.AsyncClient, path: str, *, timeout: float = 60, **body: Any
+) -> dict[str, Any]:
+    answer = await http.post(path, json=body, timeout=timeout)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -198,7 +205,7 @@ def test_lines_of_batches_are_in_the_background_of_the_engine(tmp_path: Path):
 
     async def scene() -> None:
         async with _running(file, data_dir=tmp_path / "data") as (_, engines, http):
-            [engine] = engines.engines["m"]
+            [engine] = engines.processes("m")
             id = await _begin_batch(http, "".join(_LINE.format(number) for number in range(40)))
             async with _asking(engine.replica) as direct:
                 while not any(each["background"] for each in (await direct.get("/slots")).json()):
@@ -241,7 +248,7 @@ def test_an_engine_of_the_default_model_killed_under_load_changes_no_text(tmp_pa
 
     async def scene() -> None:
         async with _running(file) as (fleet, engines, http):
-            first, second = engines.engines["m"]
+            first, second = engines.processes("m")
             assert first._process is not None
             pid = first._process.pid
             async with _asking(first.replica) as killed, _asking(second.replica) as left:
@@ -254,6 +261,65 @@ def test_an_engine_of_the_default_model_killed_under_load_changes_no_text(tmp_pa
             assert resumed._value.get() >= 1
 
     asyncio.run(scene())
+
+
+TWO_HOSTS: dict[str, Any] = {
+    "model": "tiny-random:qwen3",
+    "platform": "cpu",
+    "dtype": "float32",
+    "max_seats": 4,
+    "token_budget": 64,
+    "context": 256,
+    "pages": 32,
+    "seat_buckets": [4],
+    "token_buckets": [64],
+}
+PROMPT = np.random.default_rng(2).integers(0, 256, 27).tolist()
+TOKENS = 220
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("hurried_processes")
+def test_a_replica_over_two_hosts_goes_on_after_one_is_lost(tmp_path: Path):
+    """Two processes of a device each; the text is that of one process."""
+    text = TWO_HOSTS | {"tensor_parallel": 2, "n_hosts": 2}
+    fields = "\n".join(f"{name} = {json.dumps(value)}" for name, value in text.items())
+    file = tmp_path / "fleet.toml"
+    file.write_text(f"[models.m]\nreplicas = 1\n[models.m.settings]\n{fields}\n")
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+
+    async def scene() -> str:
+        async with _running(file) as (_, engines, http):
+            watching = asyncio.create_task(engines.watch())
+            first, other = engines.processes("m")
+            before = other._process
+            assert first._process is not None and before is not None
+            asked = asyncio.create_task(
+                _told(http, "/v1/completions", **body, ignore_eos=True, timeout=500)
+            )
+            async with _asking(first.replica) as direct:
+                while "jitney_requests_running 1.0" not in (await direct.get("/metrics")).text:
+                    await asyncio.sleep(0.01)
+                _kill_with_children(before.pid)
+                told = await asked
+                figures = (await direct.get("/metrics")).text
+                assert re.search(r'jitney_engine_restarts_total\{.*"failed".*\} 1\.0', figures)
+            assert other._process is not before
+            watching.cancel()
+            return told["choices"][0]["text"]
+
+    found = asyncio.run(asyncio.wait_for(scene(), 540))
+    alone = alone_in_a_hurry(TWO_HOSTS)
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    [expected] = alone.generate([PROMPT], sampling)
+    assert found == expected.outputs[0].text
+
+
+def _kill_with_children(pid: int) -> None:
+    """A host's process and that of its devices, as when a machine is lost."""
+    process = psutil.Process(pid)
+    for each in [process, *process.children(recursive=True)]:
+        each.kill()
 
 
 def _asking(replica: Replica) -> httpx.AsyncClient:
