@@ -6,7 +6,7 @@ import math
 import re
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     _check(args)
     kinds = _kinds_of(args)
-    load, targets, how = _load_of(args), _targets_of(args), _circumstances_of(args)
+    load, targets, how = load_of(args), _targets_of(args), _circumstances_of(args)
     began = time.perf_counter()
     sizings = [plan_fleet(kind, load, targets, how) for kind in kinds]
     report = _report_of(args, load, sizings, how)
@@ -73,7 +73,7 @@ _WHAT = (
     Flag.of("--prices", "of one chip an hour, such as h100=2.5,v5e=1.2", "", metavar="LIST"),
     Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8")),
 )
-_TRAFFIC = (
+TRAFFIC = (
     Flag.of(
         "--rates",
         "requests a second, hour by hour: one number, or such as 10,8,30 for three hours",
@@ -98,16 +98,20 @@ _TARGETS = (
     Flag.number("--stream-tok-s", "least tokens a second of 99 in 100 streams; 0: any", 0.0),
     Flag.number("--refused", "most of 100 requests that may be refused", 0.1),
 )
-_DEFAULT_HOW = Circumstances()
-_HOW = (
+DEFAULT_HOW = Circumstances()
+#: How replicas are chosen, and how often they are lost.
+RUNNING = (
     Flag.of("--router", "how requests find a replica", "least-wait", choices=ROUTERS),
     Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
     Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),
     Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0),
-    Flag.number("--start-s", "seconds until a new replica is ready", _DEFAULT_HOW.start_s),
-    Flag.whole("--most-seats", "most seats of a replica", _DEFAULT_HOW.most_seats),
-    Flag.whole("--token-budget", "most rows of a step", _DEFAULT_HOW.token_budget),
-    Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT_HOW.most_requests),
+    Flag.number("--start-s", "seconds until a new replica is ready", DEFAULT_HOW.start_s),
+)
+_HOW = (
+    *RUNNING,
+    Flag.whole("--most-seats", "most seats of a replica", DEFAULT_HOW.most_seats),
+    Flag.whole("--token-budget", "most rows of a step", DEFAULT_HOW.token_budget),
+    Flag.whole("--requests", "requests of one simulation, at most", DEFAULT_HOW.most_requests),
     Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
 )
 _COMMAND = Command(
@@ -115,26 +119,29 @@ _COMMAND = Command(
     "How many replicas of what, at which price, for a traffic and its targets.",
     (
         FlagGroup(_WHAT),
-        FlagGroup(_TRAFFIC, "traffic"),
+        FlagGroup(TRAFFIC, "traffic"),
         FlagGroup(_TARGETS, "targets"),
         FlagGroup(_HOW, "how it is run"),
         FlagGroup(EFFICIENCIES, "assumptions"),
     ),
     usage="jitney plan --fleet MODEL --devices LIST --rates LIST [FLAG ...]",
 )
-#: Least values of flags.
-_LEAST = {
-    "slo_ttft_ms": 1e-3,
-    "stream_tok_s": 0,
-    "refused": 0,
+#: Least values of flags: of `RUNNING` and the traffic, and of all.
+LEAST_RUNNING = {
     "core_mtbf_h": 1e-3,
     "core_recovery_s": 0,
     "machine_mtbf_h": 1e-3,
     "start_s": 0,
+    "seed": 0,
+}
+_LEAST = {
+    **LEAST_RUNNING,
+    "slo_ttft_ms": 1e-3,
+    "stream_tok_s": 0,
+    "refused": 0,
     "most_seats": 1,
     "token_budget": 2,
     "requests": 1000,
-    "seed": 0,
 }
 
 
@@ -144,6 +151,11 @@ def _check(args: Namespace) -> None:
     check_writable(args, "json")
     if not args.model or not args.devices:
         raise ConfigError("say what to size: jitney plan --fleet MODEL --devices LIST --rates LIST")
+    check_traffic(args)
+
+
+def check_traffic(args: Namespace) -> None:
+    """Raises ConfigError for flags of `TRAFFIC` that contradict each other."""
     if bool(args.rates) == bool(args.trace):
         raise ConfigError("say what comes: exactly one of --rates and --trace")
     if args.trace and (args.prompt or args.output):
@@ -153,7 +165,7 @@ def _check(args: Namespace) -> None:
 def _kinds_of(args: Namespace) -> list[ReplicaKind]:
     """The replicas to compare, with their prices."""
     prices = _prices_of(args.prices)
-    kinds = [_kind_of(args, word, prices) for word in words_of(args.devices)]
+    kinds = [kind_of(args, word, prices) for word in words_of(args.devices)]
     if not kinds:
         raise ConfigError("--devices: names no device")
     unused = prices.keys() - {kind.roofline.device.name for kind in kinds}
@@ -162,8 +174,10 @@ def _kinds_of(args: Namespace) -> list[ReplicaKind]:
     return kinds
 
 
-def _kind_of(args: Namespace, word: str, prices: dict[str, float]) -> ReplicaKind:
-    """The replica that a word of --devices describes."""
+def kind_of(args: Namespace, word: str, prices: Mapping[str, float]) -> ReplicaKind:
+    """The replica that a word of --devices describes. prices: of a chip an hour, by device. Raises
+    ConfigError.
+    """
     found = _DEVICE.fullmatch(word.lower())
     weights = (found and found["weights"]) or "bf16"
     if found is None or weights not in _WEIGHTS:
@@ -190,7 +204,8 @@ def _prices_of(text: str) -> dict[str, float]:
     return prices
 
 
-def _load_of(args: Namespace) -> Load:
+def load_of(args: Namespace) -> Day | Recorded:
+    """What the flags of `TRAFFIC` describe. Raises ConfigError."""
     if args.trace:
         return Recorded(Traffic.of(read_trace(args.trace)))
     prompt = parse_lengths(args.prompt or _PROMPT, "--prompt")
@@ -211,15 +226,19 @@ def _targets_of(args: Namespace) -> Targets:
     return Targets(args.slo_ttft_ms / 1e3, args.stream_tok_s, args.refused / 100)
 
 
-def _circumstances_of(args: Namespace) -> Circumstances:
-    failures = Failures(
+def failures_of(args: Namespace) -> Failures:
+    """By the flags of `RUNNING`; those of machines are of one chip."""
+    return Failures(
         core_mtbf_s=args.core_mtbf_h * _HOUR_S,
         core_recovery_s=args.core_recovery_s,
         machine_mtbf_s=args.machine_mtbf_h * _HOUR_S,
     )
+
+
+def _circumstances_of(args: Namespace) -> Circumstances:
     return Circumstances(
         router=args.router,
-        failures=failures,
+        failures=failures_of(args),
         start_s=args.start_s,
         token_budget=args.token_budget,
         most_seats=args.most_seats,

@@ -83,7 +83,13 @@ _NEEDED = {"device_s", "keys", "longest", "pairs"}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Simulate each policy and print its figures side by side; exit status 0."""
+    """Simulate each policy and print its figures side by side, or with --fleet a fleet; exit status
+    0.
+    """
+    if "--fleet" in arguments:
+        from jitney.engine.cli.simulate_fleet import run as run_fleet
+
+        return run_fleet([word for word in arguments if word != "--fleet"])
     args = _COMMAND.parse(arguments)
     _check_flags(args)
     args.on_device = args.chip is not None
@@ -212,7 +218,8 @@ PACE = FlagGroup(
 )
 _COMMAND = Command(
     "simulate",
-    "Predict what an engine does with given traffic: the scheduler on a virtual clock.",
+    "Predict what an engine does with given traffic: the scheduler on a virtual clock. "
+    "`jitney simulate --fleet --help`: a fleet.",
     (
         FlagGroup((*_SUBJECT, FOR), "what to simulate"),
         traffic_flags(requests=1000, arrivals="poisson"),

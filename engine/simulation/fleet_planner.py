@@ -173,11 +173,11 @@ class FleetSizing:
 
 def plan_fleet(kind: ReplicaKind, load: Load, targets: Targets, how: Circumstances) -> FleetSizing:
     """Size a fleet of one kind; what cannot be is said in `FleetSizing.problem`."""
-    how = replace(how, failures=_of_replica(how.failures, kind.roofline.count))
+    how = replace(how, failures=of_replica(how.failures, kind.roofline.count))
     lengths = load.sample(1.0, _FEWEST, how.seed)
     try:
         check_split(kind.roofline)
-        point, engine = _engine_for(kind.roofline, lengths, targets, how)
+        point, engine = engine_for(kind.roofline, lengths, targets, how)
     except ConfigError as error:
         return FleetSizing(kind, problem=str(error))
     request_s = _most_load(kind, engine, point, load, targets, how)
@@ -188,8 +188,8 @@ def plan_fleet(kind: ReplicaKind, load: Load, targets: Targets, how: Circumstanc
     return _checked(sizing, engine, load, targets, how)
 
 
-def _of_replica(failures: Failures, chips: int) -> Failures:
-    """A replica is lost with any of its chips."""
+def of_replica(failures: Failures, chips: int) -> Failures:
+    """A replica is lost with any of its chips. failures: those of machines are of one chip."""
     return replace(failures, machine_mtbf_s=failures.machine_mtbf_s / chips)
 
 
@@ -200,11 +200,12 @@ def _out_of_reach(targets: Targets) -> str:
     )
 
 
-def _engine_for(
+def engine_for(
     roofline: Roofline, lengths: Traffic, targets: Targets, how: Circumstances
 ) -> tuple[Operating, EngineShape]:
-    """Seats that keep the speed of streams when all are busy, and the engine with them. ConfigError
-    if nothing fits."""
+    """Seats that keep the speed of streams when all are busy, and the engine with them. Raises
+    ConfigError if nothing fits.
+    """
     slowest = 1 / targets.stream_tok_s if targets.stream_tok_s else None
     demand = Demand(
         prompt=max(1, round(lengths.mean_prompt)),
