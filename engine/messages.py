@@ -64,6 +64,15 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Stop the loop after the current step and exit with status 0."""
 
 
+class Part(msgspec.Struct, tag="part", frozen=True):
+    """Of an engine that shares experts, which ends with the others: it takes no requests any more.
+    Answered to all of them, by `Parting`.
+    """
+
+    #: It has none left.
+    drained: bool
+
+
 class Progress(msgspec.Struct, tag="progress", frozen=True):
     """How far the start is."""
 
@@ -199,6 +208,12 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     error: ErrorInfo
 
 
+class Parting(msgspec.Struct, tag="parting", frozen=True):
+    """Of engines that share experts: one is told to end, so all are to drain; or all have."""
+
+    drained: bool
+
+
 class Left(msgspec.Struct, tag="left", frozen=True):
     """The first host of an engine over several has ended it: nothing is left to do here, and the
     core's process exits after this.
@@ -207,8 +222,12 @@ class Left(msgspec.Struct, tag="left", frozen=True):
     reason: str
 
 
-ToCore = Add | Abort | AskSeatMap | TokenizerJson | Sleep | Wake | ResetPrefixCache | Shutdown
-FromCore = Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Done | Fatal | Left
+ToCore = (
+    Add | Abort | AskSeatMap | TokenizerJson | Sleep | Wake | ResetPrefixCache | Part | Shutdown
+)
+FromCore = (
+    Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Done | Parting | Fatal | Left
+)
 
 encode = msgspec.msgpack.encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

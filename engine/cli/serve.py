@@ -196,8 +196,10 @@ class _Server:
         self.equipment = Equipment(config, self.client, display)
         self.connections = Connections(settings)
         self.web = web_server(config, settings, self.app, self.connections)
-        #: Numbers of the signals that came.
+        #: Numbers of the signals that came, but one that said nothing new.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
+        #: One has come; and an engine that shares experts with this one had one before.
+        self._signalled = self._ends_with_others = False
 
     def _make_recorder(self, file: str) -> Recorder | None:
         from jitney.engine.process.trace_recorder import Recorder
@@ -224,6 +226,7 @@ class _Server:
         work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
         collecting = asyncio.create_task(_collect_regularly())
+        listening = asyncio.create_task(self._stop_with_others())
         try:
             await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
             status = await self._drain() if stop.done() else 1
@@ -231,14 +234,31 @@ class _Server:
                 work.result()  # the reason, as an exception
             return status
         finally:
-            for task in (work, stop, collecting):
+            for task in (work, stop, collecting, listening):
                 task.cancel()
             await self._close(web)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.signals.put_nowait, number)
+            loop.add_signal_handler(number, self._take_signal, number)
+
+    def _take_signal(self, number: int) -> None:
+        """The first one begins a drain and the second one ends it; where others began the drain,
+        the first one is no second.
+        """
+        is_news = self._signalled or not self._ends_with_others
+        self._signalled = True
+        if is_news:
+            self.signals.put_nowait(number)
+
+    async def _stop_with_others(self) -> None:
+        """Engines that share experts end together: stop once one of them is told to."""
+        await self.client.until_others_drain()
+        if not self._signalled:
+            _log.info("an engine that shares experts with this one stops, and all stop together")
+            self._ends_with_others = True
+            self.signals.put_nowait(signal.SIGTERM)
 
     async def _close(self, web: asyncio.Task[None]) -> None:
         self.display.close()
@@ -278,13 +298,18 @@ class _Server:
         """
         limit = self.config.server.drain_s
         self._begin_drain(limit)
-        status = await drain_status(self.app.state.service.drained(), self.signals, limit)
+        status = await drain_status(self._drained(), self.signals, limit)
         if status > 128:
             self.client.kill()
             self.web.force_exit = True
         elif status:
             _log.warning("%g s are over: requests that still run are cut off (draining)", limit)
         return status
+
+    async def _drained(self) -> None:
+        """No request is open, here and at engines that share experts with this one."""
+        await self.app.state.service.drained()
+        await self.client.drained_together()
 
     def _begin_drain(self, limit: float) -> None:
         self.app.state.service.begin_drain()

@@ -36,6 +36,7 @@ from jitney.engine.hosts.messages import (
     Goodbye,
     Hello,
     Meeting,
+    Parting,
     Refused,
     Say,
     Together,
@@ -196,7 +197,7 @@ class _Watched:
             case Goodbye():
                 self.goodbye = message
                 self.inbox.put(message)
-            case Want() | Wanted() | Together():
+            case Want() | Wanted() | Together() | Parting():
                 self._take_round(message)
             case _:
                 self.inbox.put(message)
@@ -270,7 +271,7 @@ class FirstHost:
 
     def rounds(self) -> Rounds:
         """See `Hosts`."""
-        own = Rounds(lambda want: referee.take(0, want))
+        own = Rounds(lambda message: referee.take(0, message))
         tell: dict[int, Callable[[Meeting], None]] = {0: own.take}
         for number, other in enumerate(self._others, 1):
             tell[number] = partial(_say, other)

@@ -4,7 +4,7 @@ tagged unions). Jax-free.
 The first host plans; the others do on their devices what it does on its own, in its order. What a
 plan comes to is small: which program runs, and the one array that it takes. Engines that share a
 mixture's experts plan each for itself, and agree upon the size of every step (`Want`, `Wanted`,
-`Together`; `jitney.engine.hosts.rounds`).
+`Together`; `jitney.engine.hosts.rounds`) and upon their end (`Parting`).
 """
 
 from __future__ import annotations
@@ -137,8 +137,17 @@ class Together(msgspec.Struct, tag="together", frozen=True):
     size: StepSize
 
 
+class Parting(msgspec.Struct, tag="parting", frozen=True):
+    """Engines that share experts end together. An engine says it of itself to host 0, which tells
+    all: that some engine drains, so that all do; and that all have drained.
+    """
+
+    #: It has no requests any more, and takes none; else it takes none, and may have some.
+    drained: bool
+
+
 Command = Step | Board | Choose
-Meeting = Want | Wanted | Together
+Meeting = Want | Wanted | Together | Parting
 Message = Command | Meeting | Hello | Welcome | Refused | Say | Agreed | Beat | Goodbye
 
 decode = msgspec.msgpack.Decoder(Message).decode

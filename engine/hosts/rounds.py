@@ -1,8 +1,12 @@
-"""How engines that share experts agree upon the size of each step that they run together. Jax-free.
+"""How engines that share experts agree upon the size of each step that they run together, and upon
+their end. Jax-free.
 
 A round is one step. It begins when an engine has a step to run and says so to host 0, which asks
 those who have said nothing yet. Who has nothing to run says that. Once all have answered, the
 largest of what they want is what all run. While nobody has a step to run, nothing is said.
+
+No engine can go on without the others, so they drain together: once one is told to end all are, and
+each stays until none has a request left.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from jitney.engine.hosts.messages import Meeting, StepSize, Together, Want, Wanted
+from jitney.engine.hosts.messages import Meeting, Parting, StepSize, Together, Want, Wanted
 
 
 def largest(sizes: Sequence[StepSize]) -> StepSize:
@@ -36,9 +40,32 @@ class Referee:
         self._round = 0
         #: What the engines want that have said it in this round, by their hosts.
         self._wants: dict[int, StepSize | None] = {}
+        #: Some engine has been told to end, and those that have no requests any more.
+        self._parting = False
+        self._drained: set[int] = set()
 
-    def take(self, number: int, want: Want) -> None:
-        """Hear what the engine of a host wants."""
+    def take(self, number: int, message: Meeting) -> None:
+        """Hear the engine of a host."""
+        match message:
+            case Want():
+                self._take_want(number, message)
+            case Parting():
+                self._take_parting(number, message)
+            case Wanted() | Together():
+                raise ConnectionError(f"host {number} decided what is host 0's to decide")
+
+    def _take_parting(self, number: int, parting: Parting) -> None:
+        with self._lock:
+            is_first = not self._parting
+            self._parting = True
+            if parting.drained:
+                self._drained.add(number)
+            if is_first:
+                self._tell_all(Parting(drained=False))
+            if len(self._drained) == len(self._tell):
+                self._tell_all(Parting(drained=True))
+
+    def _take_want(self, number: int, want: Want) -> None:
         with self._lock:
             if want.round != self._round or number in self._wants:
                 raise ConnectionError(f"host {number} is in round {want.round}, not {self._round}")
@@ -59,16 +86,21 @@ class Referee:
         together = Together(self._round, size)
         self._round += 1
         self._wants = {}
+        self._tell_all(together)
+
+    def _tell_all(self, message: Meeting) -> None:
         for tell in self._tell.values():
-            tell(together)
+            tell(message)
 
 
 class Rounds:
     """One engine's part. Its core's thread calls `agree`; messages come by any."""
 
-    def __init__(self, tell: Callable[[Want], None]):
+    def __init__(self, tell: Callable[[Want | Parting], None]):
         """tell: what brings a message to the referee."""
         self._tell = tell
+        #: What was heard of the end and not yet handed out.
+        self._partings: queue.SimpleQueue[Parting] = queue.SimpleQueue()
         #: The one that this engine has not answered in yet; written by the core's thread.
         self._round = 0
         #: The last one in which this engine was asked.
@@ -86,10 +118,28 @@ class Rounds:
                 self._answers.put(message)
             case Wanted(round=number):
                 self._asked = number
-                with contextlib.suppress(BlockingIOError):  # it is awake
-                    self._waker.send(b".")
+                self._wake()
+            case Parting():
+                self._partings.put(message)
+                self._wake()
             case Want():
                 raise ConnectionError("host 0 said what it wants where it was to decide")
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is awake
+            self._waker.send(b".")
+
+    def part(self, *, drained: bool) -> None:
+        """This engine has been told to end: say so, and, once it has no requests, that. It goes on
+        taking part until all have said that (`next_parting`).
+        """
+        self._tell(Parting(drained))
+
+    def next_parting(self) -> Parting | None:
+        """What was heard of the end since; None: nothing more."""
+        with contextlib.suppress(queue.Empty):
+            return self._partings.get_nowait()
+        return None
 
     def is_asked(self) -> bool:
         """Whether others wait for this engine's answer; what woke it is read."""

@@ -213,6 +213,8 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
             if isinstance(message, messages.Shutdown):
                 return
             _handle(core, message, outbox)
+        if joined is not None:
+            _tell_partings(joined, outbox)
         if core.has_work:
             if core.company_s:
                 continue  # there is time for somebody else
@@ -227,6 +229,12 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
             idle_ticks += 1
             if idle_ticks % _CHECK_EVERY == 0:
                 core.check()
+
+
+def _tell_partings(joined: JoinedCore, outbox: zmq.Socket) -> None:
+    """What the others say of the end."""
+    while (parting := joined.rounds.next_parting()) is not None:
+        outbox.send(messages.encode(messages.Parting(parting.drained)))
 
 
 def _received(
@@ -272,6 +280,9 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
         case messages.ResetPrefixCache(ticket=ticket):
             core.reset_prefix_cache()
             outbox.send(messages.encode(messages.Done(ticket)))
+        case messages.Part(drained=drained):
+            if isinstance(core, JoinedCore):
+                core.rounds.part(drained=drained)
         case messages.Shutdown():
             pass
 

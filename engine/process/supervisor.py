@@ -145,6 +145,11 @@ class ProcessClient:
     _supervision: asyncio.Task[None] | None = None
     _closing: bool = False
     _draining: bool = False
+    #: Of engines that share experts: another one was told to end; all of them have drained; and
+    #: this one has, and said so.
+    _others_drain: asyncio.Event = field(default_factory=asyncio.Event)
+    _all_drained: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_drained: bool = False
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _alive_at: float = field(default_factory=time.monotonic)
     _watchdog: Watchdog = field(init=False)
@@ -407,6 +412,10 @@ class ProcessClient:
                 link.answer(message)
             case messages.Fatal(error=error):
                 link.fatal = link.fatal or error  # the first one is the reason of the others
+            case messages.Parting(drained=True):
+                self._all_drained.set()
+            case messages.Parting():
+                self._others_drain.set()
             case messages.Left(reason=reason):
                 link.left = reason
                 self.dismissed = True
@@ -422,6 +431,8 @@ class ProcessClient:
         self.history.core_ready(info)
         self._watchdog.core_ready()
         self._send_resumed(link, self._suspicion.core_ready(self._streams.values()))
+        if self._draining:
+            self._part(link)
         if self.state in ("loading", "restarting"):
             self._set_state("ready")
 
@@ -492,10 +503,49 @@ class ProcessClient:
         self._changed = asyncio.Event()
 
     def drain(self) -> None:
-        """Take no new requests; running ones go on."""
+        """Take no new requests; running ones go on. Engines that share experts with this one are
+        told to drain, too.
+        """
         self._draining = True
         if self.state != "dead":
             self._set_state("draining")
+        if self._ready_link is not None:
+            self._part(self._ready_link)
+
+    def _part(self, link: CoreLink) -> None:
+        """Tell the others, if there are some, how far the drain is."""
+        if self._is_joined:
+            link.send(messages.Part(self._has_drained))
+
+    @property
+    def _is_joined(self) -> bool:
+        """It shares experts with other engines, and ends with them."""
+        return self.config.engine.data_parallel > 1
+
+    async def until_others_drain(self) -> None:
+        """Until an engine that shares experts with this one has been told to end; for ever, if
+        there is none.
+        """
+        await self._others_drain.wait()
+
+    async def drained_together(self) -> None:
+        """No request is open here any more: wait until that is so at the engines that share experts
+        with this one, whose steps it takes part in. Returns at once where there are none.
+        """
+        self._has_drained = True
+        if not self._is_joined:
+            return
+        if self._ready_link is not None:
+            self._part(self._ready_link)
+        waiting = [
+            asyncio.create_task(self._all_drained.wait()),
+            asyncio.create_task(self.until("dead")),
+        ]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
 
     def submit(self, request: EngineRequest, listener: OutputListener) -> None:
         """Hand a request to the core; its id must be new. Raises RequestError (loading, restarting,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jitney.engine.hosts.messages import Meeting, StepSize, Together, Want, Wanted
+from jitney.engine.hosts.messages import Meeting, Parting, StepSize, Together, Want, Wanted
 from jitney.engine.hosts.rounds import Referee, Rounds, largest
 
 LIMIT_S = 30.0
@@ -37,8 +37,8 @@ def engines(count: int) -> list[Rounds]:
     tell: dict[int, Callable[[Meeting], None]] = {}
     referee = Referee(tell)
 
-    def said_by(number: int) -> Callable[[Want], None]:
-        return lambda want: referee.take(number, want)
+    def said_by(number: int) -> Callable[[Want | Parting], None]:
+        return lambda message: referee.take(number, message)
 
     for number in range(count):
         found.append(Rounds(said_by(number)))
@@ -93,7 +93,7 @@ def test_all_run_the_same_steps_whoever_has_work():
 
 def test_a_late_question_wakes_nobody_twice():
     """Somebody said what it wants while it was being asked."""
-    said: list[Want] = []
+    said: list[Want | Parting] = []
     engine = Rounds(said.append)
     engine.take(Together(0, SMALL))
     assert engine.agree(SMALL) == SMALL
@@ -111,3 +111,40 @@ def test_whoever_is_in_another_round_is_not_heard():
     with pytest.raises(ConnectionError, match="host 1 is in round 0"):
         referee.take(1, Want(0, SMALL))
     assert told == [Wanted(0)]
+
+
+def partings(engine: Rounds) -> list[bool]:
+    """What was heard of the end since; what woke it is read."""
+    assert not engine.is_asked()
+    return [parting.drained for parting in iter(engine.next_parting, None)]
+
+
+def test_all_drain_once_one_is_told_to_end_and_none_leaves_before_the_last():
+    first, second, third = engines(3)
+    second.part(drained=False)
+    assert is_awake(first) and is_awake(third)
+    assert [partings(engine) for engine in (first, second, third)] == [[False]] * 3
+    second.part(drained=True)
+    first.part(drained=False)
+    third.part(drained=True)
+    assert [partings(engine) for engine in (first, second, third)] == [[]] * 3
+    first.part(drained=True)
+    assert [partings(engine) for engine in (first, second, third)] == [[True]] * 3
+
+
+def test_who_is_idle_is_told_of_both_at_once():
+    """It may be that nobody had a request."""
+    first, second = engines(2)
+    first.part(drained=True)
+    second.part(drained=True)
+    assert partings(first) == partings(second) == [False, True]
+
+
+def test_steps_go_on_while_engines_drain():
+    busy, idle = engines(2)
+    idle.part(drained=True)
+    with ThreadPoolExecutor(1) as pool:
+        agreed = pool.submit(busy.agree, SMALL)
+        while not idle.is_asked():
+            select.select([idle], [], [], LIMIT_S)
+        assert idle.agree(None) == agreed.result(LIMIT_S) == SMALL

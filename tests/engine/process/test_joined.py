@@ -46,6 +46,7 @@ pytestmark = pytest.mark.timeout(600)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LONGEST = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
 DRAWN = SamplingParams(
     seed=3,
     top_p=0.9,
@@ -83,9 +84,14 @@ class Story:
     asleep: str = ""
     devices: list[str] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
-    #: Of both engines, after the loss of one and after the end of the other.
+    #: Of both engines, after the loss of one and at the end.
     restarts: list[list[int]] = field(default_factory=list)
-    dismissed: bool = True
+    #: Of the first engine and of the other, while both drained.
+    last: list[list[int]] = field(default_factory=list)
+    #: Whose answer was whole when, and when all had drained.
+    order: list[str] = field(default_factory=list)
+    refused: str = ""
+    dismissed: bool = False
 
 
 async def tokens_of(stream: Outputs, story: Story | None = None) -> list[int]:
@@ -136,7 +142,7 @@ async def live(story: Story) -> None:
         except RequestError as error:
             story.asleep = str(error)
         await lose_a_process(story, *clients)
-        await end_in_order(story, *clients)
+        await drain_together(story, *clients)
 
 
 async def answered(
@@ -163,10 +169,33 @@ async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClien
     story.restarts.append([len(client._restarts) for client in (first, other)])
 
 
-async def end_in_order(story: Story, first: ProcessClient, other: ProcessClient) -> None:
-    """Engines with clients of their own do not follow each other to the end."""
+async def drain_together(story: Story, first: ProcessClient, other: ProcessClient) -> None:
+    """One is told to end: both drain, and who has nothing left takes part until the other has."""
+
+    async def drained(name: str, client: ProcessClient, stream: Stream) -> list[int]:
+        tokens = await tokens_of(stream)
+        story.order.append(name)
+        await client.drained_together()
+        story.order.append("all")
+        return tokens
+
+    streams = [
+        first.submit(request("last 0", 2, SHORT)),
+        other.submit(request("last 1", 3, LONGEST)),
+    ]
+    await anext(aiter(streams[1]))
+    first.drain()
+    await other.until_others_drain()
+    other.drain()
+    try:
+        other.submit(request("late", 0, SHORT))
+    except RequestError as error:
+        story.refused = str(error)
+    names = ("first", "other")
+    waiting = map(drained, names, (first, other), streams)
+    story.last = await asyncio.gather(*waiting)
     await first.close()
-    await other.until("restarting")
+    await other.until("dead")
     story.dismissed = other.dismissed
     story.restarts.append([len(client._restarts) for client in (first, other)])
 
@@ -231,10 +260,14 @@ def test_the_loss_of_an_engine_is_one_line(story: Story, log: list[str]):
     assert any("killed by SIGKILL" in line for line in log)
 
 
-def test_the_end_of_an_engine_in_order_is_a_loss_to_the_other(story: Story, log: list[str]):
-    assert story.restarts[1] == [1, 2]
-    assert not story.dismissed
-    assert any(line.startswith("host 0 was told to end; starting it again") for line in log)
+def test_engines_drain_together(story: Story, alone: LLM):
+    """No token is lost at the one that had more to do."""
+    assert story.last[0] == tokens_alone(alone, 2, SHORT)
+    longest = tokens_alone(alone, 3, LONGEST)
+    assert 0 < len(story.last[1]) < len(longest) and longest[-len(story.last[1]) :] == story.last[1]
+    assert story.order == ["first", "other", "all", "all"]
+    assert story.refused == "the server is shutting down"
+    assert story.dismissed and story.restarts[1] == [1, 1]
 
 
 def test_both_engines_know_what_runs(story: Story):
