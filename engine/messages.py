@@ -183,6 +183,15 @@ class Tick(msgspec.Struct, tag="tick", frozen=True):
     waiting: int
 
 
+class Awaiting(msgspec.Struct, tag="awaiting", frozen=True):
+    """The core has a step to run and waits for engines that share experts with it, which have to
+    say how large it is to be; sent every second of that.
+    """
+
+    #: Of the engines that have not, as far as is known; empty: not known yet.
+    hosts: list[int]
+
+
 class SeatMap(msgspec.Struct, tag="seat_map", frozen=True):
     """seats: empty if only the pages were asked for. page_states: uint8[N]: 0 free, 1 held, 2
     shared, 3 cached.
@@ -226,7 +235,17 @@ ToCore = (
     Add | Abort | AskSeatMap | TokenizerJson | Sleep | Wake | ResetPrefixCache | Part | Shutdown
 )
 FromCore = (
-    Progress | Ready | FirstStep | StepReport | Tick | SeatMap | Done | Parting | Fatal | Left
+    Progress
+    | Ready
+    | FirstStep
+    | StepReport
+    | Tick
+    | Awaiting
+    | SeatMap
+    | Done
+    | Parting
+    | Fatal
+    | Left
 )
 
 encode = msgspec.msgpack.encode

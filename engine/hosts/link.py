@@ -36,6 +36,7 @@ from jitney.engine.hosts.messages import (
     Goodbye,
     Hello,
     Meeting,
+    Missing,
     Parting,
     Refused,
     Say,
@@ -197,7 +198,7 @@ class _Watched:
             case Goodbye():
                 self.goodbye = message
                 self.inbox.put(message)
-            case Want() | Wanted() | Together() | Parting():
+            case Want() | Wanted() | Together() | Missing() | Parting():
                 self._take_round(message)
             case _:
                 self.inbox.put(message)

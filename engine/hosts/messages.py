@@ -4,7 +4,7 @@ tagged unions). Jax-free.
 The first host plans; the others do on their devices what it does on its own, in its order. What a
 plan comes to is small: which program runs, and the one array that it takes. Engines that share a
 mixture's experts plan each for itself, and agree upon the size of every step (`Want`, `Wanted`,
-`Together`; `jitney.engine.hosts.rounds`) and upon their end (`Parting`).
+`Together`, `Missing`; `jitney.engine.hosts.rounds`) and upon their end (`Parting`).
 """
 
 from __future__ import annotations
@@ -146,8 +146,16 @@ class Parting(msgspec.Struct, tag="parting", frozen=True):
     drained: bool
 
 
+class Missing(msgspec.Struct, tag="missing", frozen=True):
+    """Who keeps a round from its end: asked of host 0 by an engine that waits, and answered."""
+
+    round: int
+    #: Hosts whose engines have said nothing in it; None: that is the question.
+    hosts: list[int] | None = None
+
+
 Command = Step | Board | Choose
-Meeting = Want | Wanted | Together | Parting
+Meeting = Want | Wanted | Together | Missing | Parting
 Message = Command | Meeting | Hello | Welcome | Refused | Say | Agreed | Beat | Goodbye
 
 decode = msgspec.msgpack.Decoder(Message).decode

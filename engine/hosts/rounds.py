@@ -17,7 +17,22 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from jitney.engine.hosts.messages import Meeting, Parting, StepSize, Together, Want, Wanted
+from jitney.engine.hosts.messages import (
+    Meeting,
+    Missing,
+    Parting,
+    StepSize,
+    Together,
+    Want,
+    Wanted,
+)
+
+#: Seconds after which an engine that waits asks for whom.
+ASK_S = 1.0
+
+
+def _ignore(hosts: list[int]) -> None:
+    """Nobody asks for whom an engine waits."""
 
 
 def largest(sizes: Sequence[StepSize]) -> StepSize:
@@ -49,10 +64,20 @@ class Referee:
         match message:
             case Want():
                 self._take_want(number, message)
+            case Missing():
+                self._tell_missing(number, message)
             case Parting():
                 self._take_parting(number, message)
             case Wanted() | Together():
                 raise ConnectionError(f"host {number} decided what is host 0's to decide")
+
+    def _tell_missing(self, number: int, asked: Missing) -> None:
+        """Who has not answered yet; nobody, if the round is over."""
+        with self._lock:
+            missing: list[int] = []
+            if asked.round == self._round:
+                missing = [other for other in self._tell if other not in self._wants]
+            self._tell[number](Missing(asked.round, missing))
 
     def _take_parting(self, number: int, parting: Parting) -> None:
         with self._lock:
@@ -96,9 +121,14 @@ class Referee:
 class Rounds:
     """One engine's part. Its core's thread calls `agree`; messages come by any."""
 
-    def __init__(self, tell: Callable[[Want | Parting], None]):
+    def __init__(self, tell: Callable[[Want | Missing | Parting], None]):
         """tell: what brings a message to the referee."""
         self._tell = tell
+        #: Called by `agree` every `ASK_S` seconds of a wait, with the hosts whose engines have said
+        #: nothing in this round, as far as is known.
+        self.on_wait: Callable[[list[int]], None] = _ignore
+        #: These, since the last time that host 0 said it.
+        self._missing: list[int] = []
         #: What was heard of the end and not yet handed out.
         self._partings: queue.SimpleQueue[Parting] = queue.SimpleQueue()
         #: The one that this engine has not answered in yet; written by the core's thread.
@@ -119,6 +149,8 @@ class Rounds:
             case Wanted(round=number):
                 self._asked = number
                 self._wake()
+            case Missing():
+                self._missing = message.hosts or []
             case Parting():
                 self._partings.put(message)
                 self._wake()
@@ -158,4 +190,9 @@ class Rounds:
         number = self._round
         self._round += 1
         self._tell(Want(number, size))
-        return self._answers.get().size
+        self._missing = []
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._answers.get(timeout=ASK_S).size
+            self.on_wait(self._missing)
+            self._tell(Missing(number))

@@ -50,6 +50,8 @@ class CoreLink:
     left: str = ""
     #: It said nothing for too long and was killed for it.
     hung: bool = False
+    #: Hosts whose engines the core waited for, by its last word about that.
+    awaits: list[int] = field(default_factory=list)
     #: Who waits for which answer.
     tickets: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 

@@ -206,6 +206,8 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     """Answer messages and step while there is work; return on Shutdown, after the current step."""
     _freeze()
     joined = core if isinstance(core, JoinedCore) else None
+    if joined is not None:
+        joined.rounds.on_wait = lambda hosts: outbox.send(messages.encode(messages.Awaiting(hosts)))
     idle_ticks, next_tick = 0, 0.0
     while True:
         wait_s = min(_TICK_S, core.pause_s) if core.has_work else _TICK_S

@@ -350,6 +350,8 @@ class ProcessClient:
         if link.fatal is not None:
             crashed = link.fatal.code != HOST_LOST
             return _CoreEnd("failed", link.fatal.message, link.ready, crashed=crashed)
+        if link.hung and self._watchdog.others_overdue:
+            return _CoreEnd("hung", self._why_others_hang(link), link.ready)
         if link.hung:
             why = f"the engine process said nothing for {self._watchdog.silence:.0f} s"
             why += f"{self._stage(link)} and was killed"
@@ -357,6 +359,14 @@ class ProcessClient:
         status = link.process.returncode
         why = f"the engine process died ({_how_it_ended(status)})"
         return _CoreEnd("died", why, link.ready, crashed=status != -signal.SIGKILL)
+
+    def _why_others_hang(self, link: CoreLink) -> str:
+        """One line for a core that was ended since others kept it waiting."""
+        names = ", ".join(f"host {number}" for number in link.awaits) or "another engine"
+        return (
+            f"{names} took no part in a step for {self._watchdog.awaited:.0f} s, and the engine "
+            "process, which waited for that, was killed"
+        )
 
     def _stage(self, link: CoreLink) -> str:
         """How far a core's start has come, for a sentence; nothing of one that is ready."""
@@ -394,7 +404,7 @@ class ProcessClient:
 
     def _take(self, link: CoreLink, message: messages.FromCore) -> None:
         self._alive_at = time.monotonic()
-        self._watchdog.heard()
+        self._watchdog.heard(awaits_others=isinstance(message, messages.Awaiting))
         self._teach(link)  # before its first request
         match message:
             case messages.StepReport():
@@ -408,6 +418,8 @@ class ProcessClient:
                 self.on_progress(message)
             case messages.Ready(info=info):
                 self._take_ready(link, info)
+            case messages.Awaiting(hosts=hosts):
+                link.awaits = hosts
             case messages.SeatMap() | messages.Done():
                 link.answer(message)
             case messages.Fatal(error=error):

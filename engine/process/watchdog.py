@@ -15,6 +15,10 @@ _FIRST_STEP_S = 60.0
 #: A start that replaces a core may be silent for so many seconds, or so many times as long as the
 #: longest start so far took: its programs and weights are the same, and mostly cached.
 _LEAST_START_S, _START_TIMES = 120.0, 3.0
+#: Engines that share experts may keep a core waiting for so many times as long as it may be silent
+#: itself: whoever supervises the one that hangs is to end it first, since the others then have the
+#: reason.
+_OTHERS_TIMES = 2.0
 
 
 @dataclass(eq=False)
@@ -32,6 +36,8 @@ class Watchdog:
     start_timeout_s: float = 0.0
     #: Seconds since the core last said anything.
     silence: float = 0.0
+    #: Seconds for which the core has waited for other engines, by its own word.
+    awaited: float = 0.0
     #: Seconds of the longest step seen, of this core and those before it.
     longest: float = 0.0
     #: Seconds of the longest start seen; 0 before the first core was ready.
@@ -39,6 +45,8 @@ class Watchdog:
     #: A core is starting, and for how long.
     _starts: bool = False
     _started_s: float = 0.0
+    #: The last that the core said was that it waits.
+    _awaits: bool = False
     #: Number of the step that is the first of its bucket and not done, 0 if there is none.
     _first_step: int = 0
 
@@ -65,11 +73,17 @@ class Watchdog:
 
     @property
     def overdue(self) -> bool:
-        return self.silence > self.limit
+        return self.silence > self.limit or self.others_overdue
+
+    @property
+    def others_overdue(self) -> bool:
+        """It is not the core that hangs, but an engine that it waits for."""
+        return self.awaited > _OTHERS_TIMES * self.limit
 
     def core_starts(self) -> None:
         """A new core is being started."""
-        self.silence = self._started_s = 0.0
+        self.silence = self.awaited = self._started_s = 0.0
+        self._awaits = False
         self._starts = True
         self._first_step = 0
 
@@ -79,13 +93,18 @@ class Watchdog:
         self._starts = False
         self.longest_start = max(self.longest_start, self._started_s)
 
-    def heard(self) -> None:
-        """The core said something."""
+    def heard(self, *, awaits_others: bool = False) -> None:
+        """The core said something. awaits_others: that it waits for other engines."""
         self.silence = 0.0
+        self._awaits = awaits_others
+        if not awaits_others:
+            self.awaited = 0.0
 
     def waited(self, seconds: float) -> None:
         """So many seconds went by in which nothing came."""
         self.silence += seconds
+        if self._awaits:
+            self.awaited += seconds
         self._started_s += seconds
 
     def first_step(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import select
 import threading
 from collections.abc import Callable
@@ -9,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jitney.engine.hosts.messages import Meeting, Parting, StepSize, Together, Want, Wanted
-from jitney.engine.hosts.rounds import Referee, Rounds, largest
+from jitney.engine.hosts.messages import Meeting, Missing, Parting, StepSize, Together, Want, Wanted
+from jitney.engine.hosts.rounds import ASK_S, Referee, Rounds, largest
 
 LIMIT_S = 30.0
 SMALL = StepSize(tokens=4, seats=4, decode_only=True, plain=True)
@@ -37,7 +38,7 @@ def engines(count: int) -> list[Rounds]:
     tell: dict[int, Callable[[Meeting], None]] = {}
     referee = Referee(tell)
 
-    def said_by(number: int) -> Callable[[Want | Parting], None]:
+    def said_by(number: int) -> Callable[[Want | Missing | Parting], None]:
         return lambda message: referee.take(number, message)
 
     for number in range(count):
@@ -93,7 +94,7 @@ def test_all_run_the_same_steps_whoever_has_work():
 
 def test_a_late_question_wakes_nobody_twice():
     """Somebody said what it wants while it was being asked."""
-    said: list[Want | Parting] = []
+    said: list[Want | Missing | Parting] = []
     engine = Rounds(said.append)
     engine.take(Together(0, SMALL))
     assert engine.agree(SMALL) == SMALL
@@ -148,3 +149,30 @@ def test_steps_go_on_while_engines_drain():
         while not idle.is_asked():
             select.select([idle], [], [], LIMIT_S)
         assert idle.agree(None) == agreed.result(LIMIT_S) == SMALL
+
+
+def test_who_waits_is_told_for_whom():
+    """Every second, until the last one has answered."""
+    first, second, third = engines(3)
+    waits: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    second.on_wait = waits.put
+    with ThreadPoolExecutor(2) as pool:
+        agreed = [pool.submit(second.agree, SMALL)]
+        told = [waits.get(timeout=LIMIT_S) for _ in range(2)]
+        assert told == [[], [0, 2]]  # it asks once it has waited
+        agreed.append(pool.submit(first.agree, PROMPT))
+        while waits.get(timeout=LIMIT_S) != [2]:
+            pass
+        size = third.agree(None)
+        assert [future.result(LIMIT_S) for future in agreed] == [size, size]
+
+
+def test_a_round_that_is_over_misses_nobody():
+    told: list[Meeting] = []
+    referee = Referee({0: told.append, 1: lambda message: None})
+    referee.take(0, Want(0, SMALL))
+    referee.take(0, Missing(0))
+    referee.take(1, Want(0, None))
+    referee.take(0, Missing(0))
+    assert told == [Missing(0, [1]), Together(0, SMALL), Missing(0, [])]
+    assert ASK_S <= 2.0, "a supervisor may bear no more than 10 s of silence"

@@ -23,10 +23,12 @@ from fakes import solo
 from outputs import Outputs, collect
 from places import SUPPORT
 
+from jitney.engine import messages
 from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
 from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.process import supervisor, watchdog
 from jitney.engine.process.folder import private_folder, remove_left_folders
+from jitney.engine.process.link import CoreLink
 from jitney.engine.process.main import _TICK_S
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.scheduler.admission import _sibling_seed
@@ -778,6 +780,25 @@ def test_who_is_woken_while_it_waits_does_not_sleep():
             assert client.state == "ready"
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "who"), [([1], "host 1"), ([0, 2], "host 0, host 2"), ([], "another engine")]
+)
+def test_an_engine_that_others_keep_waiting_names_them(hosts: list[int], who: str):
+    """Its own requests are no reason for that."""
+    client = ProcessClient(config())
+    link = CoreLink(None, None, None, ready=True)  # pyright: ignore[reportArgumentType]
+    client._take(link, messages.Awaiting(hosts))
+    client._watchdog.waited(client._watchdog.limit)
+    client._take(link, messages.Awaiting(hosts))
+    assert not client._watchdog.overdue
+    client._watchdog.waited(2 * client._watchdog.limit)
+    assert client._watchdog.overdue
+    link.hung = True
+    end = client._end_of(link)
+    assert end.why.startswith(f"{who} took no part in a step for 30 s, and the engine process")
+    assert (end.cause, end.crashed) == ("hung", False)
 
 
 def test_a_core_that_cannot_wake_is_replaced_by_one_that_is_awake(

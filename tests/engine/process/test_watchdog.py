@@ -85,3 +85,24 @@ def test_a_start_is_measured_by_those_before_it():
     assert not watchdog.overdue
     watchdog.waited(2.0)
     assert watchdog.overdue
+
+
+def test_a_wait_for_other_engines_is_no_silence_of_the_cores():
+    """Who supervises the one that hangs has as long as a silence may be, and as long again."""
+    watchdog = Watchdog(2.0)
+    for _ in range(16):
+        watchdog.heard(awaits_others=True)
+        watchdog.waited(0.25)
+    assert not watchdog.overdue and watchdog.awaited == 3.75 + 0.25
+    watchdog.heard(awaits_others=True)
+    watchdog.waited(0.25)
+    assert watchdog.overdue and watchdog.others_overdue
+    watchdog.heard()
+    assert not watchdog.overdue and watchdog.awaited == 0.0
+
+
+def test_who_waits_and_then_says_nothing_hangs_itself():
+    watchdog = Watchdog(2.0)
+    watchdog.heard(awaits_others=True)
+    watchdog.waited(2.25)
+    assert watchdog.overdue and not watchdog.others_overdue
