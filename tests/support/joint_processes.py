@@ -5,15 +5,74 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from outputs import Outputs
 
 from jitney.engine import LLM
+from jitney.engine.config.layers import load_config
+from jitney.engine.ports import free_port
+from jitney.engine.process.supervisor import ProcessClient
+from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
+
+#: Of a tiny model on a CPU: few sizes, since every process compiles them.
+TINY: dict[str, Any] = {
+    "platform": "cpu",
+    "dtype": "float32",
+    "max_seats": 4,
+    "token_budget": 64,
+    "context": 256,
+    "pages": 32,
+    "max_logprobs": 1,
+    "seat_buckets": (4,),
+    "token_buckets": (64,),
+}
+#: Seconds for a story of four processes, each of which starts in 10 s of a free core.
+LIMIT_S = 540.0
+
+
+def drawn_prompts(count: int, longer: int) -> list[list[int]]:
+    """Of 5 tokens, and each of so many more than the one before."""
+    return [
+        np.random.default_rng(i).integers(0, 256, 5 + longer * i).tolist() for i in range(count)
+    ]
+
+
+def request(
+    name: str, prompt: list[int], sampling: SamplingParams, adapter: int = 0
+) -> EngineRequest:
+    return EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=0.0, adapter=adapter)
+
+
+async def outputs_of(stream: Outputs) -> list[SequenceOutput]:
+    """All of an answer, which no error ended."""
+    outputs = [output async for output in stream]
+    assert not any(output.error for output in outputs), outputs
+    return outputs
+
+
+async def tokens_of(stream: Outputs) -> list[int]:
+    return [token for output in await outputs_of(stream) for token in output.tokens]
+
+
+@asynccontextmanager
+async def two_processes(settings: Mapping[str, Any]) -> AsyncIterator[list[ProcessClient]]:
+    """Supervisors of both, as `jitney serve` is on each of two hosts; host 0 first."""
+    both = {**settings, "n_hosts": 2, "coordinator": f"127.0.0.1:{free_port()}"}
+    clients = [ProcessClient(load_config(flags=both | {"host_id": number})) for number in range(2)]
+    try:
+        for client in clients:
+            await client.start()
+        yield clients
+    finally:
+        for client in clients:
+            await client.close()
 
 
 @contextmanager

@@ -7,40 +7,32 @@ Each process has one CPU device; Gloo joins them. The test is their supervisor o
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import pytest
-from joint_processes import alone_in_a_hurry, compiled_once, run_logged
+from joint_processes import (
+    LIMIT_S,
+    TINY,
+    alone_in_a_hurry,
+    compiled_once,
+    drawn_prompts,
+    request,
+    run_logged,
+    tokens_of,
+    two_processes,
+)
 from outputs import Outputs
 
 from jitney.engine import LLM
 from jitney.engine.checkpoints.sources import resolve
-from jitney.engine.config.layers import load_config
 from jitney.engine.errors import RequestError
-from jitney.engine.ports import free_port
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.text.tokenizer import load_tokenizer
-from jitney.engine.types import EngineRequest, Grammar, SamplingParams
+from jitney.engine.types import Grammar, SamplingParams
 
 MODEL = "tiny-random:qwen3"
-SETTINGS: dict[str, Any] = {
-    "model": MODEL,
-    "platform": "cpu",
-    "dtype": "float32",
-    "max_seats": 4,
-    "token_budget": 64,
-    "context": 256,
-    "pages": 32,
-    "max_logprobs": 1,
-    "seat_buckets": (4,),
-    "token_buckets": (64,),
-}
-#: Seconds for everything together: four processes start, each in 10 s of a free core.
-LIMIT_S = 540.0
+SETTINGS = TINY | {"model": MODEL}
 pytestmark = pytest.mark.timeout(600)
 TOKENS = 8
 SAMPLINGS = (
@@ -62,8 +54,7 @@ SAMPLINGS = (
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-def prompts() -> list[list[int]]:
-    return [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(3)]
+PROMPTS = drawn_prompts(3, 11)
 
 
 @dataclass
@@ -79,42 +70,16 @@ class Story:
     dismissed: bool = False
 
 
-async def tokens_of(stream: Outputs) -> list[int]:
-    outputs = [output async for output in stream]
-    assert not any(output.error for output in outputs), outputs
-    return [token for output in outputs for token in output.tokens]
-
-
-def request(name: str, prompt: list[int], sampling: SamplingParams) -> EngineRequest:
-    return EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=0.0)
-
-
-@asynccontextmanager
-async def two_hosts() -> AsyncIterator[tuple[ProcessClient, ProcessClient]]:
-    coordinator = f"127.0.0.1:{free_port()}"
-    several = SETTINGS | {"tensor_parallel": 2, "n_hosts": 2, "coordinator": coordinator}
-    clients = [
-        ProcessClient(load_config(flags=several | {"host_id": number})) for number in range(2)
-    ]
-    try:
-        for client in clients:
-            await client.start()
-        yield clients[0], clients[1]
-    finally:
-        for client in clients:
-            await client.close()
-
-
 async def live(story: Story) -> None:
     tokenizer = load_tokenizer(resolve(MODEL)).json
-    async with two_hosts() as (first, other):
+    async with two_processes(SETTINGS | {"tensor_parallel": 2}) as (first, other):
         first.learn(tokenizer)
         for client in (first, other):
             story.devices.append((await client.wait_ready()).device)
         for sampling in SAMPLINGS:
             streams = [
                 Outputs(first, request(f"{sampling.seed} {i}", prompt, sampling))
-                for i, prompt in enumerate(prompts())
+                for i, prompt in enumerate(PROMPTS)
             ]
             story.answers += [await tokens_of(stream) for stream in streams]
         try:
@@ -129,7 +94,7 @@ async def live(story: Story) -> None:
 
 async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClient) -> None:
     """In the middle of an answer, which goes on in the next life of the engine."""
-    stream = Outputs(first, request("long", prompts()[2], LONG))
+    stream = Outputs(first, request("long", PROMPTS[2], LONG))
     output = await anext(aiter(stream))
     other.kill()
     story.resumed = output.tokens + await tokens_of(stream)
@@ -167,7 +132,7 @@ def test_tokens_are_those_of_one_process(story: Story, alone: LLM):
     expected = [
         output.outputs[0].token_ids
         for sampling in SAMPLINGS
-        for output in alone.generate(prompts(), sampling)
+        for output in alone.generate(PROMPTS, sampling)
     ]
     assert story.answers == expected
     assert len({tuple(answer) for answer in expected}) == 9
@@ -175,7 +140,7 @@ def test_tokens_are_those_of_one_process(story: Story, alone: LLM):
 
 
 def test_an_answer_goes_on_after_a_host_was_lost(story: Story, alone: LLM):
-    (output,) = alone.generate(prompts()[2:], LONG)
+    (output,) = alone.generate(PROMPTS[2:], LONG)
     assert story.resumed == output.outputs[0].token_ids
 
 

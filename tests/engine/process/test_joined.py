@@ -8,40 +8,36 @@ supervisor of both, as `jitney serve` is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
-from joint_processes import alone_in_a_hurry, compiled_once, run_logged
+from joint_processes import (
+    LIMIT_S,
+    TINY,
+    alone_in_a_hurry,
+    compiled_once,
+    drawn_prompts,
+    outputs_of,
+    request,
+    run_logged,
+    tokens_of,
+    two_processes,
+)
 from outputs import Outputs
 
 from jitney.engine import LLM
 from jitney.engine.checkpoints.sources import resolve
-from jitney.engine.config.layers import load_config
 from jitney.engine.errors import RequestError
-from jitney.engine.ports import free_port
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.text.tokenizer import load_tokenizer
-from jitney.engine.types import EngineRequest, Grammar, SamplingParams, TokenLogprobs
+from jitney.engine.types import Grammar, SamplingParams, TokenLogprobs
 
 MODEL = "tiny-random:qwen3_moe"
-SETTINGS: dict[str, Any] = {
-    "model": MODEL,
-    "platform": "cpu",
-    "dtype": "float32",
-    "max_seats": 4,
-    "token_budget": 64,
-    "context": 256,
-    "pages": 32,
-    "max_logprobs": 1,
-    "seat_buckets": (1, 4),
-    "token_buckets": (64,),
-}
-#: Seconds for everything together: four processes start.
-LIMIT_S = 540.0
+SETTINGS = TINY | {"model": MODEL, "seat_buckets": (1, 4)}
+#: Of each of the two engines.
+JOINED = SETTINGS | {"tensor_parallel": 2, "expert_parallel": 2, "data_parallel": 2}
 pytestmark = pytest.mark.timeout(600)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -70,8 +66,7 @@ ROUNDS: tuple[tuple[list[tuple[int, SamplingParams]], list[tuple[int, SamplingPa
 )
 
 
-def prompts() -> list[list[int]]:
-    return [np.random.default_rng(i).integers(0, 256, 5 + 19 * i).tolist() for i in range(4)]
+PROMPTS = drawn_prompts(4, 19)
 
 
 @dataclass
@@ -94,44 +89,17 @@ class Story:
     dismissed: bool = False
 
 
-async def tokens_of(stream: Outputs, story: Story | None = None) -> list[int]:
-    outputs = [output async for output in stream]
-    assert not any(output.error for output in outputs), outputs
-    if story is not None:
-        for output in outputs:
-            story.scores += output.prompt_logprobs or []
+async def scored(stream: Outputs, story: Story) -> list[int]:
+    """The tokens of an answer; scores of its prompt go into the story."""
+    outputs = await outputs_of(stream)
+    for output in outputs:
+        story.scores += output.prompt_logprobs or []
     return [token for output in outputs for token in output.tokens]
-
-
-def request(name: str, number: int, sampling: SamplingParams) -> EngineRequest:
-    return EngineRequest(id=name, prompt=prompts()[number], sampling=sampling, arrival=0.0)
-
-
-@asynccontextmanager
-async def two_engines() -> AsyncIterator[list[ProcessClient]]:
-    coordinator = f"127.0.0.1:{free_port()}"
-    several = SETTINGS | {
-        "tensor_parallel": 2,
-        "expert_parallel": 2,
-        "data_parallel": 2,
-        "n_hosts": 2,
-        "coordinator": coordinator,
-    }
-    clients = [
-        ProcessClient(load_config(flags=several | {"host_id": number})) for number in range(2)
-    ]
-    try:
-        for client in clients:
-            await client.start()
-        yield clients
-    finally:
-        for client in clients:
-            await client.close()
 
 
 async def live(story: Story) -> None:
     tokenizer = load_tokenizer(resolve(MODEL)).json
-    async with two_engines() as clients:
+    async with two_processes(JOINED) as clients:
         for client in clients:
             client.learn(tokenizer)
             story.devices.append((await client.wait_ready()).device)
@@ -152,16 +120,19 @@ async def answered(
     story: Story,
 ) -> list[list[list[int]]]:
     streams = [
-        [Outputs(client, request(f"{number} {place}", *each)) for place, each in enumerate(own)]
+        [
+            Outputs(client, request(f"{number} {place}", PROMPTS[prompt], sampling))
+            for place, (prompt, sampling) in enumerate(own)
+        ]
         for client, own in zip(clients, asked, strict=True)
     ]
-    found = await asyncio.gather(*(tokens_of(stream, story) for own in streams for stream in own))
+    found = await asyncio.gather(*(scored(stream, story) for own in streams for stream in own))
     return [found[: len(streams[0])], found[len(streams[0]) :]]
 
 
 async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClient) -> None:
     """In the middle of an answer of the other engine, which goes on in the next life of both."""
-    stream = Outputs(first, request("long", 2, LONG))
+    stream = Outputs(first, request("long", PROMPTS[2], LONG))
     output = await anext(aiter(stream))
     other.kill()
     story.resumed = output.tokens + await tokens_of(stream)
@@ -172,7 +143,7 @@ async def lose_a_process(story: Story, first: ProcessClient, other: ProcessClien
 async def drain_together(story: Story, first: ProcessClient, other: ProcessClient) -> None:
     """One is told to end: both drain, and who has nothing left takes part until the other has."""
 
-    async def drained(name: str, client: ProcessClient, stream: Stream) -> list[int]:
+    async def drained(name: str, client: ProcessClient, stream: Outputs) -> list[int]:
         tokens = await tokens_of(stream)
         story.order.append(name)
         await client.drained_together()
@@ -180,15 +151,15 @@ async def drain_together(story: Story, first: ProcessClient, other: ProcessClien
         return tokens
 
     streams = [
-        first.submit(request("last 0", 2, SHORT)),
-        other.submit(request("last 1", 3, LONGEST)),
+        Outputs(first, request("last 0", PROMPTS[2], SHORT)),
+        Outputs(other, request("last 1", PROMPTS[3], LONGEST)),
     ]
     await anext(aiter(streams[1]))
     first.drain()
     await other.until_others_drain()
     other.drain()
     try:
-        other.submit(request("late", 0, SHORT))
+        Outputs(other, request("late", PROMPTS[0], SHORT))
     except RequestError as error:
         story.refused = str(error)
     names = ("first", "other")
@@ -229,7 +200,7 @@ def alone() -> LLM:
 
 
 def tokens_alone(alone: LLM, number: int, sampling: SamplingParams) -> list[int]:
-    (output,) = alone.generate([prompts()[number]], sampling)
+    (output,) = alone.generate([PROMPTS[number]], sampling)
     return output.outputs[0].token_ids
 
 
@@ -240,11 +211,11 @@ def test_tokens_are_those_of_an_engine_alone(story: Story, alone: LLM, number: i
 
 
 def test_scores_of_a_prompt_are_those_of_an_engine_alone(story: Story, alone: LLM):
-    (output,) = alone.generate([prompts()[3]], SCORED)
+    (output,) = alone.generate([PROMPTS[3]], SCORED)
     assert output.prompt_logprobs is not None
     expected = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
     found = [entry.logprob for entry in story.scores if entry is not None]
-    assert len(found) == len(prompts()[3]) - 1
+    assert len(found) == len(PROMPTS[3]) - 1
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
