@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 import orjson
@@ -18,6 +19,38 @@ from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.tasks import Tasks
 from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.records import Job
+
+
+class _Turns:
+    """A job's tries, each in a place; what is refused waits without one, since others may be
+    answered meanwhile: jobs for a model none of whose engines is there would keep all others
+    waiting. The first place is there before the first try: the job begins in it.
+    """
+
+    def __init__(self, places: Places, owner: str):
+        self._places = places
+        self._owner = owner
+        self._has_place = False
+
+    async def acquire(self) -> None:
+        await self._places.acquire(self._owner)
+        self._has_place = True
+
+    def release(self) -> None:
+        """Give the place back, if there is one."""
+        if self._has_place:
+            self._has_place = False
+            self._places.release(self._owner)
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Lasts as long as a try."""
+        if not self._has_place:
+            await self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
 
 
 class JobRunner:
@@ -86,19 +119,27 @@ class JobRunner:
         """The state in which the job ends, and its answer."""
         left = max(0.0, job.expires_at - time.time())
         try:
-            async with asyncio.timeout(left), self._places.taken(job.owner):
+            async with asyncio.timeout(left):
                 return await self._answer(job)
         except TimeoutError:
             return "expired", None
 
     async def _answer(self, job: Job) -> tuple[str, bytes | None]:
+        turns = _Turns(self._places, job.owner)
+        await turns.acquire()
+        try:
+            return await self._answer_in(turns, job)
+        finally:
+            turns.release()
+
+    async def _answer_in(self, turns: _Turns, job: Job) -> tuple[str, bytes | None]:
         body = await self._keeper.do(table.begin, job.id, int(time.time()))
         if body is None:
             return "cancelled", None
         self._changed(job.id)
         request_id = uuid.uuid4().hex
         request = LineRequest(job.endpoint, body)
-        reply = await self._executor.answered(request, request_id, job.owner)
+        reply = await self._executor.answered(request, request_id, job.owner, turns.one)
         status = "completed" if reply.status == 200 else "failed"
         return status, orjson.dumps(reply.shown(request_id))
 

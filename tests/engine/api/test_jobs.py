@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.records import Job, JobRequest
 from jitney.engine.api.settings import digest_key
-from jitney.engine.errors import ErrorInfo
+from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.ports import free_port
+from jitney.engine.types import EngineRequest, SequenceOutput
 
 CHATS = "/v1/chat/completions"
 #: Of one receiver.
@@ -109,6 +110,29 @@ def test_a_refusal_of_the_moment_is_waited_for(folder: Path):
         assert look(http, job["id"])["status"] == "in_progress"
         engine.script = Script("some words")
         assert ended(http, job["id"])["status"] == "completed"
+
+
+class _Picky(FakeClient):
+    """Full for whoever asks for "first"."""
+
+    #: How often it was.
+    refused: int = 0
+
+    def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
+        if b"first" in bytes(token for token in request.prompt if token < 256):
+            self.refused += 1
+            raise RequestError("full", code="queue_full", retry_after=0.01)
+        return super().submit(request)
+
+
+def test_a_job_that_is_refused_leaves_its_place_to_others(folder: Path):
+    """There is one place, and a job for a model without an engine may be refused for hours."""
+    engine = _Picky(Script("some words"), seats=1)
+    with serving(folder, engine) as http:
+        first = begin(http, asked("first"))
+        until(lambda: engine.refused >= 2, 30)
+        assert ended(http, begin(http)["id"])["status"] == "completed"
+        assert look(http, first["id"])["status"] == "in_progress"
 
 
 @pytest.mark.parametrize(
