@@ -91,7 +91,7 @@ class _Dashboard(PageRoutes):
     async def engines(self, request: Request) -> Response:
         """The engines that this page can show: one, at its own path."""
         info, state = self.client.info, self.client.state
-        name = info.model if info is not None else ""
+        name = info.model.name if info is not None else ""
         engine = {"name": name, "url": "", "base": "", "state": state}
         return self.engine_list([engine], standalone=False)
 
@@ -128,7 +128,7 @@ class _Dashboard(PageRoutes):
         """The same time as a Chrome trace, to be saved as a file."""
         now = time.monotonic()
         start, end = self._window(request, now)
-        model = self.client.info.model if self.client.info is not None else "engine"
+        model = self.client.info.model.name if self.client.info is not None else "engine"
         pieces = timeline.trace(self.client.history, start, end, now, model)
         return BlockAnswer(
             self.slices.blocks(pieces),

@@ -242,7 +242,7 @@ class Feed:
         if identity not in self._key_frames:
             assert self._last is not None
             info = self.client.info
-            page_size = info.page_size if info is not None else 1
+            page_size = info.sizes.page_size if info is not None else 1
             frame = key_frame(self._last, page_size, View(self.client.history, identity))
             self._key_frames[identity] = sse.encode("key_frame", frame, self._frame_id())
         return self._key_frames[identity]
@@ -328,7 +328,7 @@ class _Sampler:
             snapshot.seats = seat_columns(history)
             snapshot.pages = self._pages
         if client.info is not None:
-            snapshot.kernels_out, snapshot.ready_at = client.info.kernels_out, history.ready_at
+            snapshot.kernels_out, snapshot.ready_at = client.info.kernels.out, history.ready_at
         return snapshot
 
     @property

@@ -149,7 +149,7 @@ class Lab:
         # Off, unless asked for: it is there for the tail of a server's traffic.
         current["static_timeout_ms"] = None
         if self.client.info is not None:
-            current["pages"] = self.client.info.pages
+            current["pages"] = self.client.info.sizes.pages
         return current
 
     async def start(self, experiment: Experiment) -> None:
@@ -300,9 +300,9 @@ def _job(
         requests=requests,
         seconds=traffic.last - traffic.first,
         window=_npy(traffic.window),
-        seats=info.seats,
+        seats=info.sizes.seats,
         seated_s=seated(stays, traffic.first, traffic.last),
-        recorded=info.policy,
+        recorded=info.queue.policy,
         speed=experiment.speed,
         price_per_hour=experiment.price_per_hour,
     )
@@ -311,12 +311,12 @@ def _job(
 def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngine:
     return RecordedEngine(
         settings=settings.model_dump(mode="json"),
-        context_length=info.context_length,
-        pages=info.pages,
-        seat_buckets=info.seat_buckets,
-        token_buckets=info.token_buckets,
-        on_device=info.platform != "cpu",
-        padding_is_free=info.padding_is_free,
+        context_length=info.model.context_length,
+        pages=info.sizes.pages,
+        seat_buckets=info.sizes.seat_buckets,
+        token_buckets=info.sizes.token_buckets,
+        on_device=info.device.platform != "cpu",
+        padding_is_free=info.sizes.padding_is_free,
     )
 
 
@@ -337,8 +337,8 @@ def _basis(
         "settings": experiment.settings,
         "cached_tokens": sum(request.cached_tokens for request in traffic.requests),
         "measured": {
-            "policy": info.policy,
-            "seats": info.seats,
+            "policy": info.queue.policy,
+            "seats": info.sizes.seats,
             "stays": stays,
         },
     }

@@ -118,7 +118,7 @@ def pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -
     counters, info = client.counters, client.info
     model, pages, seats = "", 0, ""
     if info is not None:
-        model, pages = info.model, info.pages
+        model, pages = info.model.name, info.sizes.pages
         if client.state in ("ready", "draining"):
             seats = _seat_letters(client, with_levels=with_levels)
     return Pulse(

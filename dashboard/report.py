@@ -86,7 +86,7 @@ def collect(
     shown = yield from timeline.timeline(history, start, end, _BINS, now)
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
     span = f"The {minutes:g} min before {made}; state {client.state}."
-    model = client.info.model if client.info else "no model"
+    model = client.info.model.name if client.info else "no model"
     rows = [*_figure_rows(shown["bins"], end - start)]
     rows += _latency_rows(latency.summary(history, start, end))
     figures = Table((), rows, words=True)
@@ -120,8 +120,9 @@ def _facts(client: EngineClient) -> str:
     info = client.info
     if info is None:
         return "not ready"
-    facts = f"{info.device}, {info.policy}, {info.kernels} kernels, {info.seats} seats"
-    return facts + _kernels_out(info.kernels_out)
+    facts = f"{info.device.name}, {info.queue.policy}, "
+    facts += f"{info.kernels.label} kernels, {info.sizes.seats} seats"
+    return facts + _kernels_out(info.kernels.out)
 
 
 def _kernels_out(names: Sequence[str]) -> str:

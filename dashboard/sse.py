@@ -64,7 +64,7 @@ class FeedStart(TypedDict):
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
     event_columns: tuple[str, ...]  # _EVENT_COLUMNS
     row_kinds: list[Any]  # `row_kinds.RowKind`, useful ones first
-    info: JsonDict | None  # `types.EngineInfo`; null while no engine runs
+    info: JsonDict | None  # `types.EngineInfo.flat`; null while no engine runs
 
 
 class SeatLists(TypedDict):
@@ -247,7 +247,7 @@ def hello(
         "seat_numbers": SEAT_NUMBERS,
         "event_columns": _EVENT_COLUMNS,
         "row_kinds": list(ROW_KIND_TABLE.values()),
-        "info": None if info is None else msgspec.to_builtins(info),
+        "info": None if info is None else info.flat(),
     }
     return encode("hello", data)
 

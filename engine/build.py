@@ -64,7 +64,17 @@ from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.types import EngineInfo, KernelProof, pooling_of
+from jitney.engine.types import (
+    DeviceInfo,
+    EngineInfo,
+    EngineSizes,
+    KernelProof,
+    KernelsInfo,
+    ModelInfo,
+    NumberFormats,
+    QueueInfo,
+    pooling_of,
+)
 from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import (
@@ -722,47 +732,73 @@ def _describe(
     defaults: dict[str, int | float],
 ) -> EngineInfo:
     """What the API, the page and `doctor` show of a running engine."""
-    settings, buckets = setup.settings, runner.buckets
+    identity = model_identity(setup.source, setup.config.model.adapter_folders)
+    ours = version("jitney")
     return EngineInfo(
-        model=setup.source.name,
+        version=ours,
+        config_digest=configuration_digest(setup.config, model=identity, version=ours),
+        model=_model_info(setup, defaults),
+        formats=NumberFormats(
+            dtype=str(setup.dtype),
+            weights=describe_weights(model, setup.source),
+            kv_dtype=str(setup.kv_dtype),
+        ),
+        device=_device_info(setup),
+        kernels=KernelsInfo(
+            label=kernels.label,
+            proofs=proofs,
+            canary_every=setup.settings.canary_every,
+            executables=len(runner.executables),
+            compile_seconds=runner.compile_seconds,
+        ),
+        sizes=_engine_sizes(setup, runner),
+        queue=_queue_info(setup.settings),
+    )
+
+
+def _model_info(setup: _Setup, defaults: dict[str, int | float]) -> ModelInfo:
+    return ModelInfo(
+        name=setup.source.name,
         context_length=setup.context,
         vocab_size=setup.source.config.vocab_size,
+        sampling_defaults=defaults,
+        embedding_pooling=setup.settings.embedding_pooling,
+        embedding_size=setup.source.config.hidden_size,
+        adapters=tuple(setup.config.model.adapter_folders),
+    )
+
+
+def _device_info(setup: _Setup) -> DeviceInfo:
+    return DeviceInfo(
+        platform=setup.device.platform,
+        name=_devices_in_words(setup),
+        tensor_parallel=setup.settings.tensor_parallel,
+        expert_parallel=setup.settings.expert_parallel,
+        data_parallel=setup.settings.data_parallel,
+    )
+
+
+def _engine_sizes(setup: _Setup, runner: Runner) -> EngineSizes:
+    settings, buckets = setup.settings, runner.buckets
+    return EngineSizes(
         seats=settings.max_seats,
         pages=runner.n_pages - 1,
         page_size=settings.page_size,
-        token_budget=buckets.token_budget,
-        policy=settings.policy,
-        order=settings.order,
-        kernels=kernels.label,
-        platform=setup.device.platform,
-        device=_devices_in_words(setup),
-        dtype=str(setup.dtype),
-        weights=describe_weights(model, setup.source),
-        kv_dtype=str(setup.kv_dtype),
         prefix_cache=settings.prefix_cache,
-        version=version("jitney"),
-        max_waiting_requests=settings.max_waiting_requests,
-        max_predicted_wait_s=settings.max_predicted_wait_s,
-        executables=len(runner.executables),
-        compile_seconds=runner.compile_seconds,
-        tensor_parallel=settings.tensor_parallel,
-        expert_parallel=settings.expert_parallel,
-        data_parallel=settings.data_parallel,
-        sampling_defaults=defaults,
-        proofs=proofs,
-        canary_every=settings.canary_every,
-        config_digest=configuration_digest(
-            setup.config,
-            model=model_identity(setup.source, setup.config.model.adapter_folders),
-            version=version("jitney"),
-        ),
-        max_logprobs=settings.max_logprobs,
-        embedding_pooling=settings.embedding_pooling,
-        embedding_size=setup.source.config.hidden_size,
-        adapters=tuple(setup.config.model.adapter_folders),
+        token_budget=buckets.token_budget,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
         padding_is_free=buckets.padding_is_free,
+        max_logprobs=settings.max_logprobs,
+    )
+
+
+def _queue_info(settings: EngineSection) -> QueueInfo:
+    return QueueInfo(
+        policy=settings.policy,
+        order=settings.order,
+        max_waiting_requests=settings.max_waiting_requests,
+        max_predicted_wait_s=settings.max_predicted_wait_s,
     )
 
 

@@ -161,7 +161,7 @@ class LLM:
         """What the model recommends, as `generation_config` and the settings of [sampling] say.
         Parameters made by hand are taken as they are: what they leave out has the defaults of
         SamplingParams."""
-        return msgspec.structs.replace(SamplingParams(), **self.info.sampling_defaults)
+        return msgspec.structs.replace(SamplingParams(), **self.info.model.sampling_defaults)
 
     def chat(
         self,
@@ -222,7 +222,7 @@ class LLM:
             prompt=list(prompt),
             sampling=params,
             arrival=time.monotonic(),
-            adapter=self.info.number_of(adapter) if adapter else 0,
+            adapter=self.info.model.number_of(adapter) if adapter else 0,
         )
         self.core.scheduler.check_request(request)
         if params.grammar is not None or params.ruled:

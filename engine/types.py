@@ -515,52 +515,21 @@ class KernelProof(msgspec.Struct, frozen=True):
         return self.error <= self.limit
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is running, fixed once the engine is ready; the API, the page and `doctor` all show
-    this.
-    """
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that answers, and what it can be asked for."""
 
-    model: str
+    #: What the configuration calls it.
+    name: str = msgspec.field(name="model")
+    #: Tokens of a sequence, prompt included.
     context_length: int
     vocab_size: int
-    seats: int
-    pages: int
-    page_size: int
-    token_budget: int
-    policy: str
-    order: str
-    kernels: str
-    platform: str
-    device: str
-    dtype: str
-    kv_dtype: str
-    prefix_cache: bool
-    version: str
-    max_waiting_requests: int
-    executables: int = 0
-    compile_seconds: float = 0.0
-    tensor_parallel: int = 1
-    expert_parallel: int = 1  # groups of these devices that hold different experts of a mixture
-    data_parallel: int = 1  # engines that the experts are dealt out to, this one among them
-    sampling_defaults: dict[
-        str, int | float
-    ] = {}  # what a request gets that does not say; by field of SamplingParams
-    weights: str = ""  # how matrices are kept: a dtype, a scheme, or several with their counts
-    seat_buckets: tuple[
-        int, ...
-    ] = ()  # rows of the decode-only steps that programs were compiled for, ascending
-    token_buckets: tuple[int, ...] = ()  # rows of those with prompts
-    padding_is_free: bool = False  # see `scheduler.buckets.Buckets`
-    proofs: list[KernelProof] = []  # of every kernel that is not the reference's own
-    max_logprobs: int = MAX_LOGPROBS  # alternatives that are computed for each token
-    canary_every: int = 0  # one request in so many is computed again with the reference; 0: none
-    max_predicted_wait_s: float = 0.0  # longer predicted waits are refused; 0: none is
-    embedding_pooling: str = "off"  # what vectors of texts are made of: off, last or mean
-    embedding_size: int = 0  # numbers of such a vector
-    config_digest: str = ""  # of what decides answers and speed (`config.digest`), 64 hex digits
-    adapters: tuple[
-        str, ...
-    ] = ()  # names that requests call them by, in the order of their numbers
+    #: What a request gets that does not say; by field of SamplingParams.
+    sampling_defaults: dict[str, int | float] = {}
+    #: What vectors of texts are made of: off, last or mean; and how many numbers one has.
+    embedding_pooling: str = "off"
+    embedding_size: int = 0
+    #: Names that requests call adapters by, in the order of their numbers.
+    adapters: tuple[str, ...] = ()
 
     def number_of(self, adapter: str) -> int:
         """An adapter's number, from its name. Raises RequestError."""
@@ -572,26 +541,124 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return 1 + self.adapters.index(adapter)
 
     @property
-    def request_limits(self) -> RequestLimits:
-        """What a request is checked against."""
-        return RequestLimits(
-            vocab_size=self.vocab_size,
-            context_length=self.context_length,
-            pool_tokens=self.pages * self.page_size,
-            max_logprobs=self.max_logprobs,
-            pooling=self.pooling,
-            adapters=len(self.adapters),
-        )
-
-    @property
     def pooling(self) -> Pooling | None:
         """How vectors of prompts are made; None: none are."""
         return pooling_of(self.embedding_pooling)
 
+
+class NumberFormats(msgspec.Struct, frozen=True, kw_only=True):
+    """In which numbers an engine keeps what it has."""
+
+    #: What it computes in, a name of numpy's.
+    dtype: str
+    #: How matrices are kept: a dtype, a scheme, or several with their counts.
+    weights: str = ""
+    kv_dtype: str
+
+
+class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine runs on."""
+
+    #: JAX's name: cpu, gpu or tpu.
+    platform: str
+    #: The chip in words, with how many there are.
+    name: str = msgspec.field(name="device")
+    #: Devices that the weights are split over.
+    tensor_parallel: int = 1
+    #: Groups of these devices that hold different experts of a mixture.
+    expert_parallel: int = 1
+    #: Engines that the experts are dealt out to, this one among them.
+    data_parallel: int = 1
+
+
+class KernelsInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The compiled code of an engine, and how it is checked."""
+
+    #: The kernel set, with its level where it has several.
+    label: str = msgspec.field(name="kernels")
+    #: Of every kernel that is not the reference's own.
+    proofs: list[KernelProof] = []
+    #: One request in so many is computed again with the reference; 0: none.
+    canary_every: int = 0
+    #: Programs compiled before serving, and seconds that took.
+    executables: int = 0
+    compile_seconds: float = 0.0
+
     @property
-    def kernels_out(self) -> list[str]:
+    def out(self) -> list[str]:
         """Kernels that were wrong at start, so that the reference's serve in their place."""
         return [proof.kernel for proof in self.proofs if not proof.ok]
+
+
+class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """How much an engine takes at once, and what its programs were compiled for."""
+
+    #: Sequences that run at once.
+    seats: int
+    #: Of the KV pool, the trash page not among them; and tokens of one.
+    pages: int
+    page_size: int
+    #: Whether prompts that start alike share pages.
+    prefix_cache: bool
+    #: Most rows of a step.
+    token_budget: int
+    #: Rows of the steps without prompts that programs were compiled for, ascending; and of those
+    #: with prompts.
+    seat_buckets: tuple[int, ...] = ()
+    token_buckets: tuple[int, ...] = ()
+    #: See `scheduler.buckets.Buckets`.
+    padding_is_free: bool = False
+    #: Alternatives that are computed for each token.
+    max_logprobs: int = MAX_LOGPROBS
+
+
+class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who boards next, and how many may wait for it."""
+
+    policy: str
+    order: str
+    max_waiting_requests: int
+    #: Longer predicted waits are refused; 0: none is.
+    max_predicted_wait_s: float = 0.0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is running, fixed once the engine is ready; the API, the page and `doctor` all show
+    this.
+    """
+
+    #: Of this package.
+    version: str
+    #: Of what decides answers and speed (`config.digest`), 64 hex digits.
+    config_digest: str = ""
+    model: ModelInfo
+    formats: NumberFormats
+    device: DeviceInfo
+    kernels: KernelsInfo
+    sizes: EngineSizes
+    queue: QueueInfo
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """What a request is checked against."""
+        return RequestLimits(
+            vocab_size=self.model.vocab_size,
+            context_length=self.model.context_length,
+            pool_tokens=self.sizes.pages * self.sizes.page_size,
+            max_logprobs=self.sizes.max_logprobs,
+            pooling=self.model.pooling,
+            adapters=len(self.model.adapters),
+        )
+
+    def flat(self) -> JsonDict:
+        """All of it as one object of JSON without groups, as the page and reports have it: the
+        model's, the device's and the kernels' names are "model", "device" and "kernels".
+        """
+        shown: JsonDict = {"version": self.version, "config_digest": self.config_digest}
+        groups = (self.model, self.formats, self.device, self.kernels, self.sizes, self.queue)
+        for group in groups:
+            shown |= msgspec.to_builtins(group)
+        return shown
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):

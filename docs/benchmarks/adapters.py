@@ -56,7 +56,7 @@ def rate(llm: LLM, length: int, output: int, requests: int) -> float:
     """Tokens a second: generated ones, or of prompts where one token is generated."""
     draw = np.random.default_rng(time.perf_counter_ns())
     prompts: list[Any] = [draw.integers(0, 1000, length).tolist() for _ in range(requests)]
-    names = ["", *llm.info.adapters]
+    names = ["", *llm.info.model.adapters]
     adapters = [names[number % len(names)] for number in range(requests)]
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     started = time.perf_counter()
@@ -80,7 +80,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for count, llm in engines.items():
             found[count].append((rate(llm, PROMPT, OUTPUT, SEATS), rate(llm, LONG, 1, 8)))
-    print(f"{args.model}, {engines[0].info.dtype}, {cpu_name()}\n")
+    print(f"{args.model}, {engines[0].info.formats.dtype}, {cpu_name()}\n")
     print(
         "| adapters | decoding at 32, tok/s | beside none | prompts of 512, tok/s | beside none |"
     )

@@ -96,7 +96,8 @@ def main() -> None:
     llm = LLM(args.model, prefix_cache=False, token_budget=args.token_budget)
     ready = time.perf_counter() - started
     print(
-        f"in process: {args.model} {llm.info.dtype}, {llm.info.kernels} kernels on {cpu_name()}; "
+        f"in process: {args.model} {llm.info.formats.dtype}, "
+        f"{llm.info.kernels.label} kernels on {cpu_name()}; "
         f"ready in {ready:.1f} s"
     )
     results = {}
@@ -120,7 +121,7 @@ def main() -> None:
                 {
                     "what": "the core called in process",
                     "machine": cpu_name(),
-                    "kernels": llm.info.kernels,
+                    "kernels": llm.info.kernels.label,
                     "model": args.model,
                     "ready_s": ready,
                     "load": os.getloadavg(),

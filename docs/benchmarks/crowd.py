@@ -43,7 +43,7 @@ def differing(model: str, weights: str, n_tokens: int) -> int:
             crowds.append(tokens_of(llm, prompts(), params))
             if not alone:
                 alone = [tokens_of(llm, [prompt], params)[0] for prompt in prompts()]
-            label = f"{llm.info.model}, {weights} weights, {llm.info.kernels} kernels"
+            label = f"{llm.info.model.name}, {weights} weights, {llm.info.kernels.label} kernels"
     found = sum(any(crowd[i] != alone[i] for crowd in crowds) for i in range(STREAMS))
     print(f"{label}: {STREAMS - found} of {STREAMS} answers of {n_tokens} tokens are the same")
     return found

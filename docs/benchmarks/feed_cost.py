@@ -35,7 +35,17 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams
+from jitney.engine.types import (
+    DeviceInfo,
+    EngineInfo,
+    EngineRequest,
+    EngineSizes,
+    KernelsInfo,
+    ModelInfo,
+    NumberFormats,
+    QueueInfo,
+    SamplingParams,
+)
 
 STEP_S = 0.01
 PAGES, PAGE_SIZE = 65_537, 16
@@ -132,23 +142,19 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
 
 def make_client(seats: int) -> Any:
     info = EngineInfo(
-        model="bench",
-        context_length=2048,
-        vocab_size=1000,
-        seats=seats,
-        pages=PAGES - 1,
-        page_size=PAGE_SIZE,
-        token_budget=4 * seats,
-        policy="continuous",
-        order="fcfs",
-        kernels="none",
-        platform="none",
-        device="none",
-        dtype="none",
-        kv_dtype="none",
-        prefix_cache=True,
         version="0",
-        max_waiting_requests=1,
+        model=ModelInfo(name="bench", context_length=2048, vocab_size=1000),
+        formats=NumberFormats(dtype="none", kv_dtype="none"),
+        device=DeviceInfo(platform="none", name="none"),
+        kernels=KernelsInfo(label="none"),
+        sizes=EngineSizes(
+            seats=seats,
+            pages=PAGES - 1,
+            page_size=PAGE_SIZE,
+            prefix_cache=True,
+            token_budget=4 * seats,
+        ),
+        queue=QueueInfo(policy="continuous", order="fcfs", max_waiting_requests=1),
     )
     history, rng = History(), random.Random(1)
     history.core_ready(info)

@@ -57,8 +57,9 @@ def main() -> None:
     args = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {}
     with closing(load(args.model, [])) as llm:
-        label = f"{llm.info.kernels} kernels, {args.model} {llm.info.dtype} on {cpu_name()}"
-        proved = {proof.kernel for proof in llm.info.proofs}
+        numbers = llm.info.formats.dtype
+        label = f"{llm.info.kernels.label} kernels, {args.model} {numbers} on {cpu_name()}"
+        proved = {proof.kernel for proof in llm.info.kernels.proofs}
     sets: dict[str, list[str]] = {"all of them": []}
     for name in args.kernels:
         if name in proved:

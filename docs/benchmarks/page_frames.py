@@ -26,7 +26,18 @@ from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.counters import EngineCounters
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineInfo, EngineRequest, SamplingParams, SequenceOutput
+from jitney.engine.types import (
+    DeviceInfo,
+    EngineInfo,
+    EngineRequest,
+    EngineSizes,
+    KernelsInfo,
+    ModelInfo,
+    NumberFormats,
+    QueueInfo,
+    SamplingParams,
+    SequenceOutput,
+)
 
 ARGUMENTS = [
     "--headless",
@@ -63,23 +74,15 @@ class Crowd:
 
     def __init__(self, seats: int):
         self.info = EngineInfo(
-            model="scripted",
-            context_length=4096,
-            vocab_size=256,
-            seats=seats,
-            pages=seats * 8,
-            page_size=16,
-            token_budget=2048,
-            policy="continuous",
-            order="fcfs",
-            kernels="reference",
-            platform="cpu",
-            device="cpu",
-            dtype="float32",
-            kv_dtype="float32",
-            prefix_cache=True,
             version="0",
-            max_waiting_requests=4096,
+            model=ModelInfo(name="scripted", context_length=4096, vocab_size=256),
+            formats=NumberFormats(dtype="float32", kv_dtype="float32"),
+            device=DeviceInfo(platform="cpu", name="cpu"),
+            kernels=KernelsInfo(label="reference"),
+            sizes=EngineSizes(
+                seats=seats, pages=seats * 8, page_size=16, prefix_cache=True, token_budget=2048
+            ),
+            queue=QueueInfo(policy="continuous", order="fcfs", max_waiting_requests=4096),
         )
         self.counters, self.history = EngineCounters(), History()
         self.history.core_ready(self.info)
@@ -135,7 +138,7 @@ class Crowd:
             "padding": seats - seats // 2,
             "seats": seats,
             "seats_busy": seats,
-            "pages": self.info.pages,
+            "pages": self.info.sizes.pages,
             "pages_used": seats,
             "waiting": 40,
             "device_s": 1 / STEPS_S - 0.001,
@@ -154,7 +157,7 @@ class Crowd:
 
     async def page_states(self) -> bytes:
         held = sum(self.draw.randrange(2, 7) for _ in self.left)
-        states = np.zeros(self.info.pages + 1, np.uint8)
+        states = np.zeros(self.info.sizes.pages + 1, np.uint8)
         states[1:held] = 1
         states[1:held:7] = 2
         states[held : held + 200] = 3

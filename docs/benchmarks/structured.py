@@ -164,7 +164,7 @@ def schemas(llm: LLM, count: int) -> None:
 def main() -> None:
     parts = sys.argv[1:] or ["speed", "neighbours"]
     llm = LLM("smollm2-135m", max_seats=SEATS, context=1024)
-    print(f"{llm.info.model}, {llm.info.seats} seats, {cpu_name()}", flush=True)
+    print(f"{llm.info.model.name}, {llm.info.sizes.seats} seats, {cpu_name()}", flush=True)
     run(llm, SEATS, 0)  # caches, and the grammar
     for part in parts:
         name, _, count = part.partition("=")

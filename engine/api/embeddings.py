@@ -126,16 +126,16 @@ def _format_of(body: EmbeddingsBody) -> type[_Format]:
 
 def _check(body: EmbeddingsBody, info: EngineInfo) -> None:
     """Raises RequestError for what this engine does not do."""
-    if info.pooling is None:
+    if info.model.pooling is None:
         raise RequestError(
             "this server makes no vectors: start it with --embedding-pooling last or mean",
             code="unsupported_parameter",
             param="model",
         )
-    if body.dimensions not in (None, info.embedding_size):
+    if body.dimensions not in (None, info.model.embedding_size):
         raise RequestError(
-            f"dimensions must be {info.embedding_size}, as many as the model has: no model here is "
-            "trained for shorter vectors",
+            f"dimensions must be {info.model.embedding_size}, as many as the model has: no model "
+            "here is trained for shorter vectors",
             code="unsupported_parameter",
             param="dimensions",
         )

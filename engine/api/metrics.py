@@ -25,7 +25,7 @@ from prometheus_client.samples import Sample
 
 from jitney.engine.config.digest import short
 from jitney.engine.process import counters as engine
-from jitney.engine.types import EngineState, KernelProof
+from jitney.engine.types import EngineInfo, EngineState, KernelProof
 
 if TYPE_CHECKING:
     from jitney.engine.api.service import Service
@@ -95,9 +95,9 @@ def _newest(field: str) -> _Value:
     return lambda client: client.counters.gauge(field)
 
 
-def _of_engine(field: str) -> _Value:
+def _of_engine(number: Callable[[EngineInfo], float]) -> _Value:
     """Of what the engine says of itself; 0 before that."""
-    return lambda client: 0 if client.info is None else getattr(client.info, field)
+    return lambda client: 0 if client.info is None else number(client.info)
 
 
 #: Name -> what it is, and where it is read.
@@ -118,15 +118,15 @@ _GAUGES = {
     ),
     "predicted_wait_limit_seconds": (
         "foreseen wait beyond which requests are refused (max_predicted_wait_s); 0: no limit",
-        _of_engine("max_predicted_wait_s"),
+        _of_engine(lambda info: info.queue.max_predicted_wait_s),
     ),
-    "seats": ("seats", _of_engine("seats")),
+    "seats": ("seats", _of_engine(lambda info: info.sizes.seats)),
     "seats_busy": ("seats taken", _newest("seats_busy")),
     "padding_is_free": (
         "1 where rows that pad a step take next to no time: nothing is multiplied for them",
-        lambda client: int(_of_engine("padding_is_free")(client)),
+        _of_engine(lambda info: int(info.sizes.padding_is_free)),
     ),
-    "kv_pages": ("KV pages", _of_engine("pages")),
+    "kv_pages": ("KV pages", _of_engine(lambda info: info.sizes.pages)),
     "kv_pages_used": ("KV pages held by sequences", _newest("pages_used")),
     "kv_pages_cached": ("KV pages kept for the prefix cache alone", _newest("pages_cached")),
     "canary_worst_difference": (
@@ -162,7 +162,10 @@ _COUNTERS = {
         "time spent compiling grammars, beside the steps",
         attrgetter("counters.grammar_seconds"),
     ),
-    "compile_seconds": ("time spent compiling at start", _of_engine("compile_seconds")),
+    "compile_seconds": (
+        "time spent compiling at start",
+        _of_engine(lambda info: info.kernels.compile_seconds),
+    ),
     "nan_rows": ("rows whose logits were not finite", attrgetter("counters.nan_rows")),
 }
 #: Name -> what it is, its label, and where its values are read.
@@ -176,7 +179,7 @@ _LABELLED = {
         "executables compiled",
         "when",
         lambda client: {
-            "start": _of_engine("executables")(client),
+            "start": _of_engine(lambda info: info.kernels.executables)(client),
             "late": client.counters.compiles,
         },
     ),
@@ -257,12 +260,14 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str
 
 def _proofs(client: EngineClient) -> Sequence[KernelProof]:
     """What the proof at start said of each kernel."""
-    return client.info.proofs if client.info else ()
+    return client.info.kernels.proofs if client.info else ()
 
 
 def _build(client: EngineClient) -> Iterator[Metric]:
-    labels = {name: str(getattr(client.info, name)) for name in _BUILD if client.info}
+    labels: dict[str, str] = {}
     if client.info:
+        shown = client.info.flat()
+        labels = {name: str(shown[name]) for name in _BUILD}
         labels["config"] = short(client.info.config_digest)
     yield InfoMetricFamily("jitney_build", "what is running", _VERSION | labels)
 
@@ -311,7 +316,7 @@ class _VllmNames(Collector):
 
     def _engine(self) -> Iterator[Metric]:
         counters, info = self._service.client.counters, self._service.client.info
-        used = counters.gauge("pages_used") / info.pages if info else 0.0
+        used = counters.gauge("pages_used") / info.sizes.pages if info else 0.0
         busy = counters.gauge("seats_busy")
         yield self._gauge("num_requests_running", "sequences in a seat", busy)
         yield self._gauge("num_requests_waiting", "sequences waiting for a seat", counters.waiting)
@@ -329,7 +334,9 @@ class _VllmNames(Collector):
                 "KV cache",
                 labels=["block_size", "num_gpu_blocks", "enable_prefix_caching"],
             )
-            config.add_metric([str(info.page_size), str(info.pages), str(info.prefix_cache)], 1)
+            sizes = info.sizes
+            values = (sizes.page_size, sizes.pages, sizes.prefix_cache)
+            config.add_metric([str(value) for value in values], 1)
             yield config
 
     def _finished(self) -> Metric:

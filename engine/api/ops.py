@@ -18,7 +18,7 @@ from jitney.engine.api.service import Service
 from jitney.engine.config.differences import report_of
 from jitney.engine.types import EngineInfo, JsonDict, KernelProof, Seat
 
-#: Fields of EngineInfo that `/version` shows.
+#: What `/version` shows of `EngineInfo.flat`, and the kernels that were taken out.
 _SHOWN = (
     "config_digest",
     "platform",
@@ -74,7 +74,7 @@ def _model(service: Service, name: str) -> JsonDict:
         "created": service.created,
         "owned_by": "jitney",
         "root": service.model_name,
-        "max_model_len": info.context_length if info else None,
+        "max_model_len": info.model.context_length if info else None,
     }
     if service.adapter_number(name):
         return card | {"root": name, "parent": service.model_name}
@@ -121,8 +121,9 @@ async def show_config(service: Service, request: Request) -> Response:
 
 
 def _shown(info: EngineInfo) -> JsonDict:
-    proofs = [_proof(proof) for proof in info.proofs]
-    return {name: getattr(info, name) for name in _SHOWN} | {"kernel_proofs": proofs}
+    proofs = [_proof(proof) for proof in info.kernels.proofs]
+    flat = info.flat() | {"kernels_out": info.kernels.out}
+    return {name: flat[name] for name in _SHOWN} | {"kernel_proofs": proofs}
 
 
 def _proof(proof: KernelProof) -> JsonDict:
@@ -187,7 +188,7 @@ def _seat(seat: Seat, info: EngineInfo) -> JsonDict:
         "id": seat.seat,
         "is_processing": seat.state != "free",
         "state": seat.state,
-        "n_ctx": info.context_length,
+        "n_ctx": info.model.context_length,
         "request_id": seat.request_id,
         "background": seat.background,
         "index": seat.index,

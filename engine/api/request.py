@@ -124,7 +124,7 @@ async def embedding_request(
     Raises RequestError.
     """
     info, _ = service.ready()
-    most = info.seats + info.max_waiting_requests
+    most = info.sizes.seats + info.queue.max_waiting_requests
     if len(items) > most:
         raise RequestError(f"at most {most} inputs come at once here", param="input")
     lengths = [len(item) for item in items if isinstance(item, str)]
@@ -136,7 +136,7 @@ async def embedding_request(
     request = await service.slices.result(
         _generation_request(service, body, context, _EMBEDDING, prompts, sampling)
     )
-    wanted = [with_fields(each, pooling=info.pooling) for each in request.engine_requests]
+    wanted = [with_fields(each, pooling=info.model.pooling) for each in request.engine_requests]
     return replace(request, engine_requests=wanted, prompt_only=True)
 
 
@@ -241,7 +241,7 @@ async def conversation_text(service: Service, conversation: Conversation) -> str
     info, tokenizer = service.ready()
     chars = sum(len(str(message["content"])) for message in conversation.messages)
     check_chars(chars, info, conversation.kind.prompt_field)
-    most_chars = info.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
+    most_chars = info.model.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
     turns, use = service.turns, conversation.tools
     with _blaming(conversation.kind):
         variables = conversation.variables | turns.effort_variables(conversation.effort)
@@ -288,7 +288,7 @@ def sampling_params(body: GenerationBody, info: EngineInfo, own: JsonDict) -> Sa
     """Sampling parameters, checked. A field that was not given has the model's default, or the
     engine's. own: fields that the route has a meaning of its own for.
     """
-    fields: JsonDict = dict(info.sampling_defaults)
+    fields: JsonDict = dict(info.model.sampling_defaults)
     for name in _SAMPLING_FIELDS:
         value = getattr(body, name)
         if value is not None:
@@ -298,9 +298,9 @@ def sampling_params(body: GenerationBody, info: EngineInfo, own: JsonDict) -> Sa
     wanted = body.wanted_grammar
     fields["grammar"] = None if wanted is None else wanted.grammar
     params = SamplingParams(**(fields | own))
-    params.validate(info.vocab_size)
-    if params.top_k > info.vocab_size:
-        return with_fields(params, top_k=info.vocab_size)
+    params.validate(info.model.vocab_size)
+    if params.top_k > info.model.vocab_size:
+        return with_fields(params, top_k=info.model.vocab_size)
     return params
 
 
@@ -385,7 +385,7 @@ def _engine_request(
 ) -> EngineRequest:
     """What the engine requests of so many prompts share."""
     info = service.info
-    if body.priority and info.order != "priority":
+    if body.priority and info.queue.order != "priority":
         raise RequestError("priority needs a server started with order priority", param="priority")
     id = uuid.uuid4().hex
     whole = None
@@ -450,14 +450,14 @@ def check_model(service: Service, name: str | None) -> None:
 
 
 def _check_choices(choices: int, info: EngineInfo) -> None:
-    most = min(_MAX_CHOICES, info.seats + info.max_waiting_requests)
+    most = min(_MAX_CHOICES, info.sizes.seats + info.queue.max_waiting_requests)
     if choices > most:
         raise RequestError(f"prompts times n (or best_of) may be at most {most}", param="n")
 
 
 def check_chars(chars: int, info: EngineInfo, param: str) -> None:
     """Refuse text that cannot fit before any time goes into tokenising it."""
-    most = info.context_length * _CHARS_PER_TOKEN
+    most = info.model.context_length * _CHARS_PER_TOKEN
     if chars > most:
         raise RequestError(
             f"the text has {chars} characters; at most {most} are tokenised here",

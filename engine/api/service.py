@@ -123,7 +123,7 @@ class Service:
     def adapters(self) -> tuple[str, ...]:
         """Names that ask for the model with an adapter; none until the engine is ready."""
         info = self.client.info
-        return () if info is None else info.adapters
+        return () if info is None else info.model.adapters
 
     def adapter_number(self, model: str | None) -> int:
         """Of the adapter that a request's model names; 0: the model itself."""
@@ -167,7 +167,7 @@ class Service:
     def own_places(self) -> int:
         """See `batches.host.RequestHost`."""
         info, _ = self.ready()
-        return info.seats
+        return info.sizes.seats
 
     @property
     def most_of_key(self) -> int:
@@ -177,7 +177,7 @@ class Service:
     def check_background(self) -> None:
         """See `batches.host.RequestHost`: where batches keep their seats, nobody gives way."""
         info = self.client.info
-        if info is not None and info.policy != "continuous":
+        if info is not None and info.queue.policy != "continuous":
             raise RequestError("batches need a server with the policy continuous")
 
     def opening(self, key: str) -> AbstractContextManager[None]:
@@ -256,7 +256,7 @@ class Service:
         if self.grammars is not None:
             return await self.grammars.checked(grammar, param)
         info, tokenizer = self.ready()
-        setup = CheckerSetup(tokenizer.special_names, info.vocab_size)
+        setup = CheckerSetup(tokenizer.special_names, info.model.vocab_size)
         return await self.off_loop(lambda: _checked_here(setup, grammar, param))
 
 

@@ -65,7 +65,7 @@ def _measure(llm: LLM) -> SizeTimes:
     """
     scheduler = llm.core.scheduler
     pool, buckets = scheduler.pool, scheduler.buckets
-    longest = min(llm.info.context_length, pool.capacity * pool.page_size) - 1
+    longest = min(llm.info.model.context_length, pool.capacity * pool.page_size) - 1
     decode = list(_decode_cases(buckets, pool, longest))
     if not decode:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")

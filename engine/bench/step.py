@@ -316,23 +316,25 @@ def measure(
     core, info = llm.core, llm.info
     pool = core.scheduler.pool
     room = pool.capacity * pool.page_size // 2
-    wanted = _cases(core.scheduler.buckets, room, info.context_length)
+    wanted = _cases(core.scheduler.buckets, room, info.model.context_length)
     if not wanted:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
-    host = _host_of(core, info.seats)
+    host = _host_of(core, info.sizes.seats)
     runner: Any = core.runner
     timings = _time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
-    source = f"bench step: {info.model} {info.dtype}, {info.kernels} kernels on {info.device}"
+    kernels = f"{info.kernels.label} kernels on {info.device.name}"
+    source = f"bench step: {info.model.name} {info.formats.dtype}, {kernels}"
     return _report_of(info, config, timings, _table_of(timings, host, source))
 
 
 def _report_of(
     info: EngineInfo, config: ModelConfig, timings: Sequence[_StepTiming], table: StepTable
 ) -> JsonDict:
-    bandwidth, rate = _copy_bandwidth(), _product_rate(info.dtype)
-    floor = _measured_floor(config, info.dtype, bandwidth, rate)
+    bandwidth, rate = _copy_bandwidth(), _product_rate(info.formats.dtype)
+    floor = _measured_floor(config, info.formats.dtype, bandwidth, rate)
+    shown = info.flat()
     return {
-        **{name: getattr(info, name) for name in _FACTS},
+        **{name: shown[name] for name in _FACTS},
         "copy_bytes_s": bandwidth,
         "product_flops_s": rate,
         "cases": [_row_of(timing, table, floor) for timing in timings],

@@ -59,14 +59,14 @@ def measure_parts(llm: LLM, config: ModelConfig, repeats: int) -> list[JsonDict]
     """
     runner: Runner = llm.core.runner  # type: ignore[assignment]
     clock = runner.program.kernels.part_seconds
-    if clock is None or llm.info.tensor_parallel > 1:
+    if clock is None or llm.info.device.tensor_parallel > 1:
         return []
     pool, info = llm.core.scheduler.pool, llm.info
     buckets = llm.core.scheduler.buckets
-    number = "f32" if info.dtype == "float32" else "bf16"
+    number = "f32" if info.formats.dtype == "float32" else "bf16"
     kv_bytes = ModelCost(config, number, number).kv_bytes
     rows = []
-    for turn, case in enumerate(_part_cases(buckets, info.context_length)):
+    for turn, case in enumerate(_part_cases(buckets, info.model.context_length)):
         plan = plan_of(case, turn, pool.page_size)
         if sum(len(chunk.seq.pages) for chunk in plan.chunks) <= pool.capacity:
             rows.append(_row_of(case, plan, _timed(runner, plan, clock, repeats), kv_bytes))

@@ -84,7 +84,7 @@ async def _answer_all(config: Config, work: OfflineBatch) -> None:
         stack.callback(service.close)
         _, info = await equipment.equip(service, source)
         display.close()
-        await _unless_dead(client, _run(work, service, info.seats + _SPARE))
+        await _unless_dead(client, _run(work, service, info.sizes.seats + _SPARE))
 
 
 async def _unless_dead(client: ProcessClient, work: Coroutine[Any, Any, None]) -> None:

@@ -424,7 +424,7 @@ def _make_report(
         "load_curve": _curve(traffics[first], runs[first]),
         "published": PUBLISHED,
         "date": date.today().isoformat(),
-        "engine": msgspec.to_builtins(info),
+        "engine": info.flat(),
     }
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
-
 from jitney.engine.bench.online import EngineAbout
 from jitney.engine.bench.sweep import knee_of, point_of
 from jitney.engine.cli.bench_flags import (
@@ -295,7 +293,7 @@ class _InProcess:
         return _figures_of(run, self._args, concurrency)
 
     def close(self) -> dict[str, str]:
-        info = msgspec.to_builtins(self._llm.info)
+        info = self._llm.info.flat()
         self._llm.close()
         return {name: info[name] for name in _FACTS}
 

@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     if not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
     print(_HELP, file=sys.stderr)
-    params = sampling_from(args, defaults=llm.info.sampling_defaults)
+    params = sampling_from(args, defaults=llm.info.model.sampling_defaults)
     _converse(llm, params, args.system, args.adapter)
     llm.close()
     return 0

@@ -273,7 +273,7 @@ def _one_token(config: Config) -> Iterator[_Finding]:
     with contextlib.closing(LLM(_tiny(config))) as llm:
         info = llm.info
         tokens = _computed(llm)
-    yield _Finding("weights and KV", f"{info.weights} and {info.kv_dtype}", True)
+    yield _Finding("weights and KV", f"{info.formats.weights} and {info.formats.kv_dtype}", True)
     seconds = time.perf_counter() - started
     yield _Finding("one token", f"computed in {seconds:.1f} s, compilation included", tokens == 1)
 

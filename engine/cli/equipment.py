@@ -95,7 +95,7 @@ def _new_grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:
     from jitney.engine.api.grammars import Grammars
     from jitney.engine.structured.setup import CheckerSetup
 
-    return Grammars(CheckerSetup(tokenizer.special_names, info.vocab_size))
+    return Grammars(CheckerSetup(tokenizer.special_names, info.model.vocab_size))
 
 
 async def _in_thread[T](work: Callable[[], T]) -> T:

@@ -60,7 +60,7 @@ class _Followed:
         engine = self._config.engine
         print(
             f"Host {engine.host_id} of {engine.n_hosts} follows {engine.coordinator}: "
-            f"{info.model}, {info.kernels} kernels on {info.device}",
+            f"{info.model.name}, {info.kernels.label} kernels on {info.device.name}",
             flush=True,
         )
         await self._client.until("dead")

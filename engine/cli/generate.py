@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     prompts = args.prompt or [sys.stdin.read()]
     check_adapter(args, config)
     llm = load_llm(config)
-    params = sampling_from(args, n=args.n, defaults=llm.info.sampling_defaults)
+    params = sampling_from(args, n=args.n, defaults=llm.info.model.sampling_defaults)
     outputs = llm.generate(prompts, params, adapter=args.adapter)
     llm.close()
     _show_all(prompts, [output.outputs for output in outputs], args.json)

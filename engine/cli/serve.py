@@ -428,34 +428,36 @@ def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) 
     page is.
     """
     yield _serving(info)
-    if info.kernels_out:
+    if info.kernels.out:
         yield _wrong_kernels(info)
     yield f"  endpoint  {url}/v1"
-    yield f"  try       {_curl_line(config, url, info.model, chat=tokenizer.has_chat_template)}"
+    call = _curl_line(config, url, info.model.name, chat=tokenizer.has_chat_template)
+    yield f"  try       {call}"
     yield f"  page      {url}{_DASHBOARD}"
 
 
 def _wrong_kernels(info: EngineInfo) -> str:
     return (
-        f"  WRONG HERE: {', '.join(info.kernels_out)} of the {info.kernels} kernels; the "
+        f"  WRONG HERE: {', '.join(info.kernels.out)} of the {info.kernels.label} kernels; the "
         "slower reference serves in their place (jitney doctor says more)"
     )
 
 
 def _serving(info: EngineInfo) -> str:
-    tokens = f"{info.pages * info.page_size:,} tokens of KV memory"
-    runs = f"{_formats(info)}, {info.kernels} kernels on {info.device}"
+    tokens = f"{info.sizes.pages * info.sizes.page_size:,} tokens of KV memory"
+    runs = f"{_formats(info)}, {info.kernels.label} kernels on {info.device.name}"
     return (
-        f"Jitney serves {info.model} ({runs}): {info.seats} seats, {tokens}, "
-        f"context {info.context_length:,}"
+        f"Jitney serves {info.model.name} ({runs}): {info.sizes.seats} seats, {tokens}, "
+        f"context {info.model.context_length:,}"
     )
 
 
 def _formats(info: EngineInfo) -> str:
     """The dtype, and what is stored in another one."""
-    stored = {"weights": info.weights, "KV": info.kv_dtype}
-    others = [f"{name} {dtype}" for name, dtype in stored.items() if dtype not in ("", info.dtype)]
-    return ", ".join([info.dtype, *others])
+    computed = info.formats.dtype
+    stored = {"weights": info.formats.weights, "KV": info.formats.kv_dtype}
+    others = [f"{name} {dtype}" for name, dtype in stored.items() if dtype not in ("", computed)]
+    return ", ".join([computed, *others])
 
 
 def _curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:

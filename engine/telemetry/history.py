@@ -296,10 +296,10 @@ class History(RequestRecords):
         self.ready_at = self.clock()
         if self.outages and self.outages[-1].ready is None:
             self.outages[-1].ready = self.ready_at
-        self.seats = [None] * info.seats
-        self.adapters = info.adapters
+        self.seats = [None] * info.sizes.seats
+        self.adapters = info.model.adapters
         self.held.clear()
-        self._holds = info.policy in _HOLDING
+        self._holds = info.queue.policy in _HOLDING
         self._first_step = self.records.last_step + 1
 
     def outage_began(self, cause: str, *, n_resumed: int, n_lost: int) -> None:

@@ -34,7 +34,8 @@ class StageClient(FakeClient):
     def __init__(self, **info: Any):
         super().__init__(**({"seats": 4, "pages": 10, "model": "scripted"} | info))
         self._seats = [
-            Seat(seat=seat, state="free") for seat in range(self.info.seats if self.info else 4)
+            Seat(seat=seat, state="free")
+            for seat in range(self.info.sizes.seats if self.info else 4)
         ]
         self.states = bytes(11)
         self.kept: list[np.void] = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from api_fakes import until
-from msgspec import structs
+from engine_infos import changed
 from page_browser import (
     endpoint,
     figures,
@@ -367,7 +367,7 @@ def test_empty_shows_a_line_to_copy(client, open_page):
 def test_trying_it_streams_an_answer(client, open_page):
     page = open_page.page
     # Room for the longest answer of the busload beside the prompt, one token per byte of it.
-    client.info = structs.replace(client.info, context_length=1024, pages=64)
+    client.info = changed(client.info, context_length=1024, pages=64)
     with visit(page, client):
         page.wait_for_selector("#try:not([hidden])")
         page.click("#try button[type=submit]")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
+from engine_infos import changed
 from page_fakes import viewers_of
 from sliced_work import at_once
 
@@ -391,7 +391,7 @@ def test_notes_of_refusals_and_of_the_end(client):
 
 def test_kernels_taken_out_are_told_once_for_each_engine(client):
     wrong = KernelProof(kernel="attention", error=0.7, limit=0.01)
-    client.info = structs.replace(client.info, proofs=[wrong])
+    client.info = changed(client.info, proofs=[wrong])
     client.history.core_ready(client.info)
     ready_at = client.history.ready_at
     feed = Feed(client, hz=100)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from api_fakes import FakeClient, call, run
+from engine_infos import changed
 from history_fakes import Watched
 from page_fakes import get, page
 from sliced_work import at_once
@@ -245,9 +246,7 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     assert [b.seats for b in more.decode] == [1, 4, 8], "those of a device, not of a CPU"
     client = served_client()
     assert client.info is not None
-    client.info = msgspec.structs.replace(
-        client.info, seat_buckets=(4,), token_buckets=(16,), platform="gpu"
-    )
+    client.info = changed(client.info, seat_buckets=(4,), token_buckets=(16,), platform="gpu")
     job, _ = at_once(Lab(client, lambda: ENGINE)._prepare(Experiment()))
     assert (job.engine.seat_buckets, job.engine.token_buckets, job.engine.on_device) == (
         (4,),

@@ -512,7 +512,9 @@ def test_the_default_model_equals_the_reference(smollm2, reference, kernels, mon
         pages=200,
         kernels=name,
     )
-    assert engine.info.kernels == ("reference" if name == "reference" else f"native ({kernels})")
+    assert engine.info.kernels.label == (
+        "reference" if name == "reference" else f"native ({kernels})"
+    )
     runner: Any = engine.core.runner
     runner.leaves = [
         leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves
@@ -628,5 +630,5 @@ def test_an_engine_says_whether_rows_of_padding_are_multiplied(
     if is_free and not arranges_here():
         pytest.skip("no native kernels that arrange weights here")
     engine = when_used("tiny-random", **{**SETTINGS, **settings})
-    assert engine.info.padding_is_free == is_free
+    assert engine.info.sizes.padding_is_free == is_free
     assert engine.core.scheduler.buckets.padding_is_free == is_free

@@ -8,6 +8,7 @@ from typing import Any
 import history_fakes
 import pytest
 from core_runs import CONTEXT, LONGEST, PAGE_SIZE, PAGES, random_request
+from engine_infos import changed
 from fakes import (
     FakeClock,
     FakeRunner,
@@ -21,7 +22,6 @@ from fakes import (
     tokens_of,
     watch,
 )
-from msgspec import structs
 
 from jitney.engine.core import EngineCore
 from jitney.engine.scheduler.admission import _sibling_seed
@@ -31,7 +31,7 @@ from jitney.engine.types import EngineRequest, SequenceOutput
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
-INFO = structs.replace(history_fakes.INFO, context_length=CONTEXT, pages=PAGES, page_size=PAGE_SIZE)
+INFO = changed(history_fakes.INFO, context_length=CONTEXT, pages=PAGES, page_size=PAGE_SIZE)
 
 
 class FaultyRunner(FakeRunner):

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 import uvicorn
+from engine_infos import engine_info
 
 from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
@@ -152,7 +153,7 @@ class FakeClient:
             embedding_pooling="mean",
             embedding_size=2,
         )
-        self.info: EngineInfo | None = EngineInfo(**(defaults | info))
+        self.info: EngineInfo | None = engine_info(**(defaults | info))
         self.history.core_ready(self.info)
 
     def submit(self, request: EngineRequest, listener: OutputListener) -> None:

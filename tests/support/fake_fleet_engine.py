@@ -41,7 +41,7 @@ class _Client(FakeClient):
 
     def _note_waits(self) -> None:
         assert self.info is not None
-        self.counters.waiting = max(0, len(self.open) - self.info.seats)
+        self.counters.waiting = max(0, len(self.open) - self.info.sizes.seats)
         self.counters.predicted_wait = float(self.counters.waiting)
 
 

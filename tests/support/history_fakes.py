@@ -6,35 +6,17 @@ import random
 import time
 from typing import Any
 
-import msgspec
 import numpy as np
+from engine_infos import changed, engine_info
 from fakes import FakeClock, make_core, make_request, tokens_of
 
 from jitney.engine import messages
 from jitney.engine.messages import SequenceEvent
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineInfo, SequenceOutput
+from jitney.engine.types import SequenceOutput
 
-INFO = EngineInfo(
-    model="fake",
-    context_length=64,
-    vocab_size=40,
-    seats=4,
-    pages=32,
-    page_size=4,
-    token_budget=16,
-    policy="continuous",
-    order="fcfs",
-    kernels="none",
-    platform="none",
-    device="none",
-    dtype="float32",
-    kv_dtype="float32",
-    prefix_cache=True,
-    version="0",
-    max_waiting_requests=8,
-)
+INFO = engine_info()
 
 
 class Watched:
@@ -44,9 +26,7 @@ class Watched:
         self.clock = FakeClock(0.001)
         self.core = make_core(clock=self.clock, **core)
         self.history = History(clock=self.clock)
-        self.history.core_ready(
-            msgspec.structs.replace(INFO, policy=core.get("policy", INFO.policy))
-        )
+        self.history.core_ready(changed(INFO, policy=core.get("policy", INFO.queue.policy)))
         self.outputs: list[SequenceOutput] = []
 
     def outputs_of(self, request_id: str, index: int) -> list[int]:
@@ -122,7 +102,7 @@ def long_history(n_requests: int, n_steps: int, seats: int) -> History:
     """
     start = time.monotonic() - 300
     history = History()
-    history.core_ready(msgspec.structs.replace(INFO, seats=seats))
+    history.core_ready(changed(INFO, seats=seats))
     step_s = 300 / n_steps
     record = np.zeros(1, STEP_DTYPE)
     record["device_s"], record["seats"] = 0.9 * step_s, seats

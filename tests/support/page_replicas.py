@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine_infos import engine_info
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -26,7 +27,7 @@ class FakeReplica:
     """An engine whose seats are taken and left by chance. What it does is decided by `move`."""
 
     def __init__(self, seats: int = 8, seed: int = 0, pages: int = 400, model: str = "scripted"):
-        self.info: EngineInfo | None = engine_info(seats, pages, model)
+        self.info: EngineInfo | None = _info(seats, pages, model)
         self.history = History()
         self.history.core_ready(self.info)
         self.counters = EngineCounters()
@@ -84,20 +85,11 @@ class FakeReplica:
         self.counters.predicted_wait = 0.3 * self.counters.waiting
 
 
-def engine_info(seats: int, pages: int, model: str) -> EngineInfo:
+def _info(seats: int, pages: int, model: str) -> EngineInfo:
     words = dict.fromkeys(("order", "kernels", "platform", "device", "dtype", "kv_dtype"), "fake")
-    numbers: dict[str, Any] = {"context_length": 2048, "vocab_size": 1000, "token_budget": 64}
-    return EngineInfo(
-        model=model,
-        seats=seats,
-        pages=pages,
-        page_size=16,
-        policy="continuous",
-        prefix_cache=True,
-        version="0",
-        max_waiting_requests=256,
-        **words,
-        **numbers,
+    numbers = {"context_length": 2048, "vocab_size": 1000, "token_budget": 64, "page_size": 16}
+    return engine_info(
+        model=model, seats=seats, pages=pages, max_waiting_requests=256, **words, **numbers
     )
 
 

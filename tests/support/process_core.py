@@ -13,31 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from engine_infos import engine_info
 
 from jitney.engine.errors import ErrorInfo, ModelError, RequestError
 from jitney.engine.messages import AskSeatMap, Progress, SeatMap, SequenceEvent, StepReport
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.types import EngineInfo, EngineRequest, FinishReason, Seat, SequenceOutput
+from jitney.engine.types import EngineRequest, FinishReason, Seat, SequenceOutput
 
 RAISE, DIE, PAUSE, HANG_ONCE, RAISE_ONCE, DIE_ONCE, FAIL = 900, 901, 902, 903, 904, 905, 906
-INFO = EngineInfo(
-    model="fake",
-    context_length=64,
-    vocab_size=1000,
-    seats=16,
-    pages=8,
-    page_size=16,
-    token_budget=64,
-    policy="continuous",
-    order="fcfs",
-    kernels="none",
-    platform="none",
-    device="none",
-    dtype="float32",
-    kv_dtype="float32",
-    prefix_cache=False,
-    version="0",
-    max_waiting_requests=8,
+INFO = engine_info(
+    vocab_size=1000, seats=16, pages=8, page_size=16, token_budget=64, prefix_cache=False
 )
 
 
@@ -142,7 +127,7 @@ class Core:
         self.resets += 1
 
     def board(self, row: Row) -> SequenceEvent:
-        row.seat = min(set(range(INFO.seats)) - {other.seat for other in self.rows})
+        row.seat = min(set(range(INFO.sizes.seats)) - {other.seat for other in self.rows})
         return SequenceEvent(
             "seated", row.request.id, row.index, row.seat, self.steps, 0.0, 1, row.done
         )

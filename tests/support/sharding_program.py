@@ -203,7 +203,10 @@ def served(family: str, devices: int) -> dict[str, np.ndarray]:
         text = generated(family, devices)
     (llm,) = kept
     count = f"{devices} x " if devices > 1 else ""
-    assert (llm.info.tensor_parallel, llm.info.device) == (devices, f"{count}{cpu_name()}")
+    assert (llm.info.device.tensor_parallel, llm.info.device.name) == (
+        devices,
+        f"{count}{cpu_name()}",
+    )
     rows = tokens(llm)
     llm.core.check()
     compiles = np.array(llm.core.runner.compiles)

@@ -60,8 +60,8 @@ async def _detokenize(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, DetokenizeBody)
     check_model(service, body.model)
     info, tokenizer = service.ready()
-    if body.tokens and max(body.tokens) >= info.vocab_size:
-        raise RequestError(f"token ids must be 0 to {info.vocab_size - 1}", param="tokens")
+    if body.tokens and max(body.tokens) >= info.model.vocab_size:
+        raise RequestError(f"token ids must be 0 to {info.model.vocab_size - 1}", param="tokens")
     text = await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return _sent(service, {"prompt": text, "content": text}, headers)
 
@@ -72,7 +72,7 @@ async def _tokenizer_info(service: Service, request: Request) -> ASGIApp:
     body: JsonDict = {name: tokenizer.special_tokens.get(name) for name in names}
     body["chat_template"] = tokenizer.chat_template if tokenizer.has_chat_template else None
     body["vocab_size"] = tokenizer.vocab_size
-    body["model_max_length"] = info.context_length
+    body["model_max_length"] = info.model.context_length
     return _sent(service, body, {})
 
 
@@ -101,7 +101,7 @@ def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
     spelled = json_list(lambda place: tokenizer.id_to_token(ids[place]), len(ids))
     return {
         "count": len(ids),
-        "max_model_len": info.context_length,
+        "max_model_len": info.model.context_length,
         "tokens": ids,
         "token_strs": spelled if strings else None,
     }

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
-import msgspec
 import pytest
+from engine_infos import changed
 from history_fakes import INFO
 
 from jitney.engine import LLM, SamplingParams, messages
@@ -45,10 +45,12 @@ def test_whole_numbers_stay_whole_between_processes(tmp_path: Path):
     found = sampling_defaults(
         SamplingSection(), folder_with(tmp_path, {"top_k": 20.0, "temperature": 1})
     )
-    ready = messages.Ready(msgspec.structs.replace(INFO, sampling_defaults=found))
+    ready = messages.Ready(changed(INFO, sampling_defaults=found))
     told = messages.decode_from_core(messages.encode(ready))
-    assert isinstance(told, messages.Ready) and type(told.info.sampling_defaults["top_k"]) is int
-    assert told.info.sampling_defaults == {"top_k": 20, "temperature": 1}
+    assert (
+        isinstance(told, messages.Ready) and type(told.info.model.sampling_defaults["top_k"]) is int
+    )
+    assert told.info.model.sampling_defaults == {"top_k": 20, "temperature": 1}
 
 
 def test_null_and_absent_values_are_not_given(tmp_path: Path):
@@ -146,7 +148,7 @@ def test_offline_parameters_made_by_hand_win_entirely():
         token_buckets=[32],
         default_temperature=0.0,
     )
-    assert llm.info.sampling_defaults == {"temperature": 0.0}
+    assert llm.info.model.sampling_defaults == {"temperature": 0.0}
     assert llm.default_params() == SamplingParams(temperature=0.0)
     ids = list(range(3, 20))
 

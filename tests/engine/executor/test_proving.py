@@ -50,7 +50,7 @@ def test_a_wrong_kernel_is_taken_out_and_the_answer_is_right(
     caplog.clear()
     with caplog.at_level(logging.ERROR, "jitney.core"):
         llm = LLM("tiny-random", **SMALL)
-    assert llm.info.kernels_out == ["attention"] and llm.info.kernels == "wrong"
+    assert llm.info.kernels.out == ["attention"] and llm.info.kernels.label == "wrong"
     assert answer(llm) == right
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("KERNELS TAKEN OUT: attention is off by ") and "kernels wrong" in line
@@ -178,5 +178,5 @@ def test_one_row_is_no_size_while_any_product_is_xlas(monkeypatch: pytest.Monkey
     choose(monkeypatch, replace(reference_set(), name="own", matmul=own))
     monkeypatch.setattr(Runner, "_compile_steps", await_use)  # no step is run
     llm = LLM("tiny-random", **(SMALL | {"max_seats": 8, "seat_buckets": ()}))
-    assert min(llm.info.seat_buckets) == 4
+    assert min(llm.info.sizes.seat_buckets) == 4
     llm.close()

@@ -335,7 +335,11 @@ def test_an_engine_serves_quantised_weights_and_kv():
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     llm = LLM("tiny-random", weights="int8", kv_dtype="int8", **small)
     try:
-        assert (llm.info.weights, llm.info.kv_dtype, llm.info.dtype) == ("int8", "int8", "float32")
+        assert (llm.info.formats.weights, llm.info.formats.kv_dtype, llm.info.formats.dtype) == (
+            "int8",
+            "int8",
+            "float32",
+        )
         alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
         crowd = [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
     finally:

@@ -75,7 +75,7 @@ async def live(story: Story) -> None:
     async with two_processes(SETTINGS | {"tensor_parallel": 2}) as (first, other):
         first.learn(tokenizer)
         for client in (first, other):
-            story.devices.append((await client.wait_ready()).device)
+            story.devices.append((await client.wait_ready()).device.name)
         for sampling in SAMPLINGS:
             streams = [
                 Outputs(first, request(f"{sampling.seed} {i}", prompt, sampling))

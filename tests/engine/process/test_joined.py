@@ -102,7 +102,7 @@ async def live(story: Story) -> None:
     async with two_processes(JOINED) as clients:
         for client in clients:
             client.learn(tokenizer)
-            story.devices.append((await client.wait_ready()).device)
+            story.devices.append((await client.wait_ready()).device.name)
         for number, asked in enumerate(ROUNDS):
             story.answers.append(await answered(clients, asked, number, story))
         try:

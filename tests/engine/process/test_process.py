@@ -126,7 +126,7 @@ def test_requests_come_back_token_by_token_and_records_with_them():
         async with running() as client:
             assert (client.state, client.info) == ("loading", None)
             info = await client.wait_ready()
-            assert (client.state, info.model) == ("ready", "fake")
+            assert (client.state, info.model.name) == ("ready", "fake")
             assert client.progress is not None and (
                 client.progress.done,
                 client.progress.detail,
