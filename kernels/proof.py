@@ -162,7 +162,7 @@ def _limit_for(kernel: str, shapes: ServedShapes) -> float:
     """The error that rounding explains."""
     if kernel == "sampling cut":
         return _MASS_LIMIT
-    if kernel == "attention" and shapes.kv_dtype not in _LIMITS:
+    if kernel == "attention" and shapes.attention.kv_dtype not in _LIMITS:
         return _NARROW_POOL_LIMIT
     if kernel == "products" and shapes.dtype != "float32":
         return _GATED_LIMIT

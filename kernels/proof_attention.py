@@ -16,7 +16,14 @@ import numpy as np
 from jitney.kernels import definitions
 from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
-from jitney.kernels.proof_shapes import MOST_ROWS, ServedShapes, distance
+from jitney.kernels.proof_shapes import (
+    MOST_ROWS,
+    AttentionShapes,
+    NormShapes,
+    ServedShapes,
+    StepShapes,
+    distance,
+)
 from jitney.kernels.scales import limit_of
 
 #: Most sequences of a step whose contexts are long; the others have a page or two.
@@ -124,10 +131,10 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
 
     A set with `rotate_and_write` is asked for that and for `attend`, as models do.
     """
-    sizes = sorted({shapes.decode[0], shapes.decode[-1]})
+    sizes = sorted({shapes.steps.decode[0], shapes.steps.decode[-1]})
     steps = [_decode_step(shapes, seats) for seats in sizes]
     steps += _long_steps(shapes)
-    steps += [_mixed_step(shapes, rows, seqs) for rows, seqs in shapes.prompt_steps]
+    steps += [_mixed_step(shapes, rows, seqs) for rows, seqs in shapes.steps.prompts]
     yield from _errors_of(kernels, shapes, steps)
 
 
@@ -143,25 +150,27 @@ def case_errors(kernels: KernelSet, case: AttentionCase) -> Iterator[float]:
 def case_shapes(case: AttentionCase) -> ServedShapes:
     """What attention is asked for in a case; nothing else is."""
     n_heads, n_kv_heads, head_dim = case.heads
-    return ServedShapes(
+    attention = AttentionShapes(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        hidden_size=n_heads * head_dim,
-        vocab_size=0,
-        eps=1e-5,
-        qk_norm=False,
         windows=(case.window,),
+        softcap=case.softcap,
+        qk_norm=False,
         page_size=case.page,
         pages=case.pages,
         context=case.pages * case.page,
-        dtype=case.dtype,
         kv_dtype=case.pool,
+    )
+    return ServedShapes(
+        attention=attention,
+        norms=NormShapes(1e-5, case.dtype),
+        steps=StepShapes(decode=(), mixed=()),
+        hidden_size=n_heads * head_dim,
+        vocab_size=0,
+        dtype=case.dtype,
         matrices=(),
         table=0,
-        decode=(),
-        mixed=(),
-        softcap=case.softcap,
     )
 
 
@@ -174,11 +183,11 @@ def _errors_of(
         yield from _rotation_errors(kernels, shapes, steps[-1])
 
     def call_all(inputs: list[_StepArrays]) -> list[tuple[jax.Array, jax.Array | None]]:
-        cases = itertools.product(shapes.windows, inputs)
+        cases = itertools.product(shapes.attention.windows, inputs)
         return [_attend(kernels, shapes, given, window) for window, given in cases]
 
     results = jax.jit(call_all)([step.arrays for step in steps])
-    cases = itertools.product(shapes.windows, steps)
+    cases = itertools.product(shapes.attention.windows, steps)
     for (window, step), (o, kv) in zip(cases, results, strict=True):
         pool = step.arrays.kv
         if writes:
@@ -192,7 +201,7 @@ def _errors_of(
 
 def _query_heads(shapes: ServedShapes, step: _AttentionStep) -> list[int]:
     """The query heads of the key heads that are compared."""
-    group = shapes.n_heads // shapes.n_kv_heads
+    group = shapes.attention.n_heads // shapes.attention.n_kv_heads
     return [head * group + at for head in step.key_heads for at in range(group)]
 
 
@@ -201,9 +210,10 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array | None]:
     """(outputs, pool) of the kernel that models call; no pool of one that does not write."""
     q, k, v, kv, meta, factors = given
-    options: dict[str, Any] = {"scale": shapes.head_dim**-0.5, "window": window, **factors}
-    if shapes.softcap:
-        options["softcap"] = shapes.softcap
+    scale = shapes.attention.head_dim**-0.5
+    options: dict[str, Any] = {"scale": scale, "window": window, **factors}
+    if shapes.attention.softcap:
+        options["softcap"] = shapes.attention.softcap
     if kernels.rotate_and_write is None:
         return kernels.paged_attention(q, k, v, kv, meta, **options)
     return kernels.attend(q, kv, meta, **options), None
@@ -214,7 +224,7 @@ def _definition(
 ) -> np.ndarray:
     """What the step's rows ought to be over this pool: [T, ., D], compared heads."""
     meta = step.arrays.meta
-    if len(step.key_heads) < shapes.n_kv_heads:
+    if len(step.key_heads) < shapes.attention.n_kv_heads:
         rows = [row for head in step.key_heads for row in (2 * head, 2 * head + 1)]
         pool = pool[:, :, rows]
     return definitions.attention(
@@ -223,9 +233,9 @@ def _definition(
         np.asarray(meta.kv_lens),
         np.asarray(meta.cu_q),
         np.asarray(meta.page_table),
-        scale=shapes.head_dim**-0.5,
+        scale=shapes.attention.head_dim**-0.5,
         window=window,
-        softcap=shapes.softcap,
+        softcap=shapes.attention.softcap,
     )
 
 
@@ -237,17 +247,18 @@ def _rotation_errors(
     given = step.arrays
     q, k = given.q, given.k
     rng = np.random.default_rng(3)
-    speeds = rng.random(shapes.head_dim // 2, np.float32)
+    speeds = rng.random(shapes.attention.head_dim // 2, np.float32)
     angles = np.asarray(given.meta.positions, np.float32)[:, None, None] * speeds
     rope = np.cos(angles), np.sin(angles)
     options: dict[str, Any] = dict(given.factors)
-    if shapes.qk_norm:
-        weights = (rng.random((2, shapes.head_dim), np.float32) + 0.5).astype(shapes.norm_weights)
+    if shapes.attention.qk_norm:
+        weights = rng.random((2, shapes.attention.head_dim), np.float32) + 0.5
+        weights = weights.astype(shapes.norms.dtype)
         options["norms"] = weights[0], weights[1]
-        q = definitions.rms_norm(q, weights[0], shapes.eps)
-        k = definitions.rms_norm(k, weights[1], shapes.eps)
+        q = definitions.rms_norm(q, weights[0], shapes.norms.eps)
+        k = definitions.rms_norm(k, weights[1], shapes.norms.eps)
 
-    rotate = jax.jit(partial(kernels.rotate_and_write, eps=shapes.eps))
+    rotate = jax.jit(partial(kernels.rotate_and_write, eps=shapes.norms.eps))
     heads = np.concatenate([given.q, given.k, given.v], axis=1)
     got_q, got_kv = rotate(heads, rope, given.kv, given.meta, **options)
     yield distance(np.asarray(got_q)[: step.rows], definitions.rotate(q, *rope)[: step.rows])
@@ -280,11 +291,11 @@ def _in_floats(kv: np.ndarray, step: _AttentionStep) -> np.ndarray:
 
 def _context_lengths(shapes: ServedShapes, count: int) -> list[int]:
     """`count` lengths: one of 40 pages, some around the edges of pages, the others short."""
-    page = shapes.page_size
+    page = shapes.attention.page_size
     long = [40 * page + 7, 6 * page + 1, 5 * page + 3, 2 * page, page + 1, page, page - 1, 1]
     short = [1 + 7 * i % (2 * page) for i in range(count)]
     lengths = [*long[:_LONG], *short][:count]
-    return [max(1, min(length, shapes.context)) for length in lengths]
+    return [max(1, min(length, shapes.attention.context)) for length in lengths]
 
 
 def _decode_step(shapes: ServedShapes, seats: int) -> _AttentionStep:
@@ -297,13 +308,13 @@ def _mixed_step(shapes: ServedShapes, rows: int, seqs: int) -> _AttentionStep:
     """A step with prompts: some rows decode, one prompt begins, others go on in the middle of a
     page and of a context."""
     decoding = _context_lengths(shapes, max(0, min(_LONG, seqs - 3, rows // 2)))
-    starts = [0, shapes.page_size - 1, 3 * shapes.page_size + 5]
+    starts = [0, shapes.attention.page_size - 1, 3 * shapes.attention.page_size + 5]
     starts = starts[: max(1, seqs - len(decoding))]
     left = min(rows - len(decoding) - 1, MOST_ROWS)  # a row of padding at the end
     share = max(1, left // len(starts))
     prompts = []
     for start in starts:
-        count = min(share, shapes.context - start)
+        count = min(share, shapes.attention.context - start)
         if count > 0:
             prompts.append((start + count, count))
     return _make_step(shapes, decoding, prompts, rows=rows, seqs=seqs)
@@ -318,15 +329,16 @@ def _long_steps(shapes: ServedShapes) -> list[_AttentionStep]:
     if not lengths:
         return []
     pool = _random_pool(np.random.default_rng(29), shapes, _long_pages(shapes))
-    seats = min(shapes.decode[-1], _LONG)
+    decode = shapes.steps.decode
+    seats = min(decode[-1], _LONG)
     steps = []
     for first in range(0, len(lengths), seats):
         few = lengths[first : first + seats]
-        steps.append(_long_step(shapes, pool, few, (shapes.decode[-1], shapes.decode[-1])))
-    if shapes.decode[0] != shapes.decode[-1]:
-        least = shapes.decode[0]
+        steps.append(_long_step(shapes, pool, few, (decode[-1], decode[-1])))
+    if decode[0] != decode[-1]:
+        least = decode[0]
         steps.append(_long_step(shapes, pool, lengths[:1], (least, least)))
-    rows, seqs = shapes.prompt_steps[0]
+    rows, seqs = shapes.steps.prompts[0]
     late = min(_LATE_ROWS, rows - 1)
     steps.append(_long_step(shapes, pool, lengths[:1], (seqs, rows), late))
     return steps
@@ -338,12 +350,12 @@ def _long_pages(shapes: ServedShapes) -> int:
 
 
 def _shared_pages(shapes: ServedShapes) -> int:
-    return max(_SHARED_PAGES, _SHARED // shapes.page_size)
+    return max(_SHARED_PAGES, _SHARED // shapes.attention.page_size)
 
 
 def _long_lengths(shapes: ServedShapes) -> list[int]:
     lengths = []
-    length = shapes.context
+    length = shapes.attention.context
     while length > _context_lengths(shapes, 1)[0]:
         lengths.append(length)
         length = -(-length // 2)  # rounded up, it lies between the next lower powers of two
@@ -363,15 +375,15 @@ def _long_step(
     seqs, rows = sizes
     shared = _shared_pages(shapes)
     rng = np.random.default_rng(len(lengths) + rows)
-    shape = seqs, rows, shapes.pages
-    sequences = MetaBuilder.empty(shape, _long_pages(shapes), shapes.page_size, rng)
+    shape = seqs, rows, shapes.attention.pages
+    sequences = MetaBuilder.empty(shape, _long_pages(shapes), shapes.attention.page_size, rng)
     own = sequences.free[sequences.free > shared].reshape(_LONG, 2)
     for length, at_the_end in zip(lengths, own, strict=False):
-        first = -(-length // shapes.page_size) - 2
+        first = -(-length // shapes.attention.page_size) - 2
         spread = np.arange(first) * shared // first
         sequences.free = np.concatenate([rng.permutation(shared)[spread] + 1, at_the_end])
         sequences.add(length, new)
-    key_heads = tuple({0, shapes.n_kv_heads - 1})
+    key_heads = tuple({0, shapes.attention.n_kv_heads - 1})
     n_decode = len(lengths) if new == 1 else 0
     return _random_step(rng, shapes, sequences, pool, n_decode, key_heads)
 
@@ -389,13 +401,13 @@ def _make_step(
     Their pages are scattered over the pool; T rows and S sequences, so the rest is padding.
     """
     pieces = [(length, 1) for length in decoding] + prompts
-    page = shapes.page_size
+    page = shapes.attention.page_size
     rng = np.random.default_rng(len(pieces) + rows)
     n_pages = 2 + sum(-(-length // page) for length, _ in pieces)
-    sequences = MetaBuilder.empty((seqs, rows, shapes.pages), n_pages, page, rng)
+    sequences = MetaBuilder.empty((seqs, rows, shapes.attention.pages), n_pages, page, rng)
     for length, count in pieces:
         sequences.add(length, count)
-    key_heads = tuple(range(shapes.n_kv_heads))
+    key_heads = tuple(range(shapes.attention.n_kv_heads))
     pool = _random_pool(rng, shapes, n_pages)
     return _random_step(rng, shapes, sequences, pool, len(decoding), key_heads)
 
@@ -411,8 +423,9 @@ def _random_step(
     """Random numbers for the sequences, of which the first n_decode decode."""
     rows = len(sequences.positions)
     dtype = jnp.dtype(shapes.dtype)
-    q = rng.standard_normal((rows, shapes.n_heads, shapes.head_dim), np.float32).astype(dtype)
-    new_shape = (2, rows, shapes.n_kv_heads, shapes.head_dim)
+    heads = shapes.attention
+    q = rng.standard_normal((rows, heads.n_heads, heads.head_dim), np.float32).astype(dtype)
+    new_shape = (2, rows, heads.n_kv_heads, heads.head_dim)
     k, v = rng.standard_normal(new_shape, np.float32).astype(dtype)
     meta = sequences.meta(n_decode)
     arrays = _StepArrays(q, k, v, pool.kv, meta, pool.factors)
@@ -420,11 +433,11 @@ def _random_step(
 
 
 def _random_pool(rng: np.random.Generator, shapes: ServedShapes, n_pages: int) -> _RandomPool:
-    n_rows = 2 * shapes.n_kv_heads
-    page_shape = shapes.page_size, n_rows, shapes.head_dim
-    kv = np.empty((n_pages, *page_shape), jnp.dtype(shapes.kv_dtype))
+    n_rows = 2 * shapes.attention.n_kv_heads
+    page_shape = shapes.attention.page_size, n_rows, shapes.attention.head_dim
+    kv = np.empty((n_pages, *page_shape), jnp.dtype(shapes.attention.kv_dtype))
     factors: dict[str, np.ndarray] = {}
-    limit = limit_of(jnp.zeros((), shapes.kv_dtype))
+    limit = limit_of(jnp.zeros((), shapes.attention.kv_dtype))
     if limit:
         factors["kv_scales"] = np.full(n_rows, _SPREADS / limit, np.float32)
     for page in range(n_pages):  # a float32 of each number in the pool would take long to get

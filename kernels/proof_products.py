@@ -44,33 +44,33 @@ def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     heads where they are normed.
     """
     rng = np.random.default_rng(5)
-    weight = _random_array(rng, (shapes.hidden_size,), shapes.norm_weights)
+    weight = _random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
     x = _random_rows(rng, shapes, shapes.hidden_size)
     turned = np.ascontiguousarray(x[:, ::-1])
     heads: list[tuple[np.ndarray, np.ndarray]] = []
-    if shapes.qk_norm:
-        size = shapes.decode[-1] * shapes.n_heads, shapes.head_dim
-        head_weight = _random_array(rng, (shapes.head_dim,), shapes.norm_weights)
+    if shapes.attention.qk_norm:
+        size = shapes.steps.decode[-1] * shapes.attention.n_heads, shapes.attention.head_dim
+        head_weight = _random_array(rng, (shapes.attention.head_dim,), shapes.norms.dtype)
         heads.append((_random_array(rng, size, shapes.dtype), head_weight))
 
     def call_all(rows: Any, added: Any, weight: Any, heads: Any) -> tuple[list[Any], ...]:
-        normed = [kernels.rms_norm(given, weight, shapes.eps) for given in rows]
-        of_heads = [kernels.rms_norm(given, own, shapes.eps) for given, own in heads]
+        normed = [kernels.rms_norm(given, weight, shapes.norms.eps) for given in rows]
+        of_heads = [kernels.rms_norm(given, own, shapes.norms.eps) for given, own in heads]
         pairs = zip(rows, added, strict=True)
-        sums = [kernels.norm_sum(one, other, weight, shapes.eps) for one, other in pairs]
+        sums = [kernels.norm_sum(one, other, weight, shapes.norms.eps) for one, other in pairs]
         return normed, of_heads, sums
 
     rows, added = (
-        _of_each_count(x, shapes.product_rows),
-        _of_each_count(turned, shapes.product_rows),
+        _of_each_count(x, shapes.steps.product_rows),
+        _of_each_count(turned, shapes.steps.product_rows),
     )
     normed, of_heads, sums = jax.jit(call_all)(rows, added, weight, heads)
-    wanted = definitions.rms_norm(x, weight, shapes.eps)
+    wanted = definitions.rms_norm(x, weight, shapes.norms.eps)
     yield from _distances(normed, wanted)
     for got, given in zip(of_heads, heads, strict=True):
-        yield distance(got, definitions.rms_norm(*given, shapes.eps))
+        yield distance(got, definitions.rms_norm(*given, shapes.norms.eps))
     total = (x.astype(np.float32) + turned.astype(np.float32)).astype(x.dtype)
-    wanted = definitions.rms_norm(total, weight, shapes.eps)
+    wanted = definitions.rms_norm(total, weight, shapes.norms.eps)
     totals, normed = zip(*sums, strict=True)
     yield from _distances(totals, total)
     yield from _distances(normed, wanted)
@@ -188,8 +188,8 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
         return
     products = [_product_of(kernels, matrix) for matrix in matrices]
     operands = [_random_operands(shapes, matrix, 1) for matrix in matrices]
-    inputs = [(_of_each_count(x, shapes.product_rows), *rest) for x, *rest in operands]
-    counts = _present_rows(kernels, shapes.product_rows)
+    inputs = [(_of_each_count(x, shapes.steps.product_rows), *rest) for x, *rest in operands]
+    counts = _present_rows(kernels, shapes.steps.product_rows)
 
     def call_all(inputs: Any, counts: _Counts) -> list[tuple[list[Any], list[Any]]]:
         results = []
@@ -240,7 +240,8 @@ def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         return [kernels.project(x, table) for x in rows]
 
     wanted = definitions.matmul(x, table.T)
-    yield from _distances(jax.jit(call_all)(_of_each_count(x, shapes.product_rows), table), wanted)
+    rows = _of_each_count(x, shapes.steps.product_rows)
+    yield from _distances(jax.jit(call_all)(rows, table), wanted)
 
 
 def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -257,7 +258,7 @@ def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         x = _random_rows(rng, shapes, matrix.size_in)
         wanted = np.asarray(jax.jit(matmul_int4)(x, weights), np.float32)
         yield from _distances(
-            jax.jit(call_all)(_of_each_count(x, shapes.product_rows), weights), wanted
+            jax.jit(call_all)(_of_each_count(x, shapes.steps.product_rows), weights), wanted
         )
 
 
@@ -276,7 +277,7 @@ def _at_once_errors(
     experts: ExpertProducts, shapes: ServedShapes, mixtures: list[MixtureShape]
 ) -> Iterator[float]:
     """Of all blocks at once."""
-    for mixture, block in itertools.product(mixtures, shapes.blocks):
+    for mixture, block in itertools.product(mixtures, shapes.steps.blocks):
         case = ExpertCase(
             size=shapes.hidden_size,
             inner=_narrowed(mixture.inner, _COLUMNS),
@@ -299,9 +300,9 @@ def _one_by_one_errors(
     matrices = [matrix for mixture in mixtures for matrix in _matrices_of(mixture, shapes)]
     products = [_product_of(kernels, matrix) for matrix in dict.fromkeys(matrices)]
     operands = [_random_operands(shapes, one.matrix, _EXPERTS) for one in products]
-    inputs = [(_of_each_count(x, shapes.blocks), w, scale) for x, w, scale in operands]
+    inputs = [(_of_each_count(x, shapes.steps.blocks), w, scale) for x, w, scale in operands]
     numbers = np.array([0, _EXPERTS - 1], np.int32)
-    counts: tuple[_Counts, ...] = (_present_rows(kernels, shapes.blocks), {})
+    counts: tuple[_Counts, ...] = (_present_rows(kernels, shapes.steps.blocks), {})
 
     def call_all(
         inputs: Any, numbers: jax.Array, counts: tuple[_Counts, ...]

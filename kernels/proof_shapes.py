@@ -35,39 +35,40 @@ class MixtureShape:
 
 
 @dataclass(frozen=True)
-class ServedShapes:
-    """What an engine will ask of its kernels, on one device."""
+class AttentionShapes:
+    """What layers attend with, and the pool that they attend to."""
 
     n_heads: int  # H
     n_kv_heads: int  # K
     head_dim: int  # D
-    hidden_size: int  # E
-    vocab_size: int  # V
-    eps: float  # of the norms
-    qk_norm: bool  # heads are normed before they are rotated
     windows: tuple[int, ...]  # the different ones of the layers, 0 for none
+    softcap: float  # of the scores, 0 for none
+    qk_norm: bool  # heads are normed before they are rotated
     page_size: int
     pages: int  # of a seat's table, P
     context: int  # tokens a sequence may have
-    dtype: str  # of activations
     kv_dtype: str  # of the pool
-    matrices: tuple[Matrix, ...]  # the different ones of the layers
-    table: int  # rows of the embedding where it is the head too, else 0
+
+
+@dataclass(frozen=True)
+class NormShapes:
+    """The norms of a model."""
+
+    eps: float
+    dtype: str  # of their weights
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """The rows of the steps that programs are compiled for."""
+
     decode: tuple[int, ...]  # seats of the decode buckets, ascending
     mixed: tuple[int, ...]  # rows of the mixed buckets, ascending
     mixed_seats: tuple[int, ...] = ()  # theirs, ascending; empty: the most of `decode`
-    softcap: float = 0.0  # of attention's scores, 0 for none
-    norm_dtype: str = ""  # of the norms' weights, where it is not that of the activations
     blocks: tuple[int, ...] = ()  # rows that experts are multiplied with at a time
-    mixtures: tuple[MixtureShape, ...] = ()  # the different ones of the layers
 
     @property
-    def norm_weights(self) -> str:
-        """Dtype of the norms' weights."""
-        return self.norm_dtype or self.dtype
-
-    @property
-    def prompt_steps(self) -> tuple[tuple[int, int], ...]:
+    def prompts(self) -> tuple[tuple[int, int], ...]:
         """(rows, seats) of the smallest mixed bucket, and of the smallest that has all seats."""
         seats = self.mixed_seats or (self.decode[-1],) * len(self.mixed)
         smallest = self.mixed[0], seats[0]
@@ -80,6 +81,21 @@ class ServedShapes:
         served = (*self.decode, *self.mixed, *self.blocks)
         counts = {min(rows, MOST_ROWS) for rows in served}
         return tuple(sorted({*counts, min(max(served), _LARGEST)}))
+
+
+@dataclass(frozen=True)
+class ServedShapes:
+    """What an engine will ask of its kernels, on one device."""
+
+    attention: AttentionShapes
+    norms: NormShapes
+    steps: StepShapes
+    hidden_size: int  # E
+    vocab_size: int  # V
+    dtype: str  # of activations
+    matrices: tuple[Matrix, ...]  # the different ones of the layers
+    table: int  # rows of the embedding where it is the head too, else 0
+    mixtures: tuple[MixtureShape, ...] = ()  # the different ones of the layers
 
 
 def distance(got: jax.Array | np.ndarray, want: np.ndarray) -> float:

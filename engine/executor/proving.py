@@ -19,7 +19,14 @@ from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.types import KernelProof
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove, without
-from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes
+from jitney.kernels.proof_shapes import (
+    AttentionShapes,
+    Matrix,
+    MixtureShape,
+    NormShapes,
+    ServedShapes,
+    StepShapes,
+)
 
 _log = logging.getLogger("jitney.core")
 
@@ -84,32 +91,40 @@ def served_by(
     table = 0
     if own.tie_embeddings:
         table = own.vocab_share
-    norm_dtype = ""
+    activations = jnp.dtype(dtype).name
+    norm_dtype = activations
     if own.float32_norms:
         norm_dtype = "float32"
     return ServedShapes(
+        attention=_attention_shapes(own, sizes),
+        norms=NormShapes(own.rms_eps, norm_dtype),
+        steps=StepShapes(
+            decode=tuple(bucket.seats for bucket in buckets.decode),
+            mixed=tuple(bucket.tokens for bucket in buckets.mixed),
+            mixed_seats=tuple(bucket.seats for bucket in buckets.mixed),
+            blocks=_blocks_of(own, buckets),
+        ),
+        hidden_size=own.hidden_size,
+        vocab_size=own.vocab_size,
+        dtype=activations,
+        matrices=_matrices_of(model, own),
+        table=table,
+        mixtures=_mixtures_of(model, own),
+    )
+
+
+def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> AttentionShapes:
+    return AttentionShapes(
         n_heads=own.n_heads,
         n_kv_heads=own.n_kv_heads,
         head_dim=own.head_dim,
-        hidden_size=own.hidden_size,
-        vocab_size=own.vocab_size,
-        eps=own.rms_eps,
-        qk_norm=own.qk_norm,
         windows=tuple(sorted(set(own.windows))),
+        softcap=own.attention_softcap,
+        qk_norm=own.qk_norm,
         page_size=sizes.page_size,
         pages=sizes.builder().pages,
         context=sizes.context_length,
-        dtype=jnp.dtype(dtype).name,
         kv_dtype=jnp.dtype(sizes.kv_dtype).name,
-        matrices=_matrices_of(model, own),
-        table=table,
-        decode=tuple(bucket.seats for bucket in buckets.decode),
-        mixed=tuple(bucket.tokens for bucket in buckets.mixed),
-        mixed_seats=tuple(bucket.seats for bucket in buckets.mixed),
-        softcap=own.attention_softcap,
-        norm_dtype=norm_dtype,
-        blocks=_blocks_of(own, buckets),
-        mixtures=_mixtures_of(model, own),
     )
 
 

@@ -4,6 +4,7 @@ out.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,14 @@ from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet, OneOf
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_attention import _long_steps
 from jitney.kernels.proof_products import _narrowed
-from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes
+from jitney.kernels.proof_shapes import (
+    AttentionShapes,
+    Matrix,
+    MixtureShape,
+    NormShapes,
+    ServedShapes,
+    StepShapes,
+)
 from jitney.kernels.select import _triton_for, select
 from jitney.kernels.select import reference as reference_set
 
@@ -30,24 +38,46 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 #: The default model's heads and page, fewer numbers elsewhere.
 SERVED = ServedShapes(
-    n_heads=9,
-    n_kv_heads=3,
-    head_dim=64,
+    attention=AttentionShapes(
+        n_heads=9,
+        n_kv_heads=3,
+        head_dim=64,
+        windows=(0,),
+        softcap=0.0,
+        qk_norm=False,
+        page_size=16,
+        pages=64,
+        context=1024,
+        kv_dtype="float32",
+    ),
+    norms=NormShapes(1e-5, "float32"),
+    steps=StepShapes(decode=(1, 4, 16), mixed=(64, 128)),
     hidden_size=192,
     vocab_size=1000,
-    eps=1e-5,
-    qk_norm=False,
-    windows=(0,),
-    page_size=16,
-    pages=64,
-    context=1024,
     dtype="float32",
-    kv_dtype="float32",
     matrices=(Matrix(192, 288), Matrix(192, 512, gated=True)),
     table=992,
-    decode=(1, 4, 16),
-    mixed=(64, 128),
 )
+
+
+def serving(shapes: ServedShapes = SERVED, **fields: Any) -> ServedShapes:
+    """The same but for these fields, of whichever group. The norms have the activations' dtype,
+    unless norm_dtype says another.
+    """
+    norm_dtype = fields.pop("norm_dtype", fields.get("dtype", shapes.norms.dtype))
+    attention = {name: fields.pop(name) for name in _ATTENTION & fields.keys()}
+    steps = {name: fields.pop(name) for name in _STEPS & fields.keys()}
+    return replace(
+        shapes,
+        attention=replace(shapes.attention, **attention),
+        norms=replace(shapes.norms, dtype=norm_dtype),
+        steps=replace(shapes.steps, **steps),
+        **fields,
+    )
+
+
+_ATTENTION = {field.name for field in dataclasses.fields(AttentionShapes)}
+_STEPS = {field.name for field in dataclasses.fields(StepShapes)}
 
 
 def changed(**kernels: Any) -> KernelSet:
@@ -90,7 +120,7 @@ def same(kernel: Any) -> Any:
 def test_right_kernels_pass(dtype: str):
     names = ("paged_attention", "rms_norm", "matmul", "gated", "project")
     kernels = changed(**{name: same(getattr(reference, name)) for name in names})
-    served = replace(SERVED, dtype=dtype, kv_dtype=dtype, windows=(0, 40), qk_norm=True)
+    served = serving(SERVED, dtype=dtype, kv_dtype=dtype, windows=(0, 40), qk_norm=True)
     proofs = proof.prove(kernels, served)
     assert [found.kernel for found in proofs] == ["attention", "norm", "products", "head"]
     assert all(found.ok for found in proofs), list(map(str, proofs))
@@ -99,7 +129,7 @@ def test_right_kernels_pass(dtype: str):
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_pools_of_eight_bits_pass(kv_dtype: str):
     kernels = changed(paged_attention=same(reference.paged_attention))
-    assert not errors(kernels, replace(SERVED, kv_dtype=kv_dtype, decode=(4,)))
+    assert not errors(kernels, serving(SERVED, kv_dtype=kv_dtype, decode=(4,)))
 
 
 def test_the_reference_needs_no_proof():
@@ -110,11 +140,11 @@ def test_the_native_kernels_pass_here():
     kernels = select("cpu", "auto")
     if kernels.name != "native":
         pytest.skip("native kernels do not run on this CPU")
-    served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
+    served = serving(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
     assert not errors(kernels, served)
-    assert not errors(kernels, replace(served, head_dim=256, windows=(0, 40), softcap=5.0))
-    gemma = replace(served, n_heads=4, n_kv_heads=1, head_dim=256, hidden_size=640, qk_norm=True)
-    assert not errors(kernels, replace(gemma, windows=(0, 40), norm_dtype="float32"))
+    assert not errors(kernels, serving(served, head_dim=256, windows=(0, 40), softcap=5.0))
+    gemma = serving(served, n_heads=4, n_kv_heads=1, head_dim=256, hidden_size=640, qk_norm=True)
+    assert not errors(kernels, serving(gemma, windows=(0, 40), norm_dtype="float32"))
     assert not errors(kernels, SERVED)
 
 
@@ -126,7 +156,7 @@ def test_a_start_waits_for_the_proof_a_moment_only():
     if kernels.name != "native":
         pytest.skip("native kernels do not run on this CPU")
     opening = Matrix(576, 960), Matrix(576, 576), Matrix(576, 3072, gated=True)
-    served = replace(
+    served = serving(
         SERVED,
         hidden_size=576,
         vocab_size=49152,
@@ -147,7 +177,7 @@ def test_a_start_waits_for_the_proof_a_moment_only():
 
 def test_a_tpu_kernel_passes_in_the_interpreter():
     kernels = changed(paged_attention=PallasKernels(interpret=True).paged_attention)
-    assert not errors(kernels, replace(SERVED, decode=(4,), mixed=(16,), context=40))
+    assert not errors(kernels, serving(SERVED, decode=(4,), mixed=(16,), context=40))
 
 
 def one_wrong_head(head: int):
@@ -176,7 +206,7 @@ def test_one_wrong_page_is_found(place: int, dtype: str):
         other = meta._replace(page_table=pages.at[:, place].set(pages[:, 0] + (place == 0)))
         return defined_attend(q, written, other, **options), written
 
-    served = replace(SERVED, dtype=dtype, kv_dtype=dtype)
+    served = serving(SERVED, dtype=dtype, kv_dtype=dtype)
     assert list(errors(changed(paged_attention=paged_attention), served)) == ["attention"]
 
 
@@ -192,7 +222,7 @@ def test_a_part_that_is_left_out_of_long_contexts_is_found(longest: int):
         cut = meta._replace(kv_lens=jnp.where(lens > longest, lens - lens // 32, lens))
         return defined_attend(q, written, cut, **options), written
 
-    served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16", pages=512, context=8192)
+    served = serving(SERVED, dtype="bfloat16", kv_dtype="bfloat16", pages=512, context=8192)
     assert list(errors(changed(paged_attention=paged_attention), served)) == ["attention"]
     assert not errors(changed(paged_attention=defined), served)
 
@@ -202,7 +232,7 @@ def test_contexts_of_every_power_of_two_are_proved(seats: int):
     """From the 647 tokens of the other steps to the longest that is served, whatever the seats; a
     prompt ends the longest, too.
     """
-    served = replace(SERVED, pages=4096, context=40000, decode=(1, seats))
+    served = serving(SERVED, pages=4096, context=40000, decode=(1, seats))
     steps = _long_steps(served)
     lens = [np.asarray(step.arrays.meta.kv_lens) for step in steps]
     lengths = {int(length) for own in lens for length in own if length}
@@ -231,7 +261,7 @@ def test_an_ignored_window_is_found():
     def paged_attention(*args: Any, **options: Any) -> Any:
         return defined(*args, **(options | {"window": 0}))
 
-    served = replace(SERVED, windows=(24,))
+    served = serving(SERVED, windows=(24,))
     assert "attention" in errors(changed(paged_attention=paged_attention), served)
 
 
@@ -239,7 +269,7 @@ def test_an_ignored_soft_cap_is_found():
     def paged_attention(*args: Any, **options: Any) -> Any:
         return defined(*args, **(options | {"softcap": 0.0}))
 
-    served = replace(SERVED, softcap=1.0, head_dim=256)
+    served = serving(SERVED, softcap=1.0, head_dim=256)
     assert "attention" in errors(changed(paged_attention=paged_attention), served)
     assert not errors(changed(paged_attention=defined), served)
 
@@ -254,7 +284,7 @@ def test_a_wrong_rotation_is_found(break_it: str):
         q, kv = reference.rotate_and_write(heads, rope, kv, meta, **options)
         return q, kv.at[:, :, 1].multiply(1.5) if break_it == "write" else kv
 
-    served = replace(SERVED, qk_norm=True)
+    served = serving(SERVED, qk_norm=True)
     right = same(reference.rotate_and_write)
     assert not errors(changed(rotate_and_write=right, attend=defined_attend), served)
     broken = changed(rotate_and_write=rotate_and_write, attend=defined_attend)
@@ -276,15 +306,15 @@ def test_a_product_that_is_wrong_at_one_row_count_is_found(rows: int):
         y = reference.matmul(x, w, dtype)
         return y.at[-1, 16:32].set(0) if len(x) == rows else y
 
-    served = replace(SERVED, mixed=(64, 128, 512, 1024))
+    served = serving(SERVED, mixed=(64, 128, 512, 1024))
     assert list(errors(changed(matmul=matmul), served)) == ["products"]
 
 
 def test_the_most_rows_of_a_step_are_proved_and_none_between():
     """As the native kernels serve with AMX; many more are no other tiles."""
-    served = replace(SERVED, mixed=(64, 512, 1024))
-    assert served.product_rows == (1, 4, 16, 64, 256, 1024)
-    assert replace(SERVED, mixed=(8192,)).product_rows == (1, 4, 16, 256, 2048)
+    served = serving(SERVED, mixed=(64, 512, 1024))
+    assert served.steps.product_rows == (1, 4, 16, 64, 256, 1024)
+    assert serving(SERVED, mixed=(8192,)).steps.product_rows == (1, 4, 16, 256, 2048)
 
 
 def test_a_wrong_gate_takes_all_products_out_with_their_layout():
@@ -346,7 +376,7 @@ def test_numbers_that_are_not_finite_and_kernels_that_raise_are_found():
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_weights_of_eight_bits_are_proved_too(scheme: str):
-    served = replace(SERVED, matrices=(Matrix(192, 288, scheme),))
+    served = serving(SERVED, matrices=(Matrix(192, 288, scheme),))
 
     def matmul(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         return reference.matmul(x, w.at[3].set(0), dtype)
@@ -371,7 +401,7 @@ def test_a_product_of_rounded_rows_that_is_wrong_at_one_row_count_is_found(rows:
         return w
 
     matrices = Matrix(192, 288, "int8"), Matrix(192, 512, "int8", gated=True)
-    served = replace(SERVED, matrices=matrices)
+    served = serving(SERVED, matrices=matrices)
     wrong = changed(int8=Int8Products(arrange, matmul, gated_int8))
     assert list(errors(wrong, served)) == ["int8 product"]
     assert proof.without(wrong, ["int8 product"]).int8 is None
@@ -386,7 +416,7 @@ def test_rows_that_are_not_rounded_are_found():
     def unrounded(x: jax.Array, w: Int8, dtype: Any = jnp.float32) -> jax.Array:
         return (reference.matmul(x, w.kernel) * w.scale).astype(dtype)
 
-    served = replace(SERVED, matrices=(Matrix(192, 288, "int8"),))
+    served = serving(SERVED, matrices=(Matrix(192, 288, "int8"),))
     right = Int8Products(arrange, reference.matmul_int8, reference.gated_int8)
     assert not errors(changed(int8=right), served)
     wrong = Int8Products(arrange, unrounded, reference.gated_int8)
@@ -403,7 +433,7 @@ def test_rows_in_fp8_are_proved_and_widened_ones_are_found(dtype: str):
     def widened(x: jax.Array, w: Fp8, dtype: Any = jnp.float32) -> jax.Array:
         return (reference.matmul(x, w.kernel) * w.scale).astype(dtype)
 
-    served = replace(SERVED, matrices=(Matrix(192, 288, "fp8"),), dtype=dtype)
+    served = serving(SERVED, matrices=(Matrix(192, 288, "fp8"),), dtype=dtype)
     assert not errors(changed(fp8=Fp8Products(arrange, reference.matmul_fp8)), served)
     assert not errors(changed(fp8=Fp8Products(fp8.arrange, fp8.matmul)), served)
     if dtype == "float32":  # in 16 bits the two are as close as rounding
@@ -440,7 +470,7 @@ def test_weights_of_four_bits_are_proved_too():
     def no_zeros(x: jax.Array, weights: Any) -> jax.Array:
         return matmul_int4(x, weights._replace(zeros=None))
 
-    served = replace(SERVED, matrices=(Matrix(192, 288, "int4", group=64),))
+    served = serving(SERVED, matrices=(Matrix(192, 288, "int4", group=64),))
     assert not errors(changed(matmul_int4=same(matmul_int4)), served)
     assert list(errors(changed(matmul_int4=no_zeros), served)) == ["int4 product"]
 
@@ -477,7 +507,7 @@ MIXED_UP = {
 def test_products_with_experts_that_are_wrong_are_found(wrong: str):
     """And give way to blocks that are multiplied one after the other."""
     scheme = "int8" if wrong == "no scales" else "plain"
-    served = replace(
+    served = serving(
         SERVED, mixtures=(MixtureShape(96, (scheme, scheme), "silu"),), blocks=(16, 32)
     )
 
@@ -516,8 +546,8 @@ def test_a_kernel_that_reads_another_of_many_matrices_is_found(dtype: str):
     if kernels.name != "native":
         pytest.skip("native kernels do not run on this CPU")
     assert kernels.int8 is not None
-    served = replace(SERVED, dtype=dtype, kv_dtype=dtype, matrices=(), blocks=(16, 32))
-    proofs = proof.prove(kernels, replace(served, mixtures=MIXTURES))
+    served = serving(SERVED, dtype=dtype, kv_dtype=dtype, matrices=(), blocks=(16, 32))
+    proofs = proof.prove(kernels, serving(served, mixtures=MIXTURES))
     assert "experts" in [found.kernel for found in proofs] and all(found.ok for found in proofs)
     wrong_int8 = [
         replace(kernels.int8, **{name: next_expert(getattr(kernels.int8, name))})
@@ -530,7 +560,7 @@ def test_a_kernel_that_reads_another_of_many_matrices_is_found(dtype: str):
         (MIXTURES[1], {"int8": wrong_int8[1]}),
     ):
         broken = replace(kernels, **wrong)
-        assert list(errors(broken, replace(served, mixtures=(mixture,)))) == ["experts"]
+        assert list(errors(broken, serving(served, mixtures=(mixture,)))) == ["experts"]
         assert not proof.without(broken, ["experts"]).takes_one_of
 
 
@@ -554,10 +584,10 @@ def test_a_product_that_leaves_out_a_row_too_many_is_found(name: str):
         return product(x, w, *dtype, count=None if count is None else count - 1)
 
     broken = replace(kernels, **{name: cut_short})
-    served = replace(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
+    served = serving(SERVED, dtype="bfloat16", kv_dtype="bfloat16")
     assert not errors(kernels, served)
     assert list(errors(broken, served)) == ["products"]
-    of_experts = replace(served, matrices=(), blocks=(16, 32), mixtures=MIXTURES[:1])
+    of_experts = serving(served, matrices=(), blocks=(16, 32), mixtures=MIXTURES[:1])
     assert not errors(kernels, of_experts)
     assert list(errors(broken, of_experts)) == ["experts"]
     right = proof.without(broken, ["products"])
@@ -565,7 +595,7 @@ def test_a_product_that_leaves_out_a_row_too_many_is_found(name: str):
 
 
 def test_experts_in_four_bits_are_multiplied_one_after_the_other_and_not_proved():
-    served = replace(SERVED, mixtures=(MixtureShape(96, ("int4", "int4"), "silu"),), blocks=(16,))
+    served = serving(SERVED, mixtures=(MixtureShape(96, ("int4", "int4"), "silu"),), blocks=(16,))
     assert proof.prove(changed(experts=plain_experts.experts), served) == ()
 
 
@@ -577,7 +607,7 @@ def test_a_last_block_that_is_wrong_is_found():
         last = (blocks.count - 1) * blocks.size
         return answers.at[last].set(0)
 
-    served = replace(
+    served = serving(
         SERVED, mixtures=(MixtureShape(96, ("fp8", "fp8"), "gelu_tanh"),), blocks=(64,)
     )
     assert not errors(changed(experts=plain_experts.experts), served)

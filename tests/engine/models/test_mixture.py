@@ -321,9 +321,9 @@ def test_experts_are_proven_in_the_rows_of_their_blocks():
         seats=2, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
     )
     served = served_by(random_model(config), config, sizes, buckets, jnp.float32)
-    assert set(served.blocks) == {16, 128}
+    assert set(served.steps.blocks) == {16, 128}
     assert served.mixtures == (MixtureShape(128, ("plain", "plain"), "silu"),)
-    assert {1, 2, 16, 128} <= set(served.product_rows)
+    assert {1, 2, 16, 128} <= set(served.steps.product_rows)
 
 
 def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path):
