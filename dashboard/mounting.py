@@ -31,7 +31,7 @@ def page_to_mount(
     """
     app = Starlette(
         routes=[line.route for line in lines],
-        middleware=page_middleware(lines, sessions, settings.cors_origins),
+        middleware=page_middleware(lines, sessions, settings.server.cors_origins),
         exception_handlers=HANDLERS,
     )
     app.router.redirect_slashes = False
@@ -61,7 +61,7 @@ def page_by_itself(
         lifespan=lifespan,
         middleware=[
             *cors(settings),
-            *page_middleware(lines, sessions, settings.cors_origins),
+            *page_middleware(lines, sessions, settings.server.cors_origins),
         ],
     )
 

@@ -76,7 +76,7 @@ class Connections:
 
     def __init__(self, settings: ServerSettings, *, most_bytes: int = _MOST_BYTES):
         self.most = settings.max_connections
-        self.timeout_s = settings.write_timeout_s
+        self.timeout_s = settings.server.write_timeout_s
         self._most_bytes = most_bytes
         self._open: dict[_Connection, _Mark] = {}
         self._look: asyncio.TimerHandle | None = None

@@ -43,7 +43,7 @@ class SiteGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("method", "GET") not in _SAFE:
-            refuse_other_sites(scope, self.settings.cors_origins)
+            refuse_other_sites(scope, self.settings.server.cors_origins)
         await self.app(scope, receive, send)
 
 
@@ -73,12 +73,12 @@ def cors(settings: ServerSettings) -> list[Middleware]:
     """What tells browsers which pages may read our answers; it must stand before everything that
     answers. Cookies are not among what such a page may send: it needs a key.
     """
-    if not settings.cors_origins:
+    if not settings.server.cors_origins:
         return []
     return [
         Middleware(
             CORSMiddleware,
-            allow_origins=settings.cors_origins,
+            allow_origins=settings.server.cors_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=_READABLE,

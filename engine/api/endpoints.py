@@ -120,7 +120,7 @@ class GenerationAnswer:
                 await send_body(send, opening)
             await self._send_frames(format, deltas, send)
             while not generation.done:
-                deltas = await generation.deltas(settings.keep_alive_s)
+                deltas = await generation.deltas(settings.comment_s)
                 await self._send_frames(format, deltas, send)
             await self._send_pieces(format.tail(), send)
         except Exception as error:

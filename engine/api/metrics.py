@@ -72,7 +72,7 @@ class ServerMetrics:
             "output_tokens_per_sequence", "tokens per sequence", _TOKENS
         )
         self.registry.register(_EngineCollector(service))
-        if service.settings.metrics_compat == "vllm":
+        if service.settings.server.metrics_compat == "vllm":
             self.registry.register(_VllmNames(service, self))
 
     def render(self) -> bytes:

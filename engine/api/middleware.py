@@ -251,7 +251,7 @@ class BodyLimit:
         """The body as it comes, of bounded size; a client that sends more slowly than
         `_LEAST_RATE` is not waited for.
         """
-        limit = self.settings.file_limit + _FORM_BYTES
+        limit = self.settings.server.file_limit + _FORM_BYTES
         _check_length(scope, limit)
         started = asyncio.get_running_loop().time()
         received = 0
@@ -261,7 +261,7 @@ class BodyLimit:
             nonlocal received, more
             if not more:
                 return await receive()
-            patience = self.settings.body_timeout_s + received / _LEAST_RATE
+            patience = self.settings.server.read_timeout_s + received / _LEAST_RATE
             try:
                 async with asyncio.timeout_at(started + patience):
                     message = await receive()
@@ -277,7 +277,7 @@ class BodyLimit:
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
         route = context_of(scope).route
-        limit = (route.body_limit if route else 0) or self.settings.body_limit
+        limit = (route.body_limit if route else 0) or self.settings.server.body_limit
         _check_length(scope, limit)
         first: Message | None = await self._first(receive, limit)
 
@@ -295,7 +295,7 @@ class BodyLimit:
         body = bytearray()
         more = True
         try:
-            async with asyncio.timeout(self.settings.body_timeout_s):
+            async with asyncio.timeout(self.settings.server.read_timeout_s):
                 while more and len(body) <= limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -303,7 +303,7 @@ class BodyLimit:
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise _too_slow(self.settings.body_timeout_s) from None
+            raise _too_slow(self.settings.server.read_timeout_s) from None
         if len(body) > limit:
             raise _too_large(limit)
         return {"type": "http.request", "body": bytes(body), "more_body": False}

@@ -40,7 +40,7 @@ def http_protocol(settings: ServerSettings, connections: Connections) -> type[as
     """
 
     class LimitedProtocol(_BoundedProtocol):
-        header_timeout_s = settings.header_timeout_s
+        header_timeout_s = settings.server.read_timeout_s
         all_open = connections
 
     return LimitedProtocol

@@ -583,6 +583,6 @@ def _deadline(service: Service, body: GenerationBody, context: Context) -> float
     """
     limits = [(body.timeout_ms or 0) / 1000]
     if not context.background:
-        limits.append(service.settings.request_timeout_s)
+        limits.append(service.settings.server.request_timeout_s)
     limits = [limit for limit in limits if limit]
     return context.started + min(limits) if limits else None

@@ -50,18 +50,19 @@ class Service:
         self.tokenizer = tokenizer
         self.settings = settings
         #: What requests may call the model; answers call it by the first.
-        self.model_names = settings.served_model_names or (model_name,)
+        self.model_names = settings.server.served_model_name or (model_name,)
         self.created = int(time.time())
         #: The document of the routes, JSON.
         self.openapi = b""
         self.draining = False
         self.metrics = ServerMetrics(self)
-        self.quotas = Quotas(settings.key_max_concurrent, settings.key_tokens_per_minute)
+        server = settings.server
+        self.quotas = Quotas(server.key_max_concurrent, server.key_tokens_per_minute)
         #: The loop's time for answers with many tokens.
         self.slices = Slices()
         #: Answers of /v1/responses that clients may come back to.
         self.responses = ResponseStore(
-            settings.responses_kept, settings.responses_bytes, settings.responses_ttl_s
+            server.responses_kept, server.responses_bytes, server.responses_ttl_s
         )
         self._open = OpenRequests()
         self._drain_begun = asyncio.Event()
@@ -90,7 +91,8 @@ class Service:
 
     def learn_turns(self, tokenizer: Tokenizer) -> None:
         """See in the model's chat template how its turns are read: some 10 ms."""
-        names = self.settings.tool_call_parser, self.settings.reasoning_parser
+        server = self.settings.server
+        names = server.tool_call_parser, server.reasoning_parser
         self._turns = turn_format(tokenizer.chat_template, *names)
 
     def marker_ids(self, names: Collection[str]) -> frozenset[int]:
@@ -206,7 +208,7 @@ class Service:
     def stalled(self) -> RequestError | None:
         """An engine that is up but shows no sign of life."""
         age = self.client.last_step_age()
-        if age > self.settings.stall_s:
+        if age > self.settings.server.heartbeat_s:
             return RequestError(
                 f"the engine has not finished a step for {age:.0f} s", code="engine_dead"
             )

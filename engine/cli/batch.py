@@ -105,8 +105,9 @@ def _service(config: Config, client: ProcessClient, model_name: str) -> Service:
     """What the routes need, and no server."""
     from jitney.engine.api.app import create_app
     from jitney.engine.api.settings import ServerSettings
+    from jitney.engine.config.schema import ServerSection
 
-    settings = ServerSettings(body_limit=config.server.body_limit)
+    settings = ServerSettings(server=ServerSection(body_limit=config.server.body_limit))
     return create_app(client, None, settings, model_name).state.service
 
 

@@ -12,7 +12,7 @@ import shlex
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -337,33 +337,17 @@ async def _collect_regularly() -> None:
         gc.collect()
 
 
-#: Settings of [server] that are not what the endpoint has under the same name.
-_OTHER_MEANING = {
-    "api_keys",
-    "admin_keys",
-    "allowed_hosts",
-    "max_connections",
-    "keep_alive_s",
-    "data_dir",
-}
-
-
 def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
-    """The [server] section as the endpoint takes it: most of it under the same names."""
+    """The [server] section as the endpoint takes it."""
     from jitney.engine.api.settings import ServerSettings, digest_key
 
     server = config.server
-    same = {field.name for field in fields(ServerSettings)} - _OTHER_MEANING
     return ServerSettings(
-        **server.model_dump(include=same),
+        server=server,
         api_keys=tuple(map(digest_key, keys.users)),
         admin_keys=tuple(map(digest_key, keys.admins)),
         allowed_hosts=server.answered_hosts,
-        served_model_names=server.served_model_name,
-        header_timeout_s=server.read_timeout_s,
-        body_timeout_s=server.read_timeout_s,
         max_connections=connections_within(descriptor_limit(), server.max_connections),
-        stall_s=server.heartbeat_s,
         data_dir=data_dir(server),
         webhook_secret=webhook_secret(server),
     )

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, call, run, served, until
 from page_fakes import browser, viewers_of
+from server_settings import server_settings
 from starlette.routing import Mount
 
 from jitney.dashboard import dashboard_routes, sse
@@ -40,7 +41,7 @@ def engine_app(client: FakeClient, *keys: str):
 
 def standalone(url: str, key: str = "", **settings: Any):
     keys = (digest_key(key),) if key else ()
-    return create_standalone(RemoteEngine(url, key), ServerSettings(admin_keys=keys, **settings))
+    return create_standalone(RemoteEngine(url, key), server_settings(admin_keys=keys, **settings))
 
 
 def ask(app, *paths: str, method: str = "GET", **headers: str) -> list[Any]:

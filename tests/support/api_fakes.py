@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import uvicorn
 from engine_infos import engine_info
+from server_settings import server_settings
 
 from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
@@ -322,7 +323,7 @@ def make_app(
     **settings: Any,
 ):
     tokenizer = tokenizer or ByteTokenizer()
-    return create_app(client or FakeClient(), tokenizer, ServerSettings(**settings), model)  # type: ignore[arg-type]
+    return create_app(client or FakeClient(), tokenizer, server_settings(**settings), model)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 from api_fakes import FakeClient, Script, make_app, served, until
+from server_settings import server_settings
 from starlette.applications import Starlette
 
 from jitney.engine.api.service import Service
-from jitney.engine.api.settings import ServerSettings
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.fleet import Fleet
@@ -136,7 +136,7 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
     file.write_text(text)
     config = read_fleet(file)
     found: list[tuple[Fleet, FleetParts]] = []
-    limits = ServerSettings(**settings)
+    limits = server_settings(**settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -44,7 +44,7 @@ from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import checked
-from jitney.engine.api.settings import ServerSettings
+from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import RequestError
 
 _GET = ("GET",)
@@ -59,13 +59,13 @@ async def _upload_file(host: RequestHost, request: Request) -> Response:
     batches = _batches(host)
     keeper = await batches.keeper()
     owner = context_of(request.scope).tenant
-    await _check_room(keeper, host.settings, owner)
+    await _check_room(keeper, host.settings.server, owner)
     id = new_id("file-")
     async with batches.uploading():
-        upload = await _received(request, keeper.part(id), host.settings.file_limit)
+        upload = await _received(request, keeper.part(id), host.settings.server.file_limit)
         try:
             _check_purpose(upload)
-            await _check_room(keeper, host.settings, owner, upload.size)
+            await _check_room(keeper, host.settings.server, owner, upload.size)
             file = StoredFile(id, owner, "batch", upload.name, upload.size, now())
             await asyncio.to_thread(keeper.part(id).rename, keeper.path(id))
             await keeper.do(BatchStore.add_file, file)
@@ -97,14 +97,14 @@ def _check_purpose(upload: Upload) -> None:
 
 
 async def _check_room(
-    keeper: StoreKeeper, settings: ServerSettings, owner: str, size: int = 0
+    keeper: StoreKeeper, server: ServerSection, owner: str, size: int = 0
 ) -> None:
     """Raise HttpError if a key has as many files, or bytes of them, as it may have."""
     count, taken = await keeper.do(BatchStore.usage, owner)
-    if count >= settings.key_files:
-        raise _full(f"one key may have {settings.key_files} files (key_files)")
-    if taken + size > settings.key_file_bytes:
-        raise _full(f"one key's files may have {settings.key_file_bytes} bytes (key_file_bytes)")
+    if count >= server.key_files:
+        raise _full(f"one key may have {server.key_files} files (key_files)")
+    if taken + size > server.key_file_bytes:
+        raise _full(f"one key's files may have {server.key_file_bytes} bytes (key_file_bytes)")
 
 
 def _full(reason: str) -> HttpError:
@@ -168,7 +168,7 @@ async def _create_batch(host: RequestHost, request: Request) -> Response:
     batches.executor.route(body.endpoint, param="endpoint")
     keeper, runner = await batches.keeper(), await batches.runner()
     batch = _new_batch(host, body, context_of(request.scope).tenant)
-    await _check_batch(keeper, host.settings, batch)
+    await _check_batch(keeper, host.settings.server, batch)
     await keeper.do(BatchStore.forget_ended, batch.owner, _KEPT_BATCHES)
     await keeper.do(BatchStore.add_batch, batch)
     runner.begin(batch.id)
@@ -181,7 +181,7 @@ def _new_batch(host: RequestHost, body: BatchBody, owner: str) -> Batch:
     created_at = now()
     metadata = body.metadata or {}
     webhook_url = metadata.get(WEBHOOK_KEY, "")
-    check_webhook_url(host.settings.webhook_prefixes, webhook_url, f"metadata.{WEBHOOK_KEY}")
+    check_webhook_url(host.settings.server.webhook_prefixes, webhook_url, f"metadata.{WEBHOOK_KEY}")
     return Batch(
         id=new_id("batch_"),
         owner=owner,
@@ -195,7 +195,7 @@ def _new_batch(host: RequestHost, body: BatchBody, owner: str) -> Batch:
     )
 
 
-async def _check_batch(keeper: StoreKeeper, settings: ServerSettings, batch: Batch) -> None:
+async def _check_batch(keeper: StoreKeeper, server: ServerSection, batch: Batch) -> None:
     """Raise HttpError or RequestError if its file is not there, or its key has too many."""
     file = await keeper.do(BatchStore.file, batch.input_file_id, batch.owner)
     if file is None:
@@ -203,10 +203,10 @@ async def _check_batch(keeper: StoreKeeper, settings: ServerSettings, batch: Bat
         raise HttpError(404, f"no file {id}", code="not_found", param="input_file_id")
     if file.purpose != "batch":
         raise RequestError('the file\'s purpose must be "batch"', param="input_file_id")
-    await _check_room(keeper, settings, batch.owner)
-    if await keeper.do(BatchStore.open_batches, batch.owner) >= settings.key_batches:
+    await _check_room(keeper, server, batch.owner)
+    if await keeper.do(BatchStore.open_batches, batch.owner) >= server.key_batches:
         raise RequestError(
-            f"one key may have {settings.key_batches} batches under way (key_batches)",
+            f"one key may have {server.key_batches} batches under way (key_batches)",
             code="rate_limit",
             retry_after=60.0,
         )

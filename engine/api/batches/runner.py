@@ -94,17 +94,17 @@ class BatchRunner:
 
     async def _read_lines(self, batch: Batch) -> list[Fault]:
         """Write down where each line of the file lies; what is wrong with it."""
-        settings = self._host.settings
+        server = self._host.settings.server
         await self._keeper.do(BatchStore.begin_lines, batch.id)
         path = self._keeper.path(batch.input_file_id)
         try:
-            reader = await asyncio.to_thread(LineReader, path, settings.body_limit)
+            reader = await asyncio.to_thread(LineReader, path, server.body_limit)
         except FileNotFoundError:
             return [Fault("missing_file", "the bytes of the batch's file are not there any more")]
         faults: list[Fault] = []
         total, done = 0, False
         try:
-            while not done and len(faults) < _MOST_FAULTS and total <= settings.batch_lines:
+            while not done and len(faults) < _MOST_FAULTS and total <= server.batch_lines:
                 if self._cancels[batch.id].is_set():
                     return []
                 group = await asyncio.to_thread(reader.next_group)
@@ -114,8 +114,8 @@ class BatchRunner:
                 done = group.done
         finally:
             reader.close()
-        if total > settings.batch_lines:
-            message = f"the file has more than {settings.batch_lines} lines (batch_lines)"
+        if total > server.batch_lines:
+            message = f"the file has more than {server.batch_lines} lines (batch_lines)"
             faults.append(Fault("too_many_lines", message))
         if not total and not faults:
             faults.append(Fault("empty_file", "the file has no lines"))

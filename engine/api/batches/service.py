@@ -117,7 +117,7 @@ class Batches:
         keeper = await _open_folder(folder)
         settings = self._host.settings
         webhooks = Webhooks(
-            keeper, settings.webhook_prefixes, settings.webhook_secret, self._queues
+            keeper, settings.server.webhook_prefixes, settings.webhook_secret, self._queues
         )
         runner = BatchRunner(self._host, keeper, self.executor, webhooks.wake)
         await runner.start()

@@ -55,7 +55,7 @@ async def _create_job(host: RequestHost, request: Request) -> Response:
     job = _new_job(host, body, context_of(request.scope).tenant)
     asked = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
     ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
-    most = host.settings.key_jobs
+    most = host.settings.server.key_jobs
     known = await keeper.do(table.add, job, asked, most_open=most, keep=_KEPT_JOBS)
     if known is None:
         runner.begin(job)
@@ -67,7 +67,7 @@ async def _create_job(host: RequestHost, request: Request) -> Response:
 def _new_job(host: RequestHost, body: JobBody, owner: str) -> Job:
     created_at = now()
     url = body.webhook_url or ""
-    check_webhook_url(host.settings.webhook_prefixes, url, "webhook_url")
+    check_webhook_url(host.settings.server.webhook_prefixes, url, "webhook_url")
     return Job(
         id=new_id("job_"),
         owner=owner,
@@ -140,11 +140,11 @@ async def _job_events(host: RequestHost, request: Request) -> ASGIApp:
     jobs = _jobs(host)
     keeper, runner = await jobs.keeper(), await jobs.runner()
     await _job(keeper, request)
-    return _EventAnswer(_events(keeper, runner, request, host.settings.keep_alive_s))
+    return _EventAnswer(_events(keeper, runner, request, host.settings.comment_s))
 
 
 async def _events(
-    keeper: StoreKeeper, runner: JobRunner, request: Request, keep_alive_s: float
+    keeper: StoreKeeper, runner: JobRunner, request: Request, comment_s: float
 ) -> AsyncGenerator[bytes]:
     """The job now and at each change to its end, and comments where nothing changes for long."""
     status = ""
@@ -157,7 +157,7 @@ async def _events(
         if job.is_over:
             return
         try:
-            async with asyncio.timeout(keep_alive_s):
+            async with asyncio.timeout(comment_s):
                 await changed.wait()
         except TimeoutError:
             yield b": still here\n\n"

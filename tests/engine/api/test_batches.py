@@ -167,7 +167,7 @@ def test_a_slow_upload_is_not_waited_for(folder: Path):
         yield b"\r\n"
 
     with (
-        serving(folder, body_timeout_s=0.2) as client,
+        serving(folder, read_timeout_s=0.2) as client,
         http_client(str(client.base_url)) as http,
     ):
         headers = {"content-type": "multipart/form-data; boundary=x"}

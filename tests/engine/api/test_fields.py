@@ -24,7 +24,7 @@ def test_the_model_need_not_be_named(path):
 
 
 def test_the_model_goes_by_every_name_it_is_served_under():
-    app = make_app(served_model_names=("gpt", "other"))
+    app = make_app(served_model_name=("gpt", "other"))
     for name in ("gpt", "other"):
         assert run(call(app, COMPLETIONS, PROMPT | {"model": name})).json()["model"] == "gpt"
         card = run(call(app, f"/v1/models/{name}", method="GET")).json()

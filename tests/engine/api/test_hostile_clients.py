@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, Reply, Script, call, make_app, run, served, until
+from server_settings import server_settings
 
 from jitney.dashboard import dashboard_routes
 from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
-from jitney.engine.api.settings import ServerSettings, digest_key
+from jitney.engine.api.settings import digest_key
 from jitney.engine.cli import main
 from jitney.engine.errors import ErrorInfo
 
@@ -39,7 +40,7 @@ MIB = 1 << 20
 
 def with_page(client: FakeClient, **settings: Any) -> Any:
     """The endpoint and the page behind one port, as `jitney serve` has them."""
-    limits = ServerSettings(**settings)
+    limits = server_settings(**settings)
     routes = dashboard_routes(client, limits)
     return create_app(client, ByteTokenizer(), limits, "m", routes)  # type: ignore[arg-type]
 
@@ -215,9 +216,9 @@ def test_ten_thousand_ranges_of_a_file_cost_nothing():
 
 def test_a_crowd_of_slow_sockets_leaves_room_for_others():
     """Each sends a byte of its head now and then, or none."""
-    settings = ServerSettings(header_timeout_s=1.0, body_timeout_s=1.0)
+    settings = server_settings(read_timeout_s=1.0)
     connections = Connections(settings)
-    app = make_app(header_timeout_s=1.0, body_timeout_s=1.0)
+    app = make_app(read_timeout_s=1.0)
     with served(app, settings, connections) as (url, port):
         socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
         for number, sock in enumerate(socks):
@@ -317,9 +318,9 @@ def test_only_a_post_generates(path: str, method: str):
 @pytest.mark.parametrize("path", GENERATES)
 def test_a_client_that_sends_half_and_is_silent_is_told(path: str):
     """A body that stops, and a connection that is half closed behind a whole one."""
-    settings = ServerSettings(header_timeout_s=0.3, body_timeout_s=0.3)
+    settings = server_settings(read_timeout_s=0.3)
     client = FakeClient()
-    app = make_app(client, header_timeout_s=0.3, body_timeout_s=0.3)
+    app = make_app(client, read_timeout_s=0.3)
     body = json.dumps(GENERATES[path]).encode()
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % path.encode()
     head += b"Content-Length: %d\r\n\r\n" % len(body)

@@ -273,7 +273,7 @@ def test_each_change_is_an_event(folder: Path):
 def test_a_silent_stream_of_events_shows_that_it_lives_and_ends_with_the_server(folder: Path):
     engine = FakeClient(Script(hang=True))
     with (
-        serving(folder, engine, keep_alive_s=0.05) as http,
+        serving(folder, engine, comment_s=0.05) as http,
         http.stream("GET", f"/v1/jobs/{begin(http)['id']}/events") as reply,
     ):
         texts = reply.iter_lines()

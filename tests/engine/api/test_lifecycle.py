@@ -204,7 +204,7 @@ def test_a_tokeniser_that_takes_too_long_is_not_waited_for():
 
 def test_a_slow_body_is_408():
     async def slowly():
-        app = make_app(body_timeout_s=0.1)
+        app = make_app(read_timeout_s=0.1)
         part = {"type": "http.request", "body": b"{", "more_body": True}
         sent = []
 
@@ -233,7 +233,7 @@ def test_a_slow_body_is_408():
 
 def test_keep_alives_while_the_engine_says_nothing():
     script = Script("abc", first_delay_s=0.3, delay_s=0.3)
-    app = make_app(FakeClient(script), header_wait_s=0.05, keep_alive_s=0.1)
+    app = make_app(FakeClient(script), header_wait_s=0.05, comment_s=0.1)
     reply = run(call(app, "/v1/completions", PROMPT | {"stream": True, "max_tokens": 2}))
     assert reply.status == 200 and reply.chunks[0] == Format.keep_alive
     assert 3 <= reply.chunks.count(Format.keep_alive) <= 9
@@ -330,7 +330,7 @@ def test_loading_is_told_with_its_progress():
 
 def test_an_engine_without_signs_of_life_is_not_ready():
     client = FakeClient()
-    app = make_app(client, stall_s=5)
+    app = make_app(client, heartbeat_s=5)
     client.age = 4.9
     assert run(call(app, "/readyz", method="GET")).status == 200
     client.age = 5.1

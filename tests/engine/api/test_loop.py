@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from api_fakes import FakeClient, Reply, Script, call, run
 from loop_lag import lag_of_loop
+from server_settings import server_settings
 
 from jitney.engine.api.app import create_app
-from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.errors import RequestError
 from jitney.engine.text.gguf_tokenizer import tiny_fast
@@ -34,7 +34,7 @@ _MANY = {"model": "m", "prompt": [1, 2], "logprobs": 20, "n": 16, "max_tokens": 
 
 def make_app(script: Script | None = None):
     client = FakeClient(script, context_length=4096, pages=1024, vocab_size=512)
-    return create_app(client, Tokenizer(tiny_fast()), ServerSettings(body_limit=1 << 23), "m")
+    return create_app(client, Tokenizer(tiny_fast()), server_settings(body_limit=1 << 23), "m")
 
 
 async def ask(app, path: str, body: dict[str, Any]) -> tuple[Reply, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, call, run
+from server_settings import server_settings
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -14,7 +15,7 @@ from jitney.engine.api.app import create_app
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.service import Service
-from jitney.engine.api.settings import ServerSettings, digest_key
+from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import RequestError
 
 KEY = {"authorization": "Bearer sekrit"}
@@ -39,7 +40,7 @@ WAITING = HttpRoute("/v1/wait", ("POST",), wait, "wait", generates=True)
 
 
 def app_with(*routes: HttpRoute, **settings):
-    limits = ServerSettings(admin_keys=(digest_key("sekrit"),), **settings)
+    limits = server_settings(admin_keys=(digest_key("sekrit"),), **settings)
     return create_app(FakeClient(), ByteTokenizer(), limits, "m", routes=(*ROUTES, *routes))  # type: ignore[arg-type]
 
 

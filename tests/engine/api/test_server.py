@@ -10,12 +10,13 @@ import httpx
 import openai
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
+from server_settings import server_settings
 
-from jitney.engine.api.settings import ServerSettings, digest_key
+from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ErrorInfo
 
 PROMPT = {"model": "m", "prompt": "ab"}
-QUICK = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "body_limit": 10_000}
+QUICK = {"read_timeout_s": 0.3, "body_limit": 10_000}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
@@ -23,7 +24,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 def shared():
     """One server for the tests that do not stop it; its engine forgets between tests."""
     engine = FakeClient()
-    with served(make_app(engine, **QUICK), ServerSettings(**QUICK)) as (url, _):
+    with served(make_app(engine, **QUICK), server_settings(**QUICK)) as (url, _):
         yield engine, url
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, run, served, until
+from server_settings import server_settings
 
 from jitney.engine.api import connections as connections_module
 from jitney.engine.api import protocol
@@ -59,7 +60,7 @@ def server(
     script: Script | None = None, **settings
 ) -> Iterator[tuple[FakeClient, Connections, int]]:
     engine = FakeClient(script, context_length=100_000, pages=8192)
-    limits = ServerSettings(**settings)
+    limits = server_settings(**settings)
     connections = Connections(limits)
     app = make_app(engine, **settings)
     with served(app, limits, connections, keep_alive_s=60) as (_, port):

@@ -140,7 +140,7 @@ def _slow_app() -> Any:
     return make_app(
         FakeClient(Script("ab", first_delay_s=0.1, delay_s=0.1)),
         header_wait_s=0.01,
-        keep_alive_s=0.02,
+        comment_s=0.02,
     )
 
 

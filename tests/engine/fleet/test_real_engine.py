@@ -19,8 +19,8 @@ import pytest
 from adapter_files import write_adapter
 from default_model_load import SETTINGS, texts_over_a_kill
 from joint_processes import alone_in_a_hurry
+from server_settings import server_settings
 
-from jitney.engine.api.settings import ServerSettings
 from jitney.engine.checkpoints.sources import resolve
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import read_fleet
@@ -91,7 +91,7 @@ async def _running(
     config = read_fleet(file)
     async with open_fleet(config) as (fleet, parts):
         engines = LocalEngines(config, parts, (), ())
-        ingress = create_ingress(fleet, ServerSettings(**settings))
+        ingress = create_ingress(fleet, server_settings(**settings))
         transport = httpx.ASGITransport(ingress)
         async with (
             ingress.router.lifespan_context(ingress),

@@ -368,9 +368,7 @@ def test_an_error_in_a_stream_reaches_the_client():
 
 
 def test_a_silent_stream_says_ping():
-    app = make_app(
-        FakeClient(Script("a", first_delay_s=0.3)), header_wait_s=0.05, keep_alive_s=0.05
-    )
+    app = make_app(FakeClient(Script("a", first_delay_s=0.3)), header_wait_s=0.05, comment_s=0.05)
     kinds = [event["type"] for event in typed_events(run(_streamed(app)).body)]
     assert kinds[:2] == ["message_start", "ping"] and kinds[-1] == "message_stop"
 

@@ -1,0 +1,21 @@
+"""What an endpoint may do, by the names of its own fields and of those of [server]."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from jitney.engine.api.settings import ServerSettings
+from jitney.engine.config.schema import ServerSection
+
+_OWN = {field.name for field in fields(ServerSettings)} - {"server"}
+
+
+def server_settings(**given: Any) -> ServerSettings:
+    """The defaults but for these. Values are not checked: tests take smaller ones than servers."""
+    own = {name: value for name, value in given.items() if name in _OWN}
+    section = {name: value for name, value in given.items() if name not in _OWN}
+    unknown = section.keys() - ServerSection.model_fields.keys()
+    if unknown:
+        raise TypeError(f"no settings of a server: {', '.join(sorted(unknown))}")
+    return ServerSettings(server=ServerSection().model_copy(update=section), **own)
