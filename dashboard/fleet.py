@@ -59,11 +59,13 @@ class _Sums(TypedDict):
     #: Of them, those that take requests.
     ready: int
     seats: int
+    #: Of them, those that somebody sits in; and sequences that wait for one.
     taken: int
     waiting: int
     #: The longest wait that a ready replica predicts, and whose it is; null without a ready one.
     predicted_wait_s: float | None
     worst: str
+    #: Output and prompt tokens a second.
     output_rate: float
     prompt_rate: float
     #: Of a million useful tokens of all replicas that answer; null as in `Card`.
@@ -86,6 +88,7 @@ class _Hello(TypedDict):
 class _FleetFrame(TypedDict):
     """Everything, in the order of the names."""
 
+    #: Seconds since 1970.
     t: float
     replicas: list[Card]
     sums: _Sums

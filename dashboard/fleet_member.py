@@ -55,9 +55,12 @@ class Card(TypedDict):
     model: str
     #: `pulse.SEAT_LETTERS`, one a seat.
     seats: str
+    #: Of them, those that somebody sits in; and sequences that wait for one.
     taken: int
     waiting: int
+    #: What a request that came now should wait.
     predicted_wait_s: float
+    #: KV pages in use, and all.
     pages_used: int
     pages: int
     #: Output and prompt tokens a second.
@@ -108,9 +111,12 @@ def in_order(name: str) -> list[tuple[int, str]]:
 class _Totals(NamedTuple):
     """What an engine had done by then."""
 
+    #: Seconds of the engine's clock.
     t: float
+    #: Tokens written, and prompt tokens computed.
     output: int
     prompt: int
+    #: Rows that were of use to somebody.
     useful: int
 
 
@@ -158,6 +164,7 @@ class Member:
     engine: RemoteEngine
     #: Its own page's feed, for all who look at that.
     relay: Relay = field(init=False)
+    #: The newest; None before the first.
     pulse: Pulse | None = None
     #: When it was heard of last, by time.monotonic() and since 1970.
     heard_at: float = 0.0

@@ -52,6 +52,7 @@ type _Word = Annotated[str, msgspec.Meta(max_length=500)]
 class _Loading(msgspec.Struct, frozen=True):
     """How far an engine that starts has come."""
 
+    #: As `messages.Progress` has them.
     stage: _Word
     done: _Count
     total: _Count
@@ -60,6 +61,7 @@ class _Loading(msgspec.Struct, frozen=True):
 class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     """An engine now. Totals are since its server's start."""
 
+    #: PULSE_VERSION of who sends it.
     version: _Count
     #: Another server, another run.
     run: _Word
@@ -75,6 +77,7 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Sequences without a seat, and seconds that a request should wait for one that came now.
     waiting: _Count = 0
     predicted_wait_s: _Seconds = 0.0
+    #: KV pages in use, and all.
     pages_used: _Count = 0
     pages: _Count = 0
     #: Total tokens: prompt tokens computed, and output tokens.

@@ -247,6 +247,7 @@ class _Curve(NamedTuple):
     values: Callable[[_ChartBins], Sequence[float | None]]
     #: Place of its colour in `figures.HUES`.
     hue: int
+    #: Options of plotly's line beside its colour.
     style: JsonObject = NOTHING
 
 

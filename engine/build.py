@@ -102,6 +102,7 @@ class _Setup:
     """What is decided before the weights are loaded."""
 
     config: Config
+    #: The model's files and shape.
     source: ModelSource
     #: jax's, whose class declares no types: as many as tensor_parallel says, of all hosts, or of
     #: all engines that share experts.

@@ -143,6 +143,7 @@ class EngineCore:
     scheduler: Scheduler
     runner: StepRunner
     ledger: Ledger
+    #: Seconds.
     clock: Callable[[], float] = time.monotonic
     #: Called with a step's number before it runs, if it is the first of its kind: it may take much
     #: longer than others.
@@ -164,6 +165,7 @@ class EngineCore:
     _predicted_at: float = -math.inf
     #: For the next report.
     _rejected: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
+    #: Who asked for the seats, and answers to them.
     _questions: list[AskSeatMap] = field(default_factory=list[AskSeatMap])
     _answers: list[SeatMap] = field(default_factory=list[SeatMap])
 

@@ -35,9 +35,11 @@ _Prompt = str | Sequence[int]
 class Completion:
     """One of a request's n sequences."""
 
+    #: From 0.
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    #: One a token; None if not asked for.
     logprobs: list[TokenLogprobs] | None = None
     #: stop | length | error
     finish_reason: str | None = None
@@ -51,6 +53,7 @@ class _RequestOutput:
 
     prompt_ids: list[int]
     outputs: list[Completion]
+    #: One a token, None for the first; None if not asked for.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     #: Prompt tokens whose KV came from the prefix cache.
     cached_tokens: int = 0

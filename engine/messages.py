@@ -31,6 +31,7 @@ class AskSeatMap(msgspec.Struct, tag="ask_seat_map", frozen=True):
     nothing.
     """
 
+    #: The question's number, which its answer repeats; so in all that is answered.
     ticket: int
     seats: bool = True
 
@@ -81,6 +82,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     #: Of `total`, in the stage's own unit.
     done: int
     total: int
+    #: What is at work, such as a tensor's name.
     detail: str = ""
 
 
@@ -99,6 +101,7 @@ class SequenceEvent(msgspec.Struct, array_like=True, frozen=True):
     #: batch held after its sequence's end is free).
     event: str
     request_id: str
+    #: Of the sequence among the request's n.
     index: int
     #: -1: none, or not known.
     seat: int
@@ -118,6 +121,7 @@ class PromptChunk(msgspec.Struct, array_like=True, frozen=True):
     """Rows of a prompt that a step computed."""
 
     request_id: str
+    #: Of the sequence among the request's n.
     index: int
     #: Position of the first of them.
     start: int
@@ -149,6 +153,7 @@ class GrammarWork(msgspec.Struct, array_like=True, frozen=True):
 class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """What became known with one step."""
 
+    #: New tokens and ends.
     outputs: list[SequenceOutput]
     #: One item of `records.STEP_DTYPE`; empty when nothing was computed.
     record: bytes = b""
@@ -180,6 +185,7 @@ class FirstStep(msgspec.Struct, tag="first_step", frozen=True):
 class Tick(msgspec.Struct, tag="tick", frozen=True):
     """The idle loop is alive (sent about once a second while there is no work)."""
 
+    #: Sequences without a seat.
     waiting: int
 
 
@@ -206,6 +212,7 @@ class Done(msgspec.Struct, tag="done", frozen=True, omit_defaults=True):
     """What was asked for with this ticket has been done, or why it has not."""
 
     ticket: int
+    #: None: it has been done.
     error: ErrorInfo | None = None
     #: Bytes of device memory that it freed.
     freed: int = 0
@@ -228,6 +235,7 @@ class Left(msgspec.Struct, tag="left", frozen=True):
     core's process exits after this.
     """
 
+    #: Why, in words.
     reason: str
 
 

@@ -46,6 +46,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 class Range(NamedTuple):
     """What a sampling parameter may be."""
 
+    #: Least and greatest value.
     low: float
     high: float
     open_low: bool = False  #: `low` itself is out of range
@@ -114,11 +115,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: Annotated[int, Range(-1, _MAX_INT), Uploaded("int32", _kept_candidates)] = 0
     #: 1 is off.
     top_p: Annotated[float, Range(0.0, 1.0, open_low=True), Uploaded("float32")] = 1.0
+    #: 0 is off; else the least share of the likeliest token's probability.
     min_p: Annotated[float, Range(0.0, 1.0), Uploaded("float32")] = 0.0
     #: None: drawn at random.
     seed: Annotated[int | None, Range(-(2**63), 2**63 - 1)] = None
     #: 1 is off. Logits are divided by it: by less than about 1e-36 they would not be finite.
     repetition_penalty: Annotated[float, Range(0.001, 10.0), Uploaded("float32")] = 1.0
+    #: Taken from the logits of tokens that have come: once, and for each time. 0 is off.
     presence_penalty: Annotated[float, Range(-2.0, 2.0), Uploaded("float32")] = 0.0
     frequency_penalty: Annotated[float, Range(-2.0, 2.0), Uploaded("float32")] = 0.0
     #: Token id -> what is added to its logit.
@@ -127,8 +130,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()
     #: Found by the core.
     stop_token_ids: tuple[int, ...] = ()
+    #: The stop string that ended the text stays in it.
     include_stop_str_in_output: bool = False
+    #: They are left out of the text.
     skip_special_tokens: bool = True
+    #: The model's end tokens end nothing.
     ignore_eos: bool = False
     #: Log-probabilities of output tokens; None: none, 0: the chosen token's, n: also the n best.
     logprobs: Annotated[int | None, Range(0, _MOST_LOGPROBS)] = None
@@ -279,10 +285,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     #: The engine's own, unique among open requests.
     id: str
+    #: At least one token id.
     prompt: list[int]
     sampling: SamplingParams
     #: Seconds of time.monotonic(), which all processes of one machine share; so is the deadline.
     arrival: float
+    #: None: it may take as long as it takes.
     deadline: float | None = None
     #: Lower boards sooner.
     priority: int = 0
@@ -316,6 +324,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     at admission.
     """
 
+    #: V; token ids are below it.
     vocab_size: int
     #: Tokens a sequence may have, prompt included.
     context_length: int
@@ -403,7 +412,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     tokens in order.
     """
 
+    #: Of the chosen token.
     logprob: float
+    #: Of as many as were asked for, the likeliest first.
     top_ids: list[int]
     top_logprobs: list[float]
 
@@ -470,9 +481,11 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None
     #: Once, with the first token; entry i is for prompt token i, None for i = 0.
     prompt_logprobs: PromptLogprobs | None = None
+    #: None while it goes on.
     finish: FinishReason | None = None
     #: The token that ended the sequence (already part of `tokens`), if one did.
     stop_token: int | None = None
+    #: None unless it ended with one.
     error: ErrorInfo | None = None
     #: Prompt tokens whose KV came from the prefix cache.
     cached_tokens: int = 0
@@ -522,6 +535,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str = msgspec.field(name="model")
     #: Tokens of a sequence, prompt included.
     context_length: int
+    #: V.
     vocab_size: int
     #: What a request gets that does not say; by field of SamplingParams.
     sampling_defaults: dict[str, int | float] = {}
@@ -615,8 +629,10 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
 class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who boards next, and how many may wait for it."""
 
+    #: Names of `engine.scheduler.policies`.
     policy: str
     order: str
+    #: More are refused.
     max_waiting_requests: int
     #: Longer predicted waits are refused; 0: none is.
     max_predicted_wait_s: float = 0.0

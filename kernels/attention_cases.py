@@ -20,12 +20,12 @@ class AttentionCase:
     prompts: tuple[tuple[int, int], ...] = ()
     rows: int = 0  # T; 0: as many as there are
     seqs: int = 0  # S; 0: as many as there are
-    page: int = 16
+    page: int = 16  # tokens of a page
     pages: int = 32  # of each sequence's table
-    window: int = 0
-    softcap: float = 0.0
-    dtype: str = "float32"
-    pool: str = "float32"
+    window: int = 0  # positions that a row sees, its own included; 0: all
+    softcap: float = 0.0  # of the scores; 0: none
+    dtype: str = "float32"  # of activations
+    pool: str = "float32"  # dtype of the pool
     scales: str = "head"  # or "pool"; for a quantised pool
     spare: int = 4  # pages that nobody owns, the trash page one of them
 

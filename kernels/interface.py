@@ -363,10 +363,12 @@ class KernelSet:
     matmul_int4: Int4Matmul
     #: None: the sampler's own search does better on this platform.
     threshold: Threshold | None
+    #: The norm of rows; that of a sum, with the sum.
     rms_norm: _Norm
     norm_sum: _NormSum
     #: None: weights stay [I, O].
     arrange: Arrange | None
+    #: Products: of rows; of rows, gated; of rows with the head.
     matmul: _Matmul
     gated: _Gated
     project: _Project

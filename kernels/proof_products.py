@@ -114,6 +114,7 @@ class _Product:
     """How a set multiplies with a matrix, and what should come of it."""
 
     matrix: Matrix
+    #: Lays the matrix out; None: it stays [I, O].
     arrange: Arrange | None
     #: x [T, I], the matrix as `arrange` laid it out or a `OneOf` of such, scale [O].
     multiply: Callable[[Any, Any, Any], jax.Array]

@@ -31,7 +31,7 @@ class MixtureShape:
 
     inner: int  # F of one of them
     schemes: tuple[str, str]  # how what opens them and what closes them is stored
-    activation: str
+    activation: str  # what gates them
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AttentionShapes:
     windows: tuple[int, ...]  # the different ones of the layers, 0 for none
     softcap: float  # of the scores, 0 for none
     qk_norm: bool  # heads are normed before they are rotated
-    page_size: int
+    page_size: int  # tokens
     pages: int  # of a seat's table, P
     context: int  # tokens a sequence may have
     kv_dtype: str  # of the pool
@@ -54,7 +54,7 @@ class AttentionShapes:
 class NormShapes:
     """The norms of a model."""
 
-    eps: float
+    eps: float  # added to the mean square
     dtype: str  # of their weights
 
 

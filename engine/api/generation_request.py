@@ -25,6 +25,7 @@ class GenerationRequest:
     id: str
     #: Seconds since 1970.
     created: int
+    #: What the answer calls it.
     model: str
     prompts: list[EncodedPrompt]
     #: One per prompt, in order.
@@ -33,10 +34,12 @@ class GenerationRequest:
     sampling: SamplingParams
     #: Choices returned per prompt.
     n: int
+    #: The answer comes piece by piece.
     stream: bool
     #: Of a stream: a last chunk with the usage; the usage in every chunk.
     include_usage: bool
     continuous_usage: bool
+    #: Tokens are shown beside the text.
     return_token_ids: bool
     #: Alternatives shown per token of the prompt; None for no log-probabilities of them.
     prompt_logprobs: int | None

@@ -48,6 +48,7 @@ class _Usage:
     #: Left to spend, below 0 after answers longer than expected; as of `at` (clock seconds).
     tokens: float
     at: float
+    #: Times given to those turned away: for want of a place, and for want of tokens.
     places: _Turns
     minutes: _Turns
     #: Sequences under way.
@@ -61,6 +62,7 @@ class _Usage:
 class Spending:
     """The tokens of one request. reserved: output tokens that were charged and have not come."""
 
+    #: None: nothing is counted.
     usage: _Usage | None
     reserved: float
 
@@ -92,7 +94,9 @@ class Quotas:
     max_concurrent: int
     tokens_per_minute: int
     clock: Callable[[], float] = time.monotonic
+    #: By key.
     _usage: dict[str, _Usage] = field(default_factory=dict[str, "_Usage"], init=False)
+    #: How long answers are expected to be.
     _lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
 
     @contextmanager

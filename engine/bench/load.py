@@ -93,6 +93,7 @@ class LoadResult:
     started: float
     #: From the first intended arrival to the last end.
     seconds: float
+    #: Whether the client kept up.
     sender: _Sender
 
     def figures(self, **options: Any) -> JsonDict:
@@ -131,10 +132,12 @@ async def run_load(
 class _Exchange:
     """Sends requests and keeps what comes back, each by its number."""
 
+    #: Asks an endpoint one request.
     send: _Send
     arrivals: Sequence[Arrival]
     #: A request has one, and gives it back when it ends.
     places: asyncio.Semaphore
+    #: Is told of every end.
     watch: Watch
     #: No request ever waits for another.
     open_loop: bool

@@ -41,6 +41,7 @@ class _Ruler(NamedTuple):
 
     #: Of the template around it.
     fixed: float
+    #: Of one word of a made-up prompt.
     per_word: float
 
     @classmethod

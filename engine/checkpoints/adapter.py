@@ -25,7 +25,9 @@ _HALVES = frozenset("AB")
 class _AdapterConfig(msgspec.Struct):
     """What is read of adapter_config.json."""
 
+    #: Columns of A, and rows of B.
     r: int
+    #: What the change is multiplied with, before it is divided.
     lora_alpha: float
     peft_type: str = ""
     #: The scale is alpha / sqrt(r), not alpha / r.
@@ -35,6 +37,7 @@ class _AdapterConfig(msgspec.Struct):
     fan_in_fan_out: bool = False
     bias: str = "none"
     modules_to_save: list[str] | None = None
+    #: Ranks and alphas of single modules; none is served but an empty one.
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
 

@@ -30,6 +30,7 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "llama3", "yarn", "factors"]
+    #: What frequencies are divided by.
     factor: float = 1.0
     #: llama3 and yarn: tokens of the context that the model was trained with first.
     original_context: int = 0
@@ -104,9 +105,13 @@ class ModelConfig:
 
     #: Class name in `config.json`; `jitney.engine.models.registry` knows who serves it.
     architecture: str
+    #: V, rows of the embedding.
     vocab_size: int
+    #: E.
     hidden_size: int
+    #: L.
     n_layers: int
+    #: H, K and D: query heads, KV heads, and numbers of one head.
     n_heads: int
     n_kv_heads: int
     head_dim: int
@@ -116,20 +121,24 @@ class ModelConfig:
     windows: tuple[int, ...]
     #: The most tokens of prompt and output together.
     context_length: int
+    #: Base of the rotary frequencies, theta ** (-2 i / D); and how they differ from those.
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     #: Theta of the layers that have a window, without scaling; None: as the others.
     local_rope_theta: float | None = None
+    #: Added to the mean square in every norm.
     rms_eps: float = 1e-6
     #: The weights of the norms stay in float32, whatever the dtype of the others.
     float32_norms: bool = False
     #: The embedding serves as the output head.
     tie_embeddings: bool = False
+    #: Whether the products of attention (its inputs, its output) and of the MLP add a bias.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     #: Query and key heads are normed before they are rotated.
     qk_norm: bool = False
+    #: What gates the MLP.
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
     experts: ExpertsConfig | None = None
@@ -138,6 +147,7 @@ class ModelConfig:
     #: Scores and logits are bent to stay within these, cap * tanh(x / cap); 0: they are not.
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    #: Token that begins a text; None: none does.
     bos_id: int | None = None
     #: Every token that ends a generation, from all files that name one.
     eos_ids: tuple[int, ...] = ()

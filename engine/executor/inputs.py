@@ -34,8 +34,10 @@ PENALISED, BIASED, SCORED = 1, 2, 4
 class _SeatField(NamedTuple):
     """One number of a seat that the sampler reads."""
 
+    #: Of `SamplingParams`, or one of the seat's own.
     name: str
     dtype: Literal["float32", "int32"]
+    #: What it is for a request.
     value: Callable[[SamplingParams], float]
 
 

@@ -96,18 +96,18 @@ class DeviceState:
 
     kv: list[Any]  #: pools, one a layer
     last_token: Any  #: int32 [M]
-    seats: SeatState
+    seats: SeatState  #: what the sampler knows of each
 
 
 @dataclass(frozen=True)
 class StateSizes:
     """What the arrays of `DeviceState` are sized by."""
 
-    seats: int
+    seats: int  #: M
     n_pages: int  #: of the pool, the trash page included
     page_size: int  #: positions
     context_length: int  #: tokens a sequence may have
-    kv_dtype: DTypeLike
+    kv_dtype: DTypeLike  #: of the pools
     logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
     has_adapters: bool = False  #: steps are told each seat's adapter
 
@@ -269,6 +269,7 @@ class Program:
     #: Of the model, as `nnx.split` makes it; on several devices, of each one's share.
     graph: nnx.GraphDef[Model]
     treedef: Any  #: jax's PyTreeDef, of its weights
+    #: What it calls for each part.
     kernels: Kernels
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
     logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token

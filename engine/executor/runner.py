@@ -82,6 +82,7 @@ class _Batch(msgspec.Struct):
     plan: Plan
     #: For the executable without a sampler.
     plain: bool
+    #: int32, the whole upload (`engine.executor.inputs`).
     packed: np.ndarray
 
 

@@ -244,6 +244,7 @@ class _PlainStep:
     """An all-greedy step, called as `Program.plain` would be."""
 
     layout: UploadLayout
+    #: The step up to the rows that choose a token.
     model: jax.stages.Compiled
     tails: _Tails
 
@@ -261,6 +262,7 @@ class _SampledStep:
     """A step with every sampling option, called as `Program.full` would be."""
 
     layout: UploadLayout
+    #: The step up to the rows that choose a token.
     model: jax.stages.Compiled
     tails: _Tails
     #: Of prompt rows; None of a step that has none.

@@ -23,7 +23,7 @@ class HostPlace:
 
     first: str  #: the first one's name or address
     n_hosts: int
-    host_id: int
+    host_id: int  #: from 0
 
 
 def placed(config: Config, environ: Mapping[str, str]) -> Config:

@@ -18,6 +18,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True):
 
     dtype: str
     shape: tuple[int, ...]
+    #: In this machine's order of bytes, rows last.
     data: bytes
 
     @classmethod
@@ -32,6 +33,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Who wants to join; the first message of a host, to the first one."""
 
+    #: From 1; the first host is 0.
     host_id: int
     #: Of Jitney and of jax.
     versions: str
@@ -55,6 +57,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 class Say(msgspec.Struct, tag="say", frozen=True):
     """What a host found, which all must agree upon; answered by `Agreed` or `Refused`."""
 
+    #: The name of the finding.
     what: str
     value: int | str
 
@@ -83,7 +86,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     tokens: int  #: of the bucket
     seats: int  #: of the bucket
     plain: bool  #: the one without a sampler
-    packed: PackedArray
+    packed: PackedArray  #: the upload
 
 
 class Board(msgspec.Struct, tag="board", frozen=True):

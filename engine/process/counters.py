@@ -85,7 +85,9 @@ class EngineCounters:
     step_seconds: dict[tuple[str, int], Histogram] = field(
         default_factory=lambda: defaultdict(lambda: Histogram(_STEP_BOUNDS))
     )
+    #: Seconds before each step in which the device had nothing to do.
     host_gap_seconds: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS))
+    #: Share of the seats that were taken, of each step.
     seat_fill_ratio: Histogram = field(default_factory=lambda: Histogram(_FILL_BOUNDS))
     #: The newest record (numpy scalar of `records.STEP_DTYPE`), which the gauges read.
     last: Any = None

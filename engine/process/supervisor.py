@@ -122,6 +122,7 @@ class ProcessClient:
 
     config: Config
     _: KW_ONLY
+    #: Where the core's process finds what it runs, MODULE:FUNCTION.
     builder: str = BUILDER
     #: Called with each progress of the start.
     on_progress: Callable[[messages.Progress], None] = _ignore
@@ -133,14 +134,18 @@ class ProcessClient:
     progress: messages.Progress | None = None
     counters: EngineCounters = field(default_factory=EngineCounters)
     history: History = field(init=False)
+    #: Empty while it lives.
     failure: str = ""
     #: It is dead because the first host of the engine has ended in order, or because another host
     #: is gone and there was nothing left to do.
     dismissed: bool = False
+    #: Open requests by id.
     _streams: dict[str, Stream] = field(default_factory=dict)
+    #: Numbers of questions to the core.
     _tickets: Iterator[int] = field(default_factory=itertools.count)
     #: Set when a request has ended.
     _stream_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    #: None while no core is running.
     _link: CoreLink | None = None
     _supervision: asyncio.Task[None] | None = None
     _closing: bool = False
@@ -150,9 +155,12 @@ class ProcessClient:
     _others_drain: asyncio.Event = field(default_factory=asyncio.Event)
     _all_drained: asyncio.Event = field(default_factory=asyncio.Event)
     _has_drained: bool = False
+    #: Set, and made anew, with each change of state.
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    #: When the core was last heard of, time.monotonic().
     _alive_at: float = field(default_factory=time.monotonic)
     _watchdog: Watchdog = field(init=False)
+    #: What each link to a core needs; None before the start and after the end.
     _workshop: Workshop | None = None
     _quarantine: Quarantine = field(default_factory=Quarantine)
     #: JSON; "" until it is known.

@@ -45,6 +45,7 @@ class CachedPages:
     #: The shares that have so many pages, and the most that one has.
     _by_count: dict[int, dict[_Share, None]] = field(default_factory=dict[int, dict[_Share, None]])
     _most: int = 0
+    #: Pages here, and how many have been taken back.
     _count: int = 0
     _evictions: int = 0
 

@@ -114,8 +114,11 @@ class StepTimeEstimate:
     buckets: Buckets
     #: Steps that were observed and not yet taken in.
     _news: list[_Observed] = field(default_factory=list[_Observed])
+    #: Fading mean of all steps, seconds; None before the first.
     _step: float | None = None
+    #: What was seen, by bucket.
     _seen: _Steps = field(default_factory=_no_steps)
+    #: Seconds that each pair of a prompt row and a key adds.
     _slope: _Slope = field(default_factory=_Slope)
 
     def observe(self, bucket: Bucket, seconds: float, pairs: int = 0, rows: int = 0) -> None:
@@ -309,6 +312,7 @@ class PrefillBudget:
     step_times: StepTimeEstimate
     share: Share
     target_itl_s: float
+    #: Steps in a row that took no prompt row for the sake of target_itl_s.
     _denied: int = 0
     #: By (decoding, share).
     _wanted: _Wanted = field(default_factory=_Wanted)
@@ -506,6 +510,7 @@ _FIRST_HAZARD, _CAREFUL_HAZARD = _steady_hazard(_FIRST_GUESS), _steady_hazard(_C
 class RequestClasses(NamedTuple):
     """The classes of a request, from coarse to fine."""
 
+    #: All requests; those of like prompt and max_tokens; its tenant's; those alike in both.
     everybody: _ClassKey
     shape: _ClassKey
     tenant: _ClassKey
@@ -579,9 +584,11 @@ class OutputLengths:
     where nothing is new.
     """
 
+    #: By class.
     _tables: _Tables = field(default_factory=_Tables)
     #: By what is expected before anything was seen (see `_FIRST_GUESS`), until an answer is over.
     _careful: dict[RequestClasses, Outlook] = field(default_factory=dict[RequestClasses, Outlook])
+    #: Likewise, by what was seen.
     _likely: dict[RequestClasses, Outlook] = field(default_factory=dict[RequestClasses, Outlook])
 
     def __len__(self) -> int:

@@ -61,12 +61,14 @@ class FairQueue(WaitingQueue):
     Itself it is the queue of all by arrival, for the one boarding in _EVERY that goes by that.
     """
 
+    #: By tenant or user.
     _accounts: dict[str, _Account] = field(default_factory=dict[str, _Account])
     #: A heap; its counters may be out of date, never too high.
     _least: list[_Entry] = field(default_factory=list[_Entry])
     #: Whose queue was the last one to become empty.
     _last: _Account | None = None
     _boardings: int = 0
+    #: Accounts kept before those that are needed no more are forgotten.
     _room: int = SLACK
 
     def push(self, seq: Sequence) -> None:

@@ -51,9 +51,11 @@ class Chunk(msgspec.Struct, gc=False):
     """
 
     seq: Sequence
+    #: Position of the first row.
     start: int
     #: 1 for a decode row, whose token may still be on the device (start >= len(seq.tokens)).
     count: int
+    #: It is a row of a sequence that generates, not of a prompt.
     decode: bool
     #: The last row's logits choose the next token.
     sample: bool
@@ -62,6 +64,7 @@ class Chunk(msgspec.Struct, gc=False):
     scored: int = 0
     #: First rows that had been computed before a preemption.
     recomputed: int = 0
+    #: See `scored`.
     score_start: int = 0
 
     @property
@@ -152,6 +155,7 @@ class Draft:
     plain: bool = True
     #: Somebody in it is held to a grammar.
     masked: bool = False
+    #: This and the lists: see `Plan`.
     cached_tokens: int = 0
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     boarded: list[Sequence] = field(default_factory=_no_sequences)
@@ -182,9 +186,11 @@ class Plan:
     number: int
     #: Decode rows first, then prompt chunks.
     chunks: list[Chunk]
+    #: The padded sizes of its program.
     bucket: Bucket
     #: All its tokens are a bare argmax, so the executable without a sampler serves.
     plain: bool
+    #: What its time depends on, beside the bucket.
     work: StepWork
     #: Sequences that took their seat.
     boarded: list[Sequence] = field(default_factory=_no_sequences)
@@ -200,6 +206,7 @@ class Plan:
     background: bool = False
     #: Padding rows that a batch wants: prompts up to the longest, steps up to the batch's size.
     reserved: int = 0
+    #: Who sat where when it was planned.
     occupancy: Occupancy = _NOBODY
     #: Logit rows whose tokens are chosen behind the step, under masks.
     masked: list[MaskedRow] = field(default_factory=list[MaskedRow])

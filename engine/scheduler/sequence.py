@@ -84,6 +84,7 @@ class Sequence:
     computed_high: int = 0
     #: Prompt tokens whose KV was found in pages.
     cached_tokens: int = 0
+    #: Why it has ended; None while it goes on.
     finish: FinishReason | None = None
     #: Seconds: when it took a seat for the first time, and when its first token was known.
     boarded_at: float | None = None

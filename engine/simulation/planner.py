@@ -42,6 +42,7 @@ class Demand:
     rate: float = 0.0
     #: Of one chip, None: not asked.
     price_per_hour: float | None = None
+    #: Most rows of a step, and tokens of a KV page.
     token_budget: int = 2048
     page_size: int = 16
 
@@ -78,9 +79,11 @@ class Demand:
 class _Memory:
     """What fits on the chips together."""
 
+    #: Bytes of the weights, of the KV of one token, and of all KV there is room for.
     weight_bytes: float
     kv_bytes_per_token: float
     kv_room_bytes: float
+    #: Of the pool, and the tokens that fit into them.
     pages: int
     positions: int
     #: Sequences of the mean context.
@@ -96,6 +99,7 @@ class Operating:
     seats: int
     #: Sequences that decode in each step.
     decoding: float
+    #: Seconds of a step; output tokens and requests a second.
     step_s: float
     output_tok_s: float
     req_s: float
@@ -103,6 +107,7 @@ class Operating:
     ttft_s: float
     #: What a step waits for.
     bound: str
+    #: Of a million output tokens; None without a price.
     cost_per_million: float | None
 
 
@@ -111,6 +116,7 @@ class Sizing:
     """The answer."""
 
     memory: _Memory
+    #: By seats, ascending.
     curve: tuple[Operating, ...]
     #: Where more seats begin to cost more latency than they bring throughput.
     knee: Operating
@@ -120,6 +126,7 @@ class Sizing:
     chosen: Operating | None
     #: Its load at UTILISATION.
     load_req_s: float | None = None
+    #: At that load; None without a price.
     cost_per_million_loaded: float | None = None
     #: For the demanded rate, None if no rate was asked.
     replicas: int | None = None

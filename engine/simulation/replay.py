@@ -41,6 +41,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
     #: [engine] of its configuration.
     settings: JsonDict
+    #: Tokens a sequence may have.
     context_length: int
     #: In use by sequences at most, without the trash page.
     pages: int
@@ -84,6 +85,7 @@ class ReplayJob(msgspec.Struct, frozen=True):
     engine: RecordedEngine
     #: Settings other than the engine's own.
     changes: JsonDict
+    #: To compare, by name.
     policies: list[str]
     #: A .npy file of step records to learn step times from.
     records: bytes
@@ -94,6 +96,7 @@ class ReplayJob(msgspec.Struct, frozen=True):
     seconds: float
     #: The steps of that time (.npy).
     window: bytes
+    #: Of the engine that recorded.
     seats: int
     #: What `summary.seated` says of the requests.
     seated_s: float
@@ -101,6 +104,7 @@ class ReplayJob(msgspec.Struct, frozen=True):
     recorded: str
     #: How many times as fast the arrivals shall come.
     speed: float = 1.0
+    #: Of the engine; None: no costs are worked out.
     price_per_hour: float | None = None
 
     @property

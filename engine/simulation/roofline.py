@@ -265,10 +265,13 @@ class Roofline:
     """
 
     cost: ModelCost
+    #: One of the chips.
     device: Accelerator
     count: int = 1
     assumed: Assumptions = Assumptions()
+    #: What the host takes around each step.
     host: HostTimes = _ASSUMED_HOST
+    #: See `step_table.StepTable`.
     noise: dict[str, list[float]] = field(default_factory=dict)
 
     @property

@@ -52,6 +52,7 @@ class EngineShape:
     buckets: Buckets
     #: Of the KV pool, the trash page included.
     pages: int
+    #: Tokens of a page.
     page_size: int = 16
     #: As `EngineCore.plans_late`.
     plans_late: bool = False
@@ -149,9 +150,11 @@ class SimulatedRun:
     records: np.ndarray
     #: From the first arrival to the last end.
     seconds: float
+    #: Of the engine.
     seats: int
     #: Every wait between two tokens of a request, see `token_waits`.
     gaps: np.ndarray
+    #: How often each came.
     gap_counts: np.ndarray
 
     @property
@@ -175,6 +178,7 @@ class SimulatedRun:
 class _FlyingStep(NamedTuple):
     """A launched step: when it will be done, and how many tokens it brings."""
 
+    #: Virtual seconds.
     ready: float
     tokens: int
 

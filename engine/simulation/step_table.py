@@ -54,6 +54,8 @@ class Curve(msgspec.Struct, frozen=True):
 
     tokens: int
     seats: int
+    #: Seconds of the step itself, then of each: key that a decode row sees, key of the longest such
+    #: row, prompt row, pair of a prompt row and a key, decode row.
     fixed: float
     per_key: float = 0.0
     per_longest: float = 0.0
@@ -219,9 +221,12 @@ class _Contents(msgspec.Struct):
     """What `StepTable.contents` writes."""
 
     curves: list[Curve]
+    #: What was measured, in words.
     source: str = ""
     host: HostTimes = _NO_HOST
+    #: By kind of step: `noise_factors` of measured / fitted.
     noise: dict[str, list[float]] = {}
+    #: By kind of step.
     errors: dict[str, _FitError] = {}
 
 

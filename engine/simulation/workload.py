@@ -26,6 +26,7 @@ class Arrival(msgspec.Struct, frozen=True):
     #: Lengths in tokens.
     n_prompt: int
     n_output: int
+    #: Whose it is in the fair order; empty: nobody's.
     tenant: str = ""
     #: Lower ones board sooner.
     priority: int = 0
@@ -76,6 +77,7 @@ class TraceLine(
     n_cached: prompt tokens that were found in the prefix cache.
     """
 
+    #: This and the next six: as in `Arrival`.
     at: float
     n_prompt: int
     n_output: int
@@ -83,9 +85,12 @@ class TraceLine(
     priority: int = 0
     conversation: int = 0
     n_shared: int = 0
+    #: From its arrival to its seat, to its first token, and to its end; None: never, or not
+    #: measured.
     queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
+    #: Why it ended, a FinishReason.
     finish: str | None = None
     n_cached: int = 0
 
@@ -312,6 +317,7 @@ class _Talk:
     """A conversation while its turns are made."""
 
     conversation: int = 0
+    #: Requests that it still makes.
     turns_left: int = 0
     #: Tokens that its next prompt begins with.
     n_said: int = 0

@@ -45,6 +45,7 @@ class _Verdict(NamedTuple):
     #: Makes a matcher for each of its sequences; None: the grammar cannot be used, or all of them
     #: were ended.
     new_matcher: Callable[[], GrammarMatcher] | None
+    #: Why it cannot be used; None: it can, or its sequences have ended.
     error: ErrorInfo | None
     #: Sequences that were ended meanwhile, and why.
     ended: dict[int, FinishReason]
@@ -55,6 +56,7 @@ class _Ending(NamedTuple):
 
     seq: Sequence
     reason: FinishReason
+    #: None unless the reason is error.
     error: ErrorInfo | None = None
 
 

@@ -30,11 +30,13 @@ def place_of_error(schema: Any, error_of: Callable[[Any], str]) -> str:
 
 @dataclass(slots=True)
 class _Search:
+    #: What the compiler says of a schema; empty: nothing is wrong.
     error_of: Callable[[Any], str]
     #: The error that is looked for.
     wanted: str
     #: What a part of the schema may refer to.
     shared: dict[str, Any]
+    #: Schemas that may still be tried.
     looks_left: int = _MOST_LOOKS
 
     def culprit_in(self, schema: Any) -> tuple[list[str], Any] | None:

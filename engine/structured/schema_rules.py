@@ -90,7 +90,9 @@ def kept_to(schema: Any) -> Any:
 
 @dataclass(slots=True)
 class _Rules:
+    #: The whole schema, which references begin at.
     root: Any
+    #: Schemas that may still be looked at.
     left: int = _MOST_SCHEMAS
     #: What oneOf referred to, outside of where we are.
     inside: list[str] = field(default_factory=list)

@@ -49,6 +49,7 @@ class RequestRecords:
     #: Fill `RequestRecord.tokens`, and `token_times`.
     keep_tokens: bool = False
     keep_times: bool = False
+    #: Called with each record at its end.
     listeners: list[_Listener] = field(default_factory=list)
     #: Sequences without an end, and those of them that nobody waits for.
     n_open: int = 0
@@ -238,6 +239,7 @@ class History(RequestRecords):
     Fed by the core's reports whether anybody watches or not.
     """
 
+    #: Seconds.
     clock: Callable[[], float] = time.monotonic
     #: Records of the newest steps; their numbers go on rising when a core is replaced.
     records: RecordRing = field(default_factory=RecordRing)
@@ -264,6 +266,7 @@ class History(RequestRecords):
     ready_at: float = 0.0
     #: Oldest first.
     outages: deque[Outage] = field(default_factory=_newest(_KEEP_OUTAGES))
+    #: The policy keeps seats of sequences that have ended.
     _holds: bool = False
     #: Ended requests, by their end.
     _ended: deque[RequestRecord] = field(default_factory=deque)

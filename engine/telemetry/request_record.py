@@ -69,6 +69,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     request_id: str = ""
     #: Which of the request's `n` sequences it is.
     index: int = 0
+    #: As in `EngineRequest`.
     tenant: str = ""
     priority: int = 0
     #: Nobody waits for it: a line of a batch.

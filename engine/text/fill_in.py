@@ -53,6 +53,7 @@ class OtherFile(NamedTuple):
 class FillIn(NamedTuple):
     """The tokens of one vocabulary."""
 
+    #: What stands before each part of the prompt.
     prefix: int
     suffix: int
     middle: int

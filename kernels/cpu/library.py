@@ -49,6 +49,7 @@ class _PanelLayout(NamedTuple):
 class Library:
     """A loaded library, its handlers registered with XLA."""
 
+    #: The instructions it was compiled for, a name of `build.LEVELS`.
     level: str
     layout: _PanelLayout
     #: XLA multiplies with AMX, and these kernels do not: their compiler is too old for it.

@@ -20,13 +20,13 @@ from jitney.kernels.pallas_tpu.pool_layout import PoolLayout
 class Constants:
     """What is fixed when the kernel is compiled."""
 
-    layout: PoolLayout
+    layout: PoolLayout  # of the pool
     n_heads: int  # H
     page: int  # tokens of a page
     keys: int  # C, keys of a block: a multiple of the page size
     depth: int  # blocks in the ring
     block: int  # query rows of a prompt's item; 0 for a step of decode only
-    scale: float
+    scale: float  # of the scores
     window: int  # positions that a row sees, its own included; 0: all
     softcap: float  # 0: none
     scaled: bool  # the pool is quantised
@@ -58,7 +58,7 @@ class StepRefs(NamedTuple):
 class Cursor(NamedTuple):
     """A place in the work; int32."""
 
-    seq: jax.Array
+    seq: jax.Array  # of the step
     row: jax.Array  # of the sequence's rows: the item's first one
     block: jax.Array  # of keys
 

@@ -21,7 +21,9 @@ class StoredFile:
     purpose: str
     #: As the client called it; never a path.
     name: str
+    #: Bytes.
     size: int
+    #: Seconds since 1970.
     created_at: int
 
 
@@ -29,6 +31,7 @@ class StoredFile:
 class Fault:
     """Why a batch's file cannot be worked on."""
 
+    #: As in OpenAI's errors of batches.
     code: str
     message: str
     #: Of the file, counted from 1; None where it is not about one line.
@@ -52,6 +55,7 @@ class Batch:
     metadata: dict[str, str]
     #: Where its end is told; empty: nowhere.
     webhook_url: str
+    #: This and all times: seconds since 1970.
     created_at: int
     #: Lines that were not asked by then are not any more.
     expires_at: int
@@ -87,7 +91,9 @@ class Line:
 
     #: Of the file, counted from 1.
     number: int
+    #: What the client calls it, unique in its file.
     custom_id: str
+    #: Its first byte in the file, and how many it has.
     start: int
     size: int
 

@@ -16,12 +16,15 @@ class Job:
     owner: str
     #: The route that answers it.
     endpoint: str
+    #: The client's own notes, given back with it.
     metadata: dict[str, str]
     #: Where its end is told; empty: nowhere.
     webhook_url: str
+    #: This and all times: seconds since 1970.
     created_at: int
     #: When it ends without an answer.
     expires_at: int
+    #: queued or in_progress, then completed, failed, cancelled or expired.
     status: str = "queued"
     #: When each other state was reached.
     times: dict[str, int] = field(default_factory=dict[str, int])

@@ -23,6 +23,7 @@ class KeptTurn:
     as a response or a later turn needs it.
     """
 
+    #: The turn that it answered to; None: it began a conversation.
     before: KeptTurn | None
     #: JSON list of items, with their ids.
     input: bytes
@@ -67,6 +68,7 @@ class _Shelf:
     responses: dict[str, KeptResponse] = field(default_factory=dict)
     #: Item id -> the id of its response.
     items: dict[str, str] = field(default_factory=dict)
+    #: Of them, and of what they answer.
     n_bytes: int = 0
 
 

@@ -72,14 +72,19 @@ class InfillAnswer(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     index: int
+    #: The text of the answer.
     content: str
     tokens: list[int]
+    #: Nothing comes after it. Earlier events of a stream have what stands above, and false here.
     stop: bool
     model: str
+    #: Of the answer; and of the prompt, of which so many came from the prefix cache.
     tokens_predicted: int
     tokens_evaluated: int
     tokens_cached: int
+    #: Always false: a prompt that is too long is refused.
     truncated: bool
+    #: Why it ended, as llama.cpp says it.
     stop_type: str
 
 

@@ -65,6 +65,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class _CaseId(msgspec.Struct, frozen=True):
     """What a row is of."""
 
+    #: As in `Row`.
     part: str
     name: str
     case: str
@@ -111,14 +112,15 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One measured figure."""
 
-    part: str
-    name: str
-    case: str
+    part: str  # the part that measured it
+    name: str  # what was measured
+    case: str  # in which sizes
     by: str  # the kernel set, or the peer
     seconds: float | None = None  # median of the repeats; None where `note` says why there is none
     least: float | None = None  # of the repeats
-    most: float | None = None
-    repeats: int = 0
+    most: float | None = None  # likewise
+    repeats: int = 0  # how often
+    # Seconds that the device's own copy and product would take; None: not known.
     floor_s: float | None = None
     bound: str = ""  # what the floor's time goes into: bytes, operations or steps
     error: float | None = None  # distance from the reference, as norm over norm
@@ -189,14 +191,14 @@ Tasks = Iterator[Task]
 class Sizes:
     """What is measured at."""
 
-    copy_bytes: int
-    product_side: int
+    copy_bytes: int  #: of the copy that is the floor of bandwidth
+    product_side: int  #: rows and columns of the square product that is the floor of operations
     attention: tuple[tuple[int, int], ...]  # (sequences, context) of decode
     long: int  # context of one long sequence
     prompts: tuple[int, ...]  # rows of one prompt
     mixed: tuple[int, int, int]  # sequences that decode, their context, rows of a prompt
     rows: tuple[int, ...]  # that are rotated and written
-    product_rows: tuple[int, ...]
+    product_rows: tuple[int, ...]  #: rows of products with a layer's matrices
     sampled: tuple[int, ...]  # rows of logits
     #: Rows of decode steps, and of mixed ones, in which all kernels are proved.
     proved: tuple[tuple[int, ...], tuple[int, ...]]

@@ -94,10 +94,10 @@ class DevicePlan:
     """What to measure."""
 
     shape: str = ""  # one of NAMES; "": by the device
-    dtype: str = "auto"
+    dtype: str = "auto"  # of weights and activations; auto: by the device
     kernels: str = "auto"
     against: str = ""  # a second kernel set, "" for none
-    platform: str = "auto"
+    platform: str = "auto"  # auto, or the one whose devices jax must have
     page_size: int = 0  # 0: by the shape
     only: tuple[str, ...] = ()  # parts; (): all
     seconds: float = TOTAL_S  # for everything in this call
@@ -114,8 +114,8 @@ class DeviceResults:
     """What has been measured so far, by this call and by those before it."""
 
     plan: DevicePlan
-    about: About | None = None
-    floors: Floors | None = None
+    about: About | None = None  #: of the device; None until it was asked
+    floors: Floors | None = None  #: None until they were measured
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0  # of all calls
     before: float = 0.0  # of those before this one

@@ -31,10 +31,13 @@ from jitney.kernels.prompt_choices import TABLE, read_choices, with_choice
 class _Saved(msgspec.Struct):
     """What a file is read for; the rest follows from it."""
 
+    #: What must be alike for a later call to go on with it.
     key: JsonDict
     floors: Floors | None
+    #: Parts that left nothing undone.
     finished: list[str]
     rows: list[Row]
+    #: Of all calls so far, and how many there were.
     seconds: float
     calls: int
 
