@@ -16,6 +16,8 @@ import msgspec
 
 from jitney.engine.errors import ErrorInfo, RequestError
 
+#: What JSON can say, before anybody has looked at it.
+type JsonValue = dict[str, JsonValue] | list[JsonValue] | str | int | float | bool | None
 #: An object of JSON, to be read; and one in the making.
 JsonObject = Mapping[str, Any]
 JsonDict = dict[str, Any]

@@ -16,8 +16,8 @@ from jitney.engine.errors import RequestError
 from jitney.engine.structured.embedded_schemas import with_schemas
 from jitney.engine.structured.refusals import bad_grammar
 from jitney.engine.structured.schema_errors import place_of_error
-from jitney.engine.structured.schema_rules import kept_to
-from jitney.engine.types import Grammar
+from jitney.engine.structured.schema_rules import kept_object, kept_to
+from jitney.engine.types import Grammar, JsonDict
 
 #: Between two tokens of JSON. Without a bound a model can write blanks for ever; this much indents
 #: eight levels by four.
@@ -81,11 +81,11 @@ def _as_kept(grammar: Grammar) -> Grammar:
     return Grammar("json_schema", orjson.dumps(schema).decode())
 
 
-def _embedded(schema: dict[str, Any]) -> dict[str, Any]:
+def _embedded(schema: JsonDict) -> JsonDict:
     """A schema that stands in a grammar in Lark, where its own "x-guidance" says how it is
     written.
     """
-    made = kept_to(schema)
+    made = kept_object(schema)
     style = made.get("x-guidance", {})
     if isinstance(style, dict):
         made["x-guidance"] = style | {"json_allowed_escapes": _ESCAPES}

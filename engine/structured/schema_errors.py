@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from jitney.engine.types import JsonValue
 
 #: Keywords whose value is a schema, a list of schemas, or schemas by name.
 _ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
@@ -15,7 +16,7 @@ _MOST_LOOKS = 200
 _MOST_PLACE = 120
 
 
-def place_of_error(schema: Any, error_of: Callable[[Any], str]) -> str:
+def place_of_error(schema: JsonValue, error_of: Callable[[JsonValue], str]) -> str:
     """A pointer to the innermost schema that is wrong by itself in the same way, such as
     "#/properties/a". error_of: what is wrong with a schema, "" if nothing is.
     """
@@ -31,15 +32,15 @@ def place_of_error(schema: Any, error_of: Callable[[Any], str]) -> str:
 @dataclass(slots=True)
 class _Search:
     #: What the compiler says of a schema; empty: nothing is wrong.
-    error_of: Callable[[Any], str]
+    error_of: Callable[[JsonValue], str]
     #: The error that is looked for.
     wanted: str
     #: What a part of the schema may refer to.
-    shared: dict[str, Any]
+    shared: dict[str, JsonValue]
     #: Schemas that may still be tried.
     looks_left: int = _MOST_LOOKS
 
-    def culprit_in(self, schema: Any) -> tuple[list[str], Any] | None:
+    def culprit_in(self, schema: JsonValue) -> tuple[list[str], JsonValue] | None:
         """The first schema directly inside one that is wrong by itself, and the steps to it."""
         for steps, child in _children(schema):
             if not self.looks_left:
@@ -51,26 +52,29 @@ class _Search:
         return None
 
 
-def _shared(schema: Any) -> dict[str, Any]:
+def _shared(schema: JsonValue) -> dict[str, JsonValue]:
     if not isinstance(schema, dict):
         return {}
     return {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
 
 
-def _children(schema: Any) -> Iterator[tuple[list[str], Any]]:
+def _children(schema: JsonValue) -> Iterator[tuple[list[str], JsonValue]]:
     """(steps down from here, schema) of the schemas directly inside one."""
     if not isinstance(schema, dict):
         return
     for name in _ONE:
-        if isinstance(schema.get(name), dict):
-            yield [name], schema[name]
+        inner = schema.get(name)
+        if isinstance(inner, dict):
+            yield [name], inner
     for name in _LISTED:
-        if isinstance(schema.get(name), list):
-            for number, child in enumerate(schema[name]):
+        listed = schema.get(name)
+        if isinstance(listed, list):
+            for number, child in enumerate(listed):
                 yield [name, str(number)], child
     for name in _NAMED:
-        if isinstance(schema.get(name), dict):
-            for key, child in schema[name].items():
+        named = schema.get(name)
+        if isinstance(named, dict):
+            for key, child in named.items():
                 yield [name, escaped(key)], child
 
 

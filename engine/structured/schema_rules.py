@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.patterns import rust_pattern
 from jitney.engine.structured.refusals import bad_grammar
 from jitney.engine.structured.schema_errors import escaped
+from jitney.engine.types import JsonValue
 
 #: Keywords whose value is a schema, a list of schemas, or schemas by name.
 _ONE = {"items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else"}
@@ -76,14 +76,21 @@ _FORMATS = {
 }
 
 
-def kept_to(schema: Any) -> Any:
+def kept_to(schema: JsonValue) -> JsonValue:
     """A schema, an object or a boolean, that llguidance keeps to as this one says. Raises
     RequestError that says where and why for one that cannot be kept to.
     """
     if isinstance(schema, bool):
         return {"allOf": [schema]}  # llguidance wants an object
+    if isinstance(schema, dict):
+        return kept_object(schema)
+    return schema
+
+
+def kept_object(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """`kept_to` of an object."""
     try:
-        return _Rules(schema).schema(schema, "#", _NEWEST)
+        return _Rules(schema).members(schema, "#", _NEWEST)
     except RecursionError:
         raise _refusal("#", "too complex: too deep") from None
 
@@ -91,16 +98,20 @@ def kept_to(schema: Any) -> Any:
 @dataclass(slots=True)
 class _Rules:
     #: The whole schema, which references begin at.
-    root: Any
+    root: dict[str, JsonValue]
     #: Schemas that may still be looked at.
     left: int = _MOST_SCHEMAS
     #: What oneOf referred to, outside of where we are.
     inside: list[str] = field(default_factory=list)
 
-    def schema(self, schema: Any, place: str, draft: int) -> Any:
+    def schema(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
         """What llguidance is given for a schema. place: a JSON pointer to it."""
-        if not isinstance(schema, dict):
-            return schema
+        if isinstance(schema, dict):
+            return self.members(schema, place, draft)
+        return schema
+
+    def members(self, schema: dict[str, JsonValue], place: str, draft: int) -> dict[str, JsonValue]:
+        """What llguidance is given for a schema that is an object."""
         self.left -= 1
         if self.left < 0:
             raise _refusal("#", f"too complex: more than {_MOST_SCHEMAS} schemas")
@@ -114,7 +125,7 @@ class _Rules:
         _narrow_format(made)
         return made
 
-    def value(self, keyword: str, value: Any, place: str, draft: int) -> Any:
+    def value(self, keyword: str, value: JsonValue, place: str, draft: int) -> JsonValue:
         """What llguidance is given for a keyword's value."""
         if keyword == "oneOf" and isinstance(value, list):
             return [self.option(one, f"{place}/{at}", draft) for at, one in enumerate(value)]
@@ -128,14 +139,16 @@ class _Rules:
             return rust_pattern(value)
         return value
 
-    def named(self, keyword: str, schemas: dict[str, Any], place: str, draft: int) -> Any:
-        made: dict[str, Any] = {}
+    def named(
+        self, keyword: str, schemas: dict[str, JsonValue], place: str, draft: int
+    ) -> JsonValue:
+        made: dict[str, JsonValue] = {}
         for name, schema in schemas.items():
             key = rust_pattern(name) if keyword == "patternProperties" else name
             made[key] = self.schema(schema, f"{place}/{escaped(name)}", draft)
         return made
 
-    def option(self, schema: Any, place: str, draft: int) -> Any:
+    def option(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
         """A schema of oneOf. llguidance does not look at what one refers to when it looks whether
         they exclude each other, so it stands there itself.
         """
@@ -148,7 +161,7 @@ class _Rules:
         self.inside.pop()
         return made
 
-    def target(self, reference: Any) -> Any:
+    def target(self, reference: JsonValue) -> JsonValue:
         """The definition of the root's that is referred to, None if it is no such reference."""
         found = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(reference))
         if found is None or "$id" in self.root:
@@ -161,14 +174,14 @@ class _Rules:
         return None
 
 
-def _draft_of(schema: dict[str, Any], outer: int) -> int:
+def _draft_of(schema: dict[str, JsonValue], outer: int) -> int:
     found = re.search(r"draft[-/](04|06|07|2019-09|2020-12)/", str(schema.get("$schema", "")))
     if found is None:
         return outer
     return _DRAFTS[found[1]]
 
 
-def _refuse_unkept(schema: dict[str, Any], place: str, draft: int) -> None:
+def _refuse_unkept(schema: dict[str, JsonValue], place: str, draft: int) -> None:
     """Raises RequestError for what llguidance would take, and not keep to."""
     for keyword in schema:
         since = _SINCE.get(keyword, 0)
@@ -182,13 +195,13 @@ def _refuse_unkept(schema: dict[str, Any], place: str, draft: int) -> None:
     _refuse_counted(schema, place)
 
 
-def _refuse_inexact(keyword: str, value: Any, place: str) -> None:
+def _refuse_inexact(keyword: str, value: JsonValue, place: str) -> None:
     for number in _leaves(value):
         if isinstance(number, int) and int(float(number)) != number:
             raise _refusal(place, f"{keyword}: {number} has more digits than a float64 keeps")
 
 
-def _refuse_controls(schema: dict[str, Any], place: str) -> None:
+def _refuse_controls(schema: dict[str, JsonValue], place: str) -> None:
     properties = schema.get("properties")
     names = list(properties) if isinstance(properties, dict) else []
     texts = [schema.get("const"), schema.get("enum"), schema.get("required"), names]
@@ -197,7 +210,7 @@ def _refuse_controls(schema: dict[str, Any], place: str) -> None:
             raise _refusal(place, "control characters cannot be written in an answer")
 
 
-def _refuse_counted(schema: dict[str, Any], place: str) -> None:
+def _refuse_counted(schema: dict[str, JsonValue], place: str) -> None:
     """A name that the schema does not have can be written twice, and JSON keeps one of them."""
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(least, int) or not isinstance(required, list):
@@ -207,11 +220,11 @@ def _refuse_counted(schema: dict[str, Any], place: str) -> None:
         raise _refusal(place, reason)
 
 
-def _says_nothing(keyword: str, value: Any) -> bool:
+def _says_nothing(keyword: str, value: JsonValue) -> bool:
     return keyword == "uniqueItems" and value is False
 
 
-def _narrow_format(schema: dict[str, Any]) -> None:
+def _narrow_format(schema: dict[str, JsonValue]) -> None:
     """Say a format as a pattern, where llguidance's own is too wide."""
     pattern = _FORMATS.get(str(schema.get("format")))
     if pattern is None:
@@ -219,12 +232,13 @@ def _narrow_format(schema: dict[str, Any]) -> None:
     del schema["format"]
     if "pattern" not in schema:
         schema["pattern"] = pattern
-    else:
-        others = schema.get("allOf", [])
+        return
+    others = schema.get("allOf", [])
+    if isinstance(others, list):  # else llguidance refuses it
         schema["allOf"] = [*others, {"pattern": pattern}]
 
 
-def _leaves(value: Any) -> list[Any]:
+def _leaves(value: JsonValue) -> list[JsonValue]:
     """All that is no list and no object in a value of JSON, the names of its objects too."""
     if isinstance(value, dict):
         return _leaves([*value.keys(), *value.values()])

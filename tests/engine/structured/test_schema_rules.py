@@ -192,7 +192,7 @@ def test_definitions_that_refer_to_each_other_are_read_to_an_end():
     kids = {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]}
     tree = tree | {"type": "object"}
     schema = {"$ref": "#/$defs/tree", "$defs": {"tree": tree, "kids": kids}}
-    kept = kept_to(schema)
+    kept: Any = kept_to(schema)
     assert "$ref" not in kept["$defs"]["kids"]["oneOf"][1]
     assert may_be_written(schema, '{"kids":{"kids":null}}', '{"kids":1}') == [True, False]
 
@@ -210,6 +210,12 @@ def test_choices_that_would_grow_without_end_are_refused():
     with pytest.raises(RequestError) as caught:
         kept_to(deep)
     assert caught.value.info.code == "grammar_too_complex"
+
+
+@pytest.mark.parametrize("others", [5, None, "x", {"type": "string"}])
+def test_a_format_beside_a_pattern_and_what_is_no_list_is_refused(others: Any):
+    schema = {"type": "string", "format": "date", "pattern": "2", "allOf": others}
+    assert "allOf" in refusal(schema)
 
 
 def test_boolean_schemas():
