@@ -18,7 +18,7 @@ import msgspec
 
 from jitney.engine.errors import JitneyError
 from jitney.engine.messages import SequenceEvent
-from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE, RowKind
 from jitney.engine.types import EngineInfo, JsonDict
 
 #: Rises with every change that an older page would not understand.
@@ -63,7 +63,7 @@ class FeedStart(TypedDict):
     page_states: tuple[str, ...]  # PAGE_STATES
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
     event_columns: tuple[str, ...]  # _EVENT_COLUMNS
-    row_kinds: list[Any]  # `row_kinds.RowKind`, useful ones first
+    row_kinds: list[RowKind]  # useful ones first
     info: JsonDict | None  # `types.EngineInfo.flat`; null while no engine runs
 
 
@@ -165,7 +165,7 @@ class _Events(TypedDict):
     """What happened to sequences since the frame before."""
 
     first: int  # number of the first of them, counted since the server's start
-    events: list[list[Any]]  # _EVENT_COLUMNS
+    events: list[list[str | float]]  # _EVENT_COLUMNS
 
 
 class Note(TypedDict):
@@ -186,7 +186,7 @@ class _Bye(TypedDict):
     retry_ms: int  # milliseconds after which it makes sense to come back
 
 
-def encode(name: str, data: Any, id: str = "") -> bytes:
+def encode(name: str, data: object, id: str = "") -> bytes:
     """One server-sent event."""
     id_line = f"id: {id}\n" if id else ""
     head = f"event: {name}\n{id_line}data: "
@@ -264,7 +264,7 @@ def events(happened: list[SequenceEvent], first: int) -> bytes:
     return encode("events", data)
 
 
-def _event_row(event: SequenceEvent) -> list[Any]:
+def _event_row(event: SequenceEvent) -> list[str | float]:
     """In the order of _EVENT_COLUMNS."""
     return [round(event.t, 4), *_EVENT_FIELDS(event)]
 

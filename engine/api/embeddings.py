@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import orjson
@@ -23,7 +23,7 @@ from jitney.engine.api.schema import Label, ModelBody, prompt_list
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo
+from jitney.engine.types import EngineInfo, JsonValue
 
 #: Inputs of one request, as OpenAI has it.
 _MOST_INPUTS = 2048
@@ -37,7 +37,7 @@ _Input = (
 )
 
 
-def _inputs(value: Any) -> list[str | list[int]]:
+def _inputs(value: JsonValue) -> list[str | list[int]]:
     return prompt_list(value, _MOST_INPUTS, "input")
 
 
@@ -100,14 +100,14 @@ class _Format(Format):
             mark = b","
         yield b"]"
 
-    def _written(self, vector: bytes) -> Any:
+    def _written(self, vector: bytes) -> np.ndarray | str:
         return np.frombuffer(vector, np.float32)
 
 
 class _Base64Format(_Format):
     """Vectors in base64."""
 
-    def _written(self, vector: bytes) -> Any:
+    def _written(self, vector: bytes) -> str:
         return base64.b64encode(np.frombuffer(vector, np.float32).astype("<f4").tobytes()).decode()
 
 

@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from jitney.engine.errors import RequestError
 from jitney.engine.structured import grammar
-from jitney.engine.types import Grammar
+from jitney.engine.types import Grammar, JsonDict
 
 #: Most characters of a regular expression, a grammar or a schema; choices, and characters of each.
 _MOST_CHARS = 1 << 16
@@ -24,7 +24,7 @@ Choices = Annotated[
     Field(min_length=1, max_length=_MOST_CHOICES),
 ]
 #: A JSON schema, or its text.
-Schema = dict[str, Any] | bool | Annotated[str, Field(max_length=_MOST_CHARS)]
+Schema = JsonDict | bool | Annotated[str, Field(max_length=_MOST_CHARS)]
 
 
 class _Exact(BaseModel):
@@ -39,7 +39,7 @@ class _NamedSchema(_Exact):
     """The schema of an answer. Every schema is kept to, strict or not."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    json_schema: Annotated[JsonDict, Field(alias="schema")]
     description: Annotated[str | None, Field(max_length=4096)] = None
     strict: bool | None = None
 
@@ -105,7 +105,7 @@ def of_structured_outputs(wanted: StructuredOutputs | None) -> list[WantedGramma
 
 def of_fields(
     prefix: str,
-    schema: dict[str, Any] | bool | str | None,
+    schema: JsonDict | bool | str | None,
     regex: str | None,
     choice: list[str] | None,
     text: str | None,
@@ -124,7 +124,7 @@ def of_fields(
     return found
 
 
-def _schema(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
+def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -135,7 +135,7 @@ def _schema(schema: dict[str, Any] | bool | str, param: str) -> Grammar:
     return of_schema(schema, param)
 
 
-def of_schema(schema: dict[str, Any] | bool, param: str) -> Grammar:
+def of_schema(schema: JsonDict | bool, param: str) -> Grammar:
     """Of an answer that fits a JSON schema. Raises RequestError for one that is too long."""
     made = grammar.json_schema(schema)
     if len(made.text) > _MOST_CHARS:

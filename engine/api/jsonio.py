@@ -7,15 +7,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 from starlette.responses import Response
 
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict, JsonValue
 
 _MAX_DEPTH = 64
 #: What orjson says of a thousand levels.
@@ -31,7 +31,7 @@ _GROUP = 16
 _RUN = 2048
 
 
-def read_object(body: bytes) -> Generator[None, None, dict[str, Any]]:
+def read_object(body: bytes) -> Generator[None, None, JsonDict]:
     """The JSON object in `body`; of equal keys the last one counts. Work for `Slices`.
 
     Raises HttpError 400 invalid_json, or RequestError for a number that is not finite.
@@ -57,13 +57,13 @@ def _too_deep() -> HttpError:
     )
 
 
-def _check_depth(value: Any) -> Generator[None, None, None]:
+def _check_depth(value: JsonValue) -> Generator[None, None, None]:
     """Level by level: nothing here calls itself."""
-    level: list[Any] = [[value]]
+    level: list[JsonValue] = [[value]]
     for _ in range(_MAX_DEPTH + 1):
-        inner: list[Any] = []
+        inner: list[JsonValue] = []
         for number, container in enumerate(level):
-            values = list(container.values()) if isinstance(container, dict) else container
+            values = _inside(container)
             if not _CONTAINERS.isdisjoint(map(type, values)):
                 inner += [each for each in values if type(each) in _CONTAINERS]
             if number % _LOOKS == 0:
@@ -72,6 +72,13 @@ def _check_depth(value: Any) -> Generator[None, None, None]:
             return
         level = inner
     raise _too_deep()
+
+
+def _inside(container: JsonValue) -> list[JsonValue]:
+    """The values of a list or of an object."""
+    if isinstance(container, dict):
+        return list(container.values())
+    return container if isinstance(container, list) else []
 
 
 def _refuse_not_finite(body: bytes) -> Generator[None, None, None]:
@@ -91,7 +98,7 @@ def _refuse_not_finite(body: bytes) -> Generator[None, None, None]:
             yield
 
 
-def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+def _numbers(value: JsonValue, path: str) -> Iterator[tuple[str, float]]:
     """All numbers, whole ones too, so that whoever asks can stop in between."""
     match value:
         case float() | int():
@@ -111,7 +118,7 @@ class LongJson:
     pieces: Iterator[bytes]
 
 
-def in_pieces(value: Any) -> Generator[bytes, None, None]:
+def in_pieces(value: object) -> Generator[bytes, None, None]:
     """The JSON text of `value`, written piece by piece where it is a LongJson."""
     long: list[LongJson] = []
 
@@ -132,21 +139,21 @@ def in_pieces(value: Any) -> Generator[bytes, None, None]:
         yield part
 
 
-def json_list(make: Callable[[int], Any], count: int) -> list[Any] | LongJson:
+def json_list[T](make: Callable[[int], T], count: int) -> list[T] | LongJson:
     """The list of make(0) to make(count - 1), made bit by bit if it is long."""
     if count <= _GROUP:
         return [make(place) for place in range(count)]
     return LongJson(_groups(make, count))
 
 
-def long_list(values: list[Any]) -> list[Any] | LongJson:
+def long_list[T](values: list[T]) -> list[T] | LongJson:
     """A list that is there already, and may be long."""
     if len(values) <= _RUN:
         return values
     return LongJson(_runs(values))
 
 
-def _runs(values: list[Any]) -> Iterator[bytes]:
+def _runs(values: Sequence[object]) -> Iterator[bytes]:
     mark = b"["
     for start in range(0, len(values), _RUN):
         yield mark + orjson.dumps(values[start : start + _RUN])[1:-1]
@@ -154,7 +161,7 @@ def _runs(values: list[Any]) -> Iterator[bytes]:
     yield b"]"
 
 
-def _groups(make: Callable[[int], Any], count: int) -> Iterator[bytes]:
+def _groups(make: Callable[[int], object], count: int) -> Iterator[bytes]:
     mark = b"["
     for start in range(0, count, _GROUP):
         group = [make(place) for place in range(start, min(start + _GROUP, count))]
@@ -164,7 +171,7 @@ def _groups(make: Callable[[int], Any], count: int) -> Iterator[bytes]:
 
 
 def json_answer(
-    value: Any, headers: dict[str, str] | None = None, *, status: int = 200
+    value: object, headers: dict[str, str] | None = None, *, status: int = 200
 ) -> Response:
     """A JSON answer."""
     return Response(orjson.dumps(value), status, headers=headers, media_type="application/json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 from msgspec import to_builtins
@@ -47,7 +47,7 @@ class SleepQuery(BaseModel):
 
     @field_validator("level", mode="before")
     @classmethod
-    def _number(cls, value: Any) -> Any:
+    def _number(cls, value: str | int) -> str | int:
         return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
@@ -200,5 +200,5 @@ def _seat(seat: Seat, info: EngineInfo) -> JsonDict:
     }
 
 
-def _json(value: Any) -> Response:
+def _json(value: object) -> Response:
     return Response(orjson.dumps(value), media_type="application/json")

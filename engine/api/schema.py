@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, cast
 
 import orjson
 from pydantic import (
@@ -30,7 +30,7 @@ from jitney.engine.api.errors import echo
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.conversation.tools import Tool
 from jitney.engine.errors import RequestError
-from jitney.engine.types import JsonDict, Range, SamplingParams, declared
+from jitney.engine.types import JsonDict, JsonObject, JsonValue, Range, SamplingParams, declared
 
 #: Most stop strings of a request.
 MAX_STOPS = 64
@@ -83,7 +83,7 @@ _OWN_VARIABLES = frozenset(
 _SCHEMA_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 
 #: Known fields whose meaning we do not give -> the values that ask for nothing (null always does).
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "audio": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -119,7 +119,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 #: Field of a body -> the field of SamplingParams whose range it has.
 _SAMPLED_AS = {"best_of": "n", "top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
 #: Fields of the sibling route, refused likewise.
-_REFUSED_COMPLETION: dict[str, tuple[Any, ...]] = {
+_REFUSED_COMPLETION: dict[str, tuple[JsonValue, ...]] = {
     "add_generation_prompt": (),
     "continue_final_message": (False,),
     "max_completion_tokens": (),
@@ -217,18 +217,20 @@ def ranged(field: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _stops(value: Any) -> tuple[str, ...]:
+def _stops(value: JsonValue) -> tuple[str, ...]:
     if value is None:
         return ()
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or len(texts) > MAX_STOPS:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or len(value) > MAX_STOPS:
         raise ValueError(f"must be a string or at most {MAX_STOPS} strings")
-    if not _all_of(str, texts):
+    texts = [text for text in value if isinstance(text, str)]
+    if len(texts) < len(value):
         raise ValueError("must be a string or a list of strings")
     return tuple(dict.fromkeys(texts))
 
 
-def _truncation(value: Any) -> int | None:
+def _truncation(value: JsonValue) -> int | None:
     if value is None:
         return None
     if type(value) is not int or not (value == -1 or 1 <= value < 2**31):
@@ -238,24 +240,26 @@ def _truncation(value: Any) -> int | None:
     return value
 
 
-def _logit_bias(value: Any) -> dict[int, float]:
+def _logit_bias(value: JsonValue) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
     biases: dict[int, float] = {}
     for token, bias in value.items():
-        if not _TOKEN_ID.match(token) or type(bias) not in (int, float):
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError("must map token ids to numbers")
+        if not _TOKEN_ID.match(token):
             raise ValueError("must map token ids to numbers")
         biases[int(token)] = float(bias)
     return biases
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def _prompts(value: JsonValue) -> list[str | list[int]]:
     return prompt_list(value, _MAX_PROMPTS)
 
 
-def prompt_list(value: Any, most: int, what: str = "prompt") -> list[str | list[int]]:
+def prompt_list(value: JsonValue, most: int, what: str = "prompt") -> list[str | list[int]]:
     """The four forms of `prompt` as one list of at most so many. Raises ValueError."""
     items = [value] if not isinstance(value, list) or _is_token_list(value) else value
     if not 0 < len(items) <= most:
@@ -267,17 +271,17 @@ def prompt_list(value: Any, most: int, what: str = "prompt") -> list[str | list[
     # "" alone is a prompt for a model that begins its texts with a token of its own.
     if value != "" and not all(items):
         raise ValueError(f"a{'n' if what[0] in 'aeiou' else ''} {what} is empty")
-    return items
+    return cast("list[str | list[int]]", items)
 
 
-def _all_of(kind: type, values: list[Any]) -> bool:
+def _all_of(kind: type, values: list[JsonValue]) -> bool:
     """Exact types: true is no integer. A set of types, because a body may hold half a million
     token ids, and a generator over them takes 20 ms.
     """
     return set(map(type, values)) <= {kind}
 
 
-def _is_token_list(value: Any) -> bool:
+def _is_token_list(value: JsonValue) -> bool:
     return isinstance(value, list) and _all_of(int, value)
 
 
@@ -294,13 +298,13 @@ def check_tools(
             raise at_field("tool_choice", f"names {echo(name)}, which is not among the tools")
 
 
-def kind_of(value: Any) -> str | None:
+def kind_of(value: JsonValue) -> str | None:
     """The type that an object says it has; None if it says none."""
     kind = value.get("type") if isinstance(value, dict) else None
     return kind if isinstance(kind, str) else None
 
 
-def text_content(value: Any, kinds: tuple[str, ...] = ("text",)) -> str | None:
+def text_content(value: JsonValue, kinds: tuple[str, ...] = ("text",)) -> str | None:
     """Message content as one string; text parts are joined by line breaks. kinds: what the route
     calls its parts.
     """
@@ -311,13 +315,14 @@ def text_content(value: Any, kinds: tuple[str, ...] = ("text",)) -> str | None:
     return "\n".join(_text_part(index, part, kinds) for index, part in enumerate(value))
 
 
-def _text_part(index: int, part: Any, kinds: tuple[str, ...]) -> str:
+def _text_part(index: int, part: JsonValue, kinds: tuple[str, ...]) -> str:
     kind = kind_of(part)
     if kind in _MEDIA_PARTS:
         raise unsupported(f"part {index}: this model reads text only")
-    if kind not in kinds or not isinstance(part.get("text"), str):
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind not in kinds or not isinstance(text, str):
         raise ValueError(f'part {index} must be {{"type": "{kinds[0]}", "text": string}}')
-    return part["text"]
+    return text
 
 
 def _safe_id(value: str | None) -> str | None:
@@ -334,7 +339,7 @@ class ModelBody(Part):
     """A body that may name the model."""
 
     #: Known fields that the route itself refuses, as `_REFUSED` has them.
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    refused: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {}
     #: Lists of messages, whose length is looked at before anything else.
     counted: ClassVar[tuple[str, ...]] = ("messages", "input")
 
@@ -496,7 +501,7 @@ def object_schema(value: JsonDict | None) -> JsonDict | None:
 
 def _unknown_type(schema: JsonDict) -> str | None:
     """A type that does not exist, somewhere among the schemas of properties and items."""
-    todo: list[Any] = [schema]
+    todo: list[JsonValue] = [schema]
     while todo:
         each = todo.pop()
         if not isinstance(each, dict):
@@ -568,7 +573,7 @@ class _Allowed(Part):
 _ToolChoice = Literal["auto", "none", "required"] | _NamedTool | _Allowed
 
 
-def _checked_variables(value: Any) -> JsonDict:
+def _checked_variables(value: JsonValue) -> JsonDict:
     """Variables for the chat template, none of which is ours. Raises ValueError."""
     if value is None:
         return {}
@@ -614,7 +619,7 @@ class Message(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _text_only(cls, raw: Any) -> Any:
+    def _text_only(cls, raw: JsonValue) -> JsonValue:
         for name in ("audio", "function_call"):
             if isinstance(raw, dict) and raw.get(name) is not None:
                 raise unsupported(f"{name} is not supported here")
@@ -695,7 +700,7 @@ class ChatBody(GenerationBody):
         return isinstance(self.tool_choice, _NamedTool)
 
 
-def parse_body[B: ModelBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, list[str]]:
+def parse_body[B: ModelBody](kind: type[B], raw: JsonObject) -> tuple[B, list[str]]:
     """The body, and the names of fields nobody knows. Raises RequestError naming the first field at
     fault.
     """
@@ -713,7 +718,7 @@ def parse_body[B: ModelBody](kind: type[B], raw: Mapping[str, Any]) -> tuple[B, 
     return body, _unknown(raw, {*kind.model_fields, *refused})
 
 
-def checked[M: BaseModel](kind: type[M], raw: Mapping[str, Any]) -> M:
+def checked[M: BaseModel](kind: type[M], raw: JsonObject) -> M:
     """What was sent, in a model's form. Raises RequestError naming the first field at fault."""
     try:
         return kind.model_validate(dict(raw))
@@ -721,7 +726,7 @@ def checked[M: BaseModel](kind: type[M], raw: Mapping[str, Any]) -> M:
         raise readable(error) from None
 
 
-def _refused_by(kind: type[ModelBody]) -> dict[str, tuple[Any, ...]]:
+def _refused_by(kind: type[ModelBody]) -> dict[str, tuple[JsonValue, ...]]:
     """Fields that a body may have only with a neutral value."""
     if not issubclass(kind, GenerationBody):
         return dict(kind.refused)
@@ -729,12 +734,12 @@ def _refused_by(kind: type[ModelBody]) -> dict[str, tuple[Any, ...]]:
     return everywhere | dict(kind.refused)
 
 
-def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+def _asks_for_nothing(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
     """Null, or one of the neutral values; 1 and true are not the same."""
     return value is None or (type(value), value) in [(type(ok), ok) for ok in neutral]
 
 
-def _unknown(raw: Mapping[str, Any], fields: set[str]) -> list[str]:
+def _unknown(raw: JsonObject, fields: set[str]) -> list[str]:
     names = [name for name in raw if name not in fields]
     options = raw.get("stream_options")
     if isinstance(options, dict):

@@ -69,7 +69,7 @@ class Fields:
         """The first of them."""
         return next(iter(self.token_ids(key)), None)
 
-    def reject(self, key: str, value: Any, wanted: str) -> None:
+    def reject(self, key: str, value: object, wanted: str) -> None:
         """Raise ModelError for a value."""
         raise ModelError(f"{self.where}: {key} must be {wanted}, found {str(value)[:60]!r}")
 

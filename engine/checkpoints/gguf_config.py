@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from jitney.engine.checkpoints.config_fields import (
     MAX_CONTEXT,
@@ -81,7 +80,7 @@ def _read_gguf_config(
     return family.from_gguf(fields, config)
 
 
-def _family_named(name: Any) -> tuple[str, Family]:
+def _family_named(name: object) -> tuple[str, Family]:
     """(architecture, family) of the name that GGUF files use."""
     readable = {key: family for key, family in FAMILIES.items() if family.from_gguf is not None}
     for architecture, family in readable.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 from jitney.engine.checkpoints.config_fields import Fields, unique
 from jitney.engine.checkpoints.families import FAMILIES
@@ -34,7 +33,7 @@ def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> 
     return replace(model, architecture=architecture, eos_ids=unique(model.eos_ids, more_ends))
 
 
-def _known_architecture(names: Any) -> str:
+def _known_architecture(names: object) -> str:
     """The first class name in `architectures` that is served; ModelError lists those that are."""
     if isinstance(names, list):
         for name in names:

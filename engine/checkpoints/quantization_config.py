@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonObject
@@ -28,7 +28,7 @@ class Packing:
     zero_offset: int = 0
 
 
-def read_packing(settings: Any) -> Packing | None:
+def read_packing(settings: object) -> Packing | None:
     """The packing that `quantization_config` names, None for no quantisation; ModelError for one
     that is not read.
     """
@@ -79,14 +79,14 @@ def _compressed(settings: JsonObject) -> Packing:
     return Packing("compressed-tensors")
 
 
-def _table(value: Any) -> JsonObject:
+def _table(value: object) -> JsonObject:
     """The value, if it is a table; else an empty one."""
     if isinstance(value, Mapping):
         return value
     return {}
 
 
-def _demand(settings: JsonObject, key: str, wanted: Any, default: Any = None) -> None:
+def _demand(settings: JsonObject, key: str, wanted: str | int, default: object = None) -> None:
     """ModelError unless the setting has the one value that is read."""
     value = settings.get(key, default)
     if isinstance(value, str):

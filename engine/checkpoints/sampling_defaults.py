@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,7 +20,7 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
 from jitney.engine.config.schema import SamplingSection
 from jitney.engine.errors import ConfigError, ModelError, RequestError
-from jitney.engine.types import SAMPLING_DEFAULTS, JsonObject, SamplingParams
+from jitney.engine.types import SAMPLING_DEFAULTS, JsonObject, JsonValue, SamplingParams
 
 _log = logging.getLogger("jitney.core")
 
@@ -46,7 +45,7 @@ _GGUF_NAMES = {
 _GGUF_PREFIX = "general.sampling."
 #: Keys that ask for something that we do not do -> the values that ask for nothing (null always
 #: does).
-_HF_OTHERS: Mapping[str, tuple[Any, ...]] = {
+_HF_OTHERS: Mapping[str, tuple[JsonValue, ...]] = {
     "do_sample": (True,),
     "max_new_tokens": (),
     "max_length": (20,),
@@ -76,7 +75,7 @@ _HF_OTHERS: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
 }
-_GGUF_OTHERS: Mapping[str, tuple[Any, ...]] = {
+_GGUF_OTHERS: Mapping[str, tuple[JsonValue, ...]] = {
     "sequence": (),
     "xtc_probability": (0.0,),
     "mirostat": (0,),
@@ -139,7 +138,7 @@ def _from_values(
     values: JsonObject,
     file: str,
     names: Mapping[str, str],
-    others: Mapping[str, tuple[Any, ...]],
+    others: Mapping[str, tuple[JsonValue, ...]],
 ) -> _Defaults:
     """The defaults among a file's values; what else they ask for goes to the log, once."""
     ignored = [name for name, neutral in others.items() if values.get(name) not in (None, *neutral)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Never, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -37,7 +37,9 @@ _EXPECTED = {
     float: "a number",
     tuple: "values separated by commas",
 }
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Mapping[str, Never] = MappingProxyType({})
+#: What a setting can be.
+type _Parsed = bool | int | float | str | tuple[str, ...] | tuple[int, ...]
 #: Where a value comes from that a preset filled in.
 FROM_PRESET = "--for"
 
@@ -86,13 +88,13 @@ class Setting:
         return ()
 
     @property
-    def _extra(self) -> Mapping[str, Any]:
+    def _extra(self) -> Mapping[str, object]:
         extra = self.field.json_schema_extra
         if isinstance(extra, dict):
             return extra
         return NOTHING
 
-    def parse(self, text: str, where: str) -> Any:
+    def parse(self, text: str, where: str) -> _Parsed:
         """The value that `text` (from a flag or the environment) stands for; ConfigError if it
         stands for none.
         """
@@ -102,14 +104,14 @@ class Setting:
             expected = _EXPECTED[self.kind]
             raise ConfigError(f"{where}: must be {expected}, not {_short(text)}") from None
 
-    def _parsed(self, text: str) -> Any:
+    def _parsed(self, text: str) -> _Parsed:
         if self.kind is bool:
             return _BOOLEANS[text.strip().lower()]
         if self.kind is tuple:
             return self._parse_list(text)
         return self.kind(text)
 
-    def _parse_list(self, text: str) -> tuple[Any, ...]:
+    def _parse_list(self, text: str) -> tuple[str, ...] | tuple[int, ...]:
         words = [word.strip() for word in text.split(",") if word.strip()]
         if "str" in str(self.field.annotation):
             return tuple(words)
@@ -146,7 +148,7 @@ class Layered:
     #: "--max-seats"); what is absent has its default.
     origins: Mapping[str, str]
 
-    def with_values(self, values: Mapping[str, Any], where: str) -> Layered:
+    def with_values(self, values: Mapping[str, object], where: str) -> Layered:
         """And these, by flat name. where: they come from. Raises ConfigError."""
         tables = self.config.model_dump()
         for name, value in values.items():
@@ -158,7 +160,7 @@ class Layered:
 def load_config(
     file: str | Path | None = None,
     environ: Mapping[str, str] = NOTHING,
-    flags: Mapping[str, Any] = NOTHING,
+    flags: Mapping[str, object] = NOTHING,
 ) -> Config:
     """The frozen description from all layers.
 
@@ -171,14 +173,14 @@ def load_config(
 def load_layers(
     file: str | Path | None = None,
     environ: Mapping[str, str] = NOTHING,
-    flags: Mapping[str, Any] = NOTHING,
-    preset: Mapping[str, Any] = NOTHING,
+    flags: Mapping[str, object] = NOTHING,
+    preset: Mapping[str, object] = NOTHING,
 ) -> Layered:
     """As `load_config`, with where each value came from.
 
     preset: flat name -> value, of settings that no other layer has (`config.presets`).
     """
-    values: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
+    values: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
     origins: dict[str, str] = {}
     layers = (
         *_from_preset(preset),
@@ -192,7 +194,7 @@ def load_layers(
     return _validated(values, origins)
 
 
-def _validated(values: Mapping[str, Mapping[str, Any]], origins: Mapping[str, str]) -> Layered:
+def _validated(values: Mapping[str, Mapping[str, object]], origins: Mapping[str, str]) -> Layered:
     """values: by section and key. Raises ConfigError."""
     try:
         return Layered(Config.model_validate(values), origins)
@@ -200,12 +202,12 @@ def _validated(values: Mapping[str, Mapping[str, Any]], origins: Mapping[str, st
         raise ConfigError(_explain(error, origins)) from None
 
 
-def _from_preset(preset: Mapping[str, Any]) -> Iterator[tuple[Setting, Any, str]]:
+def _from_preset(preset: Mapping[str, object]) -> Iterator[tuple[Setting, object, str]]:
     for name, value in preset.items():
         yield settings()[name], value, FROM_PRESET
 
 
-def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, Any, str]]:
+def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, object, str]]:
     if file is None:
         return
     for section, table in read_toml(file).items():
@@ -229,7 +231,7 @@ def read_toml(file: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not TOML: {error}") from None
 
 
-def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[Setting, Any, str]]:
+def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[Setting, object, str]]:
     by_env = {setting.env: setting for setting in settings().values()}
     for name, text in environ.items():
         if name.startswith(_ENV_PREFIX) and name not in _ENV_OTHER:
@@ -238,7 +240,7 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[Setting, Any, st
             yield by_env[name], by_env[name].parse(text, name), name
 
 
-def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[Setting, Any, str]]:
+def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[Setting, object, str]]:
     for name, value in flags.items():
         setting = settings().get(name)
         if setting is None:
@@ -294,13 +296,14 @@ def to_toml(config: Config, *, comments: bool = True) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _toml_line(setting: Setting, value: Any) -> str:
+def _toml_line(setting: Setting, value: _Parsed) -> str:
     if setting.secret:
-        return f"# {setting.key}: {len(value)} set, not shown"
+        n_set = len(value) if isinstance(value, tuple) else 1
+        return f"# {setting.key}: {n_set} set, not shown"
     return f"{setting.key} = {_toml_value(value)}"
 
 
-def _toml_value(value: Any) -> str:
+def _toml_value(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml_value(item) for item in value)}]"
     # JSON's strings, numbers and booleans are also TOML's, except that JSON leaves DEL unescaped.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.errors import ConfigError
@@ -16,9 +16,11 @@ from jitney.engine.errors import ConfigError
 _Goal = Literal["latency", "balanced", "throughput"]
 GOALS: tuple[_Goal, ...] = get_args(_Goal)
 
+#: By names of settings.
+type _Values = dict[str, int | float]
 #: Names of settings and their values. A wait that is bounded tightly sends requests to another
 #: engine early; one that is not keeps every seat taken.
-_EVERYWHERE: dict[_Goal, dict[str, Any]] = {
+_EVERYWHERE: dict[_Goal, _Values] = {
     "latency": {"max_waiting_requests": 32, "max_predicted_wait_s": 5.0},
     "balanced": {},
     "throughput": {
@@ -29,26 +31,26 @@ _EVERYWHERE: dict[_Goal, dict[str, Any]] = {
     },
 }
 #: Of a CPU's free memory, which is the KV pool's alone.
-_ON_CPU: dict[_Goal, dict[str, Any]] = {
+_ON_CPU: dict[_Goal, _Values] = {
     "latency": {"memory_share": 0.25},
     "balanced": {"memory_share": 0.5},
     "throughput": {"memory_share": 0.8},
 }
 #: Of all memory of a GPU or TPU, weights included: a share for less than throughput would leave a
 #: large model no pages at all, and pages that nobody uses cost no time.
-_ON_DEVICE: dict[_Goal, dict[str, Any]] = {
+_ON_DEVICE: dict[_Goal, _Values] = {
     "latency": {},
     "balanced": {},
     "throughput": {"memory_share": 0.8},
 }
 #: Seats, and rows of a step: the larger the batch, the cheaper each token, and the later. With
 #: fewer rows first tokens come later (512 rows on an H100: p99 357 ms where 1,024 have 170 ms).
-_CPU_SIZES: dict[_Goal, dict[str, Any]] = {
+_CPU_SIZES: dict[_Goal, _Values] = {
     "latency": {"max_seats": 8},
     "balanced": {"max_seats": 16},
     "throughput": {"max_seats": 32},
 }
-_DEVICE_SIZES: dict[_Goal, dict[str, Any]] = {
+_DEVICE_SIZES: dict[_Goal, _Values] = {
     "latency": {"max_seats": 64, "token_budget": 1024},
     "balanced": {"max_seats": 128, "token_budget": 1024},
     "throughput": {"max_seats": 256, "token_budget": 2048},
@@ -66,7 +68,7 @@ SIZES = {
 _MEMORY = {"memory_share", "memory_gib", "pages"}
 
 
-def preset(goal: _Goal, given: Collection[str], *, on_device: bool) -> dict[str, Any]:
+def preset(goal: _Goal, given: Collection[str], *, on_device: bool) -> _Values:
     """Values by name of the settings that `goal` asks for and that nobody has given.
 
     given: names of settings that a file, the environment or flags have. on_device: it runs on a GPU

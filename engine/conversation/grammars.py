@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jitney.engine.conversation import harmony
 from jitney.engine.conversation.formats import (
@@ -19,7 +18,7 @@ from jitney.engine.conversation.formats import (
 )
 from jitney.engine.conversation.tools import Tool, ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import Grammar, JsonDict
+from jitney.engine.types import Grammar, JsonDict, JsonValue
 
 #: Calls of a turn that is forced to call and may do so more than once.
 _MOST_CALLS = 16
@@ -162,7 +161,7 @@ def _content(lark: _Lark, turn: Turn, rule: str) -> str:
     return f"{lark.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {rule}"
 
 
-def _json_rule(schema: Any) -> str:
+def _json_rule(schema: JsonValue) -> str:
     """A schema that is true or false is no object, and has no place for the style."""
     styled = schema | {"x-guidance": _JSON_STYLE} if isinstance(schema, dict) else schema
     return f"%json {json.dumps(styled, ensure_ascii=False)}"
@@ -268,17 +267,20 @@ def _arguments_schema(tool: Tool) -> JsonDict:
     return {"type": "object"} | schema
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """The schema without properties that it does not name, wherever that is plain to see: what fits
     it fits the client's own, and a model does not go on inventing more.
     """
-    if not isinstance(schema, dict):
-        return schema
     closed = dict(schema)
-    if isinstance(schema.get("properties"), dict):
-        closed["properties"] = {name: _closed(each) for name, each in schema["properties"].items()}
+    properties, items = schema.get("properties"), schema.get("items")
+    if isinstance(properties, dict):
+        closed["properties"] = {name: _closed_value(each) for name, each in properties.items()}
         if not any(keyword in schema for keyword in _OPENING):
             closed["additionalProperties"] = False
-    if isinstance(schema.get("items"), dict):
-        closed["items"] = _closed(schema["items"])
+    if isinstance(items, dict):
+        closed["items"] = _closed(items)
     return closed
+
+
+def _closed_value(schema: JsonValue) -> JsonValue:
+    return _closed(schema) if isinstance(schema, dict) else schema

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
 
-from jitney.engine.executor.program import DeviceState, Program
+import jax
+
+from jitney.engine.executor.program import DeviceState, Program, StepCall
 from jitney.engine.executor.sampler_parts import SamplerParts
 from jitney.engine.scheduler.buckets import Buckets
 
@@ -25,9 +26,9 @@ class Choices:
         #: Rows that there are programs for, ascending; the last one is for all seats.
         self.sizes = [*_below(seats), seats]
         #: Rows -> `Program.choose`, or what does the same.
-        self.programs: dict[int, Any] = {}
+        self.programs: dict[int, StepCall] = {}
         #: (a step's logit rows, rows) -> `Program.lower_pick`.
-        self.picks: dict[tuple[int, int], Any] = {}
+        self.picks: dict[tuple[int, int], jax.stages.Compiled] = {}
 
     def size(self, rows: int) -> int:
         """Rows of the smallest program for so many."""
@@ -59,7 +60,7 @@ class Choices:
                 self.programs[size] = wait()
 
 
-def _masked_sampler(samplers: SamplerParts, pool: Executor, rows: int) -> Callable[[], Any]:
+def _masked_sampler(samplers: SamplerParts, pool: Executor, rows: int) -> Callable[[], StepCall]:
     """Begin to compile the sampler of so many rows. -> what waits for it, and returns what is
     called as `Program.choose` would be.
     """

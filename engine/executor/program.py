@@ -30,6 +30,7 @@ from jitney.engine.executor.inputs import (
     masked_head_words,
 )
 from jitney.engine.executor.sampling import (
+    RowScores,
     Sampled,
     SamplingRows,
     SeatState,
@@ -85,6 +86,9 @@ _TPU_SUMS = {
 
 #: An array, or its shape.
 type Shaped = Array | jax.ShapeDtypeStruct
+#: What runs a step, by the arguments and results of `Program.plain` or `Program.full`;
+#: or what chooses behind one, by those of `Program.choose`.
+type StepCall = Callable[..., Any]
 #: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
 type _LogitsOf = Callable[[Array], Array]
 
@@ -94,8 +98,8 @@ type _LogitsOf = Callable[[Array], Array]
 class DeviceState:
     """Everything a step replaces: arrays, or their shapes."""
 
-    kv: list[Any]  #: pools, one a layer
-    last_token: Any  #: int32 [M]
+    kv: list[Shaped]  #: pools, one a layer
+    last_token: Shaped  #: int32 [M]
     seats: SeatState  #: what the sampler knows of each
 
 
@@ -169,7 +173,7 @@ def shape_on(
 def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
     """The state of seats nobody sits in, each array where its shape says."""
 
-    def zeros(shape: jax.ShapeDtypeStruct) -> Array:
+    def zeros(shape: Shaped) -> Array:
         return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
 
     def place(column: Array, shape: jax.ShapeDtypeStruct) -> Array:
@@ -202,11 +206,11 @@ class StepOutput(NamedTuple):
     """What a step brings to the host, beside the state that it replaces."""
 
     #: int32 [S] of an all-greedy step, else `Sampled`.
-    sampled: Any
+    sampled: Array | Sampled
     #: bool [S]: sequences with a row that is not finite; None without prompt rows: tokens tell.
     broken: Array | None = None
     #: `RowScores` of the scored prompt rows; None where there can be none.
-    scores: Any = None
+    scores: RowScores | None = None
     #: Of all rows, for `Program.pool`, if the engine makes vectors; None of steps without prompt
     #: rows.
     hidden: Hidden | None = None

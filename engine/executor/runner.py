@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from jitney.engine.executor.program import (
     DeviceState,
     Program,
     StateSizes,
+    StepCall,
     StepOutput,
     allocate,
     shape_on,
@@ -68,7 +68,7 @@ class _Compilations:
             self._listens = True
             jax.monitoring.register_event_duration_secs_listener(self._take)
 
-    def _take(self, event: str, duration_secs: float, **_: Any) -> None:
+    def _take(self, event: str, duration_secs: float, **_: object) -> None:
         if event == _COMPILE_EVENT:
             self.count += 1
 
@@ -93,22 +93,22 @@ class LaunchedStep(msgspec.Struct):
     output: StepOutput
     scored: int  #: rows that bring prompt log-probabilities
     #: float32 [S, E] on the device, see `Program.pool`; None where nobody wants a vector.
-    pooled: Any = None
+    pooled: Array | None = None
     #: float32 [S, V] on the device, until `choose`; None where nobody needs them.
-    logits: Any = None
+    logits: Array | None = None
     #: What was chosen behind the step, and of each row of it that counts: (its number there, its
     #: number among the logit rows).
     chosen: Sampled | None = None
     chosen_rows: list[tuple[int, int]] = []
 
 
-def _copy_to_host(output: Any) -> None:
+def _copy_to_host(output: object) -> None:
     """Start the copies of a step's results."""
     for array in jax.tree.leaves(output):
         array.copy_to_host_async()
 
 
-def _copy_sampled(sampled: Any, *, logprobs: bool) -> None:
+def _copy_sampled(sampled: Array | Sampled, *, logprobs: bool) -> None:
     """Start the copies of what `StepOutput.sampled` holds; without log-probabilities its tokens are
     all that is read.
     """
@@ -159,7 +159,7 @@ class Runner:
         self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling)
         self._hidden_dtype = model.dtype
         #: By mixed bucket, what makes vectors of a step's hidden states.
-        self.pools: dict[Bucket, Any] = {}
+        self.pools: dict[Bucket, jax.stages.Compiled] = {}
         self.config = model.config
         self.buckets = buckets
         self.end_ids = end_ids
@@ -176,7 +176,7 @@ class Runner:
         #: Shapes until `compile` allocates it: compiling needs no arrays.
         self.state: DeviceState = self.shapes
         #: What runs a step, by (bucket, plain).
-        self.executables: dict[tuple[Bucket, bool], Any] = {}
+        self.executables: dict[tuple[Bucket, bool], StepCall] = {}
         self._parts: StepParts | None = None
         if in_parts:
             row_counts = [bucket.seats for bucket in buckets.decode]
@@ -186,12 +186,13 @@ class Runner:
         #: Those that choose tokens behind a step.
         self.choices = Choices(sizes.seats)
         #: The weights on the host, and where on the device each belongs; while it sleeps.
-        self._asleep: list[tuple[np.ndarray, Any]] = []
+        self._asleep: list[tuple[np.ndarray, jax.sharding.Sharding]] = []
         # Of the process, when `compile` was done.
         self._compiled_before = 0
         #: Seconds that compiling took.
         self.compile_seconds = 0.0
-        self._board: Any = None
+        #: Installs a boarding sequence's sampling state.
+        self._board: jax.stages.Compiled
 
     def compile(
         self, report: _Report = _report_nothing, meet: Callable[[], None] = _meet_nobody
@@ -247,7 +248,7 @@ class Runner:
                     self.executables[kind] = compiling[kind]()
                 report(done, len(kinds), _name_of(*kind))
 
-    def _start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], Any]:
+    def _start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], StepCall]:
         """Begin to compile a step. -> what waits for that, and returns what runs it."""
         if self._parts is not None:
             return self._parts.start(pool, bucket, plain)
@@ -261,11 +262,13 @@ class Runner:
         """
         started = time.perf_counter()
         largest = self.buckets.mixed[-1]
-        executable: Any = self.program.compile(self.lower(largest, False))
+        executable = self.program.compile(self.lower(largest, False))
         self.executables[largest, False] = executable
         self.compile_seconds += time.perf_counter() - started
         logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
-        return executable.memory_analysis().temp_size_in_bytes + 2 * logits
+        memory = executable.memory_analysis()
+        assert memory is not None  # XLA of every platform that we compile for says it
+        return memory.temp_size_in_bytes + 2 * logits
 
     def is_plain(self, bucket: Bucket, plain: bool) -> bool:
         """Whether an all-greedy step of this bucket has an executable of its own.
@@ -277,7 +280,7 @@ class Runner:
         """
         return plain and (bucket.decode_only or self.plain_mixed)
 
-    def lower(self, bucket: Bucket, plain: bool) -> Any:
+    def lower(self, bucket: Bucket, plain: bool) -> jax.stages.Lowered:
         return self.program.lower(self.builder.layout(bucket, plain), self.leaves, self.shapes)
 
     def _compile_board(self) -> None:
@@ -309,7 +312,7 @@ class Runner:
             if logits is not None:
                 self._warm_up_choices(logits)
 
-    def _run_empty(self, bucket: Bucket, plain: bool) -> Any:
+    def _run_empty(self, bucket: Bucket, plain: bool) -> Array | None:
         """A step without a row, to its end; its logits."""
         packed = self.builder.empty(bucket, plain)
         output, logits = jax.block_until_ready(self.run(bucket, plain, packed))
@@ -373,6 +376,7 @@ class Runner:
         start the copies.
         """
         logits, launched.logits = launched.logits, None
+        assert logits is not None  # the launch kept them, since the plan has masked rows
         computed = logits.shape[0]
         size = self.choices.size(len(rows))
         upload = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
@@ -411,7 +415,9 @@ class Runner:
         """Give a seat its row of `SeatState`."""
         self.state.seats = self._board(self.state.seats, np.int32(seat), *row)
 
-    def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> tuple[StepOutput, Any]:
+    def run(
+        self, bucket: Bucket, plain: bool, packed: np.ndarray
+    ) -> tuple[StepOutput, Array | None]:
         """One call of an executable; replaces the donated state. -> (what it brings, its logits,
         None of a plain one).
         """
@@ -489,7 +495,7 @@ class Runner:
                 result.broken = chunks_broken.tolist()
         if launched.pooled is not None:
             result.pooled = np.asarray(launched.pooled)
-        if launched.scored:
+        if scores is not None and launched.scored:
             result.prompt_logprobs = _entries(scores, launched.scored)
         return result
 
@@ -509,7 +515,7 @@ def _name_of(bucket: Bucket, plain: bool) -> str:
     return f"{bucket} sampling"
 
 
-def _sampled(plan: Plan, sampled: Any) -> StepResult:
+def _sampled(plan: Plan, sampled: Array | Sampled) -> StepResult:
     """What `StepOutput.sampled` says of the plan's logit rows."""
     rows = plan.logit_rows
     if not isinstance(sampled, Sampled):

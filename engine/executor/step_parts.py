@@ -30,6 +30,7 @@ from jitney.engine.executor.program import (
     DeviceState,
     Program,
     Shaped,
+    StepCall,
     StepOutput,
     broken_sequences,
 )
@@ -45,8 +46,6 @@ from jitney.engine.scheduler.buckets import Bucket
 
 #: A program as it is compiled, or will be.
 type _Part = Future[jax.stages.Compiled]
-#: What runs a step, by the arguments and results of `Program.plain` or `Program.full`.
-type _Step = Callable[..., Any]
 
 
 class _LastRows(NamedTuple):
@@ -92,7 +91,7 @@ class StepParts:
         #: By R.
         self._heads: dict[int, _Part] = {}
 
-    def start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], _Step]:
+    def start(self, pool: Executor, bucket: Bucket, plain: bool) -> Callable[[], StepCall]:
         """Begin to compile what this step takes and none before it took. -> what waits for that,
         and returns the step.
         """

@@ -17,7 +17,7 @@ from jitney.engine.structured.embedded_schemas import with_schemas
 from jitney.engine.structured.refusals import bad_grammar
 from jitney.engine.structured.schema_errors import place_of_error
 from jitney.engine.structured.schema_rules import kept_object, kept_to
-from jitney.engine.types import Grammar, JsonDict
+from jitney.engine.types import Grammar, JsonDict, JsonValue
 
 #: Between two tokens of JSON. Without a bound a model can write blanks for ever; this much indents
 #: eight levels by four.
@@ -117,7 +117,7 @@ def _refused(grammar: Grammar, reason: str) -> RequestError:
     return bad_grammar(f"at {place}: {reason}")
 
 
-def _schema_error(schema: Any) -> str:
+def _schema_error(schema: JsonValue) -> str:
     """What is wrong with a JSON schema, an object or a boolean; "" if nothing is."""
     if isinstance(schema, bool):
         schema = {"allOf": [schema]}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+
+from jitney.engine.types import JsonDict
 
 _SCHEMA = re.compile(r"%json\s*(?=\{)")
 _DECODER = json.JSONDecoder()
 
 
-def with_schemas(text: str, kept_to: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+def with_schemas(text: str, kept_to: Callable[[JsonDict], JsonDict]) -> str:
     """A grammar in Lark, with each of its schemas as `kept_to` makes it. What is no JSON is left
     for llguidance to refuse.
     """

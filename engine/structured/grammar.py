@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import orjson
 
 from jitney.engine.structured.refusals import bad_grammar
-from jitney.engine.types import Grammar
+from jitney.engine.types import Grammar, JsonDict
 
 #: What a grammar in Lark has and one in GBNF has not: its directives, or a rule named start.
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
@@ -18,7 +17,7 @@ _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 ANY_OBJECT = Grammar("json_object")
 
 
-def json_schema(schema: dict[str, Any] | bool) -> Grammar:
+def json_schema(schema: JsonDict | bool) -> Grammar:
     """Whatever a JSON schema allows. Raises RequestError for one that is no JSON, or has numbers of
     more than 64 bits.
     """

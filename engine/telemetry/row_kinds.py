@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class _RowKind:
+class RowKind:
     """One kind of row. The two colours differ for every kind of colour vision; the pattern is the
     second sign, for who sees no colour at all.
     """
@@ -32,10 +32,10 @@ class _RowKind:
 
 
 #: Every kind by its name, in the order of `records.ROW_KINDS`: useful work first.
-ROW_KIND_TABLE: dict[str, _RowKind] = {
+ROW_KIND_TABLE: dict[str, RowKind] = {
     kind.name: kind
     for kind in (
-        _RowKind(
+        RowKind(
             name="prefill",
             label="prompt",
             meaning="A prompt token, read for the first time.",
@@ -45,7 +45,7 @@ ROW_KIND_TABLE: dict[str, _RowKind] = {
             pattern="",
             terminal="yellow",
         ),
-        _RowKind(
+        RowKind(
             name="decode",
             label="generated",
             meaning="A row that brought a token of an answer.",
@@ -55,7 +55,7 @@ ROW_KIND_TABLE: dict[str, _RowKind] = {
             pattern="",
             terminal="green",
         ),
-        _RowKind(
+        RowKind(
             name="padding",
             label="padding",
             meaning="An empty row: the step was as long as the compiled size above it.",
@@ -65,7 +65,7 @@ ROW_KIND_TABLE: dict[str, _RowKind] = {
             pattern="/",
             terminal="bright_black",
         ),
-        _RowKind(
+        RowKind(
             name="recomputed",
             label="recomputed",
             meaning="A token computed again, because its sequence had lost its pages.",
@@ -75,7 +75,7 @@ ROW_KIND_TABLE: dict[str, _RowKind] = {
             pattern="x",
             terminal="magenta",
         ),
-        _RowKind(
+        RowKind(
             name="past_end",
             label="past the end",
             meaning="A row of a sequence that had ended in the step before.",
@@ -85,7 +85,7 @@ ROW_KIND_TABLE: dict[str, _RowKind] = {
             pattern=".",
             terminal="red",
         ),
-        _RowKind(
+        RowKind(
             name="cancelled",
             label="cancelled",
             meaning="A row of a sequence whose client had left.",

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,26 +41,32 @@ _HIDDEN = -1e30
 class _Ring(NamedTuple):
     """Blocks of the pool on their way in."""
 
-    pages: Any  # [depth, C, R, W]
-    arrived: Any  # DMA semaphores [depth]
+    pages: jax.Ref  # [depth, C, R, W]
+    arrived: jax.Ref  # DMA semaphores [depth]
 
 
 class _Buffers(NamedTuple):
     """Scratch memory of a sweep; B query rows, M = G * B."""
 
     ring: _Ring
-    rows: Any  # [depth, B, H, W]: query rows as they came
-    queries: Any  # [K, M, W]: of the item
-    top: Any  # float32 [K, M, 128]: running maximum, alike in all lanes
-    total: Any  # float32 [K, M, 128]: running sum, alike in all lanes
-    acc: Any  # float32 [K, M, W]
-    out: Any  # [2, B, H, W]
-    leaving: Any  # int32 [2] in SMEM: rows on their way out of each half of `out`
-    left: Any  # DMA semaphores [2]
+    rows: jax.Ref  # [depth, B, H, W]: query rows as they came
+    queries: jax.Ref  # [K, M, W]: of the item
+    top: jax.Ref  # float32 [K, M, 128]: running maximum, alike in all lanes
+    total: jax.Ref  # float32 [K, M, 128]: running sum, alike in all lanes
+    acc: jax.Ref  # float32 [K, M, W]
+    out: jax.Ref  # [2, B, H, W]
+    leaving: jax.Ref  # int32 [2] in SMEM: rows on their way out of each half of `out`
+    left: jax.Ref  # DMA semaphores [2]
 
 
 def attention_kernel(
-    fixed: Constants, kv_lens: Any, cu_q: Any, table: Any, write_rows: Any, counts: Any, *refs: Any
+    fixed: Constants,
+    kv_lens: jax.Ref,
+    cu_q: jax.Ref,
+    table: jax.Ref,
+    write_rows: jax.Ref,
+    counts: jax.Ref,
+    *refs: jax.Ref,
 ) -> None:
     """Body of the kernel. refs: [factors], then pool, new, q, pool, q if it writes, the
     last two being results in place of operands, else pool, q, q; then the ring, its semaphores and
@@ -83,7 +89,7 @@ def attention_kernel(
         _sweep_in_scope(fixed, step, ring, fixed.block, n_decode, n_seqs)
 
 
-def _clear(pages: Any, slot: jax.Array, _: None) -> None:
+def _clear(pages: jax.Ref, slot: jax.Array, _: None) -> None:
     """Zeros in a block of the ring: a hidden key still meets its value, as 0 * v."""
     pages[slot] = jnp.zeros(pages.shape[1:], pages.dtype)
 
@@ -108,20 +114,28 @@ def _sweep_in_scope(
     )
 
 
-_Act = Callable[[Any], None]
+class _Copy(Protocol):
+    """A copy between memories, as `pltpu.make_async_copy` describes it."""
+
+    def start(self) -> None: ...
+
+    def wait(self) -> None: ...
 
 
-def _begin(copy: Any) -> None:
+_Act = Callable[[_Copy], None]
+
+
+def _begin(copy: _Copy) -> None:
     """Start a copy."""
     copy.start()
 
 
-def _wait(copy: Any) -> None:
+def _wait(copy: _Copy) -> None:
     """Await a copy, of which only the size counts."""
     copy.wait()
 
 
-def _write(fixed: Constants, step: StepRefs, wrote: Any) -> None:
+def _write(fixed: Constants, step: StepRefs, wrote: jax.Ref) -> None:
     """Copy the new rows into their pages, whole pages where rows fill one, and wait until all are
     there.
     """
@@ -129,13 +143,14 @@ def _write(fixed: Constants, step: StepRefs, wrote: Any) -> None:
     _each_write(fixed, step, wrote, _wait)
 
 
-def _each_write(fixed: Constants, step: StepRefs, wrote: Any, act: _Act) -> None:
+def _each_write(fixed: Constants, step: StepRefs, wrote: jax.Ref, act: _Act) -> None:
     """act(copy) for each copy of a row, or of a page of rows, into the pool."""
-    page = fixed.page
-    n_rows, n_slots = step.new.shape[0], step.pool.shape[0] * page
+    page, new = fixed.page, step.new
+    assert new is not None  # the step writes
+    n_rows, n_slots = new.shape[0], step.pool.shape[0] * page
 
     def put(row: jax.Array, slot: jax.Array, count: int) -> None:
-        source = step.new.at[pl.ds(row, count)]
+        source = new.at[pl.ds(row, count)]
         target = step.pool.at[lax.div(slot, page), pl.ds(lax.rem(slot, page), count)]
         act(pltpu.make_async_copy(source, target, wrote))
 
@@ -195,7 +210,7 @@ def _sweep(
         _leave(step, buffers, half, jnp.int32(0), _wait)
 
 
-def _fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: Any, act: _Act) -> None:
+def _fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: jax.Array, act: _Act) -> None:
     """Start, or await, the copies of a block's pages, and of the query rows if it is the item's
     first.
     """
@@ -223,7 +238,7 @@ def _fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: Any, act: _Act) -> N
     pl.when(walk.is_first(at))(partial(_by_rows, walk.size, walk.count(at), copy_rows))
 
 
-def _by_rows(size: int, count: jax.Array, act: Callable[[Any, int], None]) -> None:
+def _by_rows(size: int, count: jax.Array, act: Callable[[jax.Array | int, int], None]) -> None:
     """act(0, size) if `count` is all of `size` rows, else act(row, 1) for each."""
     pl.when(count == size)(lambda: act(0, size))
     if size > 1:
@@ -236,9 +251,9 @@ def _start(fixed: Constants, buffers: _Buffers, slot: jax.Array) -> None:
     rows = buffers.rows[slot]  # [B, H, W]
     turned = rows[0] if size == 1 else jnp.swapaxes(rows, 0, 1)
     buffers.queries[...] = turned.reshape(buffers.queries.shape)
-    buffers.acc[...] = jnp.zeros_like(buffers.acc)
-    buffers.top[...] = jnp.full_like(buffers.top, _HIDDEN)
-    buffers.total[...] = jnp.zeros_like(buffers.total)
+    buffers.acc[...] = jnp.zeros(buffers.acc.shape, jnp.float32)
+    buffers.top[...] = jnp.full(buffers.top.shape, _HIDDEN, jnp.float32)
+    buffers.total[...] = jnp.zeros(buffers.total.shape, jnp.float32)
 
 
 def _attend(
@@ -277,7 +292,7 @@ def _by_head(fixed: Constants, block: jax.Array, dtype: DTypeLike) -> tuple[jax.
 def _capped(fixed: Constants, step: StepRefs, scores: jax.Array) -> jax.Array:
     """Products of queries and stored keys [K, M, C] -> scores in base 2."""
     scores = scores * (fixed.scale if fixed.softcap else fixed.scale * _LOG2E)
-    if fixed.scaled:
+    if step.factors is not None:
         scores = scores * step.factors[0][:, :, :1]
     if fixed.softcap:
         scores = fixed.softcap * _LOG2E * jnp.tanh(scores / fixed.softcap)
@@ -312,7 +327,7 @@ def _finish(
     _leave(step, buffers, half, jnp.int32(0), _wait)
     n_heads, width = fixed.n_heads, fixed.layout.width
     done = buffers.acc[...] / _lanes(buffers.total[...], width)
-    if fixed.scaled:
+    if step.factors is not None:
         done = done * step.factors[1][:, :, :1]
     done = done.astype(step.q.dtype)
     if walk.size == 1:
@@ -323,7 +338,9 @@ def _finish(
     _leave(step, buffers, half, walk.source(at), _begin)
 
 
-def _leave(step: StepRefs, buffers: _Buffers, half: Any, first_row: jax.Array, act: _Act) -> None:
+def _leave(
+    step: StepRefs, buffers: _Buffers, half: jax.Array | int, first_row: jax.Array, act: _Act
+) -> None:
     """Start, or await, the copies of one half of `out` to where its rows were read."""
 
     def copy_rows(row: jax.Array | int, count: int) -> None:

@@ -16,17 +16,21 @@ cannot take one of them by its number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jitney.kernels.experts import ACTIVATIONS, ExpertBlocks, Stack
+from jitney.kernels.pallas_tpu.interpreting import Interpret
 
+#: A number of a program in its grid, or of a block.
+type _Index = jax.Array | int
 #: Columns of a block of outputs are a multiple of this where they are not all.
 _LANES = 128
 #: Bytes of weights in one program at most, unless a block of 128 columns has more: they are in VMEM
@@ -42,7 +46,7 @@ def experts(
     closing: Stack,
     blocks: ExpertBlocks,
     activation: str,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> jax.Array:
     """See `jitney.kernels.interface.ExpertProducts`."""
     # A row of zeros for nobody: filling in zeros behind the gather would be another pass.
@@ -58,12 +62,12 @@ def experts(
 
 def _call(
     name: str,
-    combine: Any,
+    combine: Callable[..., jax.Array],
     x: jax.Array,
     stack: Stack,
     blocks: ExpertBlocks,
-    out: tuple[int, int, Any],
-    interpret: Any,
+    out: tuple[int, int, DTypeLike],
+    interpret: Interpret,
 ) -> jax.Array:
     """x [N * B, I] times its blocks' experts -> what `combine` makes of the products, [N * B, O].
 
@@ -117,7 +121,7 @@ def _spec(n_experts: int, size_in: int, width: int, first: int, *, turned: bool)
     columns that is the program's first.
     """
 
-    def place(tile: Any, at: Any, experts: Any, count: Any) -> tuple[Any, Any, Any]:
+    def place(tile: _Index, at: _Index, experts: jax.Ref, count: jax.Ref) -> tuple[_Index, ...]:
         # Clipped: where no block holds rows, the first one names no expert.
         expert = jnp.minimum(experts[_at(at, count)], n_experts - 1)
         return (expert, first + tile, 0) if turned else (expert, 0, first + tile)
@@ -134,13 +138,19 @@ def _block_columns(size_out: int, column_bytes: int) -> int:
     return _LANES * max(n for n in range(1, most + 1) if vectors % n == 0)
 
 
-def _at(at: Any, count: Any) -> Any:
+def _at(at: _Index, count: jax.Ref) -> jax.Array:
     """The block of rows that a program looks at: its own, or the last one that holds rows."""
     return jnp.minimum(at, jnp.maximum(count[0] - 1, 0))
 
 
 def _kernel(
-    combine: Any, parts: int, turned: bool, experts: Any, count: Any, x: Any, *refs: Any
+    combine: Callable[..., jax.Array],
+    parts: int,
+    turned: bool,
+    experts: jax.Ref,
+    count: jax.Ref,
+    x: jax.Ref,
+    *refs: jax.Ref,
 ) -> None:
     """A block of rows and outputs. refs: the matrices, their scales if there are any, the result.
 
@@ -167,7 +177,9 @@ def _product(rows: jax.Array, weights: jax.Array, turned: bool) -> jax.Array:
     )
 
 
-def _open(activation: Any, gates: jax.Array, *ups: jax.Array) -> jax.Array:
+def _open(
+    activation: Callable[[jax.Array], jax.Array], gates: jax.Array, *ups: jax.Array
+) -> jax.Array:
     """Gates and ups, which may be one array."""
     if not ups:
         gates, joined = jnp.split(gates, 2, axis=1)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.pallas_tpu.attention import attention_kernel
 from jitney.kernels.pallas_tpu.blocks import BlockSizes, blocks_for
+from jitney.kernels.pallas_tpu.interpreting import Interpret
 from jitney.kernels.pallas_tpu.pool_layout import LANES, PoolLayout, layout_of
 from jitney.kernels.pallas_tpu.work_order import Constants
 from jitney.kernels.scales import as_stored, scales_of
@@ -34,7 +35,7 @@ class PallasKernels:
     """Attention for TPUs; hashable, so that its methods can be constants of a jitted step."""
 
     #: Run on any platform, slowly, as `jax.experimental.pallas.pallas_call` does.
-    interpret: Any = False
+    interpret: Interpret = False
     #: A key of `blocks`' table; "": a chip that is not in it.
     chip: str = ""
     #: Instead of what the table says.

@@ -12,7 +12,6 @@ of x; and what the 128 and the zero points add is one small product of the group
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jitney.kernels import int4
 from jitney.kernels.int4 import MIDDLE, Int4
+from jitney.kernels.pallas_tpu.interpreting import Interpret
 
 #: Inputs of a chunk, as many as a vector register has lanes; rows of bytes that hold them.
 _CHUNK, _BYTES = 128, 64
@@ -35,7 +35,7 @@ _VMEM = 56 << 20
 _OF_128 = 0x43004300
 
 
-def matmul_int4(x: jax.Array, weights: Int4, interpret: Any = False) -> jax.Array:
+def matmul_int4(x: jax.Array, weights: Int4, interpret: Interpret = False) -> jax.Array:
     """See `jitney.kernels.int4.Int4Matmul`; weights of inputs that are no whole chunks are written
     out first.
 
@@ -115,12 +115,12 @@ def _in_chunk_order(x: jax.Array, group: int) -> jax.Array:
 
 
 def _kernel(
-    scale_type: Any,
-    x: Any,
-    packed: Any,
-    scales: Any,
-    sums: Any,
-    *refs: Any,
+    scale_type: DTypeLike,
+    x: jax.Ref,
+    packed: jax.Ref,
+    scales: jax.Ref,
+    sums: jax.Ref,
+    *refs: jax.Ref,
 ) -> None:
     """A block of results. refs: [zeros], the result, scratch for the scales as float32."""
     *zeros, out, steps = refs

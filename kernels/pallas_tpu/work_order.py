@@ -7,7 +7,7 @@ Scalar arithmetic on integers in SMEM only; names and axes as in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +42,17 @@ class StepRefs(NamedTuple):
     """References to what a step brings."""
 
     # `AttentionMeta` but for the positions, int32 in SMEM.
-    kv_lens: Any  # [S]
-    cu_q: Any  # [S+1]
-    table: Any  # [S, P]
-    write_rows: Any  # [T]
-    counts: Any  # [3]
+    kv_lens: jax.Ref  # [S]
+    cu_q: jax.Ref  # [S+1]
+    table: jax.Ref  # [S, P]
+    write_rows: jax.Ref  # [T]
+    counts: jax.Ref  # [3]
     # Arrays in HBM.
-    new: Any  # [T, R, W], or None
-    q: Any  # [T, H, W], and the output: each row is read before it is written
-    pool: Any  # [N, page, R, W]
+    new: jax.Ref | None  # [T, R, W]
+    q: jax.Ref  # [T, H, W], and the output: each row is read before it is written
+    pool: jax.Ref  # [N, page, R, W]
     # In VMEM.
-    factors: Any  # float32 [2, K, 1, 128] of keys and values, or None
+    factors: jax.Ref | None  # float32 [2, K, 1, 128] of keys and values
 
 
 class Cursor(NamedTuple):

@@ -24,7 +24,7 @@ from jitney.engine.api.schema import (
     unsupported,
 )
 from jitney.engine.conversation.tools import Tool
-from jitney.engine.types import JsonDict
+from jitney.engine.types import JsonDict, JsonValue
 
 
 class _CacheControl(Part):
@@ -63,7 +63,7 @@ class ToolUseBlock(Part):
     toolset_name: None = None
 
 
-def _result(value: Any) -> str:
+def _result(value: JsonValue) -> str:
     """What a tool gave; it may have given nothing."""
     return text_content(value) or "" if value != [] else ""
 
@@ -102,7 +102,7 @@ _SAYS: dict[str, tuple[type[Part], ...]] = {
 }
 
 
-def _block(value: Any) -> Any:
+def _block(value: JsonValue) -> Part:
     kind = kind_of(value)
     if kind is None:
         raise ValueError("must be an object with a type")
@@ -111,7 +111,7 @@ def _block(value: Any) -> Any:
     return _BLOCKS[kind].model_validate(value)
 
 
-def _as_blocks(value: Any) -> Any:
+def _as_blocks(value: JsonValue) -> JsonValue:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     return value
@@ -136,7 +136,7 @@ class MessageParam(Part):
         return self
 
 
-def _system(value: Any) -> str | None:
+def _system(value: JsonValue) -> str | None:
     """The system prompt without the line that one client writes for its own statistics: it is no
     instruction, and a number in it that changes with each request would keep the prompt out of the
     prefix cache.
@@ -146,7 +146,7 @@ def _system(value: Any) -> str | None:
     return None if value == [] else text_content(value)
 
 
-def _is_statistics(part: Any) -> bool:
+def _is_statistics(part: JsonValue) -> bool:
     text = part.get("text") if isinstance(part, dict) else None
     return isinstance(text, str) and text.startswith("x-anthropic-billing-header:")
 
@@ -171,7 +171,7 @@ class ToolParam(Part):
         return Tool(self.name, self.description, self.input_schema, bool(self.strict))
 
 
-def _tool(value: Any) -> Any:
+def _tool(value: JsonValue) -> ToolParam:
     kind = kind_of(value)
     if kind not in (None, "custom"):
         raise unsupported(f"tools of type {echo(kind)} are not supported here")
@@ -235,7 +235,7 @@ class _UserMetadata(Part):
 
 
 #: Fields of OpenAI's routes, and of Anthropic's that ask for what is not here.
-_NOT_HERE: dict[str, tuple[Any, ...]] = {
+_NOT_HERE: dict[str, tuple[JsonValue, ...]] = {
     "best_of": (1,),
     "billing_policy": (),
     "compaction": (),

@@ -7,11 +7,11 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
 from jitney.engine.api.batches.store import BatchStore, batch_of
+from jitney.engine.types import JsonDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Event:
     type: str
     #: Seconds since 1970.
     created_at: int
-    data: dict[str, Any]
+    data: JsonDict
 
     @classmethod
     def of_end(
-        cls, id: str, status: str, times: dict[str, int], more: dict[str, Any] | None = None
+        cls, id: str, status: str, times: dict[str, int], more: JsonDict | None = None
     ) -> Event:
         """The end of a batch or of a job.
 

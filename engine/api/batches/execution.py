@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -30,6 +29,7 @@ from jitney.engine.api.errors import (
 )
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict
 
 #: Refusals of the moment: too much waits, or the engine is not there. The line tries again.
 _NOT_NOW = (429, 503)
@@ -70,7 +70,7 @@ class _Reply:
         wait_s = retry_after_s(self.headers, _USUAL_WAIT_S)
         return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, wait_s))
 
-    def shown(self, request_id: str) -> dict[str, Any]:
+    def shown(self, request_id: str) -> JsonDict:
         """As a part of a larger JSON text."""
         return {
             "status_code": self.status,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jitney.engine.api.batches.records import Batch, StoredFile
+from jitney.engine.types import JsonDict
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])\Z")
@@ -191,7 +192,7 @@ _TIMED = (
 )
 
 
-def shown_file(file: StoredFile) -> dict[str, Any]:
+def shown_file(file: StoredFile) -> JsonDict:
     return {
         "id": file.id,
         "object": "file",
@@ -204,12 +205,12 @@ def shown_file(file: StoredFile) -> dict[str, Any]:
     }
 
 
-def shown_batch(batch: Batch) -> dict[str, Any]:
+def shown_batch(batch: Batch) -> JsonDict:
     faults = [
         {"code": fault.code, "message": fault.message, "param": None, "line": fault.line}
         for fault in batch.faults
     ]
-    shown: dict[str, Any] = {
+    shown: JsonDict = {
         "id": batch.id,
         "object": "batch",
         "endpoint": batch.endpoint,
@@ -233,7 +234,7 @@ def shown_batch(batch: Batch) -> dict[str, Any]:
     return shown
 
 
-def shown_list(items: list[dict[str, Any]], *, more: bool) -> dict[str, Any]:
+def shown_list(items: list[JsonDict], *, more: bool) -> JsonDict:
     """One page of a list."""
     return {
         "object": "list",

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import orjson
 
 from jitney.engine.api.batches.records import Fault, Line
 from jitney.engine.api.errors import echo
 from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict
 
 #: Lines that are read at once.
 _GROUP = 256
@@ -109,7 +110,7 @@ def request_in(raw: bytes, endpoint: str) -> LineRequest:
     """The request in a line that `LineReader` has found sound. endpoint: the route that it must
     name; empty for any. Raises RequestError.
     """
-    value: dict[str, Any] = orjson.loads(raw)
+    value: JsonDict = orjson.loads(raw)
     if value.get("method") != "POST":
         raise RequestError("method must be POST", param="method")
     url = value.get("url")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jitney.engine.api.batches.forms import Metadata, check_window
 from jitney.engine.api.jobs.records import Job
 from jitney.engine.api.jobs.table import response_of
+from jitney.engine.types import JsonDict
 
 
 class JobBody(BaseModel):
@@ -19,7 +20,7 @@ class JobBody(BaseModel):
     #: The route that answers it.
     endpoint: Annotated[str, Field(min_length=1, max_length=256)]
     #: What that route takes, without `stream`.
-    body: dict[str, Any]
+    body: JsonDict
     #: How long it may take, such as "30m".
     window: Annotated[str, AfterValidator(check_window)] = "24h"
     #: Where its end is told, if the server allows it.
@@ -43,7 +44,7 @@ class JobResponse(_Answer):
 
     status_code: int
     request_id: str
-    body: dict[str, Any]
+    body: JsonDict
 
 
 class JobAnswer(_Answer):
@@ -79,8 +80,8 @@ class JobList(_Answer):
 _TIMED = ("in_progress", "completed", "failed", "cancelled", "expired")
 
 
-def shown_job(job: Job) -> dict[str, Any]:
-    shown: dict[str, Any] = {
+def shown_job(job: Job) -> JsonDict:
+    shown: JsonDict = {
         "id": job.id,
         "object": "job",
         "endpoint": job.endpoint,

@@ -23,7 +23,7 @@ from jitney.engine.api.schema import (
     unsupported,
 )
 from jitney.engine.structured.grammar import ANY_OBJECT
-from jitney.engine.types import Grammar, JsonDict
+from jitney.engine.types import Grammar, JsonDict, JsonValue
 
 #: What a response may be asked to show more of. Only the log-probabilities are ours to give: the
 #: others are of tools that run elsewhere and never do here, and of reasoning that is not encrypted
@@ -66,11 +66,11 @@ class _Item(Part):
         raise NotImplementedError
 
 
-def _input_text(value: Any) -> str:
+def _input_text(value: JsonValue) -> str:
     return _said(value, ("input_text", "output_text", "text", "refusal"))
 
 
-def _said(value: Any, kinds: tuple[str, ...]) -> str:
+def _said(value: JsonValue, kinds: tuple[str, ...]) -> str:
     if isinstance(value, list):
         value = [_renamed(part) for part in value]
     text = text_content(value, kinds)
@@ -79,7 +79,7 @@ def _said(value: Any, kinds: tuple[str, ...]) -> str:
     return text
 
 
-def _renamed(part: Any) -> Any:
+def _renamed(part: JsonValue) -> JsonValue:
     """A refusal has its text under a name of its own."""
     if isinstance(part, dict) and part.get("type") == "refusal":
         return part | {"text": part.get("refusal")}
@@ -184,7 +184,7 @@ _ITEMS: dict[str, type[Part]] = {
 }
 
 
-def _item(value: Any) -> Any:
+def _item(value: JsonValue) -> Part:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     kind = value.get("type")
@@ -197,7 +197,7 @@ def _item(value: Any) -> Any:
     return _ITEMS[kind].model_validate(value)
 
 
-def _items(value: Any) -> Any:
+def _items(value: JsonValue) -> JsonValue:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if value == []:
@@ -261,7 +261,7 @@ class FunctionTool(FunctionFields):
         return shown
 
 
-def _tool(value: Any) -> Any:
+def _tool(value: JsonValue) -> FunctionTool:
     kind = kind_of(value)
     if kind not in (None, "function"):
         raise unsupported(f"tools of type {echo(kind)} are not supported here")
@@ -301,8 +301,8 @@ _CHOICES: dict[str | None, type[Part]] = {
 }
 
 
-def _tool_choice(value: Any) -> Any:
-    if value in (None, "none", "auto", "required"):
+def _tool_choice(value: JsonValue) -> Part | str | None:
+    if value is None or (isinstance(value, str) and value in ("none", "auto", "required")):
         return value
     kind = kind_of(value)
     if kind in _CHOICES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -30,12 +30,12 @@ from jitney.engine.api.schema import GenerationBody, Label, Part
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.text.fill_in import OtherFile
-from jitney.engine.types import JsonDict
+from jitney.engine.types import JsonDict, JsonValue
 
 #: Most other texts of a request.
 _MOST_EXTRA = 64
 #: Fields of other routes; and those that the answer has no place for.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "max_completion_tokens": (),
     "messages": (),
     "n": (1,),

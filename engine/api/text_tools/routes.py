@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.endpoints import ignored_header, read_body, read_raw
-from jitney.engine.api.jsonio import in_pieces, json_list
+from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
 from jitney.engine.api.request import chat_conversation, check_chars, check_model, conversation_text
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody, parse_body
@@ -107,7 +106,7 @@ def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
     }
 
 
-def _pieces(service: Service, ids: list[int]) -> Any:
+def _pieces(service: Service, ids: list[int]) -> list[JsonDict] | LongJson:
     """The tokens with their texts, in llama.cpp's form."""
     _, tokenizer = service.ready()
     return json_list(lambda place: _piece(tokenizer, ids[place]), len(ids))

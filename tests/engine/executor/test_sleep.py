@@ -49,7 +49,8 @@ def resident() -> int:
 
 def test_the_memory_of_the_pool_is_the_machines_again_until_it_wakes(runner: Runner):
     before = tokens_of(runner)
-    pools = [weights for weights in runner.state.kv]
+    pools = [pool for pool in runner.state.kv if isinstance(pool, jax.Array)]
+    assert len(pools) == len(runner.state.kv)
     awake = resident()
     said: list[bool] = []
     freed = runner.sleep(lambda: said.append(True))

@@ -16,7 +16,7 @@ from jitney.engine.core import EngineCore
 from jitney.engine.executor.inputs import SAMPLING, MaskedRows
 from jitney.engine.executor.program import StateSizes, allocate
 from jitney.engine.executor.runner import Runner
-from jitney.engine.executor.sampling import seat_row
+from jitney.engine.executor.sampling import Sampled, seat_row
 from jitney.engine.executor.step_parts import StepParts
 from jitney.engine.models.registry import random_model
 from jitney.engine.records import Ledger
@@ -181,7 +181,9 @@ def test_a_step_with_prompts_computes_logits_of_few_rows_where_few_are_wanted():
 
     def watched(bucket: Bucket, plain: bool, packed: np.ndarray) -> Any:
         output, logits = run(bucket, plain, packed)
-        tokens = output.sampled if plain else output.sampled.tokens
+        sampled = output.sampled
+        assert isinstance(sampled, Sampled) is not plain
+        tokens = sampled.tokens if isinstance(sampled, Sampled) else sampled
         if not bucket.decode_only:
             widths.append((bucket.seats, len(tokens)))
         return output, logits
