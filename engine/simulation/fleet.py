@@ -18,7 +18,7 @@ import numpy as np
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.fleet_replica import FleetRequest, ReplicaModel
-from jitney.engine.simulation.fleet_routing import Ingress
+from jitney.engine.simulation.fleet_routing import SimulatedIngress
 from jitney.engine.simulation.fleet_scaling import Scaler, ScalingRule
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Traffic
@@ -235,7 +235,7 @@ class _Simulation:
         self.plan = plan
         limits = plan.engine.limits
         self._costs = StepCosts(limits, plan.engine.buckets, plan.table, traffic.mean_context)
-        self._ingress = Ingress(plan.router, limits.max_seats)
+        self._ingress = SimulatedIngress(plan.router, limits.max_seats)
         self._scaler = Scaler(plan.scaling) if plan.scaling else None
         self._rng = np.random.default_rng(plan.seed)
         count = len(traffic)

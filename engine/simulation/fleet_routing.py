@@ -27,7 +27,7 @@ _FADE = 0.9
 
 
 @dataclass(slots=True)
-class Ingress:
+class SimulatedIngress:
     """Which replicas can be had, by name, and how much each has to do."""
 
     router: str

@@ -15,7 +15,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
 from jitney.engine.simulation.fleet_replica import FleetRequest, ReplicaModel
-from jitney.engine.simulation.fleet_routing import ROUTERS, Ingress
+from jitney.engine.simulation.fleet_routing import ROUTERS, SimulatedIngress
 from jitney.engine.simulation.fleet_scaling import Scaler, ScalingRule
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
@@ -191,7 +191,7 @@ def test_a_lull_does_not_cost_a_start():
 
 
 def test_an_ingress_sends_who_is_full_to_the_next():
-    ingress = Ingress("least-wait", 8)
+    ingress = SimulatedIngress("least-wait", 8)
     ingress.set_replicas(["a", "b"])
     request = FleetRequest(0, 0.0, 1, 1)
     assert list(ingress.order(request)) == ["a", "b"]
@@ -249,7 +249,7 @@ def test_nonsense_is_refused_in_one_line():
         lambda: Failures(core_recovery_s=math.inf),
         lambda: ScalingRule(fill=0),
         lambda: ScalingRule(every_s=0),
-        lambda: Ingress("best", 1),
+        lambda: SimulatedIngress("best", 1),
         lambda: Day((0.0,), Fixed(1), Fixed(1)),
         lambda: Day((1.0, -1.0), Fixed(1), Fixed(1)),
         lambda: Traffic.of([]),
