@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from jitney.engine.scheduler.buckets import Bucket, Buckets
 #: Newest steps kept per bucket. Their median bears half of them being disturbed by something else.
 _KEPT = 15
 #: Steps that may be waiting to be taken in.
-_MOST_NEWS = 64
+_MOST_UNTAKEN = 64
 #: What fading means and sums keep of themselves with each new step.
 _FADE = 0.95
 #: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt
@@ -70,16 +70,19 @@ type _Observed = tuple[Bucket, float, int, int]
 type _Steps = defaultdict[Bucket, deque[tuple[float, float]]]
 
 
+@dataclass(eq=False, slots=True)
 class _Slope:
     """Seconds per query-key pair, from how step times and pairs of a bucket stray from their fading
     means together.
     """
 
-    __slots__ = ("_means", "_pairs_pairs", "_pairs_seconds")
-
-    def __init__(self) -> None:
-        self._means: dict[Bucket, tuple[float, float]] = {}
-        self._pairs_pairs, self._pairs_seconds = _FEW_PAIRS**2, 0.0
+    #: (seconds, pairs) of each bucket.
+    _means: dict[Bucket, tuple[float, float]] = field(
+        default_factory=dict[Bucket, tuple[float, float]]
+    )
+    #: Fading sums of pairs * pairs and of pairs * seconds, each less its mean.
+    _pairs_pairs: float = _FEW_PAIRS**2
+    _pairs_seconds: float = 0.0
 
     def observe(self, bucket: Bucket, seconds: float, pairs: float) -> None:
         """A mixed step; a time that strays from what was expected by more than half of the mean
@@ -113,7 +116,7 @@ class StepTimeEstimate:
 
     buckets: Buckets
     #: Steps that were observed and not yet taken in.
-    _news: list[_Observed] = field(default_factory=list[_Observed])
+    _untaken: list[_Observed] = field(default_factory=list[_Observed])
     #: Fading mean of all steps, seconds; None before the first.
     _step: float | None = None
     #: What was seen, by bucket.
@@ -125,13 +128,13 @@ class StepTimeEstimate:
         """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
         rows; rows: those that were somebody's, 0: all.
         """
-        self._news.append((bucket, seconds, pairs, rows or bucket.tokens))
-        if len(self._news) >= _MOST_NEWS:
+        self._untaken.append((bucket, seconds, pairs, rows or bucket.tokens))
+        if len(self._untaken) >= _MOST_UNTAKEN:
             self._take_in()
 
     def _take_in(self) -> None:
         """Learn from the steps observed since the last time, in their order."""
-        for bucket, seconds, pairs, rows in self._news:
+        for bucket, seconds, pairs, rows in self._untaken:
             self._step = (
                 seconds if self._step is None else _FADE * self._step + (1 - _FADE) * seconds
             )
@@ -142,7 +145,7 @@ class StepTimeEstimate:
             self._seen[bucket].append((whole, pairs * scale))
             if not bucket.decode_only:
                 self._slope.observe(bucket, whole, pairs * scale)
-        self._news.clear()
+        self._untaken.clear()
 
     def _fullness(self, bucket: Bucket, rows: int) -> float:
         """The share of a full step's rows by which one with so many is told from it."""
@@ -525,17 +528,16 @@ def kind_of(tenant: str, n_prompt: int, max_tokens: int | None) -> RequestClasse
     return RequestClasses((), shape, (tenant,), (tenant, *shape))
 
 
+@dataclass(eq=False, slots=True)
 class _LifeTable:
     """Of one class: answers that came into each bucket, and that ended in it by themselves, both f8
     [BUCKETS].
     """
 
-    __slots__ = ("came", "ended", "n_ended")
-
-    def __init__(self) -> None:
-        self.came = np.zeros(_BUCKETS)
-        self.ended = np.zeros(_BUCKETS)
-        self.n_ended = 0.0
+    came: np.ndarray = field(default_factory=lambda: np.zeros(_BUCKETS))
+    ended: np.ndarray = field(default_factory=lambda: np.zeros(_BUCKETS))
+    #: The sum of `ended`.
+    n_ended: float = 0.0
 
     def end(self, bucket: int) -> None:
         """An answer ended by itself in this bucket."""
@@ -557,14 +559,17 @@ class _LifeTable:
         return (self.ended + _WEIGHT * coarser) / (self.came + _WEIGHT)
 
 
+@dataclass(eq=False, slots=True)
 class Outlook:
     """How long the answers of a class get. alive: the share that reaches each edge, f8 [BUCKETS +
     1]; mean: tokens.
     """
 
-    __slots__ = ("alive", "mean")
+    hazard: InitVar[np.ndarray]
+    alive: np.ndarray = field(init=False)
+    mean: float = field(init=False)
 
-    def __init__(self, hazard: np.ndarray):
+    def __post_init__(self, hazard: np.ndarray) -> None:
         self.alive = np.concatenate(([1.0], np.cumprod(1.0 - np.minimum(hazard, 1.0))))
         per_bucket = (self.alive[1:] + self.alive[:-1]) / 2 * np.diff(EDGES)
         self.mean = float(per_bucket.sum())

@@ -37,15 +37,13 @@ _BYTES_EACH = 50_000
 _BYTES_A_CHARACTER = 50
 
 
+@dataclass(eq=False, slots=True)
 class GrammarMatcher:
     """Where one sequence stands in its grammar (`engine.scheduler.sequence.Matcher`)."""
 
-    __slots__ = ("_inner", "_taken")
-
-    def __init__(self, inner: LLMatcher):
-        self._inner = inner
-        # Output tokens that it has gone past.
-        self._taken = 0
+    _inner: LLMatcher
+    #: Output tokens that it has gone past.
+    _taken: int = 0
 
     @property
     def complete(self) -> bool:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -48,18 +49,15 @@ class TokenRules:
         self.memory = max([len(banned) - 1 for banned in params.banned_sequences], default=0)
 
 
+@dataclass(eq=False, slots=True)
 class RuledMatcher:
-    """Where one sequence stands (`engine.scheduler.sequence.Matcher`). inner: of its grammar, if it
-    has one.
-    """
+    """Where one sequence stands (`engine.scheduler.sequence.Matcher`)."""
 
-    __slots__ = ("_inner", "_rules", "_tail")
-
-    def __init__(self, rules: TokenRules, inner: _Inner | None):
-        self._rules = rules
-        self._inner = inner
-        # The last output tokens.
-        self._tail: tuple[int, ...] = ()
+    _rules: TokenRules
+    #: Of its grammar; None: it has none.
+    _inner: _Inner | None
+    #: The last output tokens.
+    _tail: tuple[int, ...] = ()
 
     @property
     def complete(self) -> bool:

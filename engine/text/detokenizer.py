@@ -156,15 +156,17 @@ class TextStream:
         return max(completed, key=len, default=None)
 
 
+@dataclass(eq=False, slots=True)
 class _StopFinder:
     """Knuth-Morris-Pratt search for one string, one character at a time."""
 
-    __slots__ = ("_fallback", "matched", "stop")
+    stop: str
+    #: Length of the longest prefix of `stop` that the text now ends with.
+    matched: int = 0
+    _fallback: tuple[int, ...] = field(init=False)
 
-    def __init__(self, stop: str):
-        self.stop = stop
-        self.matched = 0  # length of the longest prefix of `stop` that the text now ends with
-        self._fallback = _fallbacks(stop)
+    def __post_init__(self) -> None:
+        self._fallback = _fallbacks(self.stop)
 
     def feed(self, char: str) -> bool:
         """True when `char` completes the string; the finder is spent then."""
