@@ -1,0 +1,258 @@
+"""Two trees of this project in turn on one machine: what the host's work costs in each, as ratios.
+
+    python docs/benchmarks/before_after.py --before TREE --after TREE [--only NAME ...] [--quick]
+        [--rounds 2] [--requests 1000000] [--json FILE]
+
+A tree is a checkout (`git worktree add --detach TREE COMMIT`); both run in this Python, each with
+its own sources and its own benchmarks, one run after the other: before, after, before, after. Five
+measurements: simulated requests (CPU time), the scheduler alone, host time per step, the closed
+loop, and what the page's feed costs. What a tree does not have, or cannot run here, is skipped in a
+line. A ratio is after / before, of means over the rounds; beside it how far a tree's own runs lie
+apart, which is the noise. --quick: small sizes, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+
+from jitney.engine.machine import cpu_name
+
+_BENCHMARKS = Path("docs/benchmarks")
+#: `jitney ARGUMENTS`, whatever the tree's own entry is called.
+_CLI = "import sys; from jitney.engine.cli import main; sys.exit(main(sys.argv[1:]))"
+#: The device's steps are a roofline's, so that only the host's work takes time; at this rate three
+#: of four seats are taken.
+_SIMULATE = (
+    *("simulate", "--policies", "continuous", "--device", "h100"),
+    *("--seats", "32", "--rate", "300"),
+)
+#: A line of feed_cost.py.
+_COST = re.compile(r"^(.+?):\s+([\d.]+) (us a step|ms of CPU a second)")
+
+type _Figures = dict[str, float]
+
+
+class _Skipped(Exception):
+    """A tree cannot run a measurement."""
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """A checkout that can be imported as `jitney`."""
+
+    label: str
+    folder: Path
+    #: On the path of what runs in it.
+    importable: Path
+
+    def run(self, *command: str) -> tuple[str, float]:
+        """-> (what the command printed, CPU seconds of it). Raises _Skipped."""
+        environment = os.environ | {"PYTHONPATH": str(self.importable), "COLUMNS": "200"}
+        before = _children_cpu_s()
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no reason given"]
+            raise _Skipped(f"status {done.returncode}: {lines[-1]}")
+        return done.stdout, _children_cpu_s() - before
+
+    def script(self, name: str, *arguments: str) -> str:
+        """What one of its own benchmarks prints. Raises _Skipped."""
+        file = self.folder / _BENCHMARKS / name
+        if not file.exists():
+            raise _Skipped(f"it has no {_BENCHMARKS / name}")
+        printed, _ = self.run(str(file), *arguments)
+        return printed
+
+    def report(self, name: str, *arguments: str) -> dict[str, dict[str, float]]:
+        """What it writes with --json. Raises _Skipped."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "report.json"
+            self.script(name, *arguments, "--json", str(file))
+            return json.loads(file.read_text())
+
+
+def _children_cpu_s() -> float:
+    """Of all processes that were waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def _simulated(tree: _Tree, args: argparse.Namespace) -> _Figures:
+    """CPU time of a simulation, its start included."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        n_requests = 2000 if args.quick else args.requests
+        _, cpu_s = tree.run(
+            "-c", _CLI, *_SIMULATE, "--requests", str(n_requests), "--json", str(file)
+        )
+        [figures] = json.loads(file.read_text())["policies"].values()
+    return {
+        "a request, us": 1e6 * cpu_s / n_requests,
+        "a step, us": 1e6 * cpu_s / figures["steps"],
+    }
+
+
+def _scheduler(tree: _Tree, args: argparse.Namespace) -> _Figures:
+    sizes, steps = ("64", "20") if args.quick else ("64,256", "200")
+    report = tree.report("scheduler.py", "--seats", sizes, "--steps", steps)
+    return {
+        f"{policy}, {seats} seats, {part}, ms": value
+        for policy, row in report.items()
+        for seats, parts in row.items()
+        for part, value in zip(("plan", "commit"), parts, strict=True)
+    }
+
+
+def _host_time(tree: _Tree, args: argparse.Namespace) -> _Figures:
+    """Of the table: the last column, plan and batch and commit together."""
+    printed = tree.script("host_time.py", "--repeats", "1" if args.quick else "8")
+    figures: _Figures = {}
+    for line in printed.splitlines():
+        cells = [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()]
+        if len(cells) > 2 and cells[1].isdigit():
+            figures[f"{cells[0]}, ms"] = float(cells[-1])
+    return figures
+
+
+def _closed_loop(tree: _Tree, args: argparse.Namespace) -> _Figures:
+    streams = ["32"] if args.quick else ["32", "8", "1"]
+    report = tree.report("closed_loop.py", "--streams", *streams)
+    figures: _Figures = {}
+    for name in [f"streams_{count}" for count in streams]:
+        figures[f"{name}, output tok/s"] = report[name]["output_tok_s"]
+        figures[f"{name}, host ms"] = report[name]["host_ms_median"]
+    figures["prompts_512, prompt tok/s"] = report["prompts_512"]["prompt_tok_s"]
+    return figures
+
+
+def _feed_cost(tree: _Tree, args: argparse.Namespace) -> _Figures:
+    """By the places of the lines: what they are called has changed."""
+    quick = ("--seats", "64", "--seconds", "2")
+    printed = tree.script("feed_cost.py", *(quick if args.quick else ()))
+    found = [_COST.match(line) for line in printed.splitlines()]
+    costs = [match for match in found if match is not None]
+    names = ("host half of a step", "events", "page states", "history alone", "with viewers")
+    return {
+        f"{name}, {match[3]}": float(match[2]) for name, match in zip(names, costs, strict=True)
+    }
+
+
+_MEASUREMENTS: dict[str, Callable[[_Tree, argparse.Namespace], _Figures]] = {
+    "simulate": _simulated,
+    "scheduler": _scheduler,
+    "host_time": _host_time,
+    "closed_loop": _closed_loop,
+    "feed_cost": _feed_cost,
+}
+
+
+def _tree(label: str, folder: Path, links: Path) -> _Tree:
+    """Raises SystemExit for a folder that is no checkout."""
+    folder = folder.resolve()
+    if not (folder / "engine" / "__init__.py").exists():
+        sys.exit(f"--{label}: {folder} is no checkout of this project")
+    package = links / label / "jitney"
+    package.mkdir(parents=True)
+    for part in ("engine", "kernels", "dashboard"):
+        (package / part).symlink_to(folder / part)
+    return _Tree(label, folder, package.parent)
+
+
+def _in_turn(
+    name: str, trees: tuple[_Tree, _Tree], args: argparse.Namespace
+) -> dict[str, list[_Figures]] | None:
+    """The figures of each round, by tree; None where a tree has none."""
+    runs: dict[str, list[_Figures]] = {tree.label: [] for tree in trees}
+    for turn in range(args.rounds):
+        for tree in trees:
+            print(f"{name}: {tree.label}, {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
+            try:
+                runs[tree.label].append(_MEASUREMENTS[name](tree, args))
+            except _Skipped as reason:
+                print(f"{name} is skipped: {tree.label}: {reason}", flush=True)
+                return None
+    return runs
+
+
+def _spread(values: list[float]) -> float:
+    """How far a tree's own runs lie apart, as a share of their mean."""
+    return (max(values) - min(values)) / mean(values) if mean(values) else 0.0
+
+
+def _rows(runs: Mapping[str, list[_Figures]]) -> dict[str, dict[str, float]]:
+    """What both trees have, compared."""
+    first, second = runs["before"][0], runs["after"][0]
+    rows: dict[str, dict[str, float]] = {}
+    for figure in [name for name in second if name in first]:
+        before = [run[figure] for run in runs["before"]]
+        after = [run[figure] for run in runs["after"]]
+        if mean(before):
+            rows[figure] = {
+                "before": mean(before),
+                "after": mean(after),
+                "ratio": mean(after) / mean(before),
+                "noise": max(_spread(before), _spread(after)),
+            }
+    return rows
+
+
+def _print(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    table = Table("measured", "figure", "before", "after", "after / before", "runs apart")
+    for name, rows in results.items():
+        for figure, row in rows.items():
+            table.add_row(
+                name,
+                figure,
+                f"{row['before']:.4g}",
+                f"{row['after']:.4g}",
+                f"{row['ratio']:.3f}",
+                f"{100 * row['noise']:.1f} %",
+            )
+        table.add_section()
+    Console(width=120).print(f"{cpu_name()}, {os.cpu_count()} processors", table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--before", type=Path, required=True)
+    parser.add_argument("--after", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=_MEASUREMENTS, default=list(_MEASUREMENTS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=1_000_000, help="that are simulated")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as links:
+        trees = (
+            _tree("before", args.before, Path(links)),
+            _tree("after", args.after, Path(links)),
+        )
+        measured = {name: _in_turn(name, trees, args) for name in args.only}
+    results = {name: _rows(runs) for name, runs in measured.items() if runs is not None}
+    _print(results)
+    if args.json:
+        document = {"machine": cpu_name(), "results": results}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
