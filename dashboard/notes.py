@@ -145,11 +145,11 @@ def _outages(before: Snapshot, now: Snapshot) -> list[Note]:
     known = {outage["began"]: outage for outage in before.outages}
     notes = []
     for outage in now.outages:
-        notes += _news_of(outage, known.get(outage["began"]), now.t)
+        notes += _outage_notes(outage, known.get(outage["began"]), now.t)
     return notes
 
 
-def _news_of(outage: JsonDict, seen: JsonDict | None, t: float) -> Iterator[Note]:
+def _outage_notes(outage: JsonDict, seen: JsonDict | None, t: float) -> Iterator[Note]:
     """seen: what was known of it before."""
     if seen is None:
         yield _note(t, "error", "outage", _OUTAGE.format_map(outage))

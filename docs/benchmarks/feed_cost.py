@@ -1,4 +1,4 @@
-"""What the page costs: CPU time of the core's news, of the history, and of the feed with viewers,
+"""What the page costs: CPU time of the core's events, of the history, and of the feed with viewers,
 at many seats.
 
     python docs/benchmarks/feed_cost.py [--seats 1024] [--viewers 8] [--seconds 10]
@@ -103,7 +103,7 @@ def requests(seats: int, steps: int) -> list[EngineRequest]:
 
 
 def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineRequest]]:
-    """Encoded reports of so many steps; prints what the news cost the core."""
+    """Encoded reports of so many steps; prints what events cost the core."""
     limits = SchedulerLimits(
         max_seats=seats, context_length=2048, max_waiting_requests=10**6, max_waiting_tokens=10**9
     )
@@ -113,22 +113,22 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
     core, traffic = EngineCore(scheduler, Instant(), Ledger()), requests(seats, steps)
     for request in traffic:
         core.add(request)
-    telling, asking, whole, reports = [0.0], [0.0], [0.0], []
-    core_module.seat_events = timed(core_module.seat_events, telling)
-    core_module.prompt_chunks = timed(core_module.prompt_chunks, telling)
+    event_s, asking, whole, reports = [0.0], [0.0], [0.0], []
+    core_module.seat_events = timed(core_module.seat_events, event_s)
+    core_module.prompt_chunks = timed(core_module.prompt_chunks, event_s)
     core._answer = timed(core._answer, asking)
-    step, encode_news = timed(core.step, whole), timed(messages.encode, telling)
+    step, encode_events = timed(core.step, whole), timed(messages.encode, event_s)
     for number in range(steps):
         if number % round(0.5 / STEP_S) == 0:
             core.ask(
                 messages.AskSeatMap(number, seats=False)
             )  # the feed asks for the pages twice a second
         report = step()
-        encode_news(messages.StepReport([], b"", report.events, report.chunks))
+        encode_events(messages.StepReport([], b"", report.events, report.chunks))
         reports.append(messages.encode(report))
     per_step = {
         "host half of a step": whole[0],
-        "news of life and prompts": telling[0],
+        "events and prompts": event_s[0],
         "page states": asking[0],
     }
     for name, spent in per_step.items():

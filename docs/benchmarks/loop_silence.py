@@ -116,12 +116,12 @@ def serve(arguments: list[str]) -> int:
         def new_event_loop(self) -> asyncio.AbstractEventLoop:
             return asyncio.SelectorEventLoop(selector)
 
-    def tell(*_: object) -> None:
+    def report(*_: object) -> None:
         turns, selector.turns = selector.turns, []
         told = [float(len(turns)), *np.quantile(turns or [0.0], [0.5, 0.99, 0.999, 1.0])]
         print(_TURNS + json.dumps(told), flush=True)
 
-    signal.signal(signal.SIGUSR1, tell)
+    signal.signal(signal.SIGUSR1, report)
     asyncio.set_event_loop_policy(Policy())
     sys.argv = ["jitney", "serve", *arguments]
     return jitney()

@@ -202,8 +202,8 @@ class Choice:
             events += self._parsed(more.text, part.tokens[: more.tokens])
             if self.finish is not None:
                 break
-        news = text.text if self.parser is None else events
-        if not news and self.finish is None:
+        new = text.text if self.parser is None else events
+        if not new and self.finish is None:
             return None
         delta = ChoiceDelta(self.unsent, text.text, events, self.finish)
         self.unsent = self.unsent.cleared()

@@ -16,7 +16,7 @@ from jitney.engine.cli.flags import (
     Flag,
     FlagGroup,
     config_from,
-    progress_teller,
+    progress_reporter,
     say,
 )
 from jitney.engine.config.platforms import check_platform
@@ -117,5 +117,5 @@ async def _run(work: OfflineBatch, service: Service, in_flight: int) -> None:
     from jitney.engine.api.routing import RouteTable
 
     executor = LineExecutor(service, RouteTable(ROUTES), background=False)
-    tell = progress_teller("lines")
-    await work.run(executor, in_flight, lambda counts: tell(counts.answered, counts.total))
+    report = progress_reporter("lines")
+    await work.run(executor, in_flight, lambda counts: report(counts.answered, counts.total))

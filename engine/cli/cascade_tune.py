@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, progress_teller
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, progress_reporter
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.fleet.answering import Question
 from jitney.engine.fleet.cascade_tuning import (
@@ -199,8 +199,8 @@ async def _compare(args: Namespace, questions: Sequence[Question]) -> tuple[list
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
         engines = HttpEngines(endpoints, client)
         comparison = ModelComparison(engines, _SMALL, _LARGE, args.agree, prices)
-        tell, total = progress_teller("requests"), len(questions)
-        return await comparison.run(questions, args.at_once, lambda done: tell(done, total))
+        report, total = progress_reporter("requests"), len(questions)
+        return await comparison.run(questions, args.at_once, lambda done: report(done, total))
 
 
 def _report_of(tuned: _Tuned) -> JsonDict:

@@ -20,7 +20,7 @@ from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
 
 #: Seconds between two lines of progress.
-_TELL_S = 10.0
+_REPORT_S = 10.0
 #: What help calls the values of a setting.
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
 #: Defaults that help says nothing of.
@@ -250,14 +250,14 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def progress_teller(what: str) -> Callable[[int, int], None]:
-    """Says every _TELL_S seconds how many are done, of how many of what."""
-    told_at = time.monotonic()
+def progress_reporter(what: str) -> Callable[[int, int], None]:
+    """Says every _REPORT_S seconds how many are done, of how many of what."""
+    reported_at = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at >= _TELL_S:
-            told_at = time.monotonic()
+    def report(done: int, total: int) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= _REPORT_S:
+            reported_at = time.monotonic()
             say(f"{done} of {total} {what}")
 
-    return tell
+    return report

@@ -51,17 +51,17 @@ class LeadingRunner(RunnerWithOthers):
         """From here on say what is done."""
         self._hosts = hosts
 
-    def _tell(self, message: messages.Command) -> None:
+    def _send(self, message: messages.Command) -> None:
         if self._hosts is not None:
-            self._hosts.tell(message)
+            self._hosts.send(message)
 
     def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> tuple[StepOutput, Any]:
-        self._tell(Step(bucket.tokens, bucket.seats, plain, PackedArray.of(packed)))
+        self._send(Step(bucket.tokens, bucket.seats, plain, PackedArray.of(packed)))
         return super().run(bucket, plain, packed)
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
         columns = list(row)
-        self._tell(Board(seat, [PackedArray.of(column) for column in columns]))
+        self._send(Board(seat, [PackedArray.of(column) for column in columns]))
         super().board(seat, columns)
 
     def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Sampled:
@@ -69,7 +69,7 @@ class LeadingRunner(RunnerWithOthers):
         if numbers is not None:
             picked = PackedArray.of(numbers)
         heads, masks = PackedArray.of(upload.heads), PackedArray.of(upload.masks)
-        self._tell(Choose(picked, heads, masks))
+        self._send(Choose(picked, heads, masks))
         return super().run_choice(logits, numbers, upload)
 
 

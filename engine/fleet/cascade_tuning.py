@@ -213,9 +213,9 @@ class ModelComparison:
     prices: TokenPrices
 
     async def run(
-        self, questions: Sequence[Question], at_once: int, tell: Callable[[int], None]
+        self, questions: Sequence[Question], at_once: int, report: Callable[[int], None]
     ) -> tuple[list[Pair], list[str]]:
-        """The pairs, and for each request that one of the models refused why. tell: how many are
+        """The pairs, and for each request that one of the models refused why. report: how many are
         done.
         """
         places = asyncio.Semaphore(at_once)
@@ -228,7 +228,7 @@ class ModelComparison:
                     pairs.append(await self._pair(question))
                 except (HttpError, RequestError) as error:
                     refusals.append(str(error))
-            tell(len(pairs) + len(refusals))
+            report(len(pairs) + len(refusals))
 
         await asyncio.gather(*(one(question) for question in questions))
         return pairs, refusals

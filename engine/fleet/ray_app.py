@@ -38,9 +38,9 @@ from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.local import ENGINE_MODULE, engine_keys
 from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.ray_engines import (
+    ANNOUNCE_S,
     GRACE_S,
     NAMESPACE,
-    TELL_S,
     EngineActor,
     RayFleet,
     actor_options,
@@ -119,7 +119,7 @@ class IngressApp:
                 directory = the_directory()
             else:
                 await meet(model, parts.watch, known, self._fleet.key)
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(ANNOUNCE_S)
 
 
 def _ingress_deployment(fleet: RayFleet, engines: Sequence[Any]) -> Any:

@@ -38,7 +38,7 @@ NAMESPACE = "jitney"
 _DIRECTORY = "jitney-fleet-directory"
 #: Seconds between two words of an engine to the directory, and after which one that says nothing is
 #: struck off.
-TELL_S, _SILENT_S = 1.0, 10.0
+ANNOUNCE_S, _SILENT_S = 1.0, 10.0
 #: Seconds beyond the drain's that an engine gets to end.
 GRACE_S = 10.0
 #: Seconds between two looks at whether an engine is ready.
@@ -72,7 +72,7 @@ class Directory:
         self._known: dict[str, tuple[str, str, float]] = {}
         self._resting: set[str] = set()
 
-    def tell(self, name: str, arm: str, url: str) -> bool:
+    def announce(self, name: str, arm: str, url: str) -> bool:
         """Where an engine is. Returns whether its arm rests."""
         self._known[name] = (arm, url, time.monotonic())
         return arm in self._resting
@@ -229,7 +229,7 @@ class EngineActor:
             return
         await self._start()
         await self._until_ready()
-        self._living = asyncio.create_task(self._tell())
+        self._living = asyncio.create_task(self._announce())
 
     async def _start(self) -> None:
         """Start the processes of all hosts. Raises OSError or RayError."""
@@ -272,17 +272,17 @@ class EngineActor:
             await self.check_health()
             await asyncio.sleep(_LOOK_S)
 
-    async def _tell(self) -> None:
+    async def _announce(self) -> None:
         """Until the process ends, or is to end since its arm rests."""
         while not self._child.has_ended:
             try:
                 for replica in self._replicas:
-                    told = (replica.name, self._arm, replica.url)
-                    if await self._directory.tell.remote(*told):
+                    own = (replica.name, self._arm, replica.url)
+                    if await self._directory.announce.remote(*own):
                         return
             except RayError as error:
                 self._lost_directory(error)
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(ANNOUNCE_S)
 
     async def _live_as_candidate(self) -> None:
         """Start the engine whenever the candidate is to have requests, and let it go when it is
@@ -297,7 +297,7 @@ class EngineActor:
                 await self._end()
                 _log.error("candidate: %s before it was ready", error)
                 return
-            await self._tell()
+            await self._announce()
             if self._child.has_ended:
                 return  # Serve hears of it by `check_health`
             _log.info("candidate: %s ends, since it is to have no requests", self._name)
@@ -310,7 +310,7 @@ class EngineActor:
                     return
             except RayError as error:
                 self._lost_directory(error)
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(ANNOUNCE_S)
 
     def _lost_directory(self, error: RayError) -> None:
         """It is made anew."""

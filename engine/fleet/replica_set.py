@@ -12,7 +12,7 @@ from jitney.engine.fleet.routing import LeastWait, Ring
 
 class ReplicaSet:
     """Engines that answer alike. What is kept of each is brought up to date when it says that it
-    changed (`Replica.tell`).
+    changed (`Replica.on_change`).
     """
 
     def __init__(self, replicas: list[Replica]) -> None:
@@ -39,14 +39,14 @@ class ReplicaSet:
         self.all.append(replica)
         self._by_name[replica.name] = replica
         self._ring = None
-        replica.tell = self._note
+        replica.on_change = self._note
         self._note(replica)
 
     def remove(self, replica: Replica) -> None:
         """It is no more one of them: what belonged to it goes to the others. Its open requests
         go on.
         """
-        replica.tell = None
+        replica.on_change = None
         self._leave_out(replica.name)
         self.all.remove(replica)
         del self._by_name[replica.name]

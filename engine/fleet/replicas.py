@@ -88,7 +88,7 @@ class Replica:
     answered: int = 0
     lost: int = 0
     #: Hears of every change of its state or load.
-    tell: Callable[[Replica], None] | None = None
+    on_change: Callable[[Replica], None] | None = None
     #: Ends each of our open requests there when it is given up.
     _deadlines: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -147,8 +147,8 @@ class Replica:
 
     def changed(self) -> None:
         """Its state or its load did."""
-        if self.tell is not None:
-            self.tell(self)
+        if self.on_change is not None:
+            self.on_change(self)
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:

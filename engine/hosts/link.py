@@ -106,7 +106,7 @@ class Hosts(Protocol):
 
 class _Ending:
     """Why this host ends is told once, by whoever comes first: a thread that notices a loss, or the
-    one that leaves. Else the one that leaves ends the process while the other still tells.
+    one that leaves. Else the one that leaves ends the process while the other still reports it.
     """
 
     def __init__(self, lost: Lost):
@@ -115,8 +115,8 @@ class _Ending:
         self._deciding = threading.Lock()
         #: This host ends.
         self._begun = False
-        #: It ends because another is gone; and that has been told.
-        self._noticed, self._told = threading.Event(), threading.Event()
+        #: It ends because another is gone; and that has been reported.
+        self._noticed, self._reported = threading.Event(), threading.Event()
 
     def notice(self) -> bool:
         """Another host is gone; False: that is not why this one ends."""
@@ -127,23 +127,23 @@ class _Ending:
             self._noticed.set()
             return True
 
-    def tell(self, reason: str, failed: bool) -> None:
+    def report(self, reason: str, failed: bool) -> None:
         """Of the loss that was noticed."""
         try:
             self._lost(reason, failed)
         finally:
-            self._told.set()
+            self._reported.set()
 
     def wait_for_loss(self) -> None:
         """See `Hosts`."""
         self._noticed.wait(_NOTICE_S)
 
     def leave(self) -> None:
-        """This host ends by itself; or else wait until the loss has been told."""
+        """This host ends by itself; or else wait until the loss has been reported."""
         with self._deciding:
             self._begun = True
         if self._noticed.is_set():
-            self._told.wait()
+            self._reported.wait()
 
 
 @dataclass(eq=False)
@@ -247,7 +247,7 @@ class FirstHost:
             other.start(self._ended)
         threading.Thread(target=_beat, args=(self._others,), daemon=True).start()
 
-    def tell(self, message: messages.Message) -> None:
+    def send(self, message: messages.Message) -> None:
         """Send a message to all others; one that cannot hear it any more is noticed elsewhere."""
         frame = framed(message)
         for other in self._others:
@@ -257,7 +257,7 @@ class FirstHost:
         """See `Hosts`."""
         values = [self._said(other, what) for other in self._others]
         least = min([value, *map(int, values)])
-        self.tell(Agreed(what, least))
+        self.send(Agreed(what, least))
         return least
 
     def same(self, what: str, value: str) -> None:
@@ -266,17 +266,17 @@ class FirstHost:
             said = self._said(other, what)
             if said != value:
                 reason = f"{other.name} has other {what} than host 0: {said}, not {value}"
-                self.tell(Refused(reason))
+                self.send(Refused(reason))
                 raise ConfigError(reason)
-        self.tell(Agreed(what, value))
+        self.send(Agreed(what, value))
 
     def rounds(self) -> Rounds:
         """See `Hosts`."""
         own = Rounds(lambda message: referee.take(0, message))
-        tell: dict[int, Callable[[Meeting], None]] = {0: own.take}
+        send: dict[int, Callable[[Meeting], None]] = {0: own.take}
         for number, other in enumerate(self._others, 1):
-            tell[number] = partial(_say, other)
-        referee = Referee(tell)
+            send[number] = partial(_say, other)
+        referee = Referee(send)
         for number, other in enumerate(self._others, 1):
             other.meet(partial(referee.take, number))
         return own
@@ -294,7 +294,7 @@ class FirstHost:
     def leave(self, reason: str, *, failed: bool) -> None:
         """See `Hosts`."""
         self._ending.leave()
-        self.tell(Goodbye(reason, failed))
+        self.send(Goodbye(reason, failed))
         until = time.monotonic() + _FAREWELL_S
         for other in self._others:
             other.ended.wait(max(0.0, until - time.monotonic()))
@@ -303,8 +303,8 @@ class FirstHost:
     def _ended(self, other: _Watched, reason: str, failed: bool) -> None:
         """By the thread that reads a host."""
         if self._ending.notice():
-            self.tell(Goodbye(reason, True))
-            self._ending.tell(reason, failed)
+            self.send(Goodbye(reason, True))
+            self._ending.report(reason, failed)
 
 
 class OtherHost:
@@ -375,7 +375,7 @@ class OtherHost:
     def _ended(self, first: _Watched, reason: str, failed: bool) -> None:
         """By the thread that reads the first host."""
         if not self.dismissed and self._ending.notice():
-            self._ending.tell(reason, failed)
+            self._ending.report(reason, failed)
 
 
 def _say(other: _Watched, message: messages.Message) -> None:
@@ -429,10 +429,10 @@ class _Waiting:
             if now > until:
                 raise ConfigError(f"{self._missing_ones} did not come within {JOIN_S:g} s")
             if now - reported > _REPORT_S:
-                self._tell()
+                self._report_missing()
                 reported = now
             self._accept(listener)
-        self._tell()
+        self._report_missing()
 
     def close(self) -> None:
         """Let those go who wait in vain; they will look for another first host."""
@@ -447,7 +447,7 @@ class _Waiting:
     def _missing_ones(self) -> str:
         return "host " + ", ".join(map(str, self._missing))
 
-    def _tell(self) -> None:
+    def _report_missing(self) -> None:
         detail = f"waiting for {self._missing_ones}" if self._missing else ""
         self._report(len(self.connections) + 1, self._n_hosts, detail)
 
@@ -483,7 +483,7 @@ class _Waiting:
             connection.close()
             return
         self.connections[hello.host_id] = connection
-        self._tell()
+        self._report_missing()
 
     def _refusal(self, hello: messages.Message) -> str:
         """Why a newcomer cannot take part; empty if it can."""

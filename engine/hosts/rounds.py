@@ -48,9 +48,9 @@ def largest(sizes: Sequence[StepSize]) -> StepSize:
 class Referee:
     """Hears what all engines want, on host 0; its methods may be called by any thread."""
 
-    def __init__(self, tell: Mapping[int, Callable[[Meeting], None]]):
-        """tell: what sends a message to each engine, by the ids of their hosts."""
-        self._tell = tell
+    def __init__(self, send: Mapping[int, Callable[[Meeting], None]]):
+        """send: what sends a message to each engine, by the ids of their hosts."""
+        self._send = send
         self._lock = threading.Lock()
         self._round = 0
         #: What the engines want that have said it in this round, by their hosts.
@@ -65,19 +65,19 @@ class Referee:
             case Want():
                 self._take_want(number, message)
             case Missing():
-                self._tell_missing(number, message)
+                self._send_missing(number, message)
             case Parting():
                 self._take_parting(number, message)
             case Wanted() | Together():
                 raise ConnectionError(f"host {number} decided what is host 0's to decide")
 
-    def _tell_missing(self, number: int, asked: Missing) -> None:
+    def _send_missing(self, number: int, asked: Missing) -> None:
         """Who has not answered yet; nobody, if the round is over."""
         with self._lock:
             missing: list[int] = []
             if asked.round == self._round:
-                missing = [other for other in self._tell if other not in self._wants]
-            self._tell[number](Missing(asked.round, missing))
+                missing = [other for other in self._send if other not in self._wants]
+            self._send[number](Missing(asked.round, missing))
 
     def _take_parting(self, number: int, parting: Parting) -> None:
         with self._lock:
@@ -86,9 +86,9 @@ class Referee:
             if parting.drained:
                 self._drained.add(number)
             if is_first:
-                self._tell_all(Parting(drained=False))
-            if len(self._drained) == len(self._tell):
-                self._tell_all(Parting(drained=True))
+                self._send_to_all(Parting(drained=False))
+            if len(self._drained) == len(self._send):
+                self._send_to_all(Parting(drained=True))
 
     def _take_want(self, number: int, want: Want) -> None:
         with self._lock:
@@ -96,34 +96,34 @@ class Referee:
                 raise ConnectionError(f"host {number} is in round {want.round}, not {self._round}")
             is_first = not self._wants
             self._wants[number] = want.size
-            if len(self._wants) == len(self._tell):
+            if len(self._wants) == len(self._send):
                 self._decide()
             elif is_first:
                 self._ask_others()
 
     def _ask_others(self) -> None:
-        for number, tell in self._tell.items():
+        for number, send in self._send.items():
             if number not in self._wants:
-                tell(Wanted(self._round))
+                send(Wanted(self._round))
 
     def _decide(self) -> None:
         size = largest([want for want in self._wants.values() if want is not None])
         together = Together(self._round, size)
         self._round += 1
         self._wants = {}
-        self._tell_all(together)
+        self._send_to_all(together)
 
-    def _tell_all(self, message: Meeting) -> None:
-        for tell in self._tell.values():
-            tell(message)
+    def _send_to_all(self, message: Meeting) -> None:
+        for send in self._send.values():
+            send(message)
 
 
 class Rounds:
     """One engine's part. Its core's thread calls `agree`; messages come by any."""
 
-    def __init__(self, tell: Callable[[Want | Missing | Parting], None]):
-        """tell: what brings a message to the referee."""
-        self._tell = tell
+    def __init__(self, send: Callable[[Want | Missing | Parting], None]):
+        """send: what brings a message to the referee."""
+        self._send = send
         #: Called by `agree` every `ASK_S` seconds of a wait, with the hosts whose engines have said
         #: nothing in this round, as far as is known.
         self.on_wait: Callable[[list[int]], None] = _ignore
@@ -165,7 +165,7 @@ class Rounds:
         """This engine has been told to end: say so, and, once it has no requests, that. It goes on
         taking part until all have said that (`next_parting`).
         """
-        self._tell(Parting(drained))
+        self._send(Parting(drained))
 
     def next_parting(self) -> Parting | None:
         """What was heard of the end since; None: nothing more."""
@@ -189,10 +189,10 @@ class Rounds:
         """
         number = self._round
         self._round += 1
-        self._tell(Want(number, size))
+        self._send(Want(number, size))
         self._missing = []
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=ASK_S).size
             self.on_wait(self._missing)
-            self._tell(Missing(number))
+            self._send(Missing(number))

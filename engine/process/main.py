@@ -216,7 +216,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
                 return
             _handle(core, message, outbox)
         if joined is not None:
-            _tell_partings(joined, outbox)
+            _send_partings(joined, outbox)
         if core.has_work:
             if core.company_s:
                 continue  # there is time for somebody else
@@ -233,7 +233,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
                 core.check()
 
 
-def _tell_partings(joined: JoinedCore, outbox: zmq.Socket) -> None:
+def _send_partings(joined: JoinedCore, outbox: zmq.Socket) -> None:
     """What the others say of the end."""
     while (parting := joined.rounds.next_parting()) is not None:
         outbox.send(messages.encode(messages.Parting(parting.drained)))

@@ -108,8 +108,8 @@ class Entrance:
             return
         free_in = max((bound.level - _CALM * bound.most) * bound.falls_in for bound in bounds)
         free_in = max(0.0, free_in)
-        tell = self.promises.put_off if promised else self.promises.give
-        retry = tell(name, now, free_in, self._seconds(work, leader))
+        answer = self.promises.put_off if promised else self.promises.give
+        retry = answer(name, now, free_in, self._seconds(work, leader))
         raise RequestError(
             f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
         )

@@ -13,12 +13,12 @@ from engine_infos import changed
 from page_browser import (
     endpoint,
     figures,
+    holds_text,
     press,
     says,
     served,
     state,
     table_is,
-    tells,
     visit,
     watched,
 )
@@ -50,7 +50,7 @@ def test_the_page_shows_the_engines_own_numbers(client, open_page):
     page = open_page.page
     with visit(page, client):
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
-        tells(page, "page-legend", "3 cached")
+        holds_text(page, "page-legend", "3 cached")
         shown = figures(page)
         assert (shown["Seats taken"], shown["Waiting"], shown["KV pages"]) == (
             "3 of 4",
@@ -89,10 +89,10 @@ def test_kernels_that_were_wrong_at_start_are_told_above_all(client, open_page):
     ]
     page = open_page.page
     with visit(page, type(client)(kernels="native", proofs=proofs)):
-        tells(
+        holds_text(
             page, "kernels-out", "of the native kernels attention is off by 3.5, head could not run"
         )
-        tells(page, "kernels-out", "<b>no</b>")
+        holds_text(page, "kernels-out", "<b>no</b>")
         assert "norm" not in page.locator("#kernels-out").inner_text()
     assert open_page.problems == []
 
@@ -127,15 +127,15 @@ def test_the_canary_counts_on_the_page(client, open_page):
     watched = type(client)(canary_every=50)
     watched.step()
     with visit(page, watched):
-        tells(
+        holds_text(
             page,
             "canary",
             "one request in 50 is computed again with the reference kernels; 0 checked",
         )
         watched.counters.observe_canary([CanaryFinding(0.1, True), CanaryFinding(3.0, False)])
         watched.step()
-        tells(page, "canary", "1 of 2 came out otherwise")
-        tells(page, "notes", "so many answers came out otherwise: 1")
+        holds_text(page, "canary", "1 of 2 came out otherwise")
+        holds_text(page, "notes", "so many answers came out otherwise: 1")
     assert open_page.problems == []
 
 
@@ -211,7 +211,7 @@ def test_loading_stale_draining_and_dead(client, open_page):
         state(page, "live")
         client.age = 7.0
         state(page, "stale")
-        tells(page, "trouble", "silent for 7 s")
+        holds_text(page, "trouble", "silent for 7 s")
         client.age, client.state = 0.0, "draining"
         state(page, "draining")
         client.state = "dead"
@@ -229,9 +229,9 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
         client.state, client.progress = "restarting", Progress("weights", 108, 182)
         client.history.outage_began("it was killed by SIGKILL", n_resumed=4, n_lost=0)
         state(page, "restarting")
-        tells(page, "headline", "The engine died ")
-        tells(page, "headline", "Restart 1: loading: weights 108 of 182")
-        tells(page, "trouble", "No engine: it was killed by SIGKILL. Restart 1 is under way.")
+        holds_text(page, "headline", "The engine died ")
+        holds_text(page, "headline", "Restart 1: loading: weights 108 of 182")
+        holds_text(page, "trouble", "No engine: it was killed by SIGKILL. Restart 1 is under way.")
         assert figures(page)["Seats taken"] == "– of 4"
         table_is(page, "seat-table", [["0", "gone"], ["1", "gone"], ["2", "gone"], ["3", "gone"]])
         assert colour_at(page, 0) == colour_at(page, 2) == [0xFD, 0xEA, 0xDD]
@@ -242,7 +242,7 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
         page.wait_for_timeout(700)
         assert page.locator("#trouble").is_hidden()
         assert colour_at(page, 0) == colour_at(page, 2) == [0xFF, 0xFF, 0xFF]
-        tells(page, "notes", "restart 1: the engine was ready again after")
+        holds_text(page, "notes", "restart 1: the engine was ready again after")
         box = page.locator("#timeline").bounding_box()
         reds = """() => {
             const canvas = document.getElementById("timeline"), pen = canvas.getContext("2d");
@@ -252,7 +252,7 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
         }"""
 
         def point_until(column: Callable[[list[float]], float], y: float, text: str) -> None:
-            """Point at a column of the red ones until the page tells this: they move with time."""
+            """Point at a column of the red ones until the page holds_text this: they move with time."""
             for _ in range(40):
                 columns = page.evaluate(reds)
                 page.mouse.move(box["x"] + column(columns), y)
@@ -264,7 +264,7 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
         top, bottom = box["y"] + 8, box["y"] + box["height"] - 23
         ready = "it was killed by SIGKILL. Restart 1 was ready after"
         point_until(lambda columns: columns[len(columns) // 2], top, ready)
-        tells(page, "time-read", "Requests that went on: 4; that were lost: 0.")
+        holds_text(page, "time-read", "Requests that went on: 4; that were lost: 0.")
         died = "it was killed by SIGKILL; requests that go on in the next one: 4"
         point_until(lambda columns: columns[0] - 1, bottom, died)
     assert open_page.problems == []
@@ -276,7 +276,7 @@ def test_a_server_that_is_gone_makes_the_page_stale_until_it_is_back(client, ope
         page.goto(url + "/dashboard/")
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
     state(page, "stale")
-    tells(page, "trouble", "No news from the server")
+    holds_text(page, "trouble", "No news from the server")
     assert figures(page)["Seats taken"] == "3 of 4"
     with endpoint(client, port):
         state(page, "live")

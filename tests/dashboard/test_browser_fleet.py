@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from page_browser import press, says, served, state, table_is, tells, watched
+from page_browser import holds_text, press, says, served, state, table_is, watched
 from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, urls_of
 
 from jitney.dashboard.fleet import FleetView
@@ -106,7 +106,7 @@ def test_all_replicas_at_once(open_page):
         assert colour_at(page, "r1", 8 + 19, 8)[3] == 0  # free
         halfway = colour_at(page, "r1", 8, 8)
         assert 0 < halfway[0] < 0xCF and 0x72 < halfway[1] < 0xE4 and halfway[3] == 255
-        tells(page, "fleet-sub", "The longest wait is foreseen at r1.")
+        holds_text(page, "fleet-sub", "The longest wait is foreseen at r1.")
         figures = page.locator("#figures").inner_text()
         assert "2 of 4" in figures and "2.50 s" in figures and "A million useful tokens" in figures
         page.click("#replica-details summary")
@@ -136,7 +136,7 @@ def test_cards_follow_their_replicas_and_keep_their_places(open_page):
         card_says(page, "r1", "Restarted 2 times.")
         clients["r10"].state, clients["r10"].progress = "ready", None
         card_says(page, "r10", "0 of 4")
-        tells(page, "headline", "2 of 3 replicas ready, 1 of 10 seats taken")
+        holds_text(page, "headline", "2 of 3 replicas ready, 1 of 10 seats taken")
         clients["r2"].age = 7.0
         card_says(page, "r2", "Its engine says nothing.")
         assert [name for name, *_ in cards(page)] == ["r1", "r2", "r10"]
@@ -191,8 +191,8 @@ def test_a_server_that_is_gone_makes_the_fleets_page_stale(open_page):
             state(page, "live")
             card_says(page, "r1", "2 of 4")
         state(page, "stale")
-        tells(page, "trouble", "No news from the server for")
-        tells(page, "trouble", "The last values are shown.")
+        holds_text(page, "trouble", "No news from the server for")
+        holds_text(page, "trouble", "The last values are shown.")
         card_says(page, "r1", "2 of 4")
         port = int(url.rpartition(":")[2])
         engines = {name: RemoteEngine(one) for name, one in urls_of(clients, base).items()}
@@ -256,7 +256,7 @@ def test_a_hundred_replicas_are_few_elements(open_page):
     for client in clients.values():
         client.move()
     with visit(page, clients):
-        tells(page, "headline", "All 100 replicas ready")
+        holds_text(page, "headline", "All 100 replicas ready")
         assert page.evaluate("document.querySelectorAll('*').length") < 3500
         assert page.locator(".replica canvas").count() == 100
         heights = page.evaluate(

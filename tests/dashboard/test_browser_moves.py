@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from page_browser import press, says, state, table_is, tells, visit
+from page_browser import holds_text, press, says, state, table_is, visit
 
 MARKUP = "<img src=x onerror=alert(1)>"
 FIGURES = {
@@ -48,8 +48,8 @@ def test_the_keyboard_is_enough(client, open_page):
         says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
         page.focus("#seats")
         press(page, "ArrowRight", "ArrowLeft", "ArrowRight", "ArrowRight", "ArrowRight")
-        tells(page, "seat-read", MARKUP)
-        tells(page, "seat-read", "3 of at most 4 output tokens")
+        holds_text(page, "seat-read", MARKUP)
+        holds_text(page, "seat-read", "3 of at most 4 output tokens")
         press(page, "Enter")
         says(page, "drawer-name", MARKUP)
         press(page, "Escape")
@@ -99,8 +99,8 @@ def test_pause_scrub_step_and_replay(client, open_page):
             polling=100,
         )
         table_is(page, "seat-table", [["0", "decode", "req-a", "0", "8", "16"]])
-        tells(page, "headline", "3 of 4 seats taken, 2 waiting, continuous (")
-        tells(page, "headline", "s ago)")
+        holds_text(page, "headline", "3 of 4 seats taken, 2 waiting, continuous (")
+        holds_text(page, "headline", "s ago)")
         press(page, "r", "r")  # four times as fast as it was, so that it catches up
         table_is(page, "seat-table", [["0", "decode", "later"], ["1"], ["2", "decode", "unseen"]])
         state(page, "live")
@@ -157,19 +157,19 @@ def test_the_policy_lab_compares(client, open_page):
     page.route("**/lab", answer)
     with visit(page, client):
         page.locator("#lab").scroll_into_view_if_needed()
-        tells(page, "lab-note", "80 requests of the last 5.0 minutes")
+        holds_text(page, "lab-note", "80 requests of the last 5.0 minutes")
         page.uncheck("[value=dynamic]")
         page.click("#lab summary")
         page.fill("[name=batch_size]", "2")
         page.fill("#lab-price", "2.5")
         page.click("#lab-run")
-        tells(page, "lab-result", "continuous makes 2.50x the tokens of static, ±8 %.")
-        tells(
+        holds_text(page, "lab-result", "continuous makes 2.50x the tokens of static, ±8 %.")
+        holds_text(
             page,
             "lab-result",
             "80 requests were played again (when the record ended: 77 ended, 3 refused).",
         )
-        tells(page, "lab-result", "64 prompt tokens are found cached")
+        holds_text(page, "lab-result", "64 prompt tokens are found cached")
         assert asked == [
             {
                 "minutes": 5,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from page_browser import state, tells
+from page_browser import holds_text, state
 
 from jitney.engine.ports import free_port
 
@@ -89,10 +89,10 @@ def test_a_busload_rides_and_is_told_of(served_url, open_page):
     page.click("#time-details summary")
     page.wait_for_function("() => document.querySelectorAll('#time-table tbody tr').length === 16")
     page.locator("#requests tbody tr").first.click()
-    tells(page, "drawer", "It took ")
+    holds_text(page, "drawer", "It took ")
     page.wait_for_selector("#drawer .waterfall .bar.chunk")
     page.keyboard.press("Escape")
-    tells(page, "headline", "Idle: all 4 seats free")
+    holds_text(page, "headline", "Idle: all 4 seats free")
     page.goto("about:blank")
     assert open_page.hosts == {"127.0.0.1"}
     assert open_page.problems == []

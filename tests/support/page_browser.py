@@ -106,7 +106,7 @@ def says(page, id: str, text: str) -> None:
     )
 
 
-def tells(page, id: str, text: str) -> None:
+def holds_text(page, id: str, text: str) -> None:
     """Wait until the element's text holds this."""
     page.wait_for_function(
         "([id, text]) => document.getElementById(id).textContent.includes(text)", arg=[id, text]

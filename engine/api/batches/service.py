@@ -35,7 +35,7 @@ class _Open:
     keeper: StoreKeeper
     runner: BatchRunner
     webhooks: Webhooks
-    telling: asyncio.Task[None]
+    delivering: asyncio.Task[None]
 
 
 class Batches:
@@ -89,8 +89,8 @@ class Batches:
         async with self._opening:
             parts, self._parts = self._parts, None
         if parts is not None:
-            parts.telling.cancel()
-            await asyncio.gather(parts.runner.stopped(), parts.telling, return_exceptions=True)
+            parts.delivering.cancel()
+            await asyncio.gather(parts.runner.stopped(), parts.delivering, return_exceptions=True)
             await parts.keeper.close()
 
     @asynccontextmanager

@@ -102,41 +102,41 @@ class Webhooks:
         self._prefixes = prefixes
         self._secret = secret
         self._queues = queues
-        self._news = asyncio.Event()
+        self._ended = asyncio.Event()
 
     def wake(self) -> None:
         """Something is over."""
-        self._news.set()
+        self._ended.set()
 
     async def run(self) -> None:
         """Until it is cancelled."""
         async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
             while True:
                 try:
-                    await self._tell(client)
+                    await self._deliver_due(client)
                 except Exception:
                     _log.exception("ends could not be told; it is tried again")
                     await asyncio.sleep(_AGAIN_S)
 
-    async def _tell(self, client: httpx.AsyncClient) -> None:
+    async def _deliver_due(self, client: httpx.AsyncClient) -> None:
         """What is due, and then wait for more."""
-        self._news.clear()
-        told = 0
+        self._ended.clear()
+        delivered = 0
         for queue in self._queues:
             due = await self._keeper.do(queue.due, time.time(), _AT_ONCE)
             await asyncio.gather(*(self._deliver(client, queue, each) for each in due))
-            told += len(due)
-        if not told:
+            delivered += len(due)
+        if not delivered:
             await self._sleep()
 
     async def _sleep(self) -> None:
-        """Until the next one is due, or there is news."""
+        """Until the next one is due, or something has ended."""
         times = [await self._keeper.do(queue.next_at) for queue in self._queues]
         known = [at for at in times if at is not None]
         pause = max(0.0, min(known) - time.time()) if known else None
         try:
             async with asyncio.timeout(pause):
-                await self._news.wait()
+                await self._ended.wait()
         except TimeoutError:
             pass
 

@@ -41,7 +41,7 @@ class Wire:
     def __init__(self) -> None:
         self.said: list[messages.Message] = []
 
-    def tell(self, message: messages.Message) -> None:
+    def send(self, message: messages.Message) -> None:
         self.said.append(messages.decode(framed(message)[LENGTH.size :]))
 
 

@@ -34,7 +34,7 @@ class Meeting:
     #: (who noticed, why, whether the lost one said so itself)
     losses: queue.SimpleQueue[tuple[int, str, bool]] = field(default_factory=queue.SimpleQueue)
     reports: list[tuple[int, int, str]] = field(default_factory=list)
-    #: Cleared: a host that noticed a loss is still about telling it.
+    #: Cleared: a host that noticed a loss is still about to report it.
     told: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ def step(number: int) -> Step:
 def test_what_the_first_host_says_comes_in_order(pair: tuple[FirstHost, OtherHost]):
     first, other = pair
     for number in range(50):
-        first.tell(step(number))
+        first.send(step(number))
     for number in range(50):
         message = other.next(LIMIT_S)
         assert isinstance(message, Step) and message.tokens == number
@@ -232,7 +232,7 @@ def test_strangers_change_nothing(meeting: Meeting, said: bytes):
         while stranger.recv(4096):
             pass
     other = meeting.other().result(LIMIT_S)
-    first.result(LIMIT_S).tell(step(3))
+    first.result(LIMIT_S).send(step(3))
     assert isinstance(other.next(LIMIT_S), Step)
     other.leave("the test is over", failed=False)
 
@@ -286,7 +286,7 @@ def test_a_host_that_says_nothing_is_gone(meeting: Meeting, monkeypatch: pytest.
 
 def test_the_end_of_the_first_host_in_order_is_no_loss(meeting: Meeting):
     first, other = meeting.pair()
-    first.tell(step(1))
+    first.send(step(1))
     leaving = meeting.pool.submit(first.leave, "host 0 was told to end", failed=False)
     assert isinstance(other.next(LIMIT_S), Step)
     assert other.next(LIMIT_S) == Goodbye("host 0 was told to end", False)

@@ -35,15 +35,15 @@ def test_one_step_holds_those_of_all(sizes: list[StepSize], expected: StepSize):
 def engines(count: int) -> list[Rounds]:
     """Engines that reach the referee at once."""
     found: list[Rounds] = []
-    tell: dict[int, Callable[[Meeting], None]] = {}
-    referee = Referee(tell)
+    send: dict[int, Callable[[Meeting], None]] = {}
+    referee = Referee(send)
 
     def said_by(number: int) -> Callable[[Want | Missing | Parting], None]:
         return lambda message: referee.take(number, message)
 
     for number in range(count):
         found.append(Rounds(said_by(number)))
-        tell[number] = found[number].take
+        send[number] = found[number].take
     return found
 
 
