@@ -10,7 +10,6 @@ order: load, compile, warm up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import numpy as np
@@ -55,7 +54,9 @@ class LeadingRunner(RunnerWithOthers):
         if self._hosts is not None:
             self._hosts.send(message)
 
-    def run(self, bucket: Bucket, plain: bool, packed: np.ndarray) -> tuple[StepOutput, Any]:
+    def run(
+        self, bucket: Bucket, plain: bool, packed: np.ndarray
+    ) -> tuple[StepOutput, Array | None]:
         self._send(Step(bucket.tokens, bucket.seats, plain, PackedArray.of(packed)))
         return super().run(bucket, plain, packed)
 
@@ -79,9 +80,9 @@ class Follower:
     def __init__(self, runner: Runner):
         self._runner = runner
         #: Logits of the step that was run last, if it leaves any.
-        self._logits: Any = None
+        self._logits: Array | None = None
         #: What it brings; nobody reads it, but it says when the step is done.
-        self._output: Any = None
+        self._output: StepOutput | None = None
 
     def do(self, message: messages.Message) -> None:
         """Do what the first host does."""
@@ -108,5 +109,6 @@ class Follower:
         numbers = None
         if choice.numbers is not None:
             numbers = choice.numbers.unpacked()
+        assert self._logits is not None  # host 0 only chooses behind a step that leaves them
         upload = MaskedRows(choice.heads.unpacked(), choice.masks.unpacked())
         self._runner.run_choice(self._logits, numbers, upload)
