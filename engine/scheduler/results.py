@@ -13,6 +13,7 @@ from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Chunk, Plan, StepResult
 from jitney.engine.scheduler.prompt_scores import PromptScores
+from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.scheduler.sequence import Matcher, Replay, Sequence
 from jitney.engine.scheduler.state import SchedulerState
 from jitney.engine.types import (
@@ -34,6 +35,8 @@ class Results:
         self.state = state
         self.pool = pool
         self.scores = scores
+        #: The order keeps count of tokens; else each of them would be a call for nothing.
+        self._charges = type(state.queue).charge is not WaitingQueue.charge
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Give each chunk its logit rows, and count in the plan what became of its rows; an
@@ -157,7 +160,8 @@ class Results:
         if seq.logprobs is not None:
             output.logprobs = [_trimmed(_logprobs_of(result)[row], seq.logprobs)]
         tokens.append(token)
-        self.state.lane_of(seq).queue.charge(seq, 1)
+        if self._charges:
+            self.state.lane_of(seq).queue.charge(seq, 1)
         if seq.first_token_at is None:
             self._first_token(seq, output, now)
         if len(tokens) >= seq.limit or token in seq.stop_ids:
