@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from jitney.engine.checkpoints.hf_config import read_hf_config
@@ -133,12 +134,12 @@ class Assumptions:
             raise ConfigError("the overhead of a step must not be negative")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelCost:
     """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. The
     embedding, and a head tied to it, stay bfloat16 (float32 if the weights are) when matrices are
     quantised; norms are left out, attention is counted over the whole context even where the model
-    has a window."""
+    has a window. What is worked out once is kept: a simulation asks for it in every step."""
 
     config: ModelConfig
     weights: str = "bf16"
@@ -155,17 +156,17 @@ class ModelCost:
         formats = {"weights": self.weights, "KV": self.kv}
         return [f"{kind} {name}" for name, kind in formats.items() if _BYTES[kind] < _BYTES["bf16"]]
 
-    @property
+    @cached_property
     def layer_weights(self) -> int:
         """Numbers in the matrices of all layers."""
         return self._attention_weights + self._experts.n_experts * self._feed_forward_weights
 
-    @property
+    @cached_property
     def _experts(self) -> ExpertsConfig:
         """One feed-forward for every row is a mixture of one."""
         return self.config.experts or ExpertsConfig(1, 1, renormalised=True)
 
-    @property
+    @cached_property
     def _attention_weights(self) -> int:
         """With a mixture's routers."""
         c = self.config
@@ -174,12 +175,12 @@ class ModelCost:
             outputs += c.experts.n_experts
         return c.n_layers * c.hidden_size * outputs
 
-    @property
+    @cached_property
     def _feed_forward_weights(self) -> int:
         """Of a mixture: of one expert in each layer."""
         return self.config.n_layers * self.config.hidden_size * 3 * self.config.intermediate_size
 
-    @property
+    @cached_property
     def row_weights(self) -> int:
         """Numbers in the layers' matrices that one row is multiplied with."""
         return self._attention_weights + self._experts.n_chosen * self._feed_forward_weights
@@ -192,7 +193,7 @@ class ModelCost:
         read = self._experts.n_experts * (1 - missed)
         return self._attention_weights + read * self._feed_forward_weights
 
-    @property
+    @cached_property
     def table_weights(self) -> int:
         """Numbers in the output head, and as many in the embedding."""
         return self.config.vocab_size * self.config.hidden_size
@@ -202,12 +203,12 @@ class ModelCost:
         tables = 1 if self.config.tie_embeddings else 2
         return self.layer_weights + tables * self.table_weights
 
-    @property
+    @cached_property
     def table_bytes(self) -> float:
         """Of the embedding."""
         return self.table_weights * max(_BYTES[self.weights], _BYTES["bf16"])
 
-    @property
+    @cached_property
     def head_bytes(self) -> float:
         """Of what turns hidden states into logits: the embedding once more, or a matrix like any
         other.
@@ -224,7 +225,7 @@ class ModelCost:
             held += self.head_bytes
         return held
 
-    @property
+    @cached_property
     def kv_bytes(self) -> float:
         """Bytes of keys and values per position, all layers."""
         c = self.config
@@ -247,7 +248,7 @@ class ModelCost:
         layers = self.row_weights * rows - last * max(0, rows - logit_rows)
         return 2.0 * layers, 2.0 * self.table_weights * logit_rows + attention
 
-    @property
+    @cached_property
     def _attention_width(self) -> int:
         """Numbers of all heads of all layers."""
         c = self.config
