@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from jitney.engine.api.jobs.records import Job, JobRequest
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.ports import free_port
-from jitney.engine.types import EngineRequest, SequenceOutput
+from jitney.engine.process.client import OutputListener
+from jitney.engine.types import EngineRequest
 
 CHATS = "/v1/chat/completions"
 #: Of one receiver.
@@ -118,11 +119,11 @@ class _Picky(FakeClient):
     #: How often it was.
     refused: int = 0
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[SequenceOutput]:
+    def submit(self, request: EngineRequest, listener: OutputListener) -> None:
         if b"first" in bytes(token for token in request.prompt if token < 256):
             self.refused += 1
             raise RequestError("full", code="queue_full", retry_after=0.01)
-        return super().submit(request)
+        super().submit(request, listener)
 
 
 def test_a_job_that_is_refused_leaves_its_place_to_others(folder: Path):
