@@ -56,7 +56,6 @@ from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import load_model, load_shapes
 from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
 from jitney.engine.machine import cpu_name
-from jitney.engine.models.mixture import set_experts_apart
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import make_mesh
 from jitney.engine.records import Ledger
@@ -200,16 +199,24 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
     alone = None
     if config.engine.canary_every:
         alone = _core_alone(setup, model, kernels)
-    if setup.mesh is None:
-        model.arrange(kernels)
-    else:
-        set_experts_apart(model, kernels, setup.mesh)
+    lay_out(model, kernels, setup.mesh)
     runner = _make_runner(setup, model, kernels)
     _compile(setup, runner, progress)
     if setup.device.platform == "cpu":
         _keep_freed_memory()
     info = _describe(setup, model, kernels, runner, proofs, defaults)
     return _Built(setup, runner, alone, info)
+
+
+def lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
+    """Lay a model's matrices out as the kernel set multiplies them fastest; mesh: over which they
+    are split, None if they are not.
+    """
+    if mesh is None:
+        model.arrange(kernels)
+        return
+    for linear in model.linears():
+        linear.arrange_shares(kernels, mesh)
 
 
 def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[KernelProof]]:
@@ -266,10 +273,7 @@ def _choose_kernels(setup: _Setup) -> KernelSet:
     settings = setup.settings
     heads = ServedHeads(setup.source.config.head_dim, setup.dtype.name, setup.kv_dtype.name)
     kernels = choose_kernels(setup.device.platform, settings.kernels, heads)
-    kernels = with_product_rows(kernels, settings.product_rows)
-    if settings.tensor_parallel > 1:
-        kernels = replace(kernels, fp8=None)  # its layout is not split
-    return kernels
+    return with_product_rows(kernels, settings.product_rows)
 
 
 def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
@@ -320,7 +324,7 @@ def _say_if_widened(model: Model, kernels: KernelSet) -> None:
     if kernels.fp8 is None and any(one.packed.scheme == "fp8" for one in model.linears()):
         _log.warning(
             "fp8 weights are widened in every product here: they save memory and bandwidth, not "
-            "arithmetic; one NVIDIA GPU of compute capability 8.9 or later multiplies fp8"
+            "arithmetic; NVIDIA GPUs of compute capability 8.9 or later multiply fp8"
         )
 
 

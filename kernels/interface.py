@@ -248,7 +248,7 @@ class _MatmulFp8(Protocol):
 class Fp8Products:
     """How a set multiplies weights in fp8 where it rounds rows to fp8 too."""
 
-    #: float8_e4m3fn [I, O] -> laid out, or as it is.
+    #: float8_e4m3fn [I, O] -> [1, O, I]; or as it is, in sets that models are not laid out for.
     arrange: Arrange
     matmul: _MatmulFp8
 

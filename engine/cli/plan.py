@@ -274,10 +274,7 @@ def _narrow(roofline: Roofline) -> Iterator[str]:
         yield _WHY_WIDENED
 
 
-_WHY_WIDENED = (
-    "fp8 weights are multiplied as fp8 on one GPU alone, experts not at all: GPUs that share a "
-    "model widen them"
-)
+_WHY_WIDENED = "the experts of a mixture are widened, whatever multiplies its other matrices"
 
 
 def _peaks(device: Accelerator) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -45,9 +44,7 @@ def proven(
     if wrong:
         _report_wrong(kernels, "; ".join(map(str, wrong)), named=named)
         if kernels.instead is not None:
-            # Several devices take no products of fp8, whoever attends.
-            instead = replace(kernels.instead, fp8=kernels.fp8)
-            return proven(instead, served, named=False)
+            return proven(kernels.instead, served, named=False)
         kernels = without(kernels, [proof.kernel for proof in wrong])
     return kernels, [_shown(proof) for proof in proofs]
 

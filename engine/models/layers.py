@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import Activation, ModelConfig
 from jitney.engine.models.adapters import Adapters
 from jitney.engine.models.quantization import Packed, product
-from jitney.engine.models.sharding import total
+from jitney.engine.models.sharding import AXIS, laid_out_anew, total
 from jitney.kernels.experts import ACTIVATIONS
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
@@ -154,6 +155,19 @@ class Linear(nnx.Module):
             self.kernel = nnx.Param(arrange(self.kernel[...], parts))
         if self.adapters is not None:
             self.adapters.arrange(kernels)
+
+    def arrange_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """`arrange`, of a matrix that is split over devices: each lays out its own share. Only
+        where rows are rounded to fp8; other matrices stay as they are split.
+        """
+        if self.packed.scheme != "fp8" or kernels.fp8 is None:
+            return
+        before, after = PartitionSpec(None, AXIS), PartitionSpec(None, AXIS, None)
+        if self.summed:
+            before, after = PartitionSpec(AXIS, None), PartitionSpec(None, None, AXIS)
+        arrange = kernels.fp8.arrange
+        kernel = laid_out_anew(self.kernel[...], arrange, mesh, before=before, after=after)
+        self.kernel = nnx.Param(kernel)
 
     def _arranged_by(self, kernels: Kernels) -> Arrange | None:
         match self.packed.scheme:

@@ -13,7 +13,7 @@ blocks, B rows of a block.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -27,12 +27,12 @@ from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, Mo
 from jitney.engine.checkpoints.names import HF, Dialect, FileFormat
 from jitney.engine.models.layers import MLP, DType, Linear, RowFacts, gated_product, normal
 from jitney.engine.models.llama import Block, Llama
-from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import (
     device_number,
     engine_number,
     experts_axes,
+    laid_out_anew,
     own_sums,
     rows_of_all,
     total,
@@ -221,33 +221,37 @@ class ExpertLinear(Linear):
         arrange = self._arranged_by(kernels)
         self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, arrange, parts))
 
-    def set_apart(self, mesh: Mesh | None = None) -> None:
-        """Lay the matrices out one behind the other; of a model over several devices, on each its
-        share of every one.
+    def arrange_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """See `Linear.arrange_shares`; one behind the other too, where the kernel set multiplies
+        all blocks at once.
         """
-        if mesh is None:
-            self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, None, 1))
-            return
         axes = experts_axes(mesh)
-        own, apart = PartitionSpec(None, axes), PartitionSpec(None, None, axes)
+        before, after = PartitionSpec(None, axes), PartitionSpec(None, None, axes)
         if self.summed:
-            own, apart = PartitionSpec(axes, None), PartitionSpec(None, axes, None)
-        shares = jax.shard_map(
-            partial(_set_apart, n_experts=self.n_experts, arrange=None, parts=1),
-            mesh=mesh,
-            in_specs=own,
-            out_specs=apart,
-        )
-        self.kernel = nnx.Param(jax.jit(shares)(self.kernel[...]))
+            before, after = PartitionSpec(axes, None), PartitionSpec(None, axes, None)
+        work = _SetApart(self.n_experts)
+        if not self.at_once(kernels):
+            if self.packed.scheme != "fp8" or kernels.fp8 is None:
+                return
+            work = replace(work, arrange=kernels.fp8.arrange)
+            after = PartitionSpec(None, None, *reversed(before))
+        kernel = laid_out_anew(self.kernel[...], work, mesh, before=before, after=after)
+        self.kernel = nnx.Param(kernel)
+
+    def set_apart(self) -> None:
+        """Lay the matrices out one behind the other."""
+        self.kernel = nnx.Param(_set_apart(self.kernel[...], self.n_experts, None, 1))
 
 
-def set_experts_apart(model: Model, kernels: Kernels, mesh: Mesh) -> None:
-    """What `Model.arrange` does on one device, for the experts of a model over several, where the
-    kernel set multiplies all blocks at once. Other matrices stay as they are split.
-    """
-    for linear in model.linears():
-        if isinstance(linear, ExpertLinear) and linear.at_once(kernels):
-            linear.set_apart(mesh)
+@dataclass(frozen=True)
+class _SetApart:
+    """`_set_apart` of one device's share, for `laid_out_anew`."""
+
+    n_experts: int
+    arrange: Arrange | None = None
+
+    def __call__(self, share: Array) -> Array:
+        return _set_apart(share, self.n_experts, self.arrange, 1)
 
 
 @partial(jax.jit, static_argnames=("n_experts", "arrange", "parts"))

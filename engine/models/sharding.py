@@ -222,6 +222,22 @@ def _run_on_each(stacked: Array, known: Any, *, work: Any, mesh: Mesh) -> Any:
     return program(stacked, known)
 
 
+@partial(jax.jit, static_argnames=("work", "mesh", "before", "after"))
+def laid_out_anew(
+    array: Array,
+    work: Callable[[Array], Array],
+    mesh: Mesh,
+    *,
+    before: PartitionSpec,
+    after: PartitionSpec,
+) -> Array:
+    """An array of which each device has made work(its share); nothing is sent.
+
+    before, after: who holds what of it. work: as for `Shares.on_each`.
+    """
+    return jax.shard_map(work, mesh=mesh, in_specs=before, out_specs=after)(array)
+
+
 def _single_arrays(array: Array, mesh: Mesh) -> list[Array]:
     """The parts of an array, in the order of the mesh's devices."""
     parts = {shard.device: shard.data for shard in array.addressable_shards}

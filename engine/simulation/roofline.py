@@ -304,11 +304,11 @@ class Roofline:
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Whether the layers' products are counted in fp8: on one GPU with units for it, but not
-        those of a mixture, whose experts are widened.
+        """Whether the layers' products are counted in fp8: on GPUs with units for it, but not those
+        of a mixture, whose experts are widened.
         """
-        alone = self.count == 1 and self.cost.config.experts is None
-        return self.cost.weights == "fp8" and self.device.rounds_fp8 and alone
+        dense = self.cost.config.experts is None
+        return self.cost.weights == "fp8" and self.device.rounds_fp8 and dense
 
     @property
     def _unit(self) -> str:

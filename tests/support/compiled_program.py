@@ -150,10 +150,7 @@ def devices_of(spec: Spec) -> Any:
 def kernels_for(spec: Spec) -> KernelSet:
     """The kernel set that serves the target."""
     if spec.target in GPUS:
-        kernels = _triton_for(CAPABILITIES[spec.target])
-        if spec.devices > 1:
-            return replace(kernels, fp8=None)  # as `build_engine`
-        return kernels
+        return _triton_for(CAPABILITIES[spec.target])
     return pallas_set(spec.target)
 
 

@@ -184,6 +184,8 @@ def quantised(target: str) -> Iterator[Spec]:
         yield replace(of, weights="fp8", kv="fp8")
         if target in GPUS:
             yield replace(of, rows=MANY, seqs=MANY, weights="fp8", kv="fp8")
+            for devices in (2, 4):
+                yield replace(of, weights="fp8", kv="fp8", devices=devices)
 
 
 @functools.cache

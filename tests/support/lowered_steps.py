@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.checkpoints.names import Path
 from jitney.engine.executor.program import Program, StateSizes
@@ -44,10 +44,29 @@ def lower_step(
     return program.lower(layout, leaves, sizes.shapes(model.config, kernels, mesh))
 
 
+def _is_turned(path: Path, own: Any) -> bool:
+    """Whether a matrix was laid out for products in fp8, [1, O, I]; those of experts are not."""
+    return path[-1] == "kernel" and len(own.shape) == 3 and own.shape[0] == 1
+
+
+def _turned(one: Any) -> jax.ShapeDtypeStruct:
+    """[1, O, I] -> [I, O], and back; with its place, if it has one."""
+    *_, rows, columns = one.shape
+    sharding = getattr(one, "sharding", None)
+    if len(one.shape) == 3:
+        return jax.ShapeDtypeStruct((columns, rows), one.dtype)
+    spec = PartitionSpec(None, *reversed([*sharding.spec, None][:2]))
+    return jax.ShapeDtypeStruct(
+        (1, columns, rows), one.dtype, sharding=NamedSharding(sharding.mesh, spec)
+    )
+
+
 def _on_mesh(path: Path, own: Any, mesh: Mesh, groups: int) -> jax.ShapeDtypeStruct:
     """A weight as it lies on the mesh, given anything with the shape and dtype of one device's
     share; groups: of experts.
     """
+    if _is_turned(path, own):
+        return _turned(_on_mesh(path, _turned(own), mesh, groups))
     return jax.ShapeDtypeStruct(
         whole_shape(path, own.shape, mesh.shape[AXIS], groups, engines_of(mesh)),
         own.dtype,

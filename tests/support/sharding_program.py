@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from adapter_files import write_adapter
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from lowered_steps import lower_step
 from served_shapes import shapes_served
 
@@ -38,16 +39,30 @@ from jitney.engine.executor.program import Program, StateSizes, allocate
 from jitney.engine.loading.calibration import calibrate
 from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
 from jitney.engine.machine import cpu_name
+from jitney.engine.models.layers import Linear
+from jitney.engine.models.quantization import quantise
 from jitney.engine.models.registry import abstract_model
-from jitney.engine.models.sharding import POOL, WHOLE, gather, make_mesh, of_each_engine
+from jitney.engine.models.sharding import (
+    AXIS,
+    POOL,
+    WHOLE,
+    _sharding_of,
+    gather,
+    make_mesh,
+    of_each_engine,
+)
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.types import Grammar
-from jitney.kernels import experts
+from jitney.kernels import experts, fp8
+from jitney.kernels.interface import Fp8Products
+from jitney.kernels.reference import matmul_fp8
 from jitney.kernels.select import select
 
 ROWS = 64
 #: Those of the engine: quicker to compile, too.
 KERNELS = select("cpu", "auto")
+#: What GPUs multiply fp8 by; XLA's products, which a CPU runs too.
+FP8 = Fp8Products(fp8.arrange, fp8.matmul)
 
 
 def logits(
@@ -58,11 +73,13 @@ def logits(
     scheme: str = "plain",
     kv_dtype: str = "",
     groups: int = 1,
+    rounds_rows: bool = False,
 ) -> np.ndarray:
     """Logits of every row of one prompt, float32 [len(tokens), V], by the engine's own step on so
     many devices.
 
     kv_dtype: of quantised pools, whose factors the same prompt gives. groups: of experts.
+    rounds_rows: by products of fp8 rows with fp8 weights.
     """
     source = resolve(folder)
     config = source.config.in_groups(groups)
@@ -70,11 +87,14 @@ def logits(
     model = load_model(source, config, jnp.dtype(dtype), storage=WeightStorage(scheme), mesh=mesh)
     if kv_dtype:
         calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
-    graph, state = nnx.split(model)
-    leaves, treedef = jax.tree.flatten(state)
     kernels = KERNELS
     if scheme == "int8":
         kernels = select("cpu", "reference")  # the others round a device's share of a row by itself
+    if rounds_rows:
+        kernels = replace(select("cpu", "reference"), fp8=FP8)
+        build.lay_out(model, kernels, mesh)
+    graph, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh)
     sizes = StateSizes(
         seats=len(tokens),
@@ -268,6 +288,100 @@ def adapted(devices: int) -> np.ndarray:
     return np.array([output.outputs[0].token_ids for output in outputs])
 
 
+def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
+    """What an engine that rounds rows to fp8 for fp8 weights answers to six prompts, greedily.
+
+    shares: in how many parts one device rounds the rows of products that several would sum, each
+    part by itself; 1 where there are several devices. tokens: int32 [6, 12]. calls: products of fp8
+    with fp8 that were traced.
+    """
+    calls = []
+
+    def counted(x: jax.Array, w: fp8.Fp8, dtype: Any = jnp.float32) -> jax.Array:
+        calls.append(w)
+        if shares == 1:
+            return fp8.matmul(x, w, dtype)
+        parts = shares if x.shape[1] != families._TINY.hidden_size else 1
+        rows = jnp.split(x, parts, axis=1)
+        weights = jnp.split(w.kernel[0].T, parts, axis=0)
+        products = [
+            matmul_fp8(x, fp8.Fp8(kernel, w.scale)) for x, kernel in zip(rows, weights, strict=True)
+        ]
+        return sum(products[1:], start=products[0]).astype(dtype)
+
+    products = Fp8Products(fp8.arrange, counted)
+    kernels = replace(select("cpu", "reference"), fp8=products)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(many_heads())
+        stack.enter_context(mock.patch.object(build, "select", lambda *_: kernels))
+        if shares > 1:  # another product than the proof knows
+            stack.enter_context(
+                mock.patch.object(build, "proven", lambda kernels, *_, **__: (kernels, []))
+            )
+        llm = LLM(
+            f"tiny-random:{family}",
+            tensor_parallel=devices,
+            weights="fp8",
+            dtype="float32",
+            max_seats=4,
+            token_budget=32,
+            context=128,
+            seat_buckets=[4],
+            token_buckets=[32],
+            compilation_cache="off",
+        )
+        prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+        proved = [proof.ok for proof in llm.info.proofs if proof.kernel == "fp8 product"]
+        llm.close()
+    found = np.array([output.outputs[0].token_ids for output in outputs])
+    return {"tokens": found, "calls": np.array(len(calls)), "proved": np.array(proved)}
+
+
+def fp8_product(devices: int, by_inputs: bool) -> dict[str, np.ndarray]:
+    """One matrix over so many devices, as a layer's: x and w, and y by rows in fp8, float32.
+
+    The inputs of one device are a thousand times as large as those of the next. by_inputs: of each
+    device other inputs, else other outputs.
+    """
+    mesh = make_mesh(jax.devices()[:devices])
+    rng = np.random.default_rng(devices)
+    sizes = np.repeat(1000.0 ** -np.arange(devices), 32)
+    x = (rng.standard_normal((5, 32 * devices)) * sizes).astype(np.float32)
+    w = rng.standard_normal((32 * devices, 24 * devices)).astype(np.float32)
+    path = ("o", "kernel") if by_inputs else ("qkv", "kernel")
+    layer = Linear(
+        *w.shape, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0), summed=by_inputs and devices > 1
+    )
+    packed = quantise(jnp.asarray(w), scheme="fp8", dtype=jnp.float32)
+    scale_place = WHOLE if by_inputs else PartitionSpec(AXIS)
+    placed = packed._replace(
+        kernel=jax.device_put(packed.kernel, _sharding_of(path, 2, mesh)),
+        scale=jax.device_put(packed.scale, NamedSharding(mesh, scale_place)),
+    )
+    layer.set_matrix(placed)
+    kernels = replace(select("cpu", "reference"), fp8=FP8)
+    layer.arrange_shares(kernels, mesh)
+    graph, state = nnx.split(layer)
+    x_place, y_place = WHOLE, PartitionSpec(None, AXIS)
+    if by_inputs:
+        x_place, y_place = PartitionSpec(None, AXIS), WHOLE
+    step = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x, kernels),
+        mesh=mesh,
+        in_specs=(jax.tree.map(lambda leaf: leaf.sharding.spec, state), x_place),
+        out_specs=y_place,
+        check_vma=False,
+    )
+    return {
+        "x": x,
+        "w": np.asarray(packed.kernel).astype(np.float32),
+        "scale": np.asarray(packed.scale),
+        "y": np.asarray(jax.jit(step)(state, x)),
+    }
+
+
 def generated(family: str, devices: int, groups: int = 1) -> np.ndarray:
     """The characters that `jitney generate` prints for three prompts, drawn by chance: int32; of a
     family's tiny random model with 8 query heads. groups: of experts.
@@ -340,6 +454,8 @@ FUNCTIONS = {
     "served": served,
     "served_at_once": served_at_once,
     "adapted": adapted,
+    "in_fp8": in_fp8,
+    "fp8_product": fp8_product,
     "proved_shapes": proved_shapes,
 }
 

@@ -80,8 +80,7 @@ def test_the_terminal_shows_the_same(capsys):
         "(4 chips)",
         "two ring all-reduces",
         "published peaks",
-        "fp8 weights are widened to bfloat16 as they are read",
-        "GPUs that share a model widen them",
+        "fp8 weights are multiplied as fp8, with rows rounded to fp8",
     ):
         assert words in said
 
@@ -90,10 +89,10 @@ def test_the_terminal_shows_the_same(capsys):
     ("words", "said", "not_said"),
     [
         ("llama-3.1-8b --device h100 --weights fp8", "multiplied as fp8, with rows", "widened"),
-        ("llama-3.1-8b --device h100 --weights fp8 --kv fp8", "fp8 KV are widened", "share a"),
+        ("llama-3.1-8b --device h100 --weights fp8 --kv fp8", "fp8 KV are widened", "experts"),
         ("llama-3.1-8b --device a100-80 --weights fp8", "fp8 weights are widened", "as fp8"),
         ("llama-3.1-8b --device v7x --weights fp8", "fp8 weights are widened", "as fp8"),
-        ("qwen3-30b-a3b --device h100 --weights fp8", "fp8 weights are widened", "with rows"),
+        ("qwen3-30b-a3b --device h100 --weights fp8", "experts of a mixture are", "with rows"),
         ("llama-3.1-8b --device h100 --weights int8 --kv fp8", "int8 weights and fp8 KV", "as fp8"),
         ("llama-3.1-8b --device h100 --weights bf16", "", "widened"),
     ],
@@ -103,12 +102,15 @@ def test_how_narrow_numbers_are_multiplied_is_said(words: str, said: str, not_sa
     assert said in assumed and not_said not in assumed
 
 
-def test_fp8_units_count_for_one_gpu_and_no_mixture(capsys):
+def test_fp8_units_count_for_gpus_and_no_mixture(capsys):
     def seconds(*words: str) -> float:
         return plan(*words, "--device", "h100", capsys=capsys)["curve"][-1]["step_s"]
 
     assert seconds("llama-3.1-8b", "--weights", "fp8") < seconds(
         "llama-3.1-8b", "--weights", "int8"
+    )
+    assert seconds("llama-3.1-70b", "--count", "4", "--weights", "fp8") < seconds(
+        "llama-3.1-70b", "--count", "4", "--weights", "int8"
     )
     assert seconds("qwen3-30b-a3b", "--weights", "fp8") == seconds(
         "qwen3-30b-a3b", "--weights", "int8"

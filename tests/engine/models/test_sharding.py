@@ -40,6 +40,7 @@ from jitney.engine.loading.load import _most_elsewhere
 from jitney.engine.models.sharding import AXIS, Shares, first_best, lookup
 from jitney.engine.models.sharding import DATA as DATA_AXIS
 from jitney.engine.scheduler.buckets import make_buckets
+from jitney.kernels import definitions
 
 #: Biases, a tied head, a tied head with biases and windows, and norms of query and key heads; 4
 #: query and 2 KV heads, so that two of four devices share a KV head.
@@ -92,6 +93,10 @@ def write_folder(folder: Path, case: dict[str, Any]) -> str:
     return str(folder)
 
 
+#: Products of rows in fp8: devices, and whether each has other inputs, else other outputs.
+FP8_PRODUCTS = ((2, False), (4, True))
+
+
 def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
     prompt = [int(token) for token in SCRIPT.prompt()]
     found: list[tuple[str, str, list[Any]]] = [
@@ -111,6 +116,7 @@ def jobs(folders: dict[str, str]) -> list[tuple[str, str, list[Any]]]:
         (name, "joined_logits", [folders[case], engines, n, counts, prompt, *how])
         for name, (case, engines, n, counts, *how) in (JOINED | JOINED_ROUNDED).items()
     ]
+    found += [(f"fp8 {n} {by}", "fp8_product", [n, by]) for n, by in FP8_PRODUCTS]
     found.append(("program of engines", "program", [2, True, [4, 4], "mixtral", 1, 2]))
     found.append(("scores of engines", "program", [2, False, [64, 4], "mixtral", 1, 2]))
     found.append(("program in 2", "program", [2, True, [4, 4], "mixtral", 2]))
@@ -245,6 +251,24 @@ def test_bfloat16_sums_are_as_near_as_those_of_one_device(results: dict[str, np.
 def test_int8_weights_split_like_plain_ones(results: dict[str, np.ndarray]):
     np.testing.assert_allclose(results["int8 2"], results["int8 1"], atol=1e-4)
     assert np.abs(results["int8 1"] - results["llama2_biases 4"]).max() > 1e-3
+
+
+@pytest.mark.parametrize(("count", "by_inputs"), FP8_PRODUCTS)
+def test_each_device_rounds_its_own_share_of_a_row_to_fp8(
+    results: dict[str, np.ndarray], count: int, by_inputs: bool
+):
+    """Where the inputs are split, by a unit of its own: one for the whole row would lose the small
+    inputs of some devices. Where outputs are, all have the whole row, and the same unit.
+    """
+    of = f"fp8 {count} {by_inputs}"
+    x, scale, found = results[f"{of} x"], results[f"{of} scale"], results[f"{of} y"]
+    w = results[f"{of} w"].astype(jnp.float8_e4m3fn)
+    whole = definitions.matmul_fp8(x, w, scale)
+    parts = count if by_inputs else 1
+    shares = zip(np.split(x, parts, axis=1), np.split(w, parts), strict=True)
+    expected = sum(definitions.matmul_fp8(rows, weights, scale) for rows, weights in shares)
+    np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
+    assert (np.abs(found - whole).max() > 1e-4) == by_inputs
 
 
 def test_factors_of_quantised_pools_split_with_their_heads(results: dict[str, np.ndarray]):

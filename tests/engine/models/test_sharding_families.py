@@ -94,3 +94,17 @@ def test_experts_all_at_once_on_four_devices_choose_the_tokens_of_one_after_the_
     assert found["at once calls"] > 0
     for kind in ("text", "tokens"):
         np.testing.assert_array_equal(found[f"at once {kind}"], found[f"loop {kind}"])
+
+
+@pytest.mark.parametrize(("family", "devices"), [("qwen3", 4), ("mixtral", 2)])
+def test_rows_in_fp8_over_devices_choose_the_tokens_of_shares_rounded_on_one(
+    family: str, devices: int, tmp_path: Path
+):
+    """One device multiplies each share of a row with its own part of the matrix, turned back to
+    [I, O], and adds them up. The experts of a mixture go one after the other here.
+    """
+    jobs = [("over", "in_fp8", [family, devices, 1]), ("on one", "in_fp8", [family, 1, devices])]
+    found = run(tmp_path, jobs)
+    assert found["over calls"] > 0 and found["on one calls"] > 0
+    assert found["over proved"].tolist() == [True]
+    np.testing.assert_array_equal(found["over tokens"], found["on one tokens"])
