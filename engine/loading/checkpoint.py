@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jitney.engine.checkpoints.files import read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
@@ -19,34 +17,29 @@ from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import repack
 from jitney.engine.loading.quantised_folder import QuantisedFolder
 from jitney.engine.loading.slices import DecodedTensor, Sliceable, StoredTensor
-from jitney.engine.models.quantization import Packed
+from jitney.engine.loading.stored_matrix import Along, Field, StoredMatrix
 
-#: Block formats of GGUF that need not become floats.
-_GGUF_FORMATS: dict[str, Callable[[jax.Array], Packed]] = {
-    "Q4_0": repack.q4_0,
-    "Q4_1": repack.q4_1,
-    "Q4_K": repack.q4_k,
+#: Block formats of GGUF that need not become floats: inputs of a block, its bytes, and what lays
+#: them out.
+_GGUF_FORMATS = {
+    "Q4_0": (32, 18, repack.q4_0),
+    "Q4_1": (32, 20, repack.q4_1),
+    "Q4_K": (256, 144, repack.q4_k),
 }
 
 
 class Checkpoint(Protocol):
-    """A file or folder of named tensors."""
+    """A file or folder of named tensors, of which no more is read than is asked for."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def sliced(self, name: str) -> Sliceable:
-        """A tensor as floats, of which no more is read than is asked for if its format allows."""
+        """A tensor as floats."""
         ...
 
-    def packed(self, name: str) -> Packed | None:
-        """A matrix as it is stored, on the default device, if that is one of our schemes."""
-        ...
-
-    def packed_on_host(self, name: str) -> Packed | None:
-        """The same in numpy, of which no more is read than is used; None where only a device makes
-        it.
-        """
+    def matrix(self, name: str) -> StoredMatrix | None:
+        """A matrix as it is stored, if that is one of our schemes."""
         ...
 
 
@@ -56,10 +49,7 @@ class _PlainFolder(SafetensorsFolder):
     def sliced(self, name: str) -> StoredTensor:
         return StoredTensor(self.files[name], name, self.shapes[name])
 
-    def packed(self, name: str) -> Packed | None:
-        return None
-
-    def packed_on_host(self, name: str) -> Packed | None:
+    def matrix(self, name: str) -> StoredMatrix | None:
         return None
 
 
@@ -69,15 +59,15 @@ class _BlockGGUF(GGUFFile):
     def sliced(self, name: str) -> DecodedTensor:
         return DecodedTensor(partial(self.part, name), self.tensors[name].shape)
 
-    def packed(self, name: str) -> Packed | None:
-        """The matrix in 4 bits, on the default device; None for other types."""
-        convert = _GGUF_FORMATS.get(self.tensors[name].kind_name)
-        if convert is None:
+    def matrix(self, name: str) -> StoredMatrix | None:
+        """The matrix in 4 bits; None for other types."""
+        info = self.tensors[name]
+        if info.kind_name not in _GGUF_FORMATS:
             return None
-        return convert(jnp.asarray(self.rows(name)))
-
-    def packed_on_host(self, name: str) -> Packed | None:
-        return None
+        block, size, lay_out = _GGUF_FORMATS[info.kind_name]
+        rows = Field(self.rows(name), np.dtype(np.uint8), Along(0), Along(1, size, block))
+        outputs, inputs = info.shape
+        return StoredMatrix((outputs, inputs), (rows,), lay_out, together=(1, block))
 
 
 def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,12 @@ from jitney.engine.checkpoints.gguf import half_split
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Path, Piece, Target, WeightMap, check
 from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.errors import ConfigError
 from jitney.engine.loading import repack
 from jitney.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.slices import Reordered, Sliceable, Stacked
+from jitney.engine.loading.stored_matrix import LayOut, StoredMatrix
 from jitney.engine.models.layers import DType, Linear
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, greatest, group_size, quantise
@@ -67,8 +69,7 @@ def load_model(
     progress("weights", tensors done, tensors in all, "") is called after each tensor. Raises
     ModelError naming every missing, unexpected and misshapen tensor, ConfigError where the scheme
     does not fit the model. Host memory: one weight as it is stored; a device: its share of the
-    weights, and of one as it is stored. Those that keep a checkpoint's 4 bits pass through the
-    first device, a tensor at a time.
+    weights, and of one as it is stored.
     """
     shares = None if mesh is None else Shares(config, mesh)
     own = config if shares is None else shares.own
@@ -153,20 +154,22 @@ class _Loader:
             return self._whole(target, dtype)
         return self._split(target, dtype, self.shares)
 
-    def _as_stored(self, target: Target) -> list[Packed] | None:
-        """The pieces of a matrix as they are stored; None unless all are taken so and are alike.
-
-        With shares they wait on the host, so that a device holds at most one of them at a time.
+    def _as_stored(self, target: Target) -> list[StoredMatrix] | None:
+        """The pieces of a matrix that is taken as it is stored; None unless all are taken so and
+        are alike.
         """
         if not self.storage.as_stored or target.path[-1] != "kernel":
             return None
-        parts: list[Packed] = []
+        matrices: list[StoredMatrix] = []
         for piece in target.pieces:
-            part = self._packed(piece.name)
-            if part is None or part.scheme not in self.storage.as_stored:
+            matrix = self.checkpoint.matrix(piece.name)
+            if matrix is None:
                 return None
-            parts.append(_reordered(part, piece))
-        return repack.alike(parts)
+            matrices.append(_reordered(matrix, piece))
+        described = [matrix.described() for matrix in matrices]
+        if {one.scheme for one in described} - self.storage.as_stored:
+            return None
+        return None if jax.eval_shape(repack.alike, described) is None else matrices
 
     def stored_scheme(self, target: Target) -> tuple[str, int] | None:
         """The scheme that a matrix is taken in as it is stored, and R of int4; None: its floats
@@ -175,28 +178,13 @@ class _Loader:
         stored = self._as_stored(target)
         if stored is None:
             return None
-        first = stored[0]
-        group = 0
-        if first.scheme == "int4":
-            group = 2 * first.kernel.shape[0] // first.scale.shape[0]
-        return first.scheme, group
+        return stored[0].described().scheme, stored[0].group
 
-    def _packed(self, name: str) -> Packed | None:
-        """A tensor as it is stored, on the default device; with shares, on the host."""
-        if self.shares is None:
-            return self.checkpoint.packed(name)
-        part = self.checkpoint.packed_on_host(name) or self.checkpoint.packed(name)
-        return jax.tree.map(np.asarray, part)
-
-    def _side_by_side(self, path: Path, parts: list[Packed]) -> _Arrays:
+    def _side_by_side(self, path: Path, matrices: list[StoredMatrix]) -> _Arrays:
         """Pieces of one matrix as one, on the default device or in shares."""
         if self.shares is None:
-            return _by_path(path, repack.join(parts))
-        fields = [_by_path(path, part) for part in parts]
-        return {
-            name: _shared_side_by_side(name, [field[name] for field in fields], self.shares)
-            for name in fields[0]
-        }
+            return _by_path(path, repack.join([matrix.packed() for matrix in matrices]))
+        return _in_shares(path, matrices, self.shares)
 
     def _whole(self, target: Target, dtype: DType) -> _Arrays:
         """A weight of the checkpoint's floats on the default device."""
@@ -239,24 +227,84 @@ def _sliced(checkpoint: Checkpoint, piece: Piece) -> Sliceable:
     return Reordered(stored, half_split(stored.shape[0], piece.paired_heads))
 
 
-def _reordered(packed: Packed, piece: Piece) -> Packed:
+def _reordered(matrix: StoredMatrix, piece: Piece) -> StoredMatrix:
     """A piece with its outputs in our order."""
     if not piece.paired_heads:
-        return packed
-    order = half_split(piece.shape[0], piece.paired_heads)
-    return jax.tree.map(lambda array: array[..., order], packed)
+        return matrix
+    return matrix.reordered(half_split(piece.shape[0], piece.paired_heads))
 
 
-def _shared_side_by_side(path: Path, arrays: list[Array], shares: Shares) -> Array:
-    """Arrays of numpy, [..., O_i] each, as one [..., sum O_i] in shares."""
-    stored = Stacked([np.asarray(array).T for array in arrays])
-    pieces = shares.send(path, stored, transposed=True)
-    return shares.join(path, shares.on_each(_turned, pieces))
+def _in_shares(path: Path, matrices: list[StoredMatrix], shares: Shares) -> _Arrays:
+    """Matrices side by side in shares: of each a device gets its own part, as it is stored, and
+    lays it out.
+    """
+    _check_groups(path, matrices[0], shares)
+    parts = [_parts_of(path, matrices, shares, number) for number in shares.own_numbers]
+    laid_out = [_laid_out(alike, shares) for alike in zip(*parts, strict=True)]
+    joined = laid_out[0]
+    if len(laid_out) > 1:
+        joined = shares.on_each(_join, list(zip(*laid_out, strict=True)))
+    finished = [_by_path(path, own) for own in joined]
+    return {name: shares.join(name, [own[name] for own in finished]) for name in finished[0]}
 
 
-def _turned(part: Array, known: Array | None) -> Array:
+def _laid_out(parts: tuple[_Part, ...], shares: Shares) -> list[Packed]:
+    """A part for each of this host's devices, all of one size, laid out there."""
+    devices = [shares.mesh.devices.flat[number] for number in shares.own_numbers]
+    read = [
+        jax.device_put(part.matrix.read(part.outputs, part.inputs), device)
+        for part, device in zip(parts, devices, strict=True)
+    ]
+    return shares.on_each(LayOut(parts[0].matrix.lay_out, parts[0].size), read)
+
+
+def _join(parts: tuple[Packed, ...], known: Array | None) -> Packed:
     """See `Shares.on_each`."""
-    return part.T
+    return repack.join(list(parts))
+
+
+class _Part(NamedTuple):
+    """Some outputs and inputs of a stored matrix."""
+
+    matrix: StoredMatrix
+    outputs: slice
+    inputs: slice
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (
+            self.outputs.stop - self.outputs.start,
+            self.inputs.stop - self.inputs.start,
+        )
+
+
+def _parts_of(path: Path, matrices: list[StoredMatrix], shares: Shares, device: int) -> list[_Part]:
+    """What a device holds of matrices one behind the other, in its own order."""
+    shape = sum([matrix.shape[0] for matrix in matrices]), matrices[0].shape[1]
+    _, places = shares.places(path, shape, device, transposed=True)
+    found = []
+    for outputs, inputs in places:
+        first = 0
+        for matrix in matrices:
+            low = max(outputs.start - first, 0)
+            high = min(outputs.stop - first, matrix.shape[0])
+            if low < high:
+                found.append(_Part(matrix, slice(low, high), inputs))
+            first += matrix.shape[0]
+    return found
+
+
+def _check_groups(path: Path, matrix: StoredMatrix, shares: Shares) -> None:
+    """ConfigError where a group of inputs that share a scale would be torn."""
+    group = matrix.group
+    if not group or not set(BY_INPUTS) & set(path):
+        return
+    groups, parts = matrix.shape[1] // group, shares.input_shards(path)
+    if groups % parts:
+        raise ConfigError(
+            f"tensor_parallel {shares.shards} does not divide the {groups} groups of inputs of "
+            f"quantised {'.'.join(map(str, path))}"
+        )
 
 
 @partial(jax.jit, static_argnames=("dtype", "transpose", "offset"))

@@ -7,11 +7,11 @@ A matrix is stored as several tensors; here it goes by the name it would have un
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jitney.engine.checkpoints.files import Shape
@@ -20,7 +20,7 @@ from jitney.engine.checkpoints.safetensors import DTYPES, SafetensorsFolder
 from jitney.engine.errors import ModelError
 from jitney.engine.loading import repack
 from jitney.engine.loading.slices import DecodedTensor, Sliceable, StoredTensor
-from jitney.engine.models.quantization import Packed, widened
+from jitney.engine.loading.stored_matrix import Along, Field, StoredMatrix, inputs_of_group
 from jitney.kernels.int4 import GROUP_SIZES
 
 #: Endings of the tensors that hold a matrix in 4-bit words, by method.
@@ -56,10 +56,21 @@ _KV_SCALES = (
 _FP8_LIMIT = 448.0
 #: Types of numbers with a scale of their own.
 _EIGHT_BITS = ("F8_E4M3", "I8")
+#: safetensors' names of the types that parts of a matrix may have, as numpy has them.
+_NUMPY_TYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
 
 
 class QuantisedFolder(SafetensorsFolder):
-    """`SafetensorsFolder` of unquantised names; `packed(name)` is the matrix as it is stored,
+    """`SafetensorsFolder` of unquantised names; `matrix(name)` is the matrix as it is stored,
     `sliced(name)` its floats.
 
     Raises ModelError as that does, and when parts of a matrix are missing or do not fit each other.
@@ -102,54 +113,80 @@ class QuantisedFolder(SafetensorsFolder):
                 return 8 * columns, rows
         return rows, 8 * columns
 
-    def packed(self, name: str) -> Packed | None:
-        """A matrix as it is stored, on the default device; None for floats and for scales of
-        blocks.
-        """
+    def matrix(self, name: str) -> StoredMatrix | None:
+        """A matrix as it is stored; None for floats and for scales of blocks."""
         base = name.removesuffix(".weight")
         if self.kinds.get(name) in _EIGHT_BITS:
             if f"{base}.weight_scale_inv" in self.stored:
                 return None
-            return repack.eight_bits(*map(jnp.asarray, self._eight_bits(base)))
+            return self._eight_bits(base)
         if name in self.stored or not name.endswith(".weight"):
             return None
         match self.packing.method:
             case "gptq":
-                parts = self._parts(base, ".qweight", ".qzeros", ".scales")
-                self._check_order(f"{base}.g_idx", len(parts[-1]))
-                return repack.gptq(*parts, self.packing.zero_offset)
+                return self._gptq(base)
             case "awq":
-                return repack.awq(*self._parts(base, ".qweight", ".qzeros", ".scales"))
+                return self._awq(base)
         return self._packed_rows(base)
 
     def sliced(self, name: str) -> Sliceable:
-        """One tensor as floats; a matrix in words, or with a scale for each output, is made floats
-        of as a whole.
-        """
-        packed = self.packed(name)
-        if packed is not None:
-            return np.asarray(widened(packed)).T
+        """One tensor as floats."""
+        matrix = self.matrix(name)
+        if matrix is not None:
+            return DecodedTensor(matrix.floats, matrix.shape)
         if self.kinds.get(name) in _EIGHT_BITS:
             return DecodedTensor(self._block_scaled(name), self.stored[name])
+        return self._tensor(name)
+
+    def _tensor(self, name: str) -> Sliceable:
+        """A tensor that stays in its file."""
+        if self.kinds[name] == "F8_E4M3":
+            return super().read(name)  # mapped
         return StoredTensor(self.files[name], name, self.stored[name])
 
-    def packed_on_host(self, name: str) -> Packed | None:
-        """A matrix in 8 bits as it lies in its file, in numpy; None for others."""
-        if self.kinds.get(name) not in _EIGHT_BITS or f"{name}_scale_inv" in self.stored:
-            return None
-        weights, scale = self._eight_bits(name.removesuffix(".weight"))
-        return Packed(weights.T, np.broadcast_to(scale.astype(np.float32).ravel(), len(weights)))
+    def _field(self, name: str, outputs: Along | None, inputs: Along | None) -> Field:
+        return Field(self._tensor(name), _NUMPY_TYPES[self.kinds[name]], outputs, inputs)
 
-    def _eight_bits(self, base: str) -> tuple[np.ndarray, np.ndarray]:
+    def _eight_bits(self, base: str) -> StoredMatrix:
         """int8 or fp8, [O, I], and a scale for the matrix or each output."""
-        weight_name, scale_name = self._present(base, ".weight", ".weight_scale")
-        weights, scale = super().read(weight_name), super().read(scale_name)
-        if scale.size not in (1, len(weights)):
+        weights, scale = self._present(base, ".weight", ".weight_scale")
+        outs, ins = _two_axes(weights, self.stored[weights])
+        scales = self.stored[scale]
+        if math.prod(scales) not in (1, outs):
             raise ModelError(
-                f"{base[:100]}.weight_scale {list(scale.shape)} is neither one number nor one for "
-                f"each of {len(weights)} outputs"
+                f"{base[:100]}.weight_scale {list(scales)} is neither one number nor one for "
+                f"each of {outs} outputs"
             )
-        return weights, scale
+        of_outputs = Along(scales.index(outs)) if outs in scales else None
+        fields = (
+            self._field(weights, Along(0), Along(1)),
+            self._field(scale, of_outputs, None),
+        )
+        return StoredMatrix((outs, ins), fields, repack.eight_bits)
+
+    def _gptq(self, base: str) -> StoredMatrix:
+        """Words [I / 8, O], zero points [G, O / 8], scales [G, O]."""
+        words, zeros, scales = self._parts(base, ".qweight", ".qzeros", ".scales")
+        self._check_order(f"{base}.g_idx", self.stored[scales][0])
+        (outs, ins), of_group, group = self._grouped(base, self.stored[scales][0])
+        fields = (
+            self._field(words, Along(1), Along(0, 1, 8)),
+            self._field(zeros, Along(1, 1, 8), of_group(0)),
+            self._field(scales, Along(1), of_group(0)),
+        )
+        lay_out = repack.Gptq(self.packing.zero_offset)
+        return StoredMatrix((outs, ins), fields, lay_out, together=(8, group))
+
+    def _awq(self, base: str) -> StoredMatrix:
+        """Words [I, O / 8], zero points [G, O / 8], scales [G, O]."""
+        words, zeros, scales = self._parts(base, ".qweight", ".qzeros", ".scales")
+        (outs, ins), of_group, group = self._grouped(base, self.stored[scales][0])
+        fields = (
+            self._field(words, Along(1, 1, 8), Along(0)),
+            self._field(zeros, Along(1, 1, 8), of_group(0)),
+            self._field(scales, Along(1), of_group(0)),
+        )
+        return StoredMatrix((outs, ins), fields, repack.awq, together=(8, group))
 
     def _block_scaled(self, name: str) -> Callable[[slice, slice], np.ndarray]:
         """fp8 with a scale for each block of outputs and inputs: how a part becomes float32."""
@@ -167,16 +204,36 @@ class QuantisedFolder(SafetensorsFolder):
 
         return part
 
-    def _packed_rows(self, base: str) -> Packed:
-        """compressed-tensors' words."""
+    def _packed_rows(self, base: str) -> StoredMatrix:
+        """compressed-tensors' words [O, I / 8], scales [O, G], perhaps zero points [O / 8, G]."""
         endings = [".weight_packed", ".weight_scale"]
         if f"{base}.weight_zero_point" in self.stored:
             endings.append(".weight_zero_point")
         words, scales, *zeros = self._parts(base, *endings)
-        return repack.packed_rows(words, zeros[0] if zeros else None, scales)
+        (outs, ins), of_group, group = self._grouped(base, self.stored[scales][1])
+        fields = [
+            self._field(words, Along(0), Along(1, 1, 8)),
+            self._field(scales, Along(0), of_group(1)),
+        ]
+        fields += [self._field(name, Along(0, 1, 8), of_group(1)) for name in zeros]
+        together = (8 if zeros else 1, group)
+        return StoredMatrix((outs, ins), tuple(fields), repack.packed_rows, together)
 
-    def _parts(self, base: str, *endings: str) -> list[jax.Array]:
-        """The tensors of a matrix in words, checked against each other."""
+    def _grouped(
+        self, base: str, groups: int
+    ) -> tuple[tuple[int, int], Callable[[int], Along | None], int]:
+        """(O, I) of a matrix in words, how an axis with an index for each group runs along its
+        inputs, and inputs of a group as it will be laid out.
+        """
+        outs, ins = self.shapes[f"{base}.weight"]
+
+        def of_group(axis: int) -> Along | None:
+            return Along(axis, 1, ins // groups) if groups > 1 else None
+
+        return (outs, ins), of_group, inputs_of_group(ins, groups)
+
+    def _parts(self, base: str, *endings: str) -> list[str]:
+        """Names of the tensors of a matrix in words, checked against each other."""
         names = self._present(base, *endings)
         shapes = {name.rpartition(".")[2]: self.stored[name] for name in names}
         if not self._parts_fit(self.shapes[f"{base}.weight"], shapes):
@@ -184,7 +241,7 @@ class QuantisedFolder(SafetensorsFolder):
                 f"{base[:100]}: its quantised parts do not fit each other, or are not in groups of "
                 f"{', '.join(map(str, GROUP_SIZES))} inputs: {shapes}"
             )
-        return [jnp.asarray(super(QuantisedFolder, self).read(name)) for name in names]
+        return names
 
     def _parts_fit(self, sizes: Shape, shapes: dict[str, Shape]) -> bool:
         """Whether scales and zero points of these shapes belong to a matrix of sizes (O, I)."""

@@ -7,6 +7,7 @@ R inputs holds inputs r and r + R // 2.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -94,11 +95,21 @@ def _float16(pairs: Array) -> Array:
     return bitcast_convert_type(pairs, jnp.float16).T
 
 
-@partial(jax.jit, static_argnames="zero_offset")
-def gptq(words: Array, zero_words: Array, scales: Array, zero_offset: int) -> Packed:
-    """GPTQ: words int32 [I / 8, O], eight inputs each; zero_words int32 [G, O / 8]; scales [G, O].
+@dataclass(frozen=True)
+class Gptq:
+    """`_gptq` of one kind of checkpoint."""
 
-    zero_offset: what has to be added to the stored zero points.
+    #: What has to be added to the stored zero points.
+    zero_offset: int
+
+    def __call__(self, words: Array, zero_words: Array, scales: Array) -> Packed:
+        return _gptq(words, zero_words, scales, self.zero_offset)
+
+
+@partial(jax.jit, static_argnames="zero_offset")
+def _gptq(words: Array, zero_words: Array, scales: Array, zero_offset: int) -> Packed:
+    """GPTQ: words int32 [I / 8, O], eight inputs each; zero_words int32 [G, O / 8]; scales
+    [G, O].
     """
     codes = _nibbles(words).transpose(0, 2, 1).reshape(-1, words.shape[1])
     zeros = _nibbles(zero_words).reshape(len(zero_words), -1) + zero_offset
@@ -120,7 +131,7 @@ def _awq_numbers(words: Array) -> Array:
 
 
 @jax.jit
-def packed_rows(words: Array, zero_words: Array | None, scales: Array) -> Packed:
+def packed_rows(words: Array, scales: Array, zero_words: Array | None = None) -> Packed:
     """compressed-tensors: words int32 [O, I / 8], eight inputs each, numbers less the least one;
     scales [O, G]; zero_words int32 [O / 8, G], eight outputs each, None where groups are
     symmetric."""
@@ -158,7 +169,7 @@ def _grouped(codes: Array, scales: Array, zeros: Array | None) -> Packed:
 
 def alike(parts: list[Packed]) -> list[Packed] | None:
     """Matrices of the same inputs, so that they can lie side by side, or None where they are not
-    packed alike; arrays of numpy or of jax.
+    packed alike.
     """
     if any(part.lows is not None for part in parts):
         parts = [_with_lows(part) for part in parts]
@@ -169,8 +180,10 @@ def alike(parts: list[Packed]) -> list[Packed] | None:
 
 @jax.jit
 def join(parts: list[Packed]) -> Packed:
-    """Matrices that are `alike`, side by side."""
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=-1), *parts)
+    """Matrices that can lie side by side, as one."""
+    same = alike(parts)
+    assert same is not None
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=-1), *same)
 
 
 def _with_lows(part: Packed) -> Packed:

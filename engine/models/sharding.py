@@ -213,7 +213,7 @@ def whole_shape(
 
 
 @partial(jax.jit, static_argnames=("work", "mesh"))
-def _run_on_each(stacked: Array, known: Any, *, work: Any, mesh: Mesh) -> Any:
+def _run_on_each(stacked: Any, known: Any, *, work: Any, mesh: Mesh) -> Any:
     """See `Shares.on_each`; every array is split along its first axis, whatever that is."""
     split = PartitionSpec(AXIS)
     program = jax.shard_map(
@@ -242,6 +242,14 @@ def _single_arrays(array: Array, mesh: Mesh) -> list[Array]:
     """The parts of an array, in the order of the mesh's devices."""
     parts = {shard.device: shard.data for shard in array.addressable_shards}
     return [parts[device] for device in mesh.devices.flat]
+
+
+def _stacked(mesh: Mesh, *parts: Array) -> Array:
+    """Arrays of the same shape, one on each device of the mesh, as one along their first axis."""
+    rows, *rest = parts[0].shape
+    return jax.make_array_from_single_device_arrays(
+        (len(parts) * rows, *rest), NamedSharding(mesh, PartitionSpec(AXIS)), list(parts)
+    )
 
 
 def _run(first: int, count: int) -> slice:
@@ -353,26 +361,34 @@ class Shares:
         """One device's share of a weight in the checkpoint's order, numpy, jax or still in its file
         (`loading.slices`), of which no more is read; transposed: a matrix [O, I].
         """
-        axis = _axis_of(path, array.ndim, self.groups)
-        if axis is None:
+        if _axis_of(path, array.ndim, self.groups) is None:
             return array[...]
-        outputs = array.ndim - 1
-        if transposed:
-            axis, outputs = outputs - axis, 0
-        index = [slice(None)] * array.ndim
-        if "down" in path and self.groups > 1:
-            index[outputs] = self._answers(array.shape[outputs], device)
-            if axis == outputs:
-                return array[tuple(index)]
-        parts = []
-        for part in self.ranges(path, array.shape[axis], device):
-            index[axis] = part
-            parts.append(array[tuple(index)])
+        axis, places = self.places(path, array.shape, device, transposed=transposed)
+        parts = [array[place] for place in places]
         if len(parts) == 1:
             return parts[0]
         if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts, axis=axis)
         return jnp.concatenate(parts, axis=axis)
+
+    def places(
+        self, path: Path, shape: Sequence[int], device: int, *, transposed: bool = False
+    ) -> tuple[int, list[tuple[slice, ...]]]:
+        """Where in a weight of this shape that is split one device's share lies: along which axis
+        there may be several parts, and each part's slice of every axis. The rest is as for `cut`.
+        """
+        axis = _axis_of(path, len(shape), self.groups)
+        assert axis is not None
+        outputs = len(shape) - 1
+        if transposed:
+            axis, outputs = outputs - axis, 0
+        place = [slice(0, size) for size in shape]
+        if "down" in path and self.groups > 1:
+            place[outputs] = self._answers(shape[outputs], device)
+            if axis == outputs:
+                return axis, [tuple(place)]
+        parts = self.ranges(path, shape[axis], device)
+        return axis, [(*place[:axis], part, *place[axis + 1 :]) for part in parts]
 
     def place(self, path: Path, array: Any) -> Array:
         """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
@@ -407,19 +423,17 @@ class Shares:
         return range(engine * self.shards, (engine + 1) * self.shards)
 
     def on_each(
-        self, work: Callable[[Array, Array | None], Any], pieces: Sequence[Array], known: Any = None
+        self, work: Callable[[Any, Any], Any], pieces: Sequence[Any], known: Any = None
     ) -> list[Any]:
         """work(a device's share, known) on each of this host's devices, by one program for them
         all; in it, AXIS is the axis of this host's devices.
 
         work: equal functions must compare equal, or each is compiled; may return a tree of arrays.
-        known: what all devices are told, or None.
+        pieces: an array for each device, or a tree of arrays with one axis at least. known: what
+        all devices are told, or None.
         """
         mesh = make_mesh([self.mesh.devices.flat[number] for number in self.own_numbers])
-        rows, *rest = pieces[0].shape
-        stacked = jax.make_array_from_single_device_arrays(
-            (len(pieces) * rows, *rest), NamedSharding(mesh, PartitionSpec(AXIS)), list(pieces)
-        )
+        stacked = jax.tree.map(partial(_stacked, mesh), *pieces)
         leaves, tree = jax.tree.flatten(_run_on_each(stacked, known, work=work, mesh=mesh))
         by_leaf = [_single_arrays(leaf, mesh) for leaf in leaves]
         return [jax.tree.unflatten(tree, own) for own in zip(*by_leaf, strict=True)]

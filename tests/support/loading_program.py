@@ -10,7 +10,8 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -21,10 +22,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jitney.engine.checkpoints.families import tiny_config
+from jitney.engine.checkpoints.gguf import half_split
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Target
 from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.loading import load
+from jitney.engine.loading import load, repack
+from jitney.engine.loading.stored_matrix import Along, Field, LayOut, StoredMatrix
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise
 from jitney.engine.models.sharding import AXIS, Shares, _run_on_each, make_mesh
@@ -95,40 +98,109 @@ class Counted:
 
 
 class MadeUp:
-    """A checkpoint of random bfloat16; quantised: whose matrices can be had in int4."""
+    """A checkpoint of random bfloat16; stored: the format in 4 bits that its matrices are in, but
+    for the head, of "gptq", "awq", "pack" and "q4_k"; else "".
+    """
 
-    def __init__(self, config: ModelConfig, *, quantised: bool = False):
-        self.quantised = quantised
-        weights = Llama.weight_map(config, "hf")
+    def __init__(self, config: ModelConfig, stored: str = ""):
+        self.kind: Literal["hf", "gguf"] = "gguf" if stored == "q4_k" else "hf"
+        self.stored = stored
+        weights = Llama.weight_map(config, self.kind)
         self.targets = weights.targets
         self.count = Count()
         self.shapes = {name: piece.shape for name, piece in weights.pieces.items()}
-        rng = np.random.default_rng(2)
-        self.arrays = {
-            name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
-            for name, shape in self.shapes.items()
+        self.orders = {
+            name: half_split(piece.shape[0], piece.paired_heads)
+            for name, piece in weights.pieces.items()
+            if piece.paired_heads
         }
+        self.rng = np.random.default_rng(2)
+        self.arrays: dict[str, np.ndarray] = {}
+        self.matrices: dict[str, StoredMatrix] = {}
+        for target in self.targets:
+            for piece in target.pieces:
+                if stored and target.path[-1] == "kernel" and "lm_head" not in target.path:
+                    self.matrices[piece.name] = self._made_up(*piece.shape)
+                else:
+                    floats = self.rng.standard_normal(piece.shape, np.float32)
+                    self.arrays[piece.name] = floats.astype(ml_dtypes.bfloat16)
+
+    def _made_up(self, outs: int, ins: int) -> StoredMatrix:
+        """Random words, bytes and scales of a matrix; R is 64."""
+        groups, by_group = ins // 64, partial(Along, indices=1, numbers=64)
+        by_word = partial(Along, indices=1, numbers=8)
+        match self.stored:
+            case "gptq":
+                fields = (
+                    self._words((ins // 8, outs), Along(1), by_word(0)),
+                    self._words((groups, outs // 8), by_word(1), by_group(0)),
+                    self._scales((groups, outs), Along(1), by_group(0)),
+                )
+                return StoredMatrix((outs, ins), fields, repack.Gptq(1), (8, 64))
+            case "awq":
+                fields = (
+                    self._words((ins, outs // 8), by_word(1), Along(0)),
+                    self._words((groups, outs // 8), by_word(1), by_group(0)),
+                    self._scales((groups, outs), Along(1), by_group(0)),
+                )
+                return StoredMatrix((outs, ins), fields, repack.awq, (8, 64))
+            case "pack":
+                fields = (
+                    self._words((outs, ins // 8), Along(0), by_word(1)),
+                    self._scales((outs, groups), Along(0), by_group(1)),
+                    self._words((outs // 8, groups), by_word(0), by_group(1)),
+                )
+                return StoredMatrix((outs, ins), fields, repack.packed_rows, (8, 64))
+        rows = self.rng.integers(0, 256, (outs, ins // 256, 144), np.uint8)
+        factors = self.rng.uniform(0.01, 0.1, (outs, ins // 256, 2)).astype(np.float16)
+        rows[..., :4] = factors.view(np.uint8)
+        field = self._field(rows.reshape(outs, -1), Along(0), Along(1, 144, 256))
+        return StoredMatrix((outs, ins), (field,), repack.q4_k, (1, 256))
+
+    def _words(self, shape: tuple[int, int], *along: Along) -> Field:
+        words = self.rng.integers(-(2**31), 2**31, shape, np.int64).astype(np.int32)
+        return self._field(words, *along)
+
+    def _scales(self, shape: tuple[int, int], *along: Along) -> Field:
+        return self._field(self.rng.uniform(0.01, 0.1, shape).astype(np.float16), *along)
+
+    def _field(self, array: np.ndarray, outputs: Along, inputs: Along) -> Field:
+        return Field(Counted(array, self.count), array.dtype, outputs, inputs)
 
     def sliced(self, name: str) -> Counted:
         return Counted(self.arrays[name], self.count)
 
-    def packed(self, name: str) -> Packed | None:
-        """As a quantised checkpoint has it, if it is a matrix and this is one."""
-        if not self.quantised or self.arrays[name].ndim < 2:
-            return None
-        return rounded(self.arrays[name].T, "int4")
+    def matrix(self, name: str) -> StoredMatrix | None:
+        return self.matrices.get(name)
 
-    def packed_on_host(self, name: str) -> Packed | None:
-        """Of one matrix, and not of the others."""
-        found = self.packed(name)
-        if found is None or "down_proj" not in name:
-            return None
-        return jax.tree.map(np.asarray, found)
+    def stored_bytes(self, target: Target) -> int:
+        """Of a weight in the file."""
+        total = 0
+        for piece in target.pieces:
+            if piece.name in self.arrays:
+                total += self.arrays[piece.name].nbytes
+            else:
+                fields = self.matrices[piece.name].fields
+                total += sum(np.prod(one.stored.shape) * one.dtype.itemsize for one in fields)
+        return int(total)
 
     def whole(self, target: Target) -> np.ndarray:
         """As the model has it, before it is rounded."""
         array = np.concatenate([self.arrays[piece.name] for piece in target.pieces])
         return array.T if target.transpose else array
+
+    def whole_packed(self, target: Target) -> Packed:
+        """A matrix that is stored in 4 bits, laid out as one."""
+        parts = []
+        for piece in target.pieces:
+            part = self.matrices[piece.name].packed()
+            order = self.orders.get(piece.name, slice(None))
+            parts.append(jax.tree.map(partial(_with_columns, order), part))
+        return repack.join(parts)
+
+
+def _with_columns(order: Any, array: jax.Array) -> jax.Array:
+    return array[..., order]
 
 
 def loaded(checkpoint: MadeUp, config: ModelConfig, scheme: str, devices: int) -> Any:
@@ -137,9 +209,9 @@ def loaded(checkpoint: MadeUp, config: ModelConfig, scheme: str, devices: int) -
     def report(*_: object) -> None:
         checkpoint.count.kept = on_devices()
 
-    source = ModelSource("hf", "", "", config)
+    source = ModelSource(checkpoint.kind, "", "", config)
     mesh = make_mesh(jax.devices()[:devices])
-    as_stored = frozenset({"int4"} if checkpoint.quantised else ())
+    as_stored = frozenset({"int4"} if checkpoint.stored else ())
     storage = load.WeightStorage(scheme, as_stored)
     with mock.patch.object(load, "open_checkpoint", return_value=checkpoint):
         model = load.load_model(source, config, jnp.bfloat16, report, storage=storage, mesh=mesh)
@@ -155,20 +227,16 @@ def rounded(matrix: np.ndarray, scheme: str) -> Packed:
     return quantise(floats, scheme=scheme, dtype=jnp.bfloat16, group=group)
 
 
-def unlike(scheme: str, quantised: bool = False) -> np.ndarray:
+def unlike(scheme: str, stored: str = "") -> np.ndarray:
     """On four devices: shares of arrays that differ in any bit from those of the whole matrix,
-    rounded as one and then cut; and how many were compared. quantised: see `MadeUp`.
+    rounded or laid out as one and then cut; and how many were compared. stored: see `MadeUp`.
     """
-    checkpoint = MadeUp(SMALL_70B, quantised=quantised)
-    state = loaded(checkpoint, SMALL_70B, "plain" if quantised else scheme, 4)
+    checkpoint = MadeUp(SMALL_70B, stored)
+    state = loaded(checkpoint, SMALL_70B, scheme, 4)
     shares = Shares(SMALL_70B, make_mesh(jax.devices()[:4]))
     wrong = compared = 0
     for target in checkpoint.targets:
-        whole = checkpoint.whole(target)
-        wanted = {target.path: whole}
-        if target.path[-1] == "kernel":
-            wanted = load._by_path(target.path, rounded(whole, scheme))
-        for path, array in wanted.items():
+        for path, array in expected(checkpoint, target, scheme).items():
             for number, shard in enumerate(state[path][...].addressable_shards):
                 own = np.asarray(shares.cut(path, np.asarray(array), number))
                 found = np.asarray(shard.data)
@@ -177,20 +245,60 @@ def unlike(scheme: str, quantised: bool = False) -> np.ndarray:
     return np.array([wrong, compared])
 
 
-def sizes(scheme: str, devices: int) -> np.ndarray:
+def expected(checkpoint: MadeUp, target: Target, scheme: str) -> dict[Any, Any]:
+    """The whole arrays of a weight, by path."""
+    if target.pieces[0].name in checkpoint.matrices:
+        return load._by_path(target.path, checkpoint.whole_packed(target))
+    whole = checkpoint.whole(target)
+    if target.path[-1] == "kernel":
+        return load._by_path(target.path, rounded(whole, scheme))
+    return {target.path: whole}
+
+
+def sizes(scheme: str, devices: int, stored: str = "") -> np.ndarray:
     """Bytes: read, all tensors once, most on the host, most on a device beside its finished
-    weights, the largest weight as it is stored, finished weights of the fullest device.
+    weights, the largest weight as it is stored, finished weights of the fullest device. stored:
+    see `MadeUp`; the largest weight is a matrix then.
     """
-    checkpoint = MadeUp(SMALL_70B)
-    state = loaded(checkpoint, SMALL_70B, scheme, devices)
+    config = replace(SMALL_70B, vocab_size=512) if stored else SMALL_70B
+    checkpoint = MadeUp(config, stored)
+    state = loaded(checkpoint, config, scheme, devices)
     count = checkpoint.count
-    largest = max(checkpoint.whole(target).nbytes for target in checkpoint.targets)
-    stored = sum(array.nbytes for array in checkpoint.arrays.values())
+    weights = [checkpoint.stored_bytes(target) for target in checkpoint.targets]
     kept = max(on_devices().values())
     del state
     return np.array(
-        [count.read, stored, count.most_live, max(count.beside.values()), largest, kept]
+        [count.read, sum(weights), count.most_live, max(count.beside.values()), max(weights), kept]
     )
+
+
+def half_a_host(stored: str) -> np.ndarray:
+    """A host with the first two of four devices, and a checkpoint whose matrices stay as they are
+    stored: shares that differ from those of a host with all four, how many were compared, bytes
+    that it read, and bytes of all these matrices.
+    """
+    checkpoint = MadeUp(SMALL_70B, stored)
+    shares = Shares(SMALL_70B, make_mesh(jax.devices()[:4]))
+    half = Shares(SMALL_70B, shares.mesh)
+    half.__dict__["own_numbers"] = (0, 1)
+    wrong = compared = total = read = 0
+    for target in checkpoint.targets:
+        if target.pieces[0].name not in checkpoint.matrices:
+            continue
+        matrices = [
+            load._reordered(checkpoint.matrices[piece.name], piece) for piece in target.pieces
+        ]
+        whole = load._in_shares(target.path, matrices, shares)
+        before = checkpoint.count.read
+        with mock.patch.object(Shares, "join", lambda self, path, pieces: list(pieces)):
+            halves = load._in_shares(target.path, matrices, half)
+        read += checkpoint.count.read - before
+        total += checkpoint.stored_bytes(target)
+        for path, pieces in halves.items():
+            for shard, piece in zip(whole[path].addressable_shards[:2], pieces, strict=True):
+                wrong += np.asarray(shard.data).tobytes() != np.asarray(piece).tobytes()
+                compared += 1
+    return np.array([wrong, compared, read, total])
 
 
 def elsewhere(scheme: str) -> np.ndarray:
@@ -235,12 +343,41 @@ def fullest(scheme: str) -> np.ndarray:
     return np.array(most)
 
 
+def fullest_stored(stored: str) -> np.ndarray:
+    """As `fullest`, of gate and down as they are stored; a device lays out its own share. bytes of
+    the matrices: in bfloat16.
+    """
+    mesh, most = make_mesh(jax.devices()[:4]), []
+    split = NamedSharding(mesh, PartitionSpec(AXIS))
+
+    def shape(array: Any) -> jax.ShapeDtypeStruct:
+        rows, *rest = array.shape
+        return jax.ShapeDtypeStruct((4 * rows, *rest), array.dtype, sharding=split)
+
+    for outs, ins, by_inputs in ((28672, 8192, False), (8192, 28672, True)):
+        matrix = MadeUp(SMALL_70B, stored)._made_up(outs, ins)
+        size = (outs, ins // 4) if by_inputs else (outs // 4, ins)
+        read = matrix.read(*(slice(0, count) for count in size))
+        work = LayOut(matrix.lay_out, size)
+        compiled = _run_on_each.lower(jax.tree.map(shape, read), None, work=work, mesh=mesh)
+        memory = compiled.compile().memory_analysis()
+        assert memory is not None
+        taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        most.append((taken + memory.output_size_in_bytes, 2 * outs * ins))
+    return np.array(most)
+
+
+#: Formats of `MadeUp`.
+STORED = ("gptq", "awq", "pack", "q4_k")
 JOBS: dict[str, Any] = {
-    "bits stored": (unlike, "int4", True),
+    **{f"bits {stored}": (unlike, "plain", stored) for stored in STORED},
     **{f"bits {scheme}": (unlike, scheme) for scheme in SCHEMES},
     **{f"sizes {scheme} {n}": (sizes, scheme, n) for scheme, n in (("int4", 4), ("plain", 8))},
+    **{f"sizes {stored} 4": (sizes, "plain", 4, stored) for stored in STORED},
+    **{f"half {stored}": (half_a_host, stored) for stored in STORED},
     "elsewhere": (elsewhere, "int8"),
     **{f"fullest {scheme}": (fullest, scheme) for scheme in ("int8", "int4")},
+    **{f"fullest {stored}": (fullest_stored, stored) for stored in STORED},
 }
 
 

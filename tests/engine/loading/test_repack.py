@@ -25,6 +25,7 @@ from jitney.engine.loading.checkpoint import _BlockGGUF, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import load_kv_scales
+from jitney.engine.loading.stored_matrix import LayOut
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.quantization import KV_TYPES, Packed, quantise, widened
 
@@ -262,19 +263,40 @@ def test_folders_stay_as_they_are_number_for_number(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_eight_bits_are_had_without_a_device(tmp_path: Path, name: str):
+@pytest.mark.parametrize("part", [((0, 64), (64, 128)), ((4, 28), (32, 96)), ((0, 64), (0, 128))])
+def test_a_part_is_laid_out_as_in_the_whole(
+    tmp_path: Path, name: str, part: tuple[tuple[int, int], tuple[int, int]]
+):
+    """Also one that begins within a word, and of no more than its surroundings is read."""
     config, make, scheme = FORMATS[name]
+    floats = write_folder(tmp_path, config, make)
+    source = resolve(str(tmp_path))
+    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    matrix = folder.matrix("model.layers.1.mlp.down_proj.weight")
+    assert matrix is not None and matrix.shape == (64, 128)
+    outputs, inputs = (slice(*ends) for ends in part)
+    whole = floats["model.layers.1.mlp.down_proj.weight"][outputs, inputs]
+    np.testing.assert_array_equal(matrix.floats(outputs, inputs), whole)
+    if matrix.group == 128 and inputs != slice(0, 128):
+        return  # its one group cannot be parted
+    read, first = matrix.read(outputs, inputs)
+    found = LayOut(matrix.lay_out, whole.shape)(
+        (tuple(map(jnp.asarray, read)), jnp.asarray(first)), None
+    )
+    np.testing.assert_array_equal(widened(found), whole.T)
+    assert found.scheme == scheme
+    around = (whole.shape[0] + 16) / 64 * (whole.shape[1] + 64) / 128
+    stored = sum(np.prod(field.stored.shape) * field.dtype.itemsize for field in matrix.fields)
+    assert sum(array.nbytes for array in read) <= around * stored + 4
+
+
+def test_floats_have_no_matrix(tmp_path: Path):
+    config, make, _ = FORMATS["fp8 tensor"]
     write_folder(tmp_path, config, make)
     source = resolve(str(tmp_path))
     folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
-    matrix = "model.layers.1.mlp.down_proj.weight"
-    found, expected = folder.packed_on_host(matrix), folder.packed(matrix)
-    assert (found is None) == (scheme == "int4")
-    if found is not None:
-        assert expected is not None
-        np.testing.assert_array_equal(found.kernel, expected.kernel)
-        np.testing.assert_array_equal(found.scale, expected.scale)
-    assert folder.packed_on_host("model.norm.weight") is None
+    assert folder.matrix("model.norm.weight") is None
+    assert folder.matrix("lm_head.weight") is None
 
 
 def test_a_folder_may_be_kept_in_another_scheme(tmp_path: Path):
@@ -453,8 +475,8 @@ def test_gguf_blocks_keep_their_numbers(tmp_path: Path, kind: str):
     steps = RANDOM.uniform(-0.1, 0.1, (10, 512 // block, factors)).astype(np.float16)
     raw[..., : 2 * factors] = steps.view(np.uint8)
     raw = raw.reshape(10, -1)
-    packed = open_one(tmp_path / "x.gguf", raw, type).packed("x")
-    assert packed is not None and packed.scheme == "int4" and packed.kernel.shape == (256, 10)
+    packed = open_one(tmp_path / "x.gguf", raw, type).matrix("x").packed()
+    assert packed.scheme == "int4" and packed.kernel.shape == (256, 10)
     assert packed.scale.dtype == (jnp.float32 if kind == "Q4_K" else jnp.float16)
     wanted = gguf.quants.dequantize(raw, type).T
     # (code - 8) * step + (low + 8 * step) rounds twice where the library rounds once, at eight
@@ -470,7 +492,7 @@ def test_gguf_codes_are_ours_bit_for_bit(tmp_path: Path):
     """
     raw = RANDOM.integers(0, 256, (3, 20), dtype=np.uint8)
     raw[:, :4] = np.array([0.5, -3.0], np.float16).view(np.uint8)
-    packed = open_one(tmp_path / "x.gguf", raw, gguf.GGMLQuantizationType.Q4_1).packed("x")
+    packed = open_one(tmp_path / "x.gguf", raw, gguf.GGMLQuantizationType.Q4_1).matrix("x").packed()
     assert packed is not None
     np.testing.assert_array_equal(packed.kernel, raw[:, 4:].T)
     np.testing.assert_array_equal(packed.scale, np.full((1, 3), 0.5))
