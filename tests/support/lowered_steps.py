@@ -49,15 +49,13 @@ def _is_turned(path: Path, own: Any) -> bool:
     return path[-1] == "kernel" and len(own.shape) == 3 and own.shape[0] == 1
 
 
-def _turned(one: Any) -> jax.ShapeDtypeStruct:
-    """[1, O, I] -> [I, O], and back; with its place, if it has one."""
-    *_, rows, columns = one.shape
-    sharding = getattr(one, "sharding", None)
-    if len(one.shape) == 3:
-        return jax.ShapeDtypeStruct((columns, rows), one.dtype)
-    spec = PartitionSpec(None, *reversed([*sharding.spec, None][:2]))
+def _turned(placed: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """[I, O] on a mesh -> [1, O, I]."""
+    sharding: Any = placed.sharding
+    by_inputs, by_outputs = [*sharding.spec, None][:2]
+    spec = PartitionSpec(None, by_outputs, by_inputs)
     return jax.ShapeDtypeStruct(
-        (1, columns, rows), one.dtype, sharding=NamedSharding(sharding.mesh, spec)
+        (1, *reversed(placed.shape)), placed.dtype, sharding=NamedSharding(sharding.mesh, spec)
     )
 
 
@@ -66,7 +64,8 @@ def _on_mesh(path: Path, own: Any, mesh: Mesh, groups: int) -> jax.ShapeDtypeStr
     share; groups: of experts.
     """
     if _is_turned(path, own):
-        return _turned(_on_mesh(path, _turned(own), mesh, groups))
+        before = jax.ShapeDtypeStruct((own.shape[2], own.shape[1]), own.dtype)
+        return _turned(_on_mesh(path, before, mesh, groups))
     return jax.ShapeDtypeStruct(
         whole_shape(path, own.shape, mesh.shape[AXIS], groups, engines_of(mesh)),
         own.dtype,

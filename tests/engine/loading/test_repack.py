@@ -475,7 +475,9 @@ def test_gguf_blocks_keep_their_numbers(tmp_path: Path, kind: str):
     steps = RANDOM.uniform(-0.1, 0.1, (10, 512 // block, factors)).astype(np.float16)
     raw[..., : 2 * factors] = steps.view(np.uint8)
     raw = raw.reshape(10, -1)
-    packed = open_one(tmp_path / "x.gguf", raw, type).matrix("x").packed()
+    matrix = open_one(tmp_path / "x.gguf", raw, type).matrix("x")
+    assert matrix is not None
+    packed = matrix.packed()
     assert packed.scheme == "int4" and packed.kernel.shape == (256, 10)
     assert packed.scale.dtype == (jnp.float32 if kind == "Q4_K" else jnp.float16)
     wanted = gguf.quants.dequantize(raw, type).T
@@ -492,8 +494,9 @@ def test_gguf_codes_are_ours_bit_for_bit(tmp_path: Path):
     """
     raw = RANDOM.integers(0, 256, (3, 20), dtype=np.uint8)
     raw[:, :4] = np.array([0.5, -3.0], np.float16).view(np.uint8)
-    packed = open_one(tmp_path / "x.gguf", raw, gguf.GGMLQuantizationType.Q4_1).matrix("x").packed()
-    assert packed is not None
+    matrix = open_one(tmp_path / "x.gguf", raw, gguf.GGMLQuantizationType.Q4_1).matrix("x")
+    assert matrix is not None
+    packed = matrix.packed()
     np.testing.assert_array_equal(packed.kernel, raw[:, 4:].T)
     np.testing.assert_array_equal(packed.scale, np.full((1, 3), 0.5))
     np.testing.assert_array_equal(packed.lows, np.full((1, 3), -3.0))
