@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 GROUP_SIZES = (32, 64, 128)
 #: Zero point of symmetric weights: nibbles 0..15 stand for -8..7.
@@ -38,8 +39,18 @@ class Int4(NamedTuple):
 class Int4Matmul(Protocol):
     """A product with group-wise int4 weights."""
 
-    def __call__(self, x: jax.Array, weights: Int4) -> jax.Array:
-        """x [M, I] -> float32 [M, O]."""
+    def __call__(self, x: jax.Array, weights: Int4, /, dtype: DTypeLike = ...) -> jax.Array:
+        """x [M, I] -> [M, O] in `dtype`, which is float32 unless given."""
+        ...
+
+
+class Int4Gated(Protocol):
+    """That product, gated at once."""
+
+    def __call__(self, x: jax.Array, weights: Int4, /) -> jax.Array:
+        """x [M, I], weights [I, 2F] -> silu(first F columns of the product) * the others, [M, F] in
+        x's dtype.
+        """
         ...
 
 
@@ -55,6 +66,7 @@ def unpack_int4(weights: Int4) -> jax.Array:
     )
 
 
-def matmul_int4(x: jax.Array, weights: Int4) -> jax.Array:
+def matmul_int4(x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """See `Int4Matmul`; the weights are written out in x's dtype first, rounded to it."""
-    return jnp.matmul(x, unpack_int4(weights).astype(x.dtype), preferred_element_type=jnp.float32)
+    wide = unpack_int4(weights).astype(x.dtype)
+    return jnp.matmul(x, wide, preferred_element_type=jnp.float32).astype(dtype)

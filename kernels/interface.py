@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.fp8 import Fp8
-from jitney.kernels.int4 import Int4Matmul, matmul_int4
+from jitney.kernels.int4 import Int4Gated, Int4Matmul, matmul_int4
 from jitney.kernels.int8 import Int8
 
 
@@ -308,6 +308,8 @@ class Kernels(Protocol):
     @property
     def matmul_int4(self) -> Int4Matmul: ...
     @property
+    def gated_int4(self) -> Int4Gated | None: ...
+    @property
     def int8(self) -> Int8Products | None: ...
     @property
     def fp8(self) -> Fp8Products | None: ...
@@ -374,6 +376,8 @@ class KernelSet:
     project: _Project
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
+    #: None: products with int4 weights are gated behind `matmul_int4`.
+    gated_int4: Int4Gated | None = None
     #: None: weights in int8 are widened to the rows' dtype, by `matmul`.
     int8: Int8Products | None = None
     #: None: weights in fp8 are widened to the rows' dtype, by `matmul`.

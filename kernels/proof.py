@@ -55,7 +55,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # Those of the reference take no matrix among many.
     "products": ("arrange", "matmul", "gated", "takes_one_of", "leaves_out_padding"),
     "head": ("project",),
-    "int4 product": ("matmul_int4",),
+    "int4 product": ("matmul_int4", "gated_int4"),
     "int8 product": ("int8",),
     "fp8 product": ("fp8",),
     "experts": ("experts", "takes_one_of"),

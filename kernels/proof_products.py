@@ -248,19 +248,42 @@ def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Matrices in 4 bits, with zero points, at every row count; against the reference's product."""
     rng = np.random.default_rng(13)
-
-    def call_all(rows: list[jax.Array], weights: Int4) -> list[jax.Array]:
-        return [kernels.matmul_int4(x, weights) for x in rows]
-
     for matrix in shapes.matrices:
         if matrix.scheme != "int4":
             continue
-        weights = _random_int4(rng, matrix)
+        narrowed = replace(matrix, size_out=_narrowed(matrix.size_out, _COLUMNS))
+        weights = _random_int4(rng, narrowed)
         x = _random_rows(rng, shapes, matrix.size_in)
-        wanted = np.asarray(jax.jit(matmul_int4)(x, weights), np.float32)
-        yield from _distances(
-            jax.jit(call_all)(_of_each_count(x, shapes.steps.product_rows), weights), wanted
-        )
+        yield from _errors_of_int4(kernels.matmul_int4, matmul_int4, x, weights, shapes)
+        if matrix.gated and kernels.gated_int4 is not None:
+            # All of its columns: how many there are decides how many a program has. Products of
+            # about 1, so that gates are bent.
+            weights = _random_int4(rng, matrix)
+            x = (x.astype(np.float32) / (4 * matrix.size_in**0.5)).astype(x.dtype)
+            yield from _errors_of_int4(kernels.gated_int4, _gated_int4, x, weights, shapes)
+
+
+def _gated_int4(x: jax.Array, weights: Int4) -> jax.Array:
+    """What a gated product should be, float32."""
+    gates, ups = jnp.split(matmul_int4(x, weights), 2, axis=1)
+    return jax.nn.silu(gates) * ups
+
+
+def _errors_of_int4(
+    multiply: Callable[[jax.Array, Int4], jax.Array],
+    define: Callable[[jax.Array, Int4], jax.Array],
+    x: np.ndarray,
+    weights: Int4,
+    shapes: ServedShapes,
+) -> Iterator[float]:
+    """Of a product of x [., I] at every row count."""
+
+    def call_all(rows: list[jax.Array], weights: Int4) -> list[jax.Array]:
+        return [multiply(x, weights) for x in rows]
+
+    wanted = np.asarray(jax.jit(define)(x, weights), np.float32)
+    rows = _of_each_count(x, shapes.steps.product_rows)
+    yield from _distances(jax.jit(call_all)(rows, weights), wanted)
 
 
 def expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -338,8 +361,7 @@ def _matrices_of(mixture: MixtureShape, shapes: ServedShapes) -> tuple[Matrix, M
 
 
 def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
-    """The matrix with at most some thousand outputs."""
-    size_out = _narrowed(matrix.size_out, _COLUMNS)
+    size_out = matrix.size_out
     groups = matrix.size_in // matrix.group
     packed = rng.integers(0, 256, (matrix.size_in // 2, size_out), np.uint8)
     scales = (rng.random((groups, size_out), np.float32) + 0.5).astype(np.float16)

@@ -156,6 +156,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         attend=kernels.attend,
         rotate_and_write=kernels.rotate_and_write,
         matmul_int4=kernels.matmul_int4,
+        gated_int4=kernels.gated_int4,
         threshold=kernels.threshold,
         matmul=kernels.matmul,
         gated=plain.gated_narrow,

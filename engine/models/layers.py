@@ -22,6 +22,7 @@ from jitney.engine.models.adapters import Adapters
 from jitney.engine.models.quantization import Packed, product
 from jitney.engine.models.sharding import AXIS, laid_out_anew, total
 from jitney.kernels.experts import ACTIVATIONS
+from jitney.kernels.int4 import Int4
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
 from jitney.kernels.reference import gate
@@ -132,7 +133,7 @@ class Linear(nnx.Module):
         nothing is added to the products.
         """
         opens = self.activation == "silu" and self.bias is None and self.adapters is None
-        return opens and self.packed.scheme in ("plain", "int8")
+        return opens and self.packed.scheme in ("plain", "int8", "int4")
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -212,6 +213,9 @@ def gated_product(x: Array, packed: Packed, activation: Activation, kernels: Ker
         return kernels.gated(x, packed.kernel)
     if activation == "silu" and packed.scheme == "int8" and kernels.int8 is not None:
         return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
+    gated_int4 = kernels.gated_int4 if packed.scheme == "int4" and packed.lows is None else None
+    if activation == "silu" and gated_int4 is not None:
+        return gated_int4(x, Int4(packed.kernel, packed.scale, packed.zeros))
     both = product(x, packed, kernels, _gates_dtype(x, kernels))
     return gate(both, x.dtype, ACTIVATIONS[activation])
 

@@ -85,10 +85,10 @@ def product(x: Array, packed: Packed, kernels: Kernels, dtype: DTypeLike = jnp.f
         return kernels.fp8.matmul(x, Fp8(packed.kernel, packed.scale), dtype)
     if packed.scheme != "int4":
         return (kernels.matmul(x, packed.kernel) * packed.scale).astype(dtype)
-    y = kernels.matmul_int4(x, Int4(packed.kernel, packed.scale, packed.zeros))
-    if packed.lows is not None:
-        y = y + _low_product(x, packed)
-    return y.astype(dtype)
+    weights = Int4(packed.kernel, packed.scale, packed.zeros)
+    if packed.lows is None:
+        return kernels.matmul_int4(x, weights, dtype)
+    return (kernels.matmul_int4(x, weights) + _low_product(x, packed)).astype(dtype)
 
 
 def _low_product(x: Array, packed: Packed) -> Array:

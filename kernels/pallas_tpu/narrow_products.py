@@ -35,14 +35,16 @@ _VMEM = 56 << 20
 _OF_128 = 0x43004300
 
 
-def matmul_int4(x: jax.Array, weights: Int4, interpret: Interpret = False) -> jax.Array:
+def matmul_int4(
+    x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32, interpret: Interpret = False
+) -> jax.Array:
     """See `jitney.kernels.int4.Int4Matmul`; weights of inputs that are no whole chunks are written
     out first.
 
     Products are of whole numbers, scaled once per group in float32.
     """
     if weights.shape[0] % _CHUNK:
-        return int4.matmul_int4(x, weights)
+        return int4.matmul_int4(x, weights, dtype)
     n_rows, size_in = x.shape
     size_out = weights.shape[1]
     groups = weights.scales.shape[0]
@@ -75,7 +77,7 @@ def matmul_int4(x: jax.Array, weights: Int4, interpret: Interpret = False) -> ja
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM
         ),
     )
-    return call(*operands)
+    return call(*operands).astype(dtype)
 
 
 def _block_rows(n_rows: int, row_bytes: int) -> int:

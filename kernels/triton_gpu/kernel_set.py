@@ -28,6 +28,7 @@ from jitney.kernels.triton_gpu.tiles import (
     PromptTiles,
     attention_tiles,
     expert_tiles,
+    gated_tiles,
     matmul_tiles,
 )
 
@@ -330,7 +331,7 @@ class TritonKernels:
             **constants,
         )
 
-    def matmul_int4(self, x: jax.Array, weights: Int4) -> jax.Array:
+    def matmul_int4(self, x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """See `jitney.kernels.int4.Int4Matmul`."""
         packed, scales, zeros = weights
         return self._narrow_product(
@@ -339,10 +340,39 @@ class TritonKernels:
             packed,
             scales,
             packed if zeros is None else zeros,
+            dtype=dtype,
             size_out=weights.shape[1],
             inputs=weights.group_size,
             R=weights.group_size,
             ZEROS=zeros is not None,
+        )
+
+    def gated_int4(self, x: jax.Array, weights: Int4) -> jax.Array:
+        """See `jitney.kernels.int4.Int4Gated`."""
+        n_rows, size_in = x.shape
+        inner = weights.shape[1] // 2
+        tiles = gated_tiles(self.launch.sm, n_rows, x.dtype.itemsize, inner)
+        block_m = min(tiles.block_m, max(16, _power_of_two(n_rows)))
+        row_blocks = -(-n_rows // block_m)
+        packed, scales, zeros = weights
+        return self.launch(
+            narrow_products.gated_int4,
+            x,
+            packed,
+            scales,
+            packed if zeros is None else zeros,
+            out=jax.ShapeDtypeStruct((n_rows, inner), x.dtype),
+            grid=(row_blocks * -(-inner // tiles.block_n),),
+            warps=tiles.warps,
+            stages=tiles.stages,
+            M=n_rows,
+            SIZE_IN=size_in,
+            SIZE_OUT=inner,
+            R=weights.group_size,
+            BLOCK_M=block_m,
+            BLOCK_N=tiles.block_n,
+            ZEROS=zeros is not None,
+            PRECISION="tf32x3",
         )
 
     def matmul(self, x: jax.Array, w: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -360,27 +390,28 @@ class TritonKernels:
         written_out = w.dtype == jnp.float8_e4m3fn and self.launch.sm < 90
         if not written_out or len(x) > FEW_ROWS[x.dtype.itemsize]:
             return reference.matmul(x, w, dtype)
-        y = self._narrow_product(
+        return self._narrow_product(
             narrow_products.matmul_fp8,
             x,
             jax.lax.bitcast_convert_type(w, jnp.uint8),
+            dtype=dtype,
             size_out=w.shape[1],
             inputs=_FP8_INPUTS,
             BLOCK_K=_FP8_INPUTS,
         )
-        return y.astype(dtype)
 
     def _narrow_product(
         self,
         kernel: Any,
         x: jax.Array,
         *weights: jax.Array,
+        dtype: DTypeLike,
         size_out: int,
         inputs: int,
         **constants: Any,
     ) -> jax.Array:
-        """x [M, I] times weights of `size_out` columns, read `inputs` rows at a time: float32
-        [M, O].
+        """x [M, I] times weights of `size_out` columns, read `inputs` rows at a time: [M, O] in
+        `dtype`; written so, where one program has the whole sum of an output.
         """
         n_rows, size_in = x.shape
         groups = size_in // inputs
@@ -391,7 +422,9 @@ class TritonKernels:
             kernel,
             x,
             *weights,
-            out=jax.ShapeDtypeStruct((splits, n_rows, size_out), jnp.float32),
+            out=jax.ShapeDtypeStruct(
+                (splits, n_rows, size_out), dtype if splits == 1 else jnp.float32
+            ),
             grid=(row_blocks * -(-size_out // tiles.block_n), splits),
             warps=tiles.warps,
             stages=tiles.stages,
@@ -404,7 +437,9 @@ class TritonKernels:
             PRECISION="tf32x3",
             **constants,
         )
-        return jnp.sum(y, axis=0)
+        if splits == 1:
+            return y[0]
+        return jnp.sum(y, axis=0).astype(dtype)
 
     def experts(
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str

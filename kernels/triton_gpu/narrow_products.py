@@ -34,6 +34,41 @@ def _unpacked(nibbles, zero, dtype: tl.constexpr):
 
 
 @triton.jit
+def _of_group(
+    low,
+    high,
+    packed,
+    scales,
+    zeros,
+    group,
+    columns,
+    real,
+    R: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What one group of inputs adds to a block of outputs, float32: low and high are rows of the
+    group's first and second half, columns those of the block among COLUMNS, real whether there are
+    such. Products within the group are of whole numbers up to 16, scaled once.
+    """
+    HALF: tl.constexpr = R // 2
+    cells = packed + tl.cast(group, tl.int64) * (HALF * COLUMNS)
+    cells += tl.arange(0, HALF)[:, None] * COLUMNS + columns[None, :]
+    both = tl.load(cells, mask=real[None, :], other=0)
+    factors = group * COLUMNS + columns
+    scale = tl.load(scales + factors, mask=real, other=0.0).to(tl.float32)
+    zero = scale * 0.0 + 8.0
+    if ZEROS:
+        zero = tl.load(zeros + factors, mask=real, other=0).to(tl.float32)
+    part = tl.dot(low, _unpacked(both & 15, zero[None, :], low.dtype), input_precision=PRECISION)
+    part = tl.dot(
+        high, _unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION
+    )
+    return part * scale[None, :]
+
+
+@triton.jit
 def matmul_int4(
     x,
     packed,
@@ -50,11 +85,11 @@ def matmul_int4(
     ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x [M, I] times weights [I, O] (see `jitney.kernels.int4`) -> y float32 [SPLITS, M, O].
+    """x [M, I] times weights [I, O] (see `jitney.kernels.int4`) -> y [SPLITS, M, O], float32 unless
+    SPLITS is 1.
 
-    Program (block of outputs and of rows, split): each split sums a share of the groups. Products
-    within a group are of whole numbers up to 16, scaled once per group in float32. The blocks of
-    rows of the same outputs are neighbours, so that they find the weights in the cache.
+    Program (block of outputs and of rows, split): each split sums a share of the groups. The blocks
+    of rows of the same outputs are neighbours, so that they find the weights in the cache.
     """
     ROW_BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     HALF: tl.constexpr = R // 2
@@ -72,29 +107,98 @@ def matmul_int4(
     y += (split * M + first_row).to(tl.int64) * SIZE_OUT
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in range(split * SHARE, tl.minimum((split + 1) * SHARE, GROUPS)):
-        cells = packed + tl.cast(group, tl.int64) * (HALF * SIZE_OUT)
-        cells += inner[:, None] * SIZE_OUT + outs[None, :]
-        both = tl.load(cells, mask=(outs < SIZE_OUT)[None, :], other=0)
-        scale = tl.load(scales + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0.0).to(
-            tl.float32
-        )
-        zero = tl.full((BLOCK_N,), 8.0, tl.float32)
-        if ZEROS:
-            zero = tl.load(zeros + group * SIZE_OUT + outs, mask=outs < SIZE_OUT, other=0).to(
-                tl.float32
-            )
         inputs = x + lines[:, None] * SIZE_IN + (group * R + inner)[None, :]
         low = tl.load(inputs, mask=(rows < M)[:, None], other=0.0)
         high = tl.load(inputs + HALF, mask=(rows < M)[:, None], other=0.0)
-        part = tl.dot(
-            low, _unpacked(both & 15, zero[None, :], low.dtype), input_precision=PRECISION
+        acc += _of_group(
+            low,
+            high,
+            packed,
+            scales,
+            zeros,
+            group,
+            outs,
+            outs < SIZE_OUT,
+            R,
+            SIZE_OUT,
+            ZEROS,
+            PRECISION,
         )
-        part = tl.dot(
-            high, _unpacked(both >> 4, zero[None, :], low.dtype), part, input_precision=PRECISION
-        )
-        acc += part * scale[None, :]
     cells = y + lines[:, None] * SIZE_OUT + outs[None, :]
-    tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])
+    mask = (rows < M)[:, None] & (outs < SIZE_OUT)[None, :]
+    tl.store(cells, acc.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_int4(
+    x,
+    packed,
+    scales,
+    zeros,
+    y,
+    M: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """x [M, I] times weights [I, 2F], gates and then ups -> silu(gate) * up, y [M, F] in x's dtype.
+    SIZE_OUT: F.
+
+    Program (block of outputs and of rows): BLOCK_N gates and what they gate. Otherwise as
+    `matmul_int4`.
+    """
+    ROW_BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    HALF: tl.constexpr = R // 2
+    block = tl.program_id(0)
+    first_row = block % ROW_BLOCKS * BLOCK_M
+    lines = tl.arange(0, BLOCK_M)
+    rows = first_row + lines
+    outs = block // ROW_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = outs < SIZE_OUT
+    inner = tl.arange(0, HALF)
+    x += first_row.to(tl.int64) * SIZE_IN
+    y += first_row.to(tl.int64) * SIZE_OUT
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(0, SIZE_IN // R):
+        inputs = x + lines[:, None] * SIZE_IN + (group * R + inner)[None, :]
+        low = tl.load(inputs, mask=(rows < M)[:, None], other=0.0)
+        high = tl.load(inputs + HALF, mask=(rows < M)[:, None], other=0.0)
+        gate += _of_group(
+            low,
+            high,
+            packed,
+            scales,
+            zeros,
+            group,
+            outs,
+            real,
+            R,
+            2 * SIZE_OUT,
+            ZEROS,
+            PRECISION,
+        )
+        up += _of_group(
+            low,
+            high,
+            packed,
+            scales,
+            zeros,
+            group,
+            SIZE_OUT + outs,
+            real,
+            R,
+            2 * SIZE_OUT,
+            ZEROS,
+            PRECISION,
+        )
+    opened = gate / (1.0 + tl.exp(-gate)) * up
+    cells = y + lines[:, None] * SIZE_OUT + outs[None, :]
+    tl.store(cells, opened.to(y.dtype.element_ty), mask=(rows < M)[:, None] & real[None, :])
 
 
 @triton.jit
@@ -123,8 +227,8 @@ def matmul_fp8(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x [M, I] times weights float8_e4m3fn [I, O], given as uint8 -> y float32 [SPLITS, M, O]; M <=
-    BLOCK_M.
+    """x [M, I] times weights float8_e4m3fn [I, O], given as uint8 -> y [SPLITS, M, O], as
+    above; M <= BLOCK_M.
 
     Program (block of outputs, split): each split sums a share of the inputs' blocks.
     """
@@ -148,4 +252,5 @@ def matmul_fp8(
         )
         acc = tl.dot(inputs, widened(weights, inputs.dtype), acc, input_precision=PRECISION)
     cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
-    tl.store(cells, acc, mask=(rows < M)[:, None] & (outs < SIZE_OUT)[None, :])
+    mask = (rows < M)[:, None] & (outs < SIZE_OUT)[None, :]
+    tl.store(cells, acc.to(y.dtype.element_ty), mask=mask)

@@ -100,6 +100,8 @@ _WIDE_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
 #: Rows that a narrow product takes with the tiles of a few, by bytes per activation: up to there it
 #: is bound by reading weights. float32 takes three times the registers, and has no other tiles.
 FEW_ROWS = {2: 64, 4: 16}
+#: Rows up to which a program has room for gates and ups of as many columns.
+_FEW_GATED_ROWS = 32
 #: generation -> tiles of narrow products of a few rows.
 _MATMUL: dict[int, _MatmulTiles] = {
     80: _MatmulTiles(64, 64, 4, 4),
@@ -186,6 +188,25 @@ def matmul_tiles(
     while 2 * splits * blocks <= waves * PROCESSORS[tuned] and 8 * splits <= groups:
         splits *= 2
     return tiles, splits
+
+
+def gated_tiles(sm: int, rows: int, itemsize: int, inner: int) -> _MatmulTiles:
+    """Tiles of an int4 product that is gated at once, of so many gates and as many ups in each
+    program; inner: gates in all.
+
+    Half as many of more than 32 rows and in float32, where registers would be spilled, and where
+    there would be fewer programs than processors.
+    """
+    tuned = generation(sm)
+    tiles = _MATMUL[tuned]
+    narrow = replace(tiles, block_n=tiles.block_n // 2)
+    if itemsize == 4:
+        return replace(narrow, block_m=FEW_ROWS[4])
+    if rows > FEW_ROWS[itemsize]:
+        return replace(_TALL_MATMUL[tuned], block_n=narrow.block_n)
+    if rows > _FEW_GATED_ROWS or inner < PROCESSORS[tuned] * tiles.block_n:
+        return narrow
+    return tiles
 
 
 def expert_tiles(sm: int, rows: int, itemsize: int, blocks: int, size_out: int) -> _ExpertTiles:

@@ -8,7 +8,7 @@ JITNEY_TPU_PLUGIN.
 from __future__ import annotations
 
 import pytest
-from compiled_specs import GPUS, MANY, MIXTURE, Spec, every_spec, facts
+from compiled_specs import GPUS, MANY, MIXTURE, SEATS, Spec, every_spec, facts
 
 from jitney.engine.executor.memory import likely_temp_bytes
 from jitney.engine.scheduler.buckets import Bucket, Buckets
@@ -20,6 +20,8 @@ from jitney.kernels.pallas_tpu.blocks import SUMS_IN_HALVES
 MOST, DECODE_MIB, OTHER_MIB = {"decode": 1.2, "many": 1.25, "mixed": 2.0}, 64, 256
 #: Of many rows with fp8 weights and pools: the activations of bf16, beside half the bytes.
 MOST_FP8 = 1.3
+#: Of 64 and more with int4 weights: activations beside a quarter of the bytes.
+MOST_INT4 = 1.15
 #: Of a mixture's mixed steps: each row is brought to each of its experts and back, on every device.
 MOST_MIXTURE = 2.3
 
@@ -55,6 +57,8 @@ def test_a_step_touches_little_more_than_it_must(spec: Spec):
     most = MOST[many if spec.decodes else "mixed"]
     if spec.weights == "fp8" and spec.rows == MANY:
         most = MOST_FP8
+    if spec.weights == "int4" and spec.rows >= SEATS:
+        most = MOST_INT4
     if spec.model == MIXTURE and not spec.decodes:
         most = MOST_MIXTURE
     assert not {context: ratio for context, ratio in over.items() if ratio > most}

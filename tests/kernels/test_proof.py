@@ -467,12 +467,26 @@ def test_only_cards_with_fp8_units_multiply_fp8():
 def test_weights_of_four_bits_are_proved_too():
     from jitney.kernels.int4 import matmul_int4
 
-    def no_zeros(x: jax.Array, weights: Any) -> jax.Array:
-        return matmul_int4(x, weights._replace(zeros=None))
+    def no_zeros(x: jax.Array, weights: Any, dtype: Any = jnp.float32) -> jax.Array:
+        return matmul_int4(x, weights._replace(zeros=None), dtype=dtype)
+
+    def gated(x: jax.Array, weights: Any, of: Any = matmul_int4) -> jax.Array:
+        return reference.gate(of(x, weights), x.dtype)
 
     served = serving(SERVED, matrices=(Matrix(192, 288, "int4", group=64),))
     assert not errors(changed(matmul_int4=same(matmul_int4)), served)
     assert list(errors(changed(matmul_int4=no_zeros), served)) == ["int4 product"]
+    opening = replace(SERVED, matrices=(Matrix(192, 288, "int4", gated=True, group=64),))
+    assert not errors(changed(matmul_int4=same(matmul_int4), gated_int4=gated), opening)
+
+    def of_no_zeros(x: jax.Array, weights: Any) -> jax.Array:
+        return gated(x, weights, no_zeros)
+
+    wrong = changed(matmul_int4=same(matmul_int4), gated_int4=of_no_zeros)
+    assert list(errors(wrong, opening)) == ["int4 product"]
+    assert not errors(wrong, served)  # it is not called
+    left = proof.without(wrong, ["int4 product"])
+    assert (left.matmul_int4, left.gated_int4) == (matmul_int4, None)
 
 
 MIXED_UP = {

@@ -180,6 +180,8 @@ def quantised(target: str) -> Iterator[Spec]:
     yield replace(of, weights="int8", kv="int8")
     yield replace(of, weights="int4")
     yield replace(of, rows=MANY, seqs=MANY, weights="int4")
+    if target in GPUS:
+        yield replace(of, rows=SEATS, seqs=SEATS, weights="int4")
     if target not in ("a100", "v5e", "v6e"):
         yield replace(of, weights="fp8", kv="fp8")
         if target in GPUS:

@@ -89,7 +89,7 @@ def kernel_cost(
                 heads, dim = made[0].dims[1:]
                 rows = 2 * load.prompt * heads * dim * made[0].itemsize
                 return rows + load.prompt * row, 4.0 * heads * dim * load.pairs
-            case "matmul_int4":
+            case "matmul_int4" | "gated_int4":
                 x, weights = taken[:2]
                 return rest, 4.0 * x.dims[0] * weights.elements  # a byte holds two weights
             case "matmul_fp8":

@@ -164,10 +164,15 @@ def check_rotation(case: Case, normed: bool) -> dict[str, Any]:
 
 
 def check_int4(
-    rows: int, group: int, symmetric: bool, dtype: str = "float32", outputs: int = 80
+    rows: int,
+    group: int,
+    symmetric: bool,
+    dtype: str = "float32",
+    outputs: int = 80,
+    result: str = "float32",
 ) -> dict[str, Any]:
     """Greatest error of the int4 product of 6 or more groups against numpy's product with the
-    weights in float64.
+    weights in float64. result: dtype of the product.
     """
     rng = np.random.default_rng(3)
     inputs = max(6 * group, 1024)
@@ -178,7 +183,25 @@ def check_int4(
     x = rng.standard_normal((rows, inputs), np.float32).astype(dtype)
     levels = nibbles - (8 if zeros is None else np.repeat(zeros, group, axis=0))
     expected = x.astype(np.float64) @ (levels * np.repeat(scales, group, axis=0).astype(np.float64))
-    y = np.asarray(jax.jit(KERNELS.matmul_int4)(x, weights))
+    y = np.asarray(jax.jit(functools.partial(KERNELS.matmul_int4, dtype=result))(x, weights))
+    assert y.dtype == result
+    return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
+
+
+def check_gated_int4(rows: int, inner: int, dtype: str = "float32") -> dict[str, Any]:
+    """As `check_int4`, of a product that is gated at once, with zero points."""
+    rng = np.random.default_rng(5)
+    nibbles = rng.integers(0, 16, (256, 2 * inner))
+    scales = rng.uniform(0.5, 2.0, (4, 2 * inner)).astype(np.float32) / 64
+    zeros = rng.integers(0, 17, scales.shape)
+    weights = jax.tree.map(jnp.asarray, pack_int4(nibbles, scales, zeros))
+    x = (rng.standard_normal((rows, 256)) / 2).astype(dtype)
+    levels = nibbles - np.repeat(zeros, 64, axis=0)
+    both = x.astype(np.float64) @ (levels * np.repeat(scales, 64, axis=0).astype(np.float64))
+    gates, ups = np.split(both, 2, axis=1)
+    expected = gates / (1 + np.exp(-gates)) * ups
+    y = np.asarray(jax.jit(KERNELS.gated_int4)(x, weights))
+    assert (y.dtype, y.shape) == (dtype, expected.shape)
     return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
 
 
@@ -418,6 +441,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "int4: float16": lambda: check_int4(64, 64, False, "float16"),
     "int4: two blocks of rows": lambda: check_int4(17, 128, False),
     "int4: three blocks of rows, float16": lambda: check_int4(257, 64, False, "float16"),
+    "int4: gated": lambda: check_gated_int4(5, 80),
+    "int4: gated, two blocks of rows": lambda: check_gated_int4(17, 45),
+    "int4: gated, results in float16": lambda: check_gated_int4(129, 40, "float16"),
+    "int4: results in float16": lambda: check_int4(129, 64, False, "float16", 8192, "float16"),
     "fp8: one row": lambda: check_fp8(1, 80),
     "fp8: outputs no multiple": lambda: check_fp8(13, 77),
     "fp8: float16": lambda: check_fp8(40, 64, "float16"),

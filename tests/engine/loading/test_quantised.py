@@ -4,6 +4,7 @@ selves.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from jitney.engine.loading import calibration
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
+from jitney.engine.models.layers import gated_product
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import (
     KV_TYPES,
@@ -36,8 +38,9 @@ from jitney.engine.models.quantization import (
 )
 from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.types import SamplingParams
-from jitney.kernels.int4 import unpack_int4
+from jitney.kernels.int4 import Int4, matmul_int4, unpack_int4
 from jitney.kernels.interface import KernelSet
+from jitney.kernels.reference import gate
 from jitney.kernels.select import reference_of, select
 
 pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
@@ -132,6 +135,27 @@ def test_a_product_is_that_of_the_widened_matrix(name: str, dtype):
     # bfloat16: int4 weights are written out in it, which rounds each to 2^-9 of itself.
     tolerance = 1e-5 if dtype == jnp.float32 or name in ("plain", "int8", "fp8") else 2**-9
     assert np.abs(y - wanted).max() < tolerance * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", ["int4", "lows"])
+def test_int4_products_are_gated_at_once_where_the_set_does_and_nothing_is_added(name: str):
+    packed = quantise(WEIGHTS, scheme="int4", dtype=jnp.float32)
+    packed = with_lows(packed) if name == "lows" else packed
+    calls = []
+
+    def gated_int4(x: jax.Array, weights: Int4) -> jax.Array:
+        calls.append(weights.shape)
+        return gate(matmul_int4(x, weights), x.dtype)
+
+    x = jnp.asarray(RANDOM.standard_normal((5, 256)) / 16, jnp.float32)
+    kernels = replace(REFERENCE, gated_int4=gated_int4)
+    gates, ups = np.split(np.asarray(x, np.float64) @ np.asarray(widened(packed)), 2, axis=1)
+    wanted = gates / (1 + np.exp(-gates)) * ups
+    found = gated_product(x, packed, "silu", kernels)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    assert calls == ([(256, 48)] if name == "int4" else [])
+    gated_product(x, packed, "gelu_tanh", kernels)
+    assert len(calls) <= 1
 
 
 # Whole models
@@ -281,7 +305,7 @@ def test_auto_keeps_a_checkpoint_where_the_device_multiplies_it_so():
     packing_int4 = KernelSet(
         **{
             **{name: getattr(REFERENCE, name) for name in REFERENCE.__dataclass_fields__},
-            "matmul_int4": lambda x, weights: x,
+            "matmul_int4": lambda x, weights, dtype=None: x,
         }
     )
     assert choose_weight_storage("auto", "cpu", REFERENCE) == WeightStorage("plain", frozenset())

@@ -226,6 +226,7 @@ def others(sm: int, dtype: str, group: int, rows: int) -> list[Call]:
         )
         weights = Int4(jnp.zeros((2048, 14336), jnp.uint8), scales, zeros)
         kernels.matmul_int4(jnp.zeros((rows, 4096), dtype), weights)
+        kernels.gated_int4(jnp.zeros((rows, 4096), dtype), weights)
         kernels.matmul(jnp.zeros((rows, 4096), dtype), jnp.zeros((4096, 14336), jnp.float8_e4m3fn))
 
     return record(sm, use)
@@ -252,7 +253,7 @@ def cuts(sm: int, rows: int) -> list[Call]:
 )
 def test_narrow_products(sm: int, dtype: str, group: int, rows: int):
     calls = others(sm, dtype, group, rows)
-    assert len(calls) == (1 if sm == 90 else 2)
+    assert len(calls) == (2 if sm == 90 else 3)
     check(calls, sm)
 
 
@@ -269,14 +270,27 @@ def test_the_cut_of_a_vocabulary(sm: int, rows: int):
     assert resident >= 10  # of one warp each
 
 
-@pytest.mark.parametrize("sm,rows", [(80, 128), (89, 128), (90, 128), (90, 2048)])
-def test_int4_products_of_many_rows_stay_narrow_up_to_the_tile(sm: int, rows: int):
-    call, *_ = others(sm, "bfloat16", 128, rows)
-    made = compile_call(call, sm)
-    assert made.name == "matmul_int4"
-    assert made.spilled == 0
-    assert made.shared <= SHARED[sm]
-    assert made.has_wgmma or sm != 90
+@pytest.mark.parametrize(
+    "sm,rows,group",
+    [
+        (80, 128, 128),
+        (89, 128, 128),
+        (90, 64, 32),
+        (90, 64, 64),
+        (90, 64, 128),
+        (90, 65, 128),
+        (90, 128, 128),
+        (90, 2048, 128),
+    ],
+)
+def test_int4_products_of_many_rows_stay_narrow_up_to_the_tile(sm: int, rows: int, group: int):
+    """On Hopper they are wgmma from 64 rows on, for every group."""
+    calls = others(sm, "bfloat16", group, rows)[:2]
+    assert [call.kernel.__name__ for call in calls] == ["matmul_int4", "gated_int4"]
+    for made in (compile_call(call, sm) for call in calls):
+        assert made.spilled == 0
+        assert made.shared <= SHARED[sm]
+        assert made.has_wgmma or sm != 90
 
 
 @pytest.mark.skipif(not WHOLE, reason="minutes of compiling: make test-compile")

@@ -85,7 +85,10 @@ def test_rotation_and_write_match_the_reference(results: dict[str, dict[str, Any
 
 def test_int4_products_match_numpy(results: dict[str, dict[str, Any]]):
     cases = of_kind(results, "int4")
-    assert not {name: case["error"] for name, case in cases.items() if not case["error"] < 1e-6}
+    limit = {name: 5e-4 if "results in float16" in name else 1e-6 for name in cases}
+    assert not {
+        name: case["error"] for name, case in cases.items() if not case["error"] < limit[name]
+    }
 
 
 def test_fp8_products_match_numpy(results: dict[str, dict[str, Any]]):
