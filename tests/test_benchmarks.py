@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,3 +74,22 @@ def test_the_parts_of_the_http_cost_are_files_that_are_there():
     ours = [place for places in parts.values() for place in places if place.startswith("engine/")]
     assert len(ours) > 5
     assert [place for place in ours if not (ROOT / place).exists()] == []
+
+
+def test_the_page_of_compiled_programs_is_what_its_json_says(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JITNEY_COMPILED", raising=False)
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "benchmarks"))
+    script = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "compiled_programs.py"))
+    page = (ROOT / "docs" / "benchmarks" / "compiled_programs.md").read_text()
+    assert script["table"](script["kept_facts"]()) == page
+
+
+def test_what_was_wrong_in_compiled_programs_is_held_by_tests_that_are_there():
+    defects = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "compiled_defects.py"))["_DEFECTS"]
+    held = [one.held_by for one in defects]
+    files = {path for text in held for path in re.findall(r"`([\w/]+\.py)`", text)}
+    assert len(files) > 3
+    found = "".join([(ROOT / "tests" / path).read_text() for path in files])
+    names = [name for text in held for name in re.findall(r"`(test_\w+)`", text)]
+    assert len(names) > 8
+    assert [name for name in names if f"def {name}(" not in found] == []

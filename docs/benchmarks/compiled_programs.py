@@ -3,8 +3,8 @@ compiled_programs.json and .md here.
 
 python docs/benchmarks/compiled_programs.py [--targets h100 v6e ...], after `make test-compile` has
 fetched the compilers' plugins; the programs and their account are those of tests/compiled. Programs
-whose plugin is not there are left out. --kept compiles nothing: it writes the pages anew from what
-JITNEY_COMPILED holds, and for the others from the JSON as it is.
+of other targets, and those whose plugin is not there, stay as the JSON has them. --kept compiles
+nothing: it writes the pages anew from what JITNEY_COMPILED holds, and for the others from the JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 HERE, NAME = Path(__file__).parent, "compiled_programs.json"
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "support"))
+from compiled_defects import defects  # noqa: E402
 from compiled_specs import GPUS, TPUS, Spec, every_spec, facts, kept  # noqa: E402
 
 HEADER = """# The compiled programs
@@ -52,8 +53,7 @@ device no product is autotuned on a GPU, so the products that were counted have 
 would run; their bytes are those of whole operands and results. A kernel of ours is counted by its
 documentation: that prompts on TPUs read keys once for each block of rows is not in it. Not here: a
 70B model over 4 v5e, which hold it in int4 alone, where XLA copies the head of 32,064 outputs a
-device in each step. All rows of TPUs are of 2026-11-26; those of GPUs are of the last run in which
-their program changed.
+device in each step. All rows are of 2026-11-26.
 """
 COLUMNS = (
     "step",
@@ -108,7 +108,7 @@ def table(found: dict[Spec, dict[str, Any]]) -> str:
     groups: dict[str, list[tuple[str, ...]]] = {}
     for spec, step in found.items():
         groups.setdefault(heading(spec), []).extend(rows(spec, step))
-    lines = [HEADER]
+    lines = [HEADER, defects(found)]
     for name, group in groups.items():
         lines += [
             f"## {name}\n",
@@ -154,12 +154,13 @@ def main() -> None:
     )
     parser.add_argument("--kept", action="store_true", help="compile nothing")
     options = parser.parse_args()
-    found = kept_facts() if options.kept else compiled_facts(options.targets)
-    if not found:
+    new = {} if options.kept else compiled_facts(options.targets)
+    if not new and not options.kept:
         sys.exit(
             "no compiler plugin: set JITNEY_CUDA_PLUGIN or JITNEY_TPU_PLUGIN, or run make "
             "test-compile"
         )
+    found = kept_facts() | new
     programs = [{"program": str(spec), **step} for spec, step in found.items()]
     (HERE / NAME).write_text(json.dumps(programs, indent=1) + "\n")
     (HERE / "compiled_programs.md").write_text(table(found))
