@@ -333,7 +333,7 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
         prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         outputs = llm.generate(prompts, params)
-        proved = [proof.ok for proof in llm.info.proofs if proof.kernel == "fp8 product"]
+        proved = [proof.ok for proof in llm.info.kernels.proofs if proof.kernel == "fp8 product"]
         llm.close()
     found = np.array([output.outputs[0].token_ids for output in outputs])
     return {"tokens": found, "calls": np.array(len(calls)), "proved": np.array(proved)}
