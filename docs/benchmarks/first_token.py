@@ -28,7 +28,8 @@ from jitney.engine.config.schema import AUTO, Share
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.drive import Offer, StepLog, drive
-from jitney.engine.simulation.simulator import EngineShape, VirtualDevice
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import VirtualDevice, new_core
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
 from jitney.engine.simulation.workload import Arrival, Closed, request_of, synthesise
 from jitney.engine.telemetry.history import RequestRecords
@@ -118,7 +119,7 @@ def run(
     sizes = make_buckets(max_seats=SEATS, token_budget=TOKEN_BUDGET)
     buckets = replace(sizes, padding_is_free=table.padding_is_free)
     device = VirtualDevice(table, args.seed)
-    core = EngineShape(limits, buckets, 4097, plans_late=late).new_core(device)
+    core = new_core(EngineShape(limits, buckets, 4097, plans_late=late), device)
     requests = RequestRecords(keep_times=True)
     clients = Clients(arrivals, requests, args.streams, args.client_ms / 1000)
     log = drive(core, device.clock, clients, requests, device.reported)

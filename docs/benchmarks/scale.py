@@ -24,6 +24,7 @@ from jitney.engine.report.tables import markdown_lines
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.devices import DEVICES
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
@@ -39,7 +40,7 @@ from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Day, Traffic
 from jitney.engine.simulation.planner import Demand, operate
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.workload import (
     WORKLOADS,
     Arrival,

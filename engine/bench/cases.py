@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.types import JsonDict, JsonObject

@@ -25,7 +25,8 @@ from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import MeasuredRun, RunNote
 from jitney.engine.simulation.drive import Offer, RealClock, StepLog, drive
-from jitney.engine.simulation.simulator import EngineShape, span
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import span
 from jitney.engine.simulation.workload import Arrival, request_of
 from jitney.engine.telemetry.cost import Bill, RowOwners, bill
 from jitney.engine.telemetry.history import RequestRecords

@@ -90,7 +90,7 @@ def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ConfigError(f"--on ray needs Ray Serve: {how_to_install('ray')}") from None
-    from jitney.engine.fleet.local import LOCALHOST
+    from jitney.engine.fleet.engine_process import LOCALHOST
 
     application = _application(config, keys, LOCALHOST if is_one_machine() else "")
     run_on_ray(application, config.server.host, config.server.port)

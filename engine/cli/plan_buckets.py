@@ -32,7 +32,7 @@ from jitney.engine.simulation.bucket_tuner import (
     propose,
     seen_in,
 )
-from jitney.engine.simulation.simulator import buckets_of
+from jitney.engine.simulation.engine_shape import buckets_of
 from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:

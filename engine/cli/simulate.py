@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jitney.engine.report.page import Table
+    from jitney.engine.simulation.engine_shape import EngineShape
     from jitney.engine.simulation.roofline import Roofline
-    from jitney.engine.simulation.simulator import EngineShape, SimulatedRun
+    from jitney.engine.simulation.simulator import SimulatedRun
     from jitney.engine.simulation.step_table import StepTimes
     from jitney.engine.simulation.verdicts import ErrorsElsewhere
 
@@ -341,8 +342,8 @@ def shape_for(
     """The engine of the settings. What they leave open is chosen so that it does not interfere: the
     context holds the longest request, pages suffice for every seat (or fill the device's memory),
     and nobody is refused unless caps are given."""
+    from jitney.engine.simulation.engine_shape import EngineShape
     from jitney.engine.simulation.roofline import Roofline
-    from jitney.engine.simulation.simulator import EngineShape
     from jitney.engine.simulation.step_table import StepTable
 
     settings = _simulated_settings(args, config.engine)

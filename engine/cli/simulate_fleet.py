@@ -24,6 +24,7 @@ from jitney.engine.cli.plan_fleet import (
     load_of,
 )
 from jitney.engine.errors import ConfigError
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
@@ -35,7 +36,6 @@ from jitney.engine.simulation.fleet_planner import (
 from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
 from jitney.engine.simulation.roofline import SHAPES
-from jitney.engine.simulation.simulator import EngineShape
 from jitney.engine.types import JsonDict
 
 #: Least and most replicas, such as 2:50.

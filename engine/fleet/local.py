@@ -14,35 +14,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import secrets
 import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import quote
 
-from jitney.engine.config.layers import load_layers, settings
-from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet.build import FleetParts
-from jitney.engine.fleet.config import FleetConfig, checked_settings, engine_config
+from jitney.engine.fleet.config import FleetConfig, engine_config
+from jitney.engine.fleet.engine_process import (
+    ENGINE_MODULE,
+    LOCALHOST,
+    ReplicaHost,
+    engine_arguments,
+    engine_keys,
+)
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica, Watch
-from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
+from jitney.engine.fleet.sections import CandidateSection
 from jitney.engine.ports import free_port
 from jitney.engine.process.children import child_environ, end_child, start_child
 
 _log = logging.getLogger("jitney.fleet")
 
-#: Runs `jitney serve` with its arguments, until the fleet is gone.
-ENGINE_MODULE = "jitney.engine.cli.fleet_engine"
-LOCALHOST = "127.0.0.1"
-_MEASURED = "measured_sizes"
 #: Seconds before an engine is started again, the first time and at most; restarts are counted
 #: within a window, and after so many it is given up.
 _BACKOFF_S, _WINDOW_S, _MOST_RESTARTS = (0.5, 30.0), 600.0, 5
@@ -50,66 +46,6 @@ _BACKOFF_S, _WINDOW_S, _MOST_RESTARTS = (0.5, 30.0), 600.0, 5
 _GRACE_S = 10.0
 #: Seconds between two looks at whether an engine is ready.
 _LOOK_S = 0.1
-
-
-def engine_arguments(
-    config: FleetConfig,
-    model: str,
-    section: ReplicasSection,
-    name: str,
-    number: int,
-    port: int,
-    host: str = LOCALHOST,
-    place: ReplicaHost | None = None,
-) -> list[str]:
-    """What `jitney serve` is given for the n-th process of a model. name: the engine's own. place:
-    where it is one of several hosts.
-    """
-    words = ["serve"]
-    if section.config:
-        words += ["--config", str(config.path(section.config))]
-    for setting, value in section.settings.items():
-        words += _flag(setting, value)
-    if not _says_who_sizes(config, section):
-        # Engines that start beside each other would time each other's steps.
-        words += _flag(_MEASURED, value=False)
-    if section.devices:
-        words += ["--device", section.devices[number]]
-    if place is not None:
-        words += ["--coordinator", place.coordinator, "--host-id", str(place.host_id)]
-    words += ["--data-dir", str(_data_dir(name))]
-    words += ["--host", host, "--port", str(port), "--served-model-name", model]
-    return [*words, "--drain-s", str(config.server.drain_s), "--insecure"]
-
-
-def _says_who_sizes(config: FleetConfig, section: ReplicasSection) -> bool:
-    """Whether it is given that engines of this model measure, or that they do not."""
-    file = config.path(section.config) if section.config else None
-    given = load_layers(file, flags=checked_settings(section)).origins
-    return _MEASURED in given or settings()[_MEASURED].env in os.environ
-
-
-def _data_dir(name: str) -> Path:
-    """Where an engine keeps files, though a fleet sends it none: two may not share a folder."""
-    return cache_dir() / "fleet" / quote(name, safe="")
-
-
-def _flag(name: str, value: object) -> list[str]:
-    """A setting as a flag."""
-    flag = settings()[name].flag
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if isinstance(value, list):
-        return [flag, ",".join(map(str, value))]
-    return [flag, str(value)]
-
-
-class ReplicaHost(NamedTuple):
-    """Which of the hosts of a replica a process is."""
-
-    #: HOST:PORT of the first one, where the others find it.
-    coordinator: str
-    host_id: int
 
 
 @dataclass(eq=False, slots=True)
@@ -340,19 +276,6 @@ def _hosts_of(name: str, n_hosts: int) -> Iterator[tuple[str, ReplicaHost]]:
     for host_id in range(n_hosts):
         own = f"{name}.{host_id}" if host_id else name
         yield own, ReplicaHost(coordinator, host_id)
-
-
-def engine_keys(users: Sequence[str], admins: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """(the key that engines are watched with, what their environment says of keys). Without keys
-    of clients there are none: engines listen to this machine alone.
-    """
-    if not users and not admins:
-        return "", {}
-    own = secrets.token_urlsafe(32)
-    return own, {
-        "JITNEY_API_KEYS": ",".join(users),
-        "JITNEY_ADMIN_KEYS": ",".join([*admins, own]),
-    }
 
 
 def _ports(first: int) -> Iterator[int]:

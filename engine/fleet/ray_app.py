@@ -33,9 +33,9 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.autoscaling import WaitPolicy
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import FleetConfig, candidate_arm
+from jitney.engine.fleet.engine_process import ENGINE_MODULE, engine_keys
 from jitney.engine.fleet.found import meet
 from jitney.engine.fleet.ingress import create_ingress
-from jitney.engine.fleet.local import ENGINE_MODULE, engine_keys
 from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.ray_engines import (
     ANNOUNCE_S,

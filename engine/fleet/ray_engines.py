@@ -25,7 +25,7 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet.autoscaling import LOAD, SEATS, WAIT
 from jitney.engine.fleet.config import FleetConfig, engine_config
-from jitney.engine.fleet.local import ENGINE_MODULE, ReplicaHost, engine_arguments
+from jitney.engine.fleet.engine_process import ENGINE_MODULE, ReplicaHost, engine_arguments
 from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.sections import CandidateSection, RaySection
 from jitney.engine.fleet.upstream import upstream_client

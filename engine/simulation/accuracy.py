@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, span
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import SimulatedRun, simulate, span
 from jitney.engine.simulation.step_table import StepTable, StepTimes
 from jitney.engine.simulation.workload import Arrival, TraceLine
 from jitney.engine.telemetry.request_record import RequestRecord, Stay

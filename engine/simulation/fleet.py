@@ -17,12 +17,12 @@ from typing import Literal
 import numpy as np
 
 from jitney.engine.errors import ConfigError
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet_replica import FleetRequest, ReplicaModel
 from jitney.engine.simulation.fleet_routing import SimulatedIngress
 from jitney.engine.simulation.fleet_scaling import Scaler, ScalingRule
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Traffic
-from jitney.engine.simulation.simulator import EngineShape
 from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.telemetry.summary import QUANTILES
 from jitney.engine.types import JsonDict

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet import (
     NO_FAILURES,
     Failures,
@@ -26,7 +27,6 @@ from jitney.engine.simulation.fleet import (
 from jitney.engine.simulation.fleet_traffic import Load, Traffic
 from jitney.engine.simulation.planner import Demand, Operating, check_split, plan
 from jitney.engine.simulation.roofline import Roofline
-from jitney.engine.simulation.simulator import EngineShape
 from jitney.engine.types import JsonDict
 
 #: Replicas that the load of one is tried on, and halvings of the range that it is in.

@@ -17,8 +17,8 @@ from heapq import heappop, heappush, nsmallest
 from typing import NamedTuple
 
 from jitney.engine.scheduler.plan import StepWork
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet_steps import StepCosts
-from jitney.engine.simulation.simulator import EngineShape
 
 #: What the fading mean of step times keeps of itself with each step, as in the engine's estimate.
 _FADE = 0.95

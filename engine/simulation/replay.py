@@ -20,8 +20,9 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import JitneyError
 from jitney.engine.scheduler.buckets import Bucket, Buckets, mixed_bucket
 from jitney.engine.simulation.accuracy import closed_concurrency, errors
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.shipped_errors import shipped
-from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate, weighted_spread
+from jitney.engine.simulation.simulator import SimulatedRun, simulate, weighted_spread
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.verdicts import verdict_of
 from jitney.engine.simulation.workload import Arrival

@@ -14,25 +14,23 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Series
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.messages import StepReport
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Draft, MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.simulation.drive import Offer, StepLog, VirtualClock, drive
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.step_table import StepTimes, kind_of
 from jitney.engine.simulation.workload import Arrival, request_of
 from jitney.engine.telemetry.history import RequestRecords
@@ -44,76 +42,19 @@ from jitney.engine.types import EngineRequest, JsonDict
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class EngineShape:
-    """The engine to simulate."""
-
-    limits: SchedulerLimits
-    buckets: Buckets
-    #: Of the KV pool, the trash page included.
-    pages: int
-    #: Tokens of a page.
-    page_size: int = 16
-    #: As `EngineCore.plans_late`.
-    plans_late: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        settings: EngineSection,
-        *,
-        context_length: int,
-        pages: int,
-        on_device: bool = False,
-        padding_is_free: bool = False,
-        buckets: Buckets | None = None,
-    ) -> EngineShape:
-        """The engine that these settings describe; pages as in `EngineShape`, because settings may
-        leave it to the machine. on_device: on a GPU or TPU. padding_is_free: see `Buckets`.
-        buckets: those of a running engine, where they are known."""
-        limits = SchedulerLimits(context_length=context_length, **_shared(settings))
-        if buckets is None:
-            sizes = buckets_of(settings, on_device)
-            buckets = replace(sizes, padding_is_free=padding_is_free)
-        late = not on_device and settings.n_hosts == 1
-        return cls(limits, buckets, pages, settings.page_size, plans_late=late)
-
-    def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
-        """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
-        timeout_ms = self.limits.static_timeout_ms
-        if static_timeout_ms is not None:
-            timeout_ms = static_timeout_ms
-        limits = replace(self.limits, policy=policy, static_timeout_ms=timeout_ms)
-        return replace(self, limits=limits)
-
-    def new_core(self, device: VirtualDevice, hits: Mapping[str, int] = _NO_HITS) -> EngineCore:
-        """A core of this shape on a virtual device; hits: prompt tokens that requests find cached,
-        by id.
-        """
-        pool = PagePool(self.pages, self.page_size, retain=False)
-        kind = _RecordedHits if hits else Scheduler
-        scheduler = kind(self.limits, self.buckets, pool, device.clock)
-        if isinstance(scheduler, _RecordedHits):
-            scheduler.hits = hits
-        late = self.plans_late
-        return EngineCore(scheduler, device, Ledger(), device.clock, plans_late=late)
-
-
-def _shared(settings: EngineSection) -> JsonDict:
-    """Settings that are limits of the scheduler under the same name."""
-    names = [field.name for field in fields(SchedulerLimits) if hasattr(settings, field.name)]
-    return {name: getattr(settings, name) for name in names}
-
-
-def buckets_of(settings: EngineSection, on_device: bool) -> Buckets:
-    """Those that an engine of these settings compiles for; on_device: on a GPU or TPU."""
-    return make_buckets(
-        max_seats=settings.max_seats,
-        token_budget=settings.token_budget,
-        seat_sizes=settings.seat_buckets,
-        token_sizes=settings.token_buckets,
-        on_device=on_device,
-    )
+def new_core(
+    shape: EngineShape, device: VirtualDevice, hits: Mapping[str, int] = _NO_HITS
+) -> EngineCore:
+    """A core of this shape on a virtual device; hits: prompt tokens that requests find cached, by
+    id.
+    """
+    pool = PagePool(shape.pages, shape.page_size, retain=False)
+    kind = _RecordedHits if hits else Scheduler
+    scheduler = kind(shape.limits, shape.buckets, pool, device.clock)
+    if isinstance(scheduler, _RecordedHits):
+        scheduler.hits = hits
+    late = shape.plans_late
+    return EngineCore(scheduler, device, Ledger(), device.clock, plans_late=late)
 
 
 class _RecordedHits(Scheduler):
@@ -267,7 +208,7 @@ def simulate(
     history = RequestRecords(keep_times=keep_times)
     device = VirtualDevice(table, seed)
     device.clock.now = arrivals[0].at
-    core = engine.new_core(device, _hits_of(arrivals))
+    core = new_core(engine, device, _hits_of(arrivals))
     offer = _offer_of(arrivals, concurrency or 0)
     with _no_collection():
         log = drive(core, device.clock, offer, history, device.reported)

@@ -9,7 +9,8 @@ from heapq import heappop, heappush
 
 from jitney.engine.messages import StepReport
 from jitney.engine.simulation.drive import Offer, drive
-from jitney.engine.simulation.simulator import EngineShape, VirtualDevice
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import VirtualDevice, new_core
 from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.simulation.workload import Arrival, request_of
 from jitney.engine.telemetry.history import RequestRecords
@@ -106,7 +107,7 @@ def crowd(
 ) -> CrowdRun:
     """Run until all have been served, or have given up."""
     device = VirtualDevice(table, 0)
-    core = shape.new_core(device)
+    core = new_core(shape, device)
     comings = _Comings(arrivals, obeys)
     records = RequestRecords()
 

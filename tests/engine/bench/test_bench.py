@@ -41,8 +41,9 @@ from jitney.engine.report.tables import curve_table, figures_table, ledgers_tabl
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import read_runs
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.shipped_errors import PolicyErrors
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import (
     Arrival,

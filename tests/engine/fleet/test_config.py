@@ -9,7 +9,7 @@ import pytest
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import AS_OF_A_SERVER, KINDS, engine_config, read_fleet
-from jitney.engine.fleet.local import engine_arguments
+from jitney.engine.fleet.engine_process import engine_arguments
 from jitney.engine.fleet.sections import FleetSection, RaySection, ReplicasSection
 
 GOOD = """

@@ -21,8 +21,9 @@ from jitney.engine.errors import JitneyError
 from jitney.engine.fleet import local
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.engine_process import engine_arguments
 from jitney.engine.fleet.ingress import create_ingress
-from jitney.engine.fleet.local import LocalEngines, engine_arguments
+from jitney.engine.fleet.local import LocalEngines
 from jitney.engine.fleet.sections import ReplicasSection
 
 SUPPORT = Path(__file__).parents[2] / "support"

@@ -27,7 +27,7 @@ from fleet_engines import CHAT, said
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import read_fleet
-from jitney.engine.fleet.local import ENGINE_MODULE
+from jitney.engine.fleet.engine_process import ENGINE_MODULE
 from jitney.engine.ports import free_port
 
 pytestmark = pytest.mark.skipif(

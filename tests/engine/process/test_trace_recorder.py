@@ -21,7 +21,8 @@ from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.trace_recorder import Recorder
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.workload import TraceLine, read_trace, read_trace_lines
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord

@@ -36,7 +36,8 @@ from jitney.engine.scheduler.policies import (
 )
 from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import LogNormal, Poisson, Uniform, synthesise
 

@@ -24,12 +24,8 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.promises import _LONGEST_RETRY, PlaceRate, Promises, name_of
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.simulation.simulator import (
-    EngineShape,
-    VirtualDevice,
-    _FlyingStep,
-    simulate,
-)
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import VirtualDevice, _FlyingStep, simulate
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.types import EngineRequest, Whole
 

@@ -25,7 +25,8 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.page_demand import _times_ahead
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.simulation.drive import Offer, drive
-from jitney.engine.simulation.simulator import EngineShape, VirtualDevice, _FlyingStep
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import VirtualDevice, _FlyingStep, new_core
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import (
     Arrival,
@@ -97,9 +98,8 @@ def closed_loop(outputs: str, seats: int, known: bool) -> Outcome:
     requests = RequestRecords(keep_times=True)
     device = EndingDevice(arrivals)
     limits = SchedulerLimits(seats, 3000, max_waiting_requests=1000)
-    core = EngineShape(limits, make_buckets(max_seats=seats, token_budget=512), 201).new_core(
-        device
-    )
+    shape = EngineShape(limits, make_buckets(max_seats=seats, token_budget=512), 201)
+    core = new_core(shape, device)
     make = request_of if known else endless
 
     def request_at(number: int, at: float) -> EngineRequest:

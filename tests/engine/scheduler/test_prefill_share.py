@@ -16,7 +16,8 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.estimates import _LEAST_SHARE, PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.simulation.simulator import EngineShape, SimulatedRun, simulate
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import SimulatedRun, simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import Arrival, Closed, Fixed, Lengths, LogNormal, synthesise
 

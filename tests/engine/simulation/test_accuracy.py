@@ -28,8 +28,9 @@ from jitney.engine.simulation.accuracy import (
     read_runs,
     span,
 )
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.shipped_errors import PolicyErrors, shipped
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
 from jitney.engine.simulation.verdicts import ErrorsElsewhere, speed_error, verdict
 from jitney.engine.simulation.workload import Arrival, Poisson, TraceLine, Uniform, synthesise

@@ -13,6 +13,7 @@ import pytest
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
 from jitney.engine.simulation.fleet_replica import FleetRequest, ReplicaModel
 from jitney.engine.simulation.fleet_routing import ROUTERS, SimulatedIngress
@@ -20,7 +21,6 @@ from jitney.engine.simulation.fleet_scaling import Scaler, ScalingRule
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.simulation.simulator import EngineShape
 from jitney.engine.simulation.workload import (
     WORKLOADS,
     Conversations,

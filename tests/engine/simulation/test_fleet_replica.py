@@ -15,11 +15,12 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.devices import DEVICES
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet_replica import FleetRequest, ReplicaModel
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.planner import Demand, operate
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.simulation.workload import (
     WORKLOADS,

@@ -11,6 +11,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.devices import DEVICES
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.planner import (
     Demand,
     Operating,
@@ -23,7 +24,7 @@ from jitney.engine.simulation.planner import (
     plan,
 )
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.simulation.simulator import EngineShape, simulate
+from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import HostTimes
 from jitney.engine.simulation.workload import Closed, Fixed, Uniform, synthesise
 

@@ -28,10 +28,11 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import measured_figures
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import (
-    EngineShape,
     SimulatedRun,
     VirtualDevice,
+    new_core,
     simulate,
     weighted_spread,
 )
@@ -100,7 +101,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one_where_the_engine_plans_l
 
 
 def test_where_nobody_could_board_the_next_step_is_planned_at_once():
-    core = replace(shape(seats=1), plans_late=True).new_core(VirtualDevice(SECOND))
+    core = new_core(replace(shape(seats=1), plans_late=True), VirtualDevice(SECOND))
     core.add(_ten_tokens())
     for _ in range(6):
         core.step()
@@ -108,7 +109,7 @@ def test_where_nobody_could_board_the_next_step_is_planned_at_once():
 
 
 def test_company_ends_a_while_before_the_step_does():
-    core = replace(shape(), plans_late=True).new_core(VirtualDevice(SECOND))
+    core = new_core(replace(shape(), plans_late=True), VirtualDevice(SECOND))
     core.add(_ten_tokens())
     waits = []
     for _ in range(6):
@@ -385,15 +386,14 @@ def test_the_steps_are_those_of_the_real_core(policy: str):
         static_timeout_ms=1500.0,
     )
     diary: list[tuple] = []
-    original = EngineShape.new_core
 
-    def watched(self: EngineShape, device, hits) -> EngineCore:
+    def watched(shape: EngineShape, device: VirtualDevice, hits: dict[str, int]) -> EngineCore:
         batch = device.batch
         device.batch = lambda plan: (diary.append(diary_of(plan)), batch(plan))[1]
-        return original(self, device, hits)
+        return new_core(shape, device, hits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineShape, "new_core", watched)
+        patch.setattr("jitney.engine.simulation.simulator.new_core", watched)
         run = simulate(arrivals, engine, SECOND)
     real_diary, real_records = real_loop(arrivals, engine)
     assert diary == real_diary and len(diary) > 100
