@@ -148,7 +148,7 @@ def test_the_names_of_kernels_stand_in_the_help_and_in_the_error(
     with contextlib.suppress(SystemExit):
         main(["serve", "--help"])
     text = "".join(capsys.readouterr().out.split())
-    assert "--kernelsauto|reference|native|triton|pallas" in text
+    assert "--kernelsauto|reference|native|triton|flashinfer|pallas" in text
     assert main(["serve", "--kernels", "cuda"]) == 2
     error = capsys.readouterr().err
     assert "--kernels" in error
