@@ -26,6 +26,7 @@ from adapter_files import write_adapter
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from lowered_steps import lower_step
+from programs import await_use
 from served_shapes import shapes_served
 
 from jitney.engine import LLM, SamplingParams, build
@@ -36,6 +37,7 @@ from jitney.engine.cli import generate, main
 from jitney.engine.cli.display import load_llm
 from jitney.engine.config.schema import Config
 from jitney.engine.executor.program import Program, StateSizes, allocate
+from jitney.engine.executor.runner import Runner
 from jitney.engine.loading.calibration import calibrate
 from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
 from jitney.engine.machine import cpu_name
@@ -314,6 +316,7 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(many_heads())
         stack.enter_context(mock.patch.object(build, "select", lambda *_: kernels))
+        stack.enter_context(mock.patch.object(Runner, "_compile_steps", await_use))
         if shares > 1:  # another product than the proof knows
             stack.enter_context(
                 mock.patch.object(build, "proven", lambda kernels, *_, **__: (kernels, []))
