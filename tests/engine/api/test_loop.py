@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from loop_lag import lag_of_loop
 from server_settings import server_settings
 
 from jitney.engine.api.app import create_app
-from jitney.engine.api.slices import Slices
+from jitney.engine.api.slices import Pieces, Slices
 from jitney.engine.errors import RequestError
 from jitney.engine.text.gguf_tokenizer import tiny_fast
 from jitney.engine.text.tokenizer import Tokenizer
@@ -120,28 +121,33 @@ def test_short_work_does_not_wait_for_long_work():
     assert run(both())[0] == "short"
 
 
+async def _written(pieces: Callable[[int], Pieces]) -> tuple[int, list[int]]:
+    """Turns of the loop until 100 writers have written what `pieces` gives for their number; and
+    the numbers, as they were written.
+    """
+    slices, written = Slices(), list[bytes]()
+
+    async def write(number: int) -> None:
+        written.extend([block async for block in slices.blocks(pieces(number))])
+
+    tasks = [asyncio.create_task(write(number)) for number in range(100)]
+    n_turns = 0
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        n_turns += 1
+    return n_turns, [int(number) for number in written]
+
+
 def test_what_all_streams_write_after_a_step_is_written_in_few_turns(monkeypatch):
     """A turn of the loop for each of them cost more than the writing."""
     monkeypatch.setattr("jitney.engine.api.slices._SLICE_S", 30.0)
 
-    def pieces(number: int):
+    def pieces(number: int) -> Pieces:
         yield b"%d" % number
 
-    async def turns() -> int:
-        slices, written = Slices(), list[bytes]()
-
-        async def write(number: int) -> None:
-            written.extend([block async for block in slices.blocks(pieces(number))])
-
-        tasks = [asyncio.create_task(write(number)) for number in range(100)]
-        n_turns = 0
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(0)
-            n_turns += 1
-        assert written == [b"%d" % number for number in range(100)]
-        return n_turns
-
-    assert run(turns()) < 10
+    n_turns, written = run(_written(pieces))
+    assert n_turns < 10
+    assert written == list(range(100))
 
 
 def test_those_who_wait_for_a_slice_share_the_next_ones(monkeypatch):
@@ -152,26 +158,14 @@ def test_those_who_wait_for_a_slice_share_the_next_ones(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now_s)
     monkeypatch.setattr("jitney.engine.api.slices.time", clock)
 
-    def pieces(number: int):
+    def pieces(number: int) -> Pieces:
         nonlocal now_s
         now_s += 0.0001
         yield b"%d" % number
 
-    async def turns() -> int:
-        slices, written = Slices(), list[bytes]()
-
-        async def write(number: int) -> None:
-            written.extend([block async for block in slices.blocks(pieces(number))])
-
-        tasks = [asyncio.create_task(write(number)) for number in range(100)]
-        n_turns = 0
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(0)
-            n_turns += 1
-        assert set(written) == {b"%d" % number for number in range(100)}
-        return n_turns
-
-    assert run(turns()) < 30
+    n_turns, written = run(_written(pieces))
+    assert n_turns < 30
+    assert sorted(written) == list(range(100))
 
 
 def test_work_beyond_the_limit_is_refused_and_what_ends_makes_room():
