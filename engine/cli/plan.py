@@ -29,7 +29,7 @@ from jitney.engine.types import JsonDict
 if TYPE_CHECKING:
     from jitney.engine.report.page import Table
 
-_WEIGHTS, _KV = ("bf16", "fp8", "int8", "int4"), ("bf16", "fp8", "int8")
+_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 #: Fields of `Demand` that flags of the same name give.
 _OF_DEMAND = ("prompt", "output", "rate", "price_per_hour", "token_budget", "page_size")
 
@@ -78,19 +78,23 @@ def _demand_of(args: Namespace) -> Demand:
     return Demand(itl_s=slo.itl_s, ttft_s=slo.ttft_s, **same)
 
 
+#: Flags of all commands that size by a roofline.
+MODEL = Flag(
+    "model",
+    {
+        "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
+        "nargs": "?",
+        "metavar": "MODEL",
+    },
+)
+KV = Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8"))
+JSON = Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE")
 _FLAGS = (
-    Flag(
-        "model",
-        {
-            "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
-            "nargs": "?",
-            "metavar": "MODEL",
-        },
-    ),
+    MODEL,
     Flag.of("--device", f"one of: {', '.join(DEVICES)}", metavar="NAME"),
     Flag.whole("--count", "chips of a replica, by tensor parallelism", 1),
     Flag.of("--weights", "number format of the layers", "bf16", choices=_WEIGHTS),
-    Flag.of("--kv", "number format of keys and values", "bf16", choices=_KV),
+    KV,
     Flag.whole("--prompt", "mean prompt tokens", 512),
     Flag.whole("--output", "mean output tokens", 256),
     Flag.number("--slo-itl-ms", "most milliseconds between two tokens", metavar="MS"),
@@ -103,7 +107,7 @@ _FLAGS = (
     Flag.number("--rate", "requests a second to serve: how many replicas", 0.0),
     Flag.whole("--token-budget", "most rows of a step", 2048),
     Flag.whole("--page-size", "KV positions per page", 16),
-    Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
+    JSON,
 )
 _DEFAULT = Assumptions()
 #: How far a device comes.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, words_of, write_report
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.plan import EFFICIENCIES, assumptions_of
+from jitney.engine.cli.plan import EFFICIENCIES, JSON, KV, MODEL, assumptions_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, find_device
 from jitney.engine.simulation.fleet import Failures
@@ -25,7 +25,7 @@ from jitney.engine.simulation.fleet_planner import (
 )
 from jitney.engine.simulation.fleet_routing import ROUTERS
 from jitney.engine.simulation.fleet_traffic import Day, Load, Recorded, Traffic
-from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
+from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline, find_shape
 from jitney.engine.simulation.workload import parse_lengths, read_trace
 from jitney.engine.types import JsonDict
 
@@ -56,14 +56,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 _WHAT = (
-    Flag(
-        "model",
-        {
-            "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
-            "nargs": "?",
-            "metavar": "MODEL",
-        },
-    ),
+    MODEL,
     Flag.of(
         "--devices",
         "replicas to compare: chips of one by tensor parallelism, device and number format of the "
@@ -71,7 +64,7 @@ _WHAT = (
         metavar="LIST",
     ),
     Flag.of("--prices", "of one chip an hour, such as h100=2.5,v5e=1.2", "", metavar="LIST"),
-    Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8")),
+    KV,
 )
 TRAFFIC = (
     Flag.of(
@@ -112,7 +105,7 @@ _HOW = (
     Flag.whole("--most-seats", "most seats of a replica", DEFAULT_HOW.most_seats),
     Flag.whole("--token-budget", "most rows of a step", DEFAULT_HOW.token_budget),
     Flag.whole("--requests", "requests of one simulation, at most", DEFAULT_HOW.most_requests),
-    Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
+    JSON,
 )
 _COMMAND = Command(
     "plan --fleet",

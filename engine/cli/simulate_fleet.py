@@ -12,7 +12,7 @@ from dataclasses import astuple, replace
 
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.plan import EFFICIENCIES
+from jitney.engine.cli.plan import EFFICIENCIES, JSON, KV, MODEL
 from jitney.engine.cli.plan_fleet import (
     DEFAULT_HOW,
     LEAST_RUNNING,
@@ -35,7 +35,6 @@ from jitney.engine.simulation.fleet_planner import (
 )
 from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
-from jitney.engine.simulation.roofline import SHAPES
 from jitney.engine.types import JsonDict
 
 #: Least and most replicas, such as 2:50.
@@ -45,14 +44,7 @@ _RULE = ScalingRule()
 _MOST = 1_000_000
 
 _WHAT = (
-    Flag(
-        "model",
-        {
-            "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
-            "nargs": "?",
-            "metavar": "MODEL",
-        },
-    ),
+    MODEL,
     Flag.of(
         "--device",
         "chips of a replica by tensor parallelism, device and number format of the weights, such "
@@ -62,14 +54,14 @@ _WHAT = (
     Flag.whole("--replicas", "replicas at the beginning, all ready"),
     Flag.whole("--seats", "most seats of a replica", DEFAULT_HOW.most_seats),
     Flag.whole("--token-budget", "most rows of a step", DEFAULT_HOW.token_budget),
-    Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8")),
+    KV,
     Flag.number("--price", "of one chip an hour"),
     Flag.switch(
         "--prefix-cache",
         "prompts of one conversation find the pages of those before, where a --trace names "
         "conversations",
     ),
-    Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
+    JSON,
 )
 _HOW_MUCH = (
     *TRAFFIC,
