@@ -617,7 +617,8 @@ class ProcessClient:
         if stream is None:
             return
         stream.listener = _nobody
-        self.abort(request_id)
+        if not stream.open <= stream.asked.keys():  # the core has not heard of all ends yet
+            self.abort(request_id)
         self._close_stream(stream)
         self._go_on_after_trial(stream)
 
