@@ -25,6 +25,7 @@ import numpy as np
 from adapter_files import write_adapter
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from joint_processes import drawn_prompts
 from lowered_steps import lower_step
 from programs import await_use
 from served_shapes import shapes_served
@@ -63,6 +64,16 @@ from jitney.kernels.select import select
 ROWS = 64
 #: Those of the engine: quicker to compile, too.
 KERNELS = select("cpu", "auto")
+#: Of an engine: few, since every process compiles them.
+_FEW_SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "max_seats": 4,
+    "token_budget": 32,
+    "context": 128,
+    "seat_buckets": [4],
+    "token_buckets": [32],
+    "compilation_cache": "off",
+}
 #: What GPUs multiply fp8 by; XLA's products, which a CPU runs too.
 FP8 = Fp8Products(fp8.arrange, fp8.matmul)
 
@@ -252,7 +263,7 @@ def served_at_once(family: str, devices: int) -> dict[str, np.ndarray]:
 
 def tokens(llm: LLM) -> np.ndarray:
     """See `served`."""
-    prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
+    prompts = drawn_prompts(6, 11)
     ways = (
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
         SamplingParams(
@@ -276,15 +287,9 @@ def adapted(devices: int) -> np.ndarray:
             "tiny-random",
             adapters=(f"fr={fr}", f"de={de}"),
             tensor_parallel=devices,
-            dtype="float32",
-            max_seats=4,
-            token_budget=32,
-            context=128,
-            seat_buckets=[4],
-            token_buckets=[32],
-            compilation_cache="off",
+            **_FEW_SIZES,
         )
-    prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
+    prompts = drawn_prompts(6, 11)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(prompts, params, adapter=["", "fr", "de"] * 2)
     return np.array([output.outputs[0].token_ids for output in outputs])
@@ -325,15 +330,9 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
             f"tiny-random:{family}",
             tensor_parallel=devices,
             weights="fp8",
-            dtype="float32",
-            max_seats=4,
-            token_budget=32,
-            context=128,
-            seat_buckets=[4],
-            token_buckets=[32],
-            compilation_cache="off",
+            **_FEW_SIZES,
         )
-        prompts = [np.random.default_rng(i).integers(0, 256, 5 + 11 * i).tolist() for i in range(6)]
+        prompts = drawn_prompts(6, 11)
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         outputs = llm.generate(prompts, params)
         proved = [proof.ok for proof in llm.info.kernels.proofs if proof.kernel == "fp8 product"]
