@@ -7,8 +7,10 @@ there are seats: a prompt that comes to a few streams is then no step of hundred
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 #: Decode-only sizes on a GPU or TPU. Reading the weights takes as long for 1 row as for some 300
 #: (operations over bytes per second of an H100, two bytes a weight), so padding to the next size is
@@ -25,10 +27,12 @@ _ROWS_PER_SEQUENCE = 4
 FEWEST_ROWS = _ROWS_PER_SEQUENCE
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Shapes of one executable: `tokens` rows computed (T), `seats` sequences and logit rows
     (S).
+
+    What is known of step times is kept by bucket and looked up several times a step: a named
+    tuple's hash is C.
     """
 
     tokens: int
@@ -62,6 +66,11 @@ class Buckets:
     def seats(self) -> int:
         return self.mixed[-1].seats
 
+    @cached_property
+    def _mixed_seats(self) -> list[int]:
+        """Of the mixed buckets, ascending as they are."""
+        return [bucket.seats for bucket in self.mixed]
+
     def all(self) -> tuple[Bucket, ...]:
         return self.decode + self.mixed
 
@@ -78,9 +87,7 @@ class Buckets:
 
     def mixed_for(self, sequences: int) -> tuple[Bucket, ...]:
         """The mixed buckets that hold so many sequences, ascending: at least the largest."""
-        needed = min(sequences, self.seats)
-        first = next(at for at, bucket in enumerate(self.mixed) if needed <= bucket.seats)
-        return self.mixed[first:]
+        return self.mixed[bisect_left(self._mixed_seats, min(sequences, self.seats)) :]
 
     def thrifty(self, rows: int, count: int, riders: int, sequences: int) -> int:
         """How many of a prompt's next `count` rows to add to a step of `rows` when nobody else will

@@ -121,6 +121,8 @@ class StepTimeEstimate:
     _step: float | None = None
     #: What was seen, by bucket.
     _seen: _Steps = field(default_factory=_no_steps)
+    #: Of what was seen, by bucket: the median seconds, for those asked for since.
+    _typicals: dict[Bucket, float] = field(default_factory=dict[Bucket, float])
     #: Seconds that each pair of a prompt row and a key adds.
     _slope: _Slope = field(default_factory=_Slope)
 
@@ -134,6 +136,8 @@ class StepTimeEstimate:
 
     def _take_in(self) -> None:
         """Learn from the steps observed since the last time, in their order."""
+        if not self._untaken:
+            return
         for bucket, seconds, pairs, rows in self._untaken:
             self._step = (
                 seconds if self._step is None else _FADE * self._step + (1 - _FADE) * seconds
@@ -143,6 +147,7 @@ class StepTimeEstimate:
                 least = min(seconds, self._least())
                 whole = least + (seconds - least) * scale
             self._seen[bucket].append((whole, pairs * scale))
+            self._typicals.pop(bucket, None)
             if not bucket.decode_only:
                 self._slope.observe(bucket, whole, pairs * scale)
         self._untaken.clear()
@@ -182,12 +187,16 @@ class StepTimeEstimate:
         a larger bucket, too short for a smaller one, until the first step of its own.
         """
         self._take_in()
-        seen = [other for other in self.buckets.mixed if other in self._seen]
-        if not seen:
+        near = bucket if bucket in self._seen else self._nearest(bucket)
+        if near is None:
             return None
-        near = min(seen, key=lambda other: abs(other.tokens - bucket.tokens))
         full = self._base(near) * bucket.tokens / near.tokens
         return self._with_rows(full, bucket, rows or bucket.tokens)
+
+    def _nearest(self, bucket: Bucket) -> Bucket | None:
+        """Of the mixed buckets that were seen the one that has the most similar number of rows."""
+        seen = [other for other in self.buckets.mixed if other in self._seen]
+        return min(seen, key=lambda other: abs(other.tokens - bucket.tokens), default=None)
 
     def decode(self, sequences: int) -> float | None:
         """Typical time of a step in which so many sequences decode and nothing else; None before
@@ -260,7 +269,11 @@ class StepTimeEstimate:
         return next(bucket for bucket in self.buckets.decode if sequences <= bucket.seats)
 
     def _typical(self, bucket: Bucket) -> float:
-        return median([seconds for seconds, _ in self._seen[bucket]])
+        typical = self._typicals.get(bucket)
+        if typical is None:
+            typical = median([seconds for seconds, _ in self._seen[bucket]])
+            self._typicals[bucket] = typical
+        return typical
 
     def _base(self, bucket: Bucket) -> float:
         slope = self._slope.value
@@ -351,35 +364,43 @@ class PrefillBudget:
         if not decoding:
             return buckets.token_budget
         share, slower = self._share_and_limit(decoding, prompts, short)
-        if (decoding, share) not in self._wanted:
-            self._wanted[decoding, share] = self._most_wanted(decoding, share)
-        rows, bucket = self._wanted[decoding, share]
+        wanted = self._wanted.get((decoding, share))
+        if wanted is None:
+            wanted = self._wanted[decoding, share] = self._most_wanted(decoding, share)
+        rows, bucket = wanted
         usual = self.step_times.mixed(bucket, decoding + rows)
-        beside = buckets.mixed_for(decoding + 1)
         if usual is None:
-            return min(rows, beside[0].tokens - decoding) if self.target_itl_s else rows
+            return min(rows, self._fewest(decoding)) if self.target_itl_s else rows
         limit = self._longest(usual, share)
-        if self.step_times.has_seen(bucket):
+        if slower < math.inf and self.step_times.has_seen(bucket):
             limit = min(limit, self._bearable(decoding, slower))
-        if (
-            self._timely(bucket.tokens, decoding, start, limit - usual) >= rows
-        ):  # as nearly always: no need to ask the others
-            return rows
+        if self._timely(bucket.tokens, decoding, start, limit - usual) >= rows:
+            return rows  # as nearly always: no need to ask about other steps
+        return self._most_in_time(rows, decoding, start, limit)
+
+    def _most_in_time(self, rows: int, decoding: int, start: int, limit: float) -> int:
+        """At most so many prompt rows, of a step of any bucket that takes `limit` seconds."""
+        buckets = self.step_times.buckets
+        beside = buckets.mixed_for(decoding + 1)
         timely = max(
             self._timely(size, decoding, start, limit - (self.step_times.mixed(other, size) or 0.0))
             for other, size in _sizes(beside, buckets.padding_is_free)
         )
         if timely < 1 and self.target_itl_s:
             self._denied = (self._denied + 1) % _PATIENCE
-            return 0 if self._denied else min(rows, beside[0].tokens - decoding)
+            return 0 if self._denied else min(rows, self._fewest(decoding))
         return min(rows, max(timely, beside[0].tokens // 8))
+
+    def _fewest(self, decoding: int) -> int:
+        """Prompt rows of the smallest step beside so many decoding sequences."""
+        return self.step_times.buckets.mixed_for(decoding + 1)[0].tokens - decoding
 
     def most_in_background(self, decoding: int, start: int = 0) -> int:
         """Prompt rows for a step that nobody waits for yet: whoever comes meanwhile waits for its
         end. Those of the smallest bucket, or more where the step stays short all the same.
         """
         buckets = self.step_times.buckets.mixed_for(decoding + 1)
-        fewest = buckets[0].tokens - decoding
+        fewest = self._fewest(decoding)
         alone = self.step_times.decode(decoding)
         if alone is None:
             return fewest
@@ -428,7 +449,7 @@ class PrefillBudget:
         never fewer than the smallest step with prompt rows takes.
         """
         alone = self.step_times.decode(decoding)
-        if alone is None or slower == math.inf:
+        if alone is None:
             return math.inf
         smallest = self.step_times.buckets.mixed_for(decoding + 1)[0]
         return max(slower * alone, _STRETCH * (self.step_times.mixed(smallest) or 0.0))

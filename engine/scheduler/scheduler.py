@@ -339,12 +339,16 @@ class Scheduler:
         if claimant is not None:
             self._seat_claimant(claimant, draft, now)
         prompts = self.state.live_prompts
-        if prompts or self.state.queue:
-            draft.tokens_left = min(draft.tokens_left, self._prompt_rows(prompts, draft))
-            self._plan_prefill(prompts, draft)
-            self._plan_boarding(self.state.live, self._may_board(now), draft, now)
-        elif self.state.prefilling or self.state.background.queue:
+        if prompts or self.state.n_seatable:
+            self._plan_prompts(prompts, draft, now)
+        elif not self.state.queue and (self.state.prefilling or self.state.background.queue):
             self._plan_background(draft, now)
+
+    def _plan_prompts(self, prompts: list[Sequence], draft: Draft, now: float) -> None:
+        """Rows of the prompts that have boarded, and of who boards now."""
+        draft.tokens_left = min(draft.tokens_left, self._prompt_rows(prompts, draft))
+        self._plan_prefill(prompts, draft)
+        self._plan_boarding(self.state.live, self._may_board(now), draft, now)
 
     def _plan_background(self, draft: Draft, now: float) -> None:
         """Prompts that nobody waits for, in a step without any other; rarely while somebody is
@@ -459,8 +463,10 @@ class Scheduler:
         needy: list[Sequence] = []
         done: list[Sequence] = []
         room = self._background_rows()
+        page_size = self.pool.page_size
         for seq in self.state.longest_first():
-            if seq.scheduled + 1 >= seq.limit:
+            start = seq.scheduled
+            if start + 1 >= seq.limit:
                 done.append(seq)
                 continue
             if seq.background:
@@ -470,7 +476,7 @@ class Scheduler:
                     continue
             rows.append(seq)
             # Its pages are full: those of the prompt, and one for as many tokens since.
-            if seq.scheduled % self.pool.page_size == 0:
+            if start % page_size == 0:
                 needy.append(seq)
         for seq in done:
             self.state.leave_early(seq)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.scheduler.estimates import OutputLengths
@@ -24,6 +25,10 @@ _ERRORS = {
     "deadline": ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done"),
     "error": ErrorInfo("internal_error", "the request was ended by an internal error"),
 }
+
+#: Positions that a decoding sequence attends to. All who decode are sorted whenever one more does.
+_by_context = attrgetter("scheduled")
+_by_rank = attrgetter("rank")
 
 
 @dataclass(slots=True, eq=False)
@@ -553,10 +558,6 @@ def _seat(seq: Sequence) -> int:
     return seq.seat
 
 
-def _by_rank(seq: Sequence) -> tuple[float, int, int]:
-    return seq.rank
-
-
 def _forget_launched(seq: Sequence) -> None:
     """What launched steps would have brought will not come."""
     seq.in_flight = 0
@@ -568,11 +569,6 @@ def _forget_launched(seq: Sequence) -> None:
         # Its siblings may have had the same list; from now on each scores the rest for itself.
         seq.prompt_logprobs = list(seq.prompt_logprobs)
         seq.scored = len(seq.prompt_logprobs) - 1
-
-
-def _by_context(seq: Sequence) -> int:
-    """Positions that a decoding sequence attends to."""
-    return seq.scheduled
 
 
 def _seat_of(seq: Sequence, seat: int, state: str) -> Seat:
