@@ -124,7 +124,7 @@ class _Failure:
 class _Outcome:
     """What a step brought: outputs, its record and its prompt chunks, or a failure."""
 
-    outputs: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
+    outputs: list[SequenceOutput]
     record: bytes = b""
     chunks: list[PromptChunk] | None = None
     failure: _Failure | None = None
@@ -313,7 +313,7 @@ class EngineCore:
         plan = None if alone else self.scheduler.plan(started)
         failure = self._try_launch(plan, started) if plan is not None else None
         self._answer()
-        outcome = self._take_result(previous) if previous is not None else _Outcome()
+        outcome = self._take_result(previous) if previous is not None else _Outcome([])
         failure = outcome.failure or failure
         if failure is None and self._flight is not None and self._flight.plan.masked:
             failure = self._try_choose(self._flight)
@@ -358,7 +358,7 @@ class EngineCore:
         try:
             result = self.runner.fetch(flight.launched_step)
         except Exception as error:
-            return _Outcome(failure=_Failure(flight.plan, error))
+            return _Outcome([], failure=_Failure(flight.plan, error))
         ready = self.clock()
         outputs = self.scheduler.commit(flight.plan, result, ready)
         record = self._record(flight, waited, ready)
@@ -444,8 +444,11 @@ class EngineCore:
 
     def _unseated(self) -> list[SequenceEvent]:
         """Who lost its seat other than for a plan."""
+        unseated = self.scheduler.take_unseated()
+        if not unseated:
+            return []
         step, now = self.scheduler.steps, self.clock()
-        return [_event_of("preempted", seq, step, now) for seq in self.scheduler.take_unseated()]
+        return [_event_of("preempted", seq, step, now) for seq in unseated]
 
     def _released(self) -> list[SequenceEvent]:
         """Seats that a batch kept are free again; whoever sat there has ended before, or waits."""

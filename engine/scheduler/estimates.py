@@ -121,8 +121,9 @@ class StepTimeEstimate:
     _step: float | None = None
     #: What was seen, by bucket.
     _seen: _Steps = field(default_factory=_no_steps)
-    #: Of what was seen, by bucket: the median seconds, for those asked for since.
+    #: What `_typical` and `_base` have said of what was seen so far.
     _typicals: dict[Bucket, float] = field(default_factory=dict[Bucket, float])
+    _bases: dict[Bucket, float] = field(default_factory=dict[Bucket, float])
     #: Seconds that each pair of a prompt row and a key adds.
     _slope: _Slope = field(default_factory=_Slope)
 
@@ -150,6 +151,7 @@ class StepTimeEstimate:
             self._typicals.pop(bucket, None)
             if not bucket.decode_only:
                 self._slope.observe(bucket, whole, pairs * scale)
+                self._bases.clear()
         self._untaken.clear()
 
     def _fullness(self, bucket: Bucket, rows: int) -> float:
@@ -269,6 +271,7 @@ class StepTimeEstimate:
         return next(bucket for bucket in self.buckets.decode if sequences <= bucket.seats)
 
     def _typical(self, bucket: Bucket) -> float:
+        """Seconds of a step of a bucket that was seen."""
         typical = self._typicals.get(bucket)
         if typical is None:
             typical = median([seconds for seconds, _ in self._seen[bucket]])
@@ -276,8 +279,14 @@ class StepTimeEstimate:
         return typical
 
     def _base(self, bucket: Bucket) -> float:
-        slope = self._slope.value
-        return max(0.0, median([seconds - slope * pairs for seconds, pairs in self._seen[bucket]]))
+        """The same of a mixed bucket, without what its prompt rows attend to."""
+        base = self._bases.get(bucket)
+        if base is None:
+            slope = self._slope.value
+            seen = self._seen[bucket]
+            base = max(0.0, median([seconds - slope * pairs for seconds, pairs in seen]))
+            self._bases[bucket] = base
+        return base
 
     def fastest_prefill(self, rows: int) -> float:
         """A time below which so many prompt rows have never been computed here; 0 if nothing like

@@ -58,6 +58,14 @@ class Replay:
     stale: int = 0
 
 
+def _no_pages() -> list[int]:
+    return []
+
+
+def _no_keys() -> list[bytes]:
+    return []
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence on the host; the scheduler alone writes it, the batch builder reads it."""
@@ -74,7 +82,7 @@ class Sequence:
     #: -1 while not seated.
     seat: int = -1
     #: Physical pages in order, all layers; 0 for those dropped.
-    pages: list[int] = field(default_factory=list[int])
+    pages: list[int] = field(default_factory=_no_pages)
     #: Positions whose KV is computed once all launched steps are done.
     scheduled: int = 0
     #: Sampled tokens that launched steps will bring: 0 or 1 between steps, up to 2 while a step is
@@ -118,7 +126,7 @@ class Sequence:
     root: bytes = b""
     #: None: all its pages may serve others.
     own_pages: OwnPages | None = None
-    keys: list[bytes] = field(default_factory=list[bytes])
+    keys: list[bytes] = field(default_factory=_no_keys)
     #: Own pages offered to the prefix index.
     published: int = 0
     #: Prompt positions whose logits a launched step brings for prompt_logprobs, and what they
