@@ -54,6 +54,7 @@ class Results:
 
     def _commit_decode(self, plan: Plan, result: StepResult, now: float) -> None:
         """The decode rows, of one logit row each."""
+        fresh = 0
         for row, chunk in enumerate(plan.chunks[: plan.n_decode]):
             seq = chunk.seq
             if seq.finish is not None:
@@ -64,11 +65,12 @@ class Results:
             if chunk.recomputed:
                 plan.recomputed += 1
             else:
-                plan.decode += 1
+                fresh += 1
             try:
                 self._append(seq, result, row, now)
             except Exception:
                 self._drop(seq)
+        plan.decode += fresh
 
     def _commit_prompt(
         self,
