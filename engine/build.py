@@ -23,20 +23,18 @@ from jax.sharding import Mesh
 
 from jitney.engine import messages
 from jitney.engine.canary import LIMITS, MOST_TOKENS, CanaryCore
-from jitney.engine.checkpoints.identity import model_identity
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.cache_folder import open_compilation_cache
 from jitney.engine.config.digest import configuration_digest
-from jitney.engine.config.platforms import DEVICE_PLATFORMS, EXTRAS, how_to_have
+from jitney.engine.config.platforms import check_devices
 from jitney.engine.config.presets import runs_on_device
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.autotuning import programs_folder
-from jitney.engine.executor.hosts import Follower, LeadingRunner
-from jitney.engine.executor.joined import JoinedRunner
+from jitney.engine.executor.hosts import Follower, JoinedRunner, LeadingRunner
 from jitney.engine.executor.memory import (
     GIB,
     claim_memory,
@@ -53,8 +51,8 @@ from jitney.engine.hosts.link import FirstHost, Hosts, OtherHost
 from jitney.engine.joined import JoinedCore
 from jitney.engine.loading.adapters import load_adapters
 from jitney.engine.loading.describe import describe_weights
-from jitney.engine.loading.load import load_model, load_shapes
-from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
+from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
+from jitney.engine.loading.quantising import choose_kv_dtype, load_kv_scales
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import make_mesh
@@ -199,7 +197,7 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
     alone = None
     if config.engine.canary_every:
         alone = _core_alone(setup, model, kernels)
-    lay_out(model, kernels, setup.mesh)
+    _lay_out(model, kernels, setup.mesh)
     runner = _make_runner(setup, model, kernels)
     _compile(setup, runner, progress)
     if setup.device.platform == "cpu":
@@ -208,7 +206,7 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
     return _Built(setup, runner, alone, info)
 
 
-def lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
+def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
     """Lay a model's matrices out as the kernel set multiplies them fastest; mesh: over which they
     are split, None if they are not.
     """
@@ -230,7 +228,7 @@ def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[Kernel
     setup = _setup_on(devices, config, source)
     kernels = _choose_kernels(setup)
     whole = setup.source.config
-    storage = choose_weight_storage(config.model.weights, setup.device.platform, kernels)
+    storage = WeightStorage.choose(config.model.weights, setup.device.platform, kernels)
     model = load_shapes(source, whole, setup.settings.tensor_parallel, setup.dtype, storage)
     folders = config.model.adapter_folders
     if folders:
@@ -289,7 +287,7 @@ def _load(setup: _Setup, kernels: KernelSet, progress: _Report) -> Model:
             setup.dtype,
             report,
             mesh=setup.mesh,
-            storage=choose_weight_storage(weights, setup.device.platform, kernels),
+            storage=WeightStorage.choose(weights, setup.device.platform, kernels),
         )
     if setup.settings.kv_dtype != "auto":
         if setup.hosts is not None:
@@ -561,23 +559,12 @@ def _keep_programs(settings: EngineSection, device: Any) -> None:
 def devices_of(name: str) -> list[Any]:
     """jax's devices, which are those of platform `name` (auto: whatever jax runs on); ConfigError
     if they are not.
-
-    jax falls back to the CPU in silence where a named platform's plugin is missing or does not
-    start.
     """
     try:
         devices = jax.devices()
     except RuntimeError as error:
         raise ConfigError(f"platform {name}: {str(error).splitlines()[0]}") from error
-    actual = devices[0].platform
-    if name != "auto" and actual not in DEVICE_PLATFORMS[name]:
-        how = ""
-        if name in EXTRAS:
-            how = f": {how_to_have(name)}"
-        raise ConfigError(
-            f"platform {name}: jax runs on {actual} here; see what jitney doctor says, and install "
-            f"what the platform needs{how}"
-        )
+    check_devices(name, devices[0].platform)
     return devices
 
 
@@ -737,7 +724,7 @@ def _describe(
     defaults: dict[str, int | float],
 ) -> EngineInfo:
     """What the API, the page and `doctor` show of a running engine."""
-    identity = model_identity(setup.source, setup.config.model.adapter_folders)
+    identity = setup.source.identity(setup.config.model.adapter_folders)
     ours = version("jitney")
     return EngineInfo(
         version=ours,

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from jitney.engine import messages
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.platforms import prepare_platform
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.text.detokenizer import TextDelta, TextStream
-from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import (
     EngineRequest,
     Grammar,
@@ -104,8 +104,9 @@ class LLM:
         def report(stage: str, done: int, total: int, detail: str) -> None:
             on_progress(messages.Progress(stage, done, total, detail))
 
-        source = resolve(config.model.id, revision=config.model.revision or None, progress=report)
-        self.tokenizer = load_tokenizer(source, config.model.chat_template)
+        revision = config.model.revision or None
+        source = ModelSource.resolve(config.model.id, revision=revision, progress=report)
+        self.tokenizer = Tokenizer.load(source, config.model.chat_template)
         self.core, self.info = build_engine(config, source, on_progress)
         # A call hands over all its prompts before the first step.
         self.core.scheduler.more_to_come = False

@@ -41,8 +41,6 @@ _MAX_STOP_CHARS = 256
 #: Most tokens of a banned word.
 _MAX_WORD_TOKENS = 256
 _MAX_INT = 2**31 - 1
-#: Fields of SamplingParams that a model may bring its own defaults of.
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Range(NamedTuple):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jitney.kernels.proof_shapes import AttentionShapes, NormShapes, ServedShapes, StepShapes
+
 
 @dataclass(frozen=True)
 class AttentionCase:
@@ -47,6 +49,32 @@ class AttentionCase:
         """
         pool = dtype if self.pool == self.dtype else self.pool
         return replace(self, dtype=dtype, pool=pool)
+
+    def shapes(self) -> ServedShapes:
+        """What attention is asked for; nothing else is."""
+        n_heads, n_kv_heads, head_dim = self.heads
+        attention = AttentionShapes(
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            windows=(self.window,),
+            softcap=self.softcap,
+            qk_norm=False,
+            page_size=self.page,
+            pages=self.pages,
+            context=self.pages * self.page,
+            kv_dtype=self.pool,
+        )
+        return ServedShapes(
+            attention=attention,
+            norms=NormShapes(1e-5, self.dtype),
+            steps=StepShapes(decode=(), mixed=()),
+            hidden_size=n_heads * head_dim,
+            vocab_size=0,
+            dtype=self.dtype,
+            matrices=(),
+            table=0,
+        )
 
 
 _MIXED = AttentionCase((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=24)

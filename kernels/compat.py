@@ -74,7 +74,7 @@ def _check_versions() -> None:
             raise ImportError(
                 f'{name} is not installed: pip install -e ".[cuda12]" (or cuda13)'
             ) from None
-    if release(found["jax"]) >= (0, 12) and release(found["jax-triton"]) <= (0, 4, 1):
+    if _release(found["jax"]) >= (0, 12) and _release(found["jax-triton"]) <= (0, 4, 1):
         raise ImportError(
             f"jax-triton {found['jax-triton']} fails with jax {found['jax']}; install jax<0.12"
         )
@@ -89,7 +89,7 @@ def _name_tf32() -> None:
         driver.TMA_TF32 = _TMA_TF32  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def release(version: str) -> tuple[int, ...]:
+def _release(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: "0.12.0.1" -> (0, 12, 0, 1), "3.9.0rc1" -> (3, 9)."""
     numbers = []
     for part in version.split("."):

@@ -8,11 +8,13 @@ experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 class Stack(NamedTuple):
@@ -42,6 +44,19 @@ class ExpertBlocks(NamedTuple):
 
 #: Functions that open a gate, by name; both are g times the logistic function of something.
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
+def gate(
+    y: jax.Array, dtype: DTypeLike, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+) -> jax.Array:
+    """Gates and what they gate, [T, 2F] -> activation(first half) * second half, [T, F] in
+    `dtype`.
+
+    Parted before they are widened: XLA for TPUs would write all of them as float32, and then part
+    that.
+    """
+    gates, ups = (half.astype(jnp.float32) for half in jnp.split(y, 2, axis=-1))
+    return (activation(gates) * ups).astype(dtype)
 
 
 def experts(

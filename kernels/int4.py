@@ -6,7 +6,7 @@ scale with one scale and one zero point per group and output.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,38 +35,19 @@ class Int4(NamedTuple):
         """R."""
         return self.shape[0] // self.scales.shape[0]
 
-
-class Int4Matmul(Protocol):
-    """A product with group-wise int4 weights."""
-
-    def __call__(self, x: jax.Array, weights: Int4, /, dtype: DTypeLike = ...) -> jax.Array:
-        """x [M, I] -> [M, O] in `dtype`, which is float32 unless given."""
-        ...
-
-
-class Int4Gated(Protocol):
-    """That product, gated at once."""
-
-    def __call__(self, x: jax.Array, weights: Int4, /) -> jax.Array:
-        """x [M, I], weights [I, 2F] -> silu(first F columns of the product) * the others, [M, F] in
-        x's dtype.
-        """
-        ...
-
-
-def unpack_int4(weights: Int4) -> jax.Array:
-    """The weights as float32 [I, O]."""
-    size_in, size_out = weights.shape
-    groups = weights.scales.shape[0]
-    halves = weights.packed.reshape(groups, -1, size_out)
-    nibbles = jnp.concatenate([halves & 15, halves >> 4], axis=1).astype(jnp.float32)
-    zeros = MIDDLE if weights.zeros is None else weights.zeros.astype(jnp.float32)[:, None]
-    return ((nibbles - zeros) * weights.scales.astype(jnp.float32)[:, None]).reshape(
-        size_in, size_out
-    )
+    def unpacked(self) -> jax.Array:
+        """The weights as float32 [I, O]."""
+        groups = self.scales.shape[0]
+        halves = self.packed.reshape(groups, -1, self.shape[1])
+        nibbles = jnp.concatenate([halves & 15, halves >> 4], axis=1).astype(jnp.float32)
+        zeros = MIDDLE if self.zeros is None else self.zeros.astype(jnp.float32)[:, None]
+        wide = (nibbles - zeros) * self.scales.astype(jnp.float32)[:, None]
+        return wide.reshape(self.shape)
 
 
 def matmul_int4(x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """See `Int4Matmul`; the weights are written out in x's dtype first, rounded to it."""
-    wide = unpack_int4(weights).astype(x.dtype)
+    """x [M, I] -> [M, O] in `dtype`; the weights are written out in x's dtype first,
+    rounded to it.
+    """
+    wide = weights.unpacked().astype(x.dtype)
     return jnp.matmul(x, wide, preferred_element_type=jnp.float32).astype(dtype)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.fp8 import Fp8
-from jitney.kernels.int4 import Int4Gated, Int4Matmul, matmul_int4
+from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.int8 import Int8
 
 
@@ -221,6 +221,24 @@ class _GatedInt8(Protocol):
         ...
 
 
+class _MatmulInt4(Protocol):
+    """A product with group-wise int4 weights, see `jitney.kernels.int4`."""
+
+    def __call__(self, x: jax.Array, weights: Int4, /, dtype: DTypeLike = ...) -> jax.Array:
+        """x [M, I] -> [M, O] in `dtype`, which is float32 unless given."""
+        ...
+
+
+class _GatedInt4(Protocol):
+    """That product, gated at once."""
+
+    def __call__(self, x: jax.Array, weights: Int4, /) -> jax.Array:
+        """x [M, I], weights [I, 2F] -> silu(first F columns of the product) * the others, [M, F] in
+        x's dtype.
+        """
+        ...
+
+
 def _bound(product: Callable[..., jax.Array], count: jax.Array) -> Any:
     """A product that is told how many rows it has."""
     return partial(product, count=count)
@@ -306,9 +324,9 @@ class Kernels(Protocol):
     def takes_one_of(self) -> bool: ...
     def of_rows(self, count: jax.Array) -> Kernels: ...
     @property
-    def matmul_int4(self) -> Int4Matmul: ...
+    def matmul_int4(self) -> _MatmulInt4: ...
     @property
-    def gated_int4(self) -> Int4Gated | None: ...
+    def gated_int4(self) -> _GatedInt4 | None: ...
     @property
     def int8(self) -> Int8Products | None: ...
     @property
@@ -362,7 +380,7 @@ class KernelSet:
     #: None: the model norms and rotates, and XLA fuses it well enough.
     rotate_and_write: RotateAndWrite | None
     attend: _Attend
-    matmul_int4: Int4Matmul
+    matmul_int4: _MatmulInt4
     #: None: the sampler's own search does better on this platform.
     threshold: Threshold | None
     #: The norm of rows; that of a sum, with the sum.
@@ -377,7 +395,7 @@ class KernelSet:
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
     #: None: products with int4 weights are gated behind `matmul_int4`.
-    gated_int4: Int4Gated | None = None
+    gated_int4: _GatedInt4 | None = None
     #: None: weights in int8 are widened to the rows' dtype, by `matmul`.
     int8: Int8Products | None = None
     #: None: weights in fp8 are widened to the rows' dtype, by `matmul`.

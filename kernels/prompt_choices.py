@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -30,30 +31,36 @@ class PromptChoice(TypedDict):
     versions: dict[str, str]  # of the packages that decide the figures
 
 
-def read_choices(table: Path = TABLE) -> list[PromptChoice]:
-    """All entries. Raises OSError, and ValueError for what is no such table."""
-    entries = json.loads(table.read_text(encoding="utf-8"))
-    if not isinstance(entries, list):
-        raise ValueError("it is no list of entries")
-    for entry in entries:
-        missing = [name for name in PromptChoice.__annotations__ if name not in entry]
-        if missing:
-            raise ValueError(f"an entry has no {missing[0]}")
-        if entry["by"] not in SERVING:
-            raise ValueError(f"by {entry['by']!r} is none of {', '.join(SERVING)}")
-    return entries
+@dataclass(frozen=True)
+class PromptChoices:
+    """The table: an entry for each compute capability and head dim, in order."""
 
+    entries: Sequence[PromptChoice]
 
-def chosen_for(sm: int, head_dim: int, choices: Sequence[PromptChoice]) -> str:
-    """The kernel set that serves prompts there: one of SERVING."""
-    for choice in choices:
-        if (choice["sm"], choice["head_dim"]) == (sm, head_dim):
-            return choice["by"]
-    return SERVING[0]
+    @classmethod
+    def read(cls, table: Path = TABLE) -> PromptChoices:
+        """Of a file. Raises OSError, and ValueError for what is no such table."""
+        entries = json.loads(table.read_text(encoding="utf-8"))
+        if not isinstance(entries, list):
+            raise ValueError("it is no list of entries")
+        for entry in entries:
+            missing = [name for name in PromptChoice.__annotations__ if name not in entry]
+            if missing:
+                raise ValueError(f"an entry has no {missing[0]}")
+            if entry["by"] not in SERVING:
+                raise ValueError(f"by {entry['by']!r} is none of {', '.join(SERVING)}")
+        return cls(entries)
 
+    def chosen(self, sm: int, head_dim: int) -> str:
+        """The kernel set that serves prompts there: one of SERVING."""
+        for choice in self.entries:
+            if (choice["sm"], choice["head_dim"]) == (sm, head_dim):
+                return choice["by"]
+        return SERVING[0]
 
-def with_choice(choices: Sequence[PromptChoice], new: PromptChoice) -> list[PromptChoice]:
-    """The table with an entry in the place of an older one of the same, in order."""
-    key = new["sm"], new["head_dim"]
-    kept = [choice for choice in choices if (choice["sm"], choice["head_dim"]) != key]
-    return sorted([*kept, new], key=lambda choice: (choice["sm"], choice["head_dim"]))
+    def with_choice(self, new: PromptChoice) -> PromptChoices:
+        """The table with an entry in the place of an older one of the same."""
+        key = new["sm"], new["head_dim"]
+        kept = [choice for choice in self.entries if (choice["sm"], choice["head_dim"]) != key]
+        ordered = sorted([*kept, new], key=lambda choice: (choice["sm"], choice["head_dim"]))
+        return PromptChoices(ordered)

@@ -23,17 +23,8 @@ from jitney.kernels import expert_cases
 from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.proof_attention import attention_errors, case_errors, case_shapes
-from jitney.kernels.proof_products import (
-    cut_errors,
-    expert_errors,
-    fp8_errors,
-    head_errors,
-    int4_errors,
-    int8_errors,
-    norm_errors,
-    product_errors,
-)
+from jitney.kernels.proof_attention import attention_errors, case_errors
+from jitney.kernels.proof_products import CHECKS
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import reference
 
@@ -49,7 +40,7 @@ _GATED_LIMIT = 0.25
 _MASS_LIMIT = 1e-3
 
 #: What is proved -> the fields of a kernel set that fall with it.
-FIELDS: dict[str, tuple[str, ...]] = {
+_FIELDS: dict[str, tuple[str, ...]] = {
     "attention": ("paged_attention", "attend", "rotate_and_write", "pool_shape"),
     "norm": ("rms_norm", "norm_sum"),
     # Those of the reference take no matrix among many.
@@ -63,20 +54,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
-#: Yields errors, none if the engine never calls the kernel.
-_Check = Callable[[KernelSet, ServedShapes], Iterator[float]]
-
-_CHECKS: dict[str, _Check] = {
-    "attention": attention_errors,
-    "norm": norm_errors,
-    "products": product_errors,
-    "head": head_errors,
-    "int4 product": int4_errors,
-    "int8 product": int8_errors,
-    "fp8 product": fp8_errors,
-    "experts": expert_errors,
-    "sampling cut": cut_errors,
-}
+_CHECKS = {"attention": attention_errors, **CHECKS}
 
 
 @dataclass(frozen=True)
@@ -118,12 +96,12 @@ def prove(kernels: KernelSet, shapes: ServedShapes) -> tuple[Proof, ...]:
 
 def _replaces_reference(kernels: KernelSet, kernel: str) -> bool:
     plain = reference()
-    return any(getattr(kernels, field) is not getattr(plain, field) for field in FIELDS[kernel])
+    return any(getattr(kernels, field) is not getattr(plain, field) for field in _FIELDS[kernel])
 
 
 def prove_case(kernels: KernelSet, case: AttentionCase) -> Proof:
     """Compare attention with its definition in one case, on this device; never raises."""
-    (proof,) = _compared("attention", case_shapes(case), lambda: case_errors(kernels, case))
+    (proof,) = _compared("attention", case.shapes(), lambda: case_errors(kernels, case))
     return proof
 
 
@@ -172,5 +150,5 @@ def _limit_for(kernel: str, shapes: ServedShapes) -> float:
 def without(kernels: KernelSet, names: Sequence[str]) -> KernelSet:
     """The set with the reference's kernels in place of those proved under `names`."""
     plain = reference()
-    fields = [field for name in names for field in FIELDS[name]]
+    fields = [field for name in names for field in _FIELDS[name]]
     return replace(kernels, **{field: getattr(plain, field) for field in fields})

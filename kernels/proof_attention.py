@@ -18,10 +18,7 @@ from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof_shapes import (
     MOST_ROWS,
-    AttentionShapes,
-    NormShapes,
     ServedShapes,
-    StepShapes,
     distance,
 )
 from jitney.kernels.scales import limit_of
@@ -140,38 +137,11 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
 
 def case_errors(kernels: KernelSet, case: AttentionCase) -> Iterator[float]:
     """Of one made-up batch, in the dtypes that it names."""
-    shapes = case_shapes(case)
+    shapes = case.shapes()
     seqs = case.seqs or len(case.lens)
     rows = case.rows or sum(case.counts)
     step = _make_step(shapes, list(case.decode), list(case.prompts), rows=rows, seqs=seqs)
     yield from _errors_of(kernels, shapes, [step])
-
-
-def case_shapes(case: AttentionCase) -> ServedShapes:
-    """What attention is asked for in a case; nothing else is."""
-    n_heads, n_kv_heads, head_dim = case.heads
-    attention = AttentionShapes(
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        windows=(case.window,),
-        softcap=case.softcap,
-        qk_norm=False,
-        page_size=case.page,
-        pages=case.pages,
-        context=case.pages * case.page,
-        kv_dtype=case.pool,
-    )
-    return ServedShapes(
-        attention=attention,
-        norms=NormShapes(1e-5, case.dtype),
-        steps=StepShapes(decode=(), mixed=()),
-        hidden_size=n_heads * head_dim,
-        vocab_size=0,
-        dtype=case.dtype,
-        matrices=(),
-        table=0,
-    )
 
 
 def _errors_of(

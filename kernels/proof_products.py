@@ -39,7 +39,7 @@ _CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (20
 type _Counts = dict[int, Any]
 
 
-def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Rows of the hidden size at every row count, alone and added to the same in another order, and
     heads where they are normed.
     """
@@ -76,19 +76,19 @@ def norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     yield from _distances(normed, wanted)
 
 
-def product_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+def _product_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Every matrix of a layer but those that have a product of their own, at every row count."""
     matrices = [one for one in shapes.matrices if not _has_its_own(kernels, one)]
     return _errors_of(kernels, matrices, shapes)
 
 
-def int8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+def _int8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Matrices in int8 whose products round rows to int8, at every row count."""
     matrices = [one for one in shapes.matrices if _is_int8(kernels, one)]
     return _errors_of(kernels, matrices, shapes)
 
 
-def fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+def _fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Matrices in fp8 whose products round rows to fp8, at every row count."""
     matrices = [one for one in shapes.matrices if _is_fp8(kernels, one)]
     return _errors_of(kernels, matrices, shapes)
@@ -227,7 +227,7 @@ def _counting(product: _Product, kernels: KernelSet, count: Any) -> _Product:
     return _product_of(kernels.of_rows(count), product.matrix)
 
 
-def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+def _head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """The head, where it is the embedding: at every row count."""
     if not shapes.table:
         return
@@ -245,7 +245,7 @@ def head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     yield from _distances(jax.jit(call_all)(rows, table), wanted)
 
 
-def int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+def _int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Matrices in 4 bits, with zero points, at every row count; against the reference's product."""
     rng = np.random.default_rng(13)
     for matrix in shapes.matrices:
@@ -286,7 +286,7 @@ def _errors_of_int4(
     yield from _distances(jax.jit(call_all)(rows, weights), wanted)
 
 
-def expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+def _expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """The products of mixtures, in blocks of every number of rows; of their experts four, and of an
     expert's feed-forward at most some thousand columns.
     """
@@ -430,7 +430,7 @@ def _narrowed(size: int, columns: int) -> int:
     return min(size, columns + size % columns)
 
 
-def cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+def _cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Top-k and top-p in several sizes: how much more or less probability is kept than should
     be.
     """
@@ -446,3 +446,16 @@ def cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         weights = np.exp(row.astype(np.float64))
         kept = weights[row >= floor].sum() / weights.sum()
         yield abs(float(kept) - definitions.kept_mass(row, int(k), float(p)))
+
+
+#: By what is proved: yields errors, none if the engine never calls the kernel.
+CHECKS: dict[str, Callable[[KernelSet, ServedShapes], Iterator[float]]] = {
+    "norm": _norm_errors,
+    "products": _product_errors,
+    "head": _head_errors,
+    "int4 product": _int4_errors,
+    "int8 product": _int8_errors,
+    "fp8 product": _fp8_errors,
+    "experts": _expert_errors,
+    "sampling cut": _cut_errors,
+}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jitney.kernels import fp8
+from jitney.kernels.experts import gate
 from jitney.kernels.int8 import Int8, round_rows
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.scales import as_stored, scales_of
@@ -137,19 +138,6 @@ def gated_int8(x: jax.Array, w: Int8) -> jax.Array:
 def gated_narrow(x: jax.Array, w: jax.Array) -> jax.Array:
     """`gated`, where gates and what they gate go through memory: in x's dtype, not in float32."""
     return gate(matmul(x, w, x.dtype), x.dtype)
-
-
-def gate(
-    y: jax.Array, dtype: DTypeLike, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
-) -> jax.Array:
-    """Gates and what they gate, [T, 2F] -> activation(first half) * second half, [T, F] in
-    `dtype`.
-
-    Parted before they are widened: XLA for TPUs would write all of them as float32, and then part
-    that.
-    """
-    gates, ups = (half.astype(jnp.float32) for half in jnp.split(y, 2, axis=-1))
-    return (activation(gates) * ups).astype(dtype)
 
 
 def project(x: jax.Array, table: jax.Array) -> jax.Array:

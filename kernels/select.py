@@ -27,6 +27,14 @@ class ServedHeads(NamedTuple):
     dtype: str  # of activations
     kv_dtype: str  # of the pool
 
+    def refusal(self, name: str) -> str:
+        """Why the kernel set of that name cannot attend to prompts of such heads, empty if it
+        can.
+        """
+        from jitney.kernels.flashinfer_gpu.prompts import why_not
+
+        return why_not(*self) if name == "flashinfer" else ""
+
 
 def reference() -> KernelSet:
     """Plain jax.numpy; runs wherever XLA does."""
@@ -78,26 +86,26 @@ def _native() -> KernelSet:
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
-    from jitney.kernels.cpu import attention, int8, library, norms, products
+    from jitney.kernels.cpu import attention, library, norms, products
 
     try:
-        level = library.load().level
+        serving = library.load()
     except library.NoLibrary as error:
         raise KernelError(f"kernels native cannot run here: {error}") from error
     kernels = replace(
         reference(),
         name="native",
-        instructions=level,
+        instructions=serving.level,
         paged_attention=attention.paged_attention,
         attend=attention.attend,
         rotate_and_write=attention.rotate_and_write,
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
         arrange=products.arrange,
-        int8=Int8Products(int8.arrange, int8.matmul, int8.gated),
+        int8=Int8Products(products.arrange_int8, products.matmul_int8, products.gated_int8),
         takes_one_of=True,
         leaves_out_padding=True,
-        part_seconds=library.part_seconds,
+        part_seconds=serving.part_seconds,
     )
     return with_product_rows(kernels, products.USUAL_ROWS)
 
@@ -216,16 +224,15 @@ def _pallas() -> KernelSet:
     """
     from jitney.kernels.pallas_tpu.blocks import chip_of
 
-    return _on_tpu(pallas_set(chip_of(jax.devices()[0].device_kind)))
+    return _on_tpu(_pallas_set(chip_of(jax.devices()[0].device_kind)))
 
 
 @cache
-def pallas_set(chip: str) -> KernelSet:
+def _pallas_set(chip: str) -> KernelSet:
     """What `_pallas` chooses on a chip (v5e, v6e, v7x; "": any), also on a machine that has no TPU;
     always the same object.
     """
     from jitney.kernels import reference as plain
-    from jitney.kernels.pallas_tpu.blocks import SUMS_IN_HALVES
     from jitney.kernels.pallas_tpu.experts import experts
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
     from jitney.kernels.pallas_tpu.narrow_products import matmul_int4
@@ -242,7 +249,7 @@ def pallas_set(chip: str) -> KernelSet:
         gated=plain.gated_narrow,
         narrow_gates=True,
         experts=experts,
-        sums_in_halves=chip in SUMS_IN_HALVES,
+        sums_in_halves=kernels.sums_in_halves,
     )
 
 
@@ -277,28 +284,21 @@ def select(platform: str, name: str = "auto", heads: ServedHeads | None = None) 
         raise KernelError(f"unknown kernels {name!r}; known: auto, {', '.join(_KERNEL_SETS)}")
     reason = ""
     if heads is not None:
-        reason = refusal(name, heads)
+        reason = heads.refusal(name)
     if reason:
         raise KernelError(f"kernels {name}: {reason}; choose kernels triton")
     return _KERNEL_SETS[name]()
-
-
-def refusal(name: str, heads: ServedHeads) -> str:
-    """Why a kernel set cannot attend to prompts of such heads, empty if it can."""
-    from jitney.kernels.flashinfer_gpu.prompts import why_not
-
-    return why_not(*heads) if name == "flashinfer" else ""
 
 
 def _measured_best(kernels: KernelSet, heads: ServedHeads | None) -> KernelSet:
     """The set that attends to prompts quickest on this GPU by `jitney.kernels.prompt_choices`, or
     `kernels` where nobody measured, or the best cannot run, which a warning says.
     """
-    from jitney.kernels.prompt_choices import chosen_for, read_choices
+    from jitney.kernels.prompt_choices import PromptChoices
 
-    if kernels.name != "triton" or heads is None or refusal("flashinfer", heads):
+    if kernels.name != "triton" or heads is None or heads.refusal("flashinfer"):
         return kernels
-    if chosen_for(compute_capability(), heads.head_dim, read_choices()) != "flashinfer":
+    if PromptChoices.read().chosen(compute_capability(), heads.head_dim) != "flashinfer":
         return kernels
     try:
         return _flashinfer()

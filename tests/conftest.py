@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError
 from jitney.engine.scheduler.scheduler import Scheduler
 
@@ -73,7 +73,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     """
     with FileLock(tmp_path_factory.getbasetemp().parent / "smollm2.lock"):
         try:
-            return resolve("smollm2-135m")
+            return ModelSource.resolve("smollm2-135m")
         except ModelError as error:
             pytest.skip(str(error))
 

@@ -334,7 +334,7 @@ def test_the_wheel_carries_a_library_for_every_level(wheel: zipfile.ZipFile):
     """Of this kind of machine."""
     libraries = {name for name in wheel.namelist() if name.endswith(".so")}
     assert libraries == {
-        f"jitney/kernels/cpu/native/build/{level.name}.so" for level in build.levels_of_machine()
+        f"jitney/kernels/cpu/native/build/{level.name}.so" for level in build.Level.of_machine()
     }
 
 

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.registry import model_class
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    config = resolve(args.model).config
+    config = ModelSource.resolve(args.model).config
     with tempfile.TemporaryDirectory() as home:
         folders = [write_adapter(Path(home) / f"a{n}", config, n) for n in range(max(COUNTS))]
         named = [f"a{number}={folder}" for number, folder in enumerate(folders)]

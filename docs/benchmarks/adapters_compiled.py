@@ -30,7 +30,7 @@ from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import make_mesh
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.simulation.roofline import SHAPES
-from jitney.kernels.select import pallas_set
+from jitney.kernels.select import _pallas_set
 
 MODEL, LAYERS, TARGET, TOPOLOGY = "llama-3.1-8b", 4, "v5e", "v5e:2x2"
 RANK, ADAPTERS, SEATS = 16, 8, 64
@@ -66,7 +66,7 @@ def counts(config: ModelConfig, chips: int, bucket: Bucket, *, adapted: bool) ->
     sizes = StateSizes(SEATS, 2048, 16, 8192, DTYPE, has_adapters=adapted)
     model = model_of(config.local(chips), adapted=adapted)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = lower_step(model, bucket, True, pallas_set(TARGET), sizes, mesh)
+        lowered = lower_step(model, bucket, True, _pallas_set(TARGET), sizes, mesh)
     compiled = lowered.compile()
     cost: Any = compiled.cost_analysis()
     text = compiled.as_text() or ""

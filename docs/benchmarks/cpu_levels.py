@@ -44,8 +44,8 @@ _REQUESTS = {32: 48, 8: 16, 1: 4}
 
 def measure(model: str, weights: str, level: str, kernels: str) -> dict[str, float]:
     """One process's loops."""
-    named = [each for each in build.LEVELS if each.name == level]
-    build.levels_here = lambda: named
+    named = [each for each in build._LEVELS if each.name == level]
+    build.Level.here = lambda: named
     found: dict[str, float] = {}
     dtype = "bfloat16" if "avx512_bf16" in named[0].needs else "float32"
     with closing(
@@ -97,7 +97,7 @@ def report(runs: dict[str, list[dict[str, float]]], levels: list[str]) -> None:
 
 
 def main() -> None:
-    here = [level.name for level in build.levels_here() if level.name in ISAS]
+    here = [level.name for level in build.Level.here() if level.name in ISAS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--weights", default="plain", choices=("plain", "int8"))

@@ -54,10 +54,10 @@ def launcher(weights: int, pools: int, devices: int) -> Callable[[], float]:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jitney.engine.models.sharding import AXIS, WHOLE, make_mesh
+    from jitney.engine.models.sharding import TENSOR, WHOLE, make_mesh
 
     mesh = make_mesh(jax.devices()[:devices])
-    split = NamedSharding(mesh, PartitionSpec(None, AXIS))
+    split = NamedSharding(mesh, PartitionSpec(None, TENSOR.name))
     whole = NamedSharding(mesh, WHOLE)
     held = [jax.device_put(jnp.ones((8, 128)), split) for _ in range(weights)]
     state = {

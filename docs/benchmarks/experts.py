@@ -21,7 +21,7 @@ from flax import nnx
 
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.layers import MLP, RowFacts
-from jitney.engine.models.mixture import Experts
+from jitney.engine.models.mixture import _Experts
 from jitney.engine.models.quantization import SCHEMES, quantise
 from jitney.engine.simulation.roofline import SHAPES
 from jitney.kernels.select import select
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--scheme", choices=SCHEMES, default="plain")
     parser.add_argument("--kernels", default="auto")
     args = parser.parse_args()
-    runs = [make(layer, args.scheme, args.kernels) for layer in (Experts, MLP)]
+    runs = [make(layer, args.scheme, args.kernels) for layer in (_Experts, MLP)]
     print(f"{jax.devices()[0].device_kind}, {cpu_name()}, {args.scheme}, {args.kernels} kernels")
     print("| rows | experts, ms | the wide one, ms | ratio |")
     print("|---|---|---|---|")

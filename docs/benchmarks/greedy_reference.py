@@ -79,18 +79,18 @@ def report(name: str, kernels: str) -> None:
     print(f"{name:<28} {equal} of {count} equal, log-probabilities within {apart:.1e}", flush=True)
 
 
-def compiled_for(cpu: str) -> tuple[library.Library | None, str]:
+def compiled_for(cpu: str) -> tuple[library._Library | None, str]:
     """The kernels compiled for a CPU's name, and why they cannot run here if so."""
     sys.path[:0] = [str(TESTS / "support"), str(TESTS / "kernels" / "cpu")]
     from test_native_cpus import level_of
 
     level = level_of(cpu)
     path = Path(tempfile.mkdtemp()) / f"{cpu}.so"
-    build.compile_level(level, path, build.compiler())
+    level.compile(path, build.compiler())
     missing = sorted(level.needs - build.cpu_flags())
     if missing:
         return None, f"compiled; this CPU lacks {', '.join(missing)}"
-    return library.register(path, cpu), ""
+    return library._register(path, cpu), ""
 
 
 def main() -> None:
@@ -100,9 +100,9 @@ def main() -> None:
     compiler = subprocess.run([*build.compiler(), "--version"], capture_output=True, text=True)
     print(f"{cpu_name()}; {compiler.stdout.splitlines()[0]}")
     report("reference", "reference")
-    for level in build.levels_here():
+    for level in build.Level.here():
         build.build([level])
-        loaded = library.opened(level)
+        loaded = library._opened(level)
         library.load = lambda loaded=loaded: loaded
         report(f"native ({level.name})", "native")
     for cpu in args.cpus:

@@ -18,7 +18,7 @@ from closed_loop import closed_loop, requests
 from jitney.engine import LLM, build
 from jitney.engine.machine import cpu_name
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.proof import FIELDS, without
+from jitney.kernels.proof import _FIELDS, without
 from jitney.kernels.select import with_product_rows
 
 #: Streams and lengths of the loops; the last one reads prompts.
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--kernels", nargs="+", default=list(FIELDS), choices=list(FIELDS))
+    parser.add_argument("--kernels", nargs="+", default=list(_FIELDS), choices=list(_FIELDS))
     args = parser.parse_args()
     runs: dict[str, list[dict[str, float]]] = {}
     with closing(load(args.model, [])) as llm:

@@ -105,17 +105,17 @@ int main() {
 
 
 def main() -> None:
-    level = next(level for level in build.levels_here() if level.name == library.load().level)
+    level = next(level for level in build.Level.here() if level.name == library.load().level)
     command = build.compiler()
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "rate.cc"), Path(folder, "rate")
         source.write_text(SOURCE)
-        build.run(
+        build._run(
             [
                 *command,
                 *build._FLAGS,
-                *build.machine_flags(level, command),
-                *("-I", str(NATIVE), "-isystem", str(build.headers())),
+                *level.flags(command),
+                *("-I", str(NATIVE), "-isystem", str(build._headers())),
                 *(str(source), "-o", str(program)),
             ]
         )

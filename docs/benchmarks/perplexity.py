@@ -29,15 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jitney.engine.checkpoints.sources import ModelSource, resolve
-from jitney.engine.loading.calibration import PAGE, one_prompt
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
-from jitney.engine.loading.quantising import load_kv_scales
+from jitney.engine.loading.quantising import PAGE, _one_prompt, load_kv_scales
 from jitney.engine.models import quantization
 from jitney.engine.models.hidden import Hidden
 from jitney.engine.models.protocol import Model
-from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.text.tokenizer import Tokenizer
 from jitney.kernels.interface import Fp8Products, KernelSet
 from jitney.kernels.reference import matmul_fp8
 from jitney.kernels.select import select
@@ -109,8 +108,8 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "docs" / "benchmarks" / "perplexity.json"
     )
     known = parser.parse_args()
-    source = resolve(known.model)
-    tokens = load_tokenizer(source).encode(TEXT.read_text())[: source.config.context_length]
+    source = ModelSource.resolve(known.model)
+    tokens = Tokenizer.load(source).encode(TEXT.read_text())[: source.config.context_length]
     kernels = select(jax.default_backend())
     results: list[Result] = []
     first: list[np.ndarray] = []
@@ -232,7 +231,7 @@ def read(model: Model, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> 
         pools = [jnp.zeros(shape, kv_dtype) for _ in range(config.n_layers)]
         return nnx.merge(graph, state)(row, pools, meta, kernels)[0]
 
-    return forward(state, np.asarray(tokens, np.int32), one_prompt(len(tokens), pages))
+    return forward(state, np.asarray(tokens, np.int32), _one_prompt(len(tokens), pages))
 
 
 def log_probabilities(model: Model, hidden: Hidden, kernels: KernelSet) -> np.ndarray:

@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 import orjson
 
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import RequestError
 from jitney.engine.structured import grammar
 from jitney.engine.structured.compiling import new_matcher, token_trie
 from jitney.engine.structured.matchers import GrammarMatcher, Matchers
-from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.text.tokenizer import Tokenizer
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 DRAFTS = {
@@ -259,8 +259,8 @@ def main() -> None:
     parser.add_argument("--wrong", action="store_true")
     parser.add_argument("--drafts", default=",".join(DRAFTS))
     args = parser.parse_args()
-    source = resolve("smollm2-135m")
-    tokenizer = load_tokenizer(source)
+    source = ModelSource.resolve("smollm2-135m")
+    tokenizer = Tokenizer.load(source)
     trie = token_trie(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
     suite = Suite(tokenizer, Matchers(trie), trie)
     folder = args.folder or downloaded()

@@ -28,11 +28,11 @@ from jitney.kernels.select import compute_capability
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.launch import JaxTriton
 from jitney.kernels.triton_gpu.tiles import (
-    PROCESSORS,
+    _PROCESSORS,
     DecodeTiles,
     PromptTiles,
+    _generation,
     attention_tiles,
-    generation,
 )
 
 KEY_HEADS, REPEATS, ROUNDS = 8, 20, 5
@@ -106,7 +106,7 @@ def attend(kernels: TritonKernels, q: jax.Array, kv: jax.Array, meta: AttentionM
 
 
 def decode_candidates(current: DecodeTiles, sm: int, quick: bool) -> Iterator[DecodeTiles]:
-    processors = PROCESSORS[generation(sm)]
+    processors = _PROCESSORS[_generation(sm)]
     for block, warps, stages, resident in itertools.product(
         (32, 64, 128), (4, 8), (2, 3, 5), (2, 3, 4, 6)
     ):
@@ -183,7 +183,7 @@ def main() -> None:
         print(f"head dim {dim}, {group} query heads to a key head, pages of {page}")
         decode = best_decode(dim, group, page, sm, options.quick, bandwidth)
         prompt = best_prompt(dim, group, page, sm, options.quick, rate)
-        print(f"    ({generation(sm)}, {dim}, 2): ({decode}, {prompt}),")
+        print(f"    ({_generation(sm)}, {dim}, 2): ({decode}, {prompt}),")
 
 
 if __name__ == "__main__":

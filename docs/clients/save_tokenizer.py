@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jitney.engine.checkpoints.sources import resolve
-from jitney.engine.text.tokenizer import fast_of
+from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.text.tokenizer import _fast_of
 
 
 def save_tokenizer(model: str, folder: Path) -> None:
     """Write tokenizer.json, its configuration and the chat template into the folder."""
-    fast_of(resolve(model)).save_pretrained(str(folder))
+    _fast_of(ModelSource.resolve(model)).save_pretrained(str(folder))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jitney.engine.api.errors import HttpError, no_model
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.service import Service
-from jitney.engine.config.differences import report_of
+from jitney.engine.config.digest import ConfigReport
 from jitney.engine.types import EngineInfo, JsonDict, KernelProof, Seat
 
 #: What `/version` shows of `EngineInfo.flat`, and the kernels that were taken out.
@@ -116,7 +116,7 @@ async def show_config(service: Service, request: Request) -> Response:
         raise HttpError(404, "the settings of this server are not known", code="not_found")
     info = service.client.info
     digest = "" if info is None else info.config_digest
-    report = report_of(service.layered, version=version("jitney"), config_digest=digest)
+    report = ConfigReport.of(service.layered, version=version("jitney"), config_digest=digest)
     return _json(to_builtins(report))
 
 

@@ -74,6 +74,16 @@ class Adapter:
     #: those of its A and its B in the file.
     modules: dict[str, dict[str, str]]
 
+    @classmethod
+    def read(cls, name: str, folder: str) -> Adapter:
+        """The adapter in a folder. Raises ModelError, which begins with its name, for one that is
+        not there, is not sound or is of another method.
+        """
+        try:
+            return _read_adapter(name, Path(folder).expanduser())
+        except ModelError as error:
+            raise ModelError(f"adapter {name}: {error}") from error
+
     def halves(self, module: str, outputs: int, inputs: int) -> tuple[np.ndarray, np.ndarray]:
         """Float32 [inputs, R] and [R, outputs], whose product is added to the matrix; the scale is
         in the second. Raises ModelError for other shapes.
@@ -89,16 +99,6 @@ class Adapter:
 
     def _read(self, name: str) -> np.ndarray:
         return self.tensors.read(name).astype(np.float32)
-
-
-def read_adapter(name: str, folder: str) -> Adapter:
-    """The adapter in a folder. Raises ModelError, which begins with its name, for one that is not
-    there, is not sound or is of another method.
-    """
-    try:
-        return _read_adapter(name, Path(folder).expanduser())
-    except ModelError as error:
-        raise ModelError(f"adapter {name}: {error}") from error
 
 
 def _read_adapter(name: str, folder: Path) -> Adapter:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonObject
 
-#: No model comes near these; a file that does is broken or hostile.
-MAX_LAYERS = 1024
-MAX_WIDTH = 1 << 20
-MAX_VOCAB = 1 << 24
-MAX_CONTEXT = 1 << 26
-MAX_EXPERTS = 1 << 12
+
+class _Most(NamedTuple):
+    """No model comes near these; a file that does is broken or hostile."""
+
+    layers: int = 1024
+    width: int = 1 << 20  # of any axis of a weight but the vocabulary
+    vocab: int = 1 << 24
+    context: int = 1 << 26  # tokens
+    experts: int = 1 << 12
+
+
+MOST = _Most()
 
 
 class Fields:
@@ -57,13 +62,18 @@ class Fields:
             self.reject(key, value, "a table")
         return value
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them, as a tuple; empty when left out."""
-        value = self.get(key, [])
-        ids = value if isinstance(value, list) else [value]
-        if not set(map(type, ids)) <= {int}:
-            self.reject(key, value, "a token id or a list of them")
-        return tuple(ids)
+    def token_ids(self, *keys: str) -> tuple[int, ...]:
+        """Token ids under some keys, where each has one or a list of them: all of them once, in the
+        order first seen; none of keys that are left out.
+        """
+        found: dict[int, None] = {}
+        for key in keys:
+            value = self.get(key, [])
+            ids = value if isinstance(value, list) else [value]
+            if not set(map(type, ids)) <= {int}:
+                self.reject(key, value, "a token id or a list of them")
+            found |= dict.fromkeys(ids)
+        return tuple(found)
 
     def token_id(self, key: str) -> int | None:
         """The first of them."""
@@ -77,8 +87,3 @@ class Fields:
 def behind(prefix: str, values: JsonObject) -> JsonObject:
     """The values under keys with this prefix, without it."""
     return {key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}
-
-
-def unique(*groups: tuple[int, ...]) -> tuple[int, ...]:
-    """All ids of the groups once, in the order first seen."""
-    return tuple(dict.fromkeys(itertools.chain(*groups)))

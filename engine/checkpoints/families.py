@@ -11,11 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jitney.engine.checkpoints.config_fields import (
-    MAX_CONTEXT,
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
+    MOST,
     Fields,
 )
 from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, ModelConfig
@@ -40,20 +36,20 @@ def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelCon
     left out: Mistral's `sliding_window: null` means none, its absence means 4096.
     """
     fields = Fields(defaults | dict(values), "config.json")
-    heads = fields.integer("num_attention_heads", 1, MAX_WIDTH)
-    hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
-    layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-    context = fields.integer("max_position_embeddings", 1, MAX_CONTEXT)
+    heads = fields.integer("num_attention_heads", 1, MOST.width)
+    hidden = fields.integer("hidden_size", 1, MOST.width)
+    layers = fields.integer("num_hidden_layers", 1, MOST.layers)
+    context = fields.integer("max_position_embeddings", 1, MOST.context)
     theta, scaling = hf_rope(fields, context)
     return fields, ModelConfig(
         architecture="",
-        vocab_size=fields.integer("vocab_size", 2, MAX_VOCAB),
+        vocab_size=fields.integer("vocab_size", 2, MOST.vocab),
         hidden_size=hidden,
         n_layers=layers,
         n_heads=heads,
         n_kv_heads=fields.integer("num_key_value_heads", 1, heads, default=heads),
-        head_dim=fields.integer("head_dim", 2, MAX_WIDTH, default=hidden // heads),
-        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        head_dim=fields.integer("head_dim", 2, MOST.width, default=hidden // heads),
+        intermediate_size=fields.integer("intermediate_size", 1, MOST.width),
         windows=(0,) * layers,
         context_length=extended_context(context, scaling),
         rope_theta=theta,
@@ -81,7 +77,7 @@ def _window(fields: Fields) -> int:
     """`sliding_window`; 0 for none."""
     if fields.get("sliding_window") is None:
         return 0
-    return fields.integer("sliding_window", 1, MAX_CONTEXT)
+    return fields.integer("sliding_window", 1, MOST.context)
 
 
 def _windows_by_type(fields: Fields, layers: int) -> tuple[int, ...] | None:
@@ -140,24 +136,24 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
         return (0,) * layers
     if typed is not None:
         return typed
-    first = min(fields.integer("max_window_layers", 0, MAX_LAYERS, default=28), layers)
+    first = min(fields.integer("max_window_layers", 0, MOST.layers, default=28), layers)
     return (0,) * first + (_window(fields),) * (layers - first)
 
 
 def _qwen3_moe(values: JsonObject) -> ModelConfig:
     """Qwen3's mixtures. Files of transformers 5 say num_local_experts, older ones num_experts."""
     fields, config = _read_qwen3(values)
-    every = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
+    every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
     if fields.get("mlp_only_layers") or every != 1:
         raise ModelError(
             "config.json: mlp_only_layers and decoder_sparse_step: layers without experts among "
             "layers with them are not supported"
         )
     count = "num_experts" if fields.get("num_local_experts") is None else "num_local_experts"
-    inner = fields.integer("moe_intermediate_size", 1, MAX_WIDTH, default=768)
+    inner = fields.integer("moe_intermediate_size", 1, MOST.width, default=768)
     experts = ExpertsConfig(
-        fields.integer(count, 1, MAX_EXPERTS, default=128),
-        fields.integer("num_experts_per_tok", 1, MAX_EXPERTS, default=8),
+        fields.integer(count, 1, MOST.experts, default=128),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=8),
         fields.flag("norm_topk_prob"),
     )
     return replace(config, intermediate_size=inner, experts=experts)
@@ -168,8 +164,8 @@ def _mixtral(values: JsonObject) -> ModelConfig:
         values, max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5
     )
     experts = ExpertsConfig(
-        fields.integer("num_local_experts", 1, MAX_EXPERTS, default=8),
-        fields.integer("num_experts_per_tok", 1, MAX_EXPERTS, default=2),
+        fields.integer("num_local_experts", 1, MOST.experts, default=8),
+        fields.integer("num_experts_per_tok", 1, MOST.experts, default=2),
         renormalised=True,
     )
     return replace(config, windows=(_window(fields),) * config.n_layers, experts=experts)
@@ -197,7 +193,7 @@ def _gemma3(values: JsonObject) -> ModelConfig:
         local = sliding.number("rope_theta", local)
         settings["rope_parameters"] = fields.table("full_attention")
     pattern = Fields(settings, "config.json").integer(
-        "sliding_window_pattern", 1, MAX_LAYERS, default=6
+        "sliding_window_pattern", 1, MOST.layers, default=6
     )
     config = _gemma(settings, every=pattern)
     return replace(config, qk_norm=True, local_rope_theta=local)
@@ -256,7 +252,7 @@ def _gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int) -> ModelConfig:
     """What GGUF files of Gemma leave to the program that reads them, as llama.cpp has it."""
-    window = fields.integer("attention.sliding_window", 1, MAX_CONTEXT)
+    window = fields.integer("attention.sliding_window", 1, MOST.context)
     scalar = config.head_dim
     if config.n_layers == largest:
         scalar = config.hidden_size // config.n_heads
@@ -273,7 +269,7 @@ def _gguf_gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int
 
 def _gguf_plain(fields: Fields, config: ModelConfig) -> ModelConfig:
     """Windows alike in all layers; the tensors say the rest."""
-    window = fields.integer("attention.sliding_window", 0, MAX_CONTEXT, default=0)
+    window = fields.integer("attention.sliding_window", 0, MOST.context, default=0)
     return replace(config, windows=(window,) * config.n_layers)
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jitney.engine.checkpoints.config_fields import (
-    MAX_CONTEXT,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
+    MOST,
     Fields,
     behind,
-    unique,
 )
 from jitney.engine.checkpoints.families import FAMILIES, Family
 from jitney.engine.checkpoints.gguf import GGUFFile
@@ -46,23 +42,23 @@ def _read_gguf_config(
     architecture, family = _family_named(metadata.get("general.architecture"))
     fields = _fields_of(metadata, family.name)
     tokens = Fields(metadata, "GGUF")
-    heads = fields.integer("attention.head_count", 1, MAX_WIDTH)
-    hidden = fields.integer("embedding_length", 1, MAX_WIDTH)
-    layers = fields.integer("block_count", 1, MAX_LAYERS)
+    heads = fields.integer("attention.head_count", 1, MOST.width)
+    hidden = fields.integer("embedding_length", 1, MOST.width)
+    layers = fields.integer("block_count", 1, MOST.layers)
     head_dim = _head_dim(fields, hidden // heads)
-    context = fields.integer("context_length", 1, MAX_CONTEXT)
+    context = fields.integer("context_length", 1, MOST.context)
     scaling = gguf_rope(fields, context, head_dim, rope_factors)
     vocab = Fields({"rows": shapes.get("token_embd.weight", (None,))[0]}, "GGUF token_embd.weight")
-    ends = [tokens.token_ids(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    ends = [f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")]
     config = ModelConfig(
         architecture=architecture,
-        vocab_size=vocab.integer("rows", 2, MAX_VOCAB),
+        vocab_size=vocab.integer("rows", 2, MOST.vocab),
         hidden_size=hidden,
         n_layers=layers,
         n_heads=heads,
         n_kv_heads=fields.integer("attention.head_count_kv", 1, heads, default=heads),
         head_dim=head_dim,
-        intermediate_size=fields.integer("feed_forward_length", 1, MAX_WIDTH),
+        intermediate_size=fields.integer("feed_forward_length", 1, MOST.width),
         windows=(0,) * layers,
         context_length=extended_context(context, scaling),
         rope_theta=fields.number("rope.freq_base", 10000.0),
@@ -74,7 +70,7 @@ def _read_gguf_config(
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
         qk_norm="blk.0.attn_q_norm.weight" in shapes,
         bos_id=tokens.token_id("tokenizer.ggml.bos_token_id"),
-        eos_ids=unique(*ends),
+        eos_ids=tokens.token_ids(*ends),
     )
     assert family.from_gguf is not None
     return family.from_gguf(fields, config)
@@ -100,7 +96,7 @@ def _fields_of(metadata: JsonObject, name: str) -> Fields:
 
 def _head_dim(fields: Fields, default: int) -> int:
     """Size of a head, which keys, values and rotation must share."""
-    head_dim = fields.integer("attention.key_length", 2, MAX_WIDTH, default=default)
+    head_dim = fields.integer("attention.key_length", 2, MOST.width, default=default)
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.get(key, head_dim) != head_dim:
             raise ModelError(

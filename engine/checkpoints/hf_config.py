@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from jitney.engine.checkpoints.config_fields import Fields, unique
+from jitney.engine.checkpoints.config_fields import Fields
 from jitney.engine.checkpoints.families import FAMILIES
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.quantization_config import read_packing
+from jitney.engine.checkpoints.quantization_config import Packing
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonObject
 
@@ -30,7 +30,7 @@ def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> 
     _refuse_unsupported(config)
     model = FAMILIES[architecture].from_hf(config)
     more_ends = Fields(generation or {}, "generation_config.json").token_ids("eos_token_id")
-    return replace(model, architecture=architecture, eos_ids=unique(model.eos_ids, more_ends))
+    return replace(model, architecture=architecture).with_ends(*more_ends)
 
 
 def _known_architecture(names: object) -> str:
@@ -51,6 +51,6 @@ def _refuse_unsupported(config: JsonObject) -> None:
             "config.json names custom code (auto_map); it is not run, the known architecture is "
             "used instead"
         )
-    read_packing(config.get("quantization_config"))
+    Packing.read(config.get("quantization_config"))
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")

@@ -193,6 +193,10 @@ class ModelConfig:
         """Rows of the embedding, and columns of the output head, that one device holds."""
         return self.vocab_size // self.shards
 
+    def with_ends(self, *ids: int) -> ModelConfig:
+        """And these tokens end a generation, too."""
+        return replace(self, eos_ids=tuple(dict.fromkeys((*self.eos_ids, *ids))))
+
     def in_groups(self, groups: int, engines: int = 1) -> ModelConfig:
         """The same model with its experts dealt out to so many engines, and of each to so many
         groups of devices; ConfigError if they cannot be.

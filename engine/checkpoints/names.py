@@ -53,10 +53,56 @@ class WeightMap:
     #: Endings of tensors of the checkpoint that hold nothing we need.
     ignored: tuple[str, ...]
 
+    @classmethod
+    def of(cls, config: ModelConfig, names: Dialect) -> WeightMap:
+        """Every weight of a `Llama`, `Gemma` or `Mixture`. A tied model may carry its redundant
+        output head.
+        """
+        vocab, size = config.vocab_size, config.hidden_size
+        embed = Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),))
+        targets = [embed, _norm(("norm", "weight"), names.norm, size, names)]
+        ignored = names.ignored
+        head = Piece(f"{names.lm_head}.weight", (vocab, size))
+        if config.tie_embeddings:
+            ignored = (*ignored, head.name)
+        else:
+            targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
+        for layer in range(config.n_layers):
+            targets += _layer_norms(config, names, layer)
+            targets += _attention_matrices(config, names, layer)
+            if config.experts is None:
+                targets += _mlp_matrices(config, names, layer)
+            else:
+                targets += _expert_matrices(config, config.experts.n_experts, names, layer)
+        return cls(tuple(targets), ignored)
+
     @property
     def pieces(self) -> dict[str, Piece]:
         """By name."""
         return {piece.name: piece for target in self.targets for piece in target.pieces}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise one ModelError that names every missing, unexpected and misshapen tensor of a
+        checkpoint; shapes: of all tensors that it holds.
+        """
+        pieces = self.pieces
+        faults: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
+        for name, piece in pieces.items():
+            if name not in shapes:
+                faults["missing"].append(name)
+            elif tuple(shapes[name]) != piece.shape:
+                shape = f"{name} {list(shapes[name])} instead of {list(piece.shape)}"
+                faults["misshapen"].append(shape)
+        for name in shapes:
+            if name not in pieces and not name.endswith(self.ignored):
+                faults["unexpected"].append(name)
+        found = []
+        for kind, names in faults.items():
+            if names:
+                found.append(f"{len(names)} {kind}: {_listed(names)}")
+        if found:
+            reasons = "; ".join(found)
+            raise ModelError(f"the tensors do not fit the model's configuration; {reasons}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,29 +185,6 @@ GGUF = Dialect(
 )
 
 
-def weight_map(config: ModelConfig, names: Dialect) -> WeightMap:
-    """Every weight of a `Llama`, `Gemma` or `Mixture`. A tied model may carry its redundant output
-    head.
-    """
-    vocab, size = config.vocab_size, config.hidden_size
-    embed = Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),))
-    targets = [embed, _norm(("norm", "weight"), names.norm, size, names)]
-    ignored = names.ignored
-    head = Piece(f"{names.lm_head}.weight", (vocab, size))
-    if config.tie_embeddings:
-        ignored = (*ignored, head.name)
-    else:
-        targets.append(Target(("lm_head", "kernel"), (head,), transpose=True))
-    for layer in range(config.n_layers):
-        targets += _layer_norms(config, names, layer)
-        targets += _attention_matrices(config, names, layer)
-        if config.experts is None:
-            targets += _mlp_matrices(config, names, layer)
-        else:
-            targets += _expert_matrices(config, config.experts.n_experts, names, layer)
-    return WeightMap(tuple(targets), ignored)
-
-
 def _norm(path: Path, name: str, size: int, names: Dialect) -> Target:
     return Target(path, (Piece(f"{name}.weight", (size,)),), offset=names.norm_offset)
 
@@ -237,26 +260,6 @@ def _linear(
     if bias:
         pieces = [Piece(f"{name}.bias", (rows,), pairs) for name, rows, pairs in parts]
         yield Target((*path, "bias"), tuple(pieces))
-
-
-def check(weights: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise one ModelError that names every missing, unexpected and misshapen tensor of a
-    checkpoint; shapes: of all tensors that it holds.
-    """
-    pieces = weights.pieces
-    faults: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
-    for name, piece in pieces.items():
-        if name not in shapes:
-            faults["missing"].append(name)
-        elif tuple(shapes[name]) != piece.shape:
-            shape = f"{name} {list(shapes[name])} instead of {list(piece.shape)}"
-            faults["misshapen"].append(shape)
-    for name in shapes:
-        if name not in pieces and not name.endswith(weights.ignored):
-            faults["unexpected"].append(name)
-    found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names]
-    if found:
-        raise ModelError("the tensors do not fit the model's configuration; " + "; ".join(found))
 
 
 def _listed(names: list[str]) -> str:

@@ -27,29 +27,29 @@ class Packing:
     #: What GPTQ's first format leaves out of the zero points that it stores.
     zero_offset: int = 0
 
-
-def read_packing(settings: object) -> Packing | None:
-    """The packing that `quantization_config` names, None for no quantisation; ModelError for one
-    that is not read.
-    """
-    if settings is None:
-        return None
-    if not isinstance(settings, Mapping):
-        raise _refusal("is not a table")
-    method = settings.get("quant_method")
-    match method:
-        case "gptq":
-            return _gptq(settings)
-        case "awq":
-            _demand(settings, "bits", 4, settings.get("w_bit"))
-            _demand(settings, "version", "gemm", "gemm")
-            return Packing("awq")
-        case "fp8":
-            _demand(settings, "fmt", "e4m3", "e4m3")
-            return Packing("fp8")
-        case "compressed-tensors":
-            return _compressed(settings)
-    raise _refusal(f"names the method {str(method)[:40]!r}; known: {', '.join(_METHODS)}")
+    @classmethod
+    def read(cls, settings: object) -> Packing | None:
+        """The packing that `quantization_config` names, None for no quantisation; ModelError for
+        one that is not read.
+        """
+        if settings is None:
+            return None
+        if not isinstance(settings, Mapping):
+            raise _refusal("is not a table")
+        method = settings.get("quant_method")
+        match method:
+            case "gptq":
+                return _gptq(settings)
+            case "awq":
+                _demand(settings, "bits", 4, settings.get("w_bit"))
+                _demand(settings, "version", "gemm", "gemm")
+                return cls("awq")
+            case "fp8":
+                _demand(settings, "fmt", "e4m3", "e4m3")
+                return cls("fp8")
+            case "compressed-tensors":
+                return _compressed(settings)
+        raise _refusal(f"names the method {str(method)[:40]!r}; known: {', '.join(_METHODS)}")
 
 
 def _gptq(settings: JsonObject) -> Packing:

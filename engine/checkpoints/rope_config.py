@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jitney.engine.checkpoints.config_fields import MAX_CONTEXT, Fields
+from jitney.engine.checkpoints.config_fields import MOST, Fields
 from jitney.engine.checkpoints.model_config import RopeScaling
 from jitney.engine.errors import ModelError
 
@@ -19,7 +19,7 @@ def hf_rope(fields: Fields, context: int) -> tuple[float, RopeScaling | None]:
     settings = {"rope_theta": fields.get("rope_theta"), **settings}
     rope = Fields(settings, "config.json: rope_parameters")
     theta = rope.number("rope_theta", 10000.0)
-    original = rope.integer("original_max_position_embeddings", 1, MAX_CONTEXT, default=context)
+    original = rope.integer("original_max_position_embeddings", 1, MOST.context, default=context)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     return theta, _hf_scaling(rope, original)
@@ -100,7 +100,7 @@ def gguf_rope(
         if fields.get(f"rope.scaling.{key}") is not None:
             raise ModelError(f"GGUF: rope.scaling.{key} is not supported")
     original = fields.integer(
-        "rope.scaling.original_context_length", 1, MAX_CONTEXT, default=context
+        "rope.scaling.original_context_length", 1, MOST.context, default=context
     )
     attention = fields.number("rope.scaling.attn_factor", 1.0) * _yarn_temperature(factor, 1.0)
     return RopeScaling(
@@ -127,4 +127,4 @@ def extended_context(context: int, scaling: RopeScaling | None) -> int:
     """
     if scaling is None or scaling.kind != "yarn":
         return context
-    return min(max(context, scaling.extended_context), MAX_CONTEXT)
+    return min(max(context, scaling.extended_context), MOST.context)

@@ -21,7 +21,7 @@ from jitney.engine.errors import ModelError
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Types whose values mean what they say; an 8-bit or packed tensor needs scales this engine does
 #: not apply.
-DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class SafetensorsFolder:
     """
 
     #: dtypes that are read.
-    types: ClassVar[tuple[str, ...]] = DTYPES
+    types: ClassVar[tuple[str, ...]] = _DTYPES
 
     folder: str | Path
     shapes: dict[str, Shape] = field(default_factory=dict)

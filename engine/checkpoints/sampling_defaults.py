@@ -20,7 +20,7 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
 from jitney.engine.config.schema import SamplingSection
 from jitney.engine.errors import ConfigError, ModelError, RequestError
-from jitney.engine.types import SAMPLING_DEFAULTS, JsonObject, JsonValue, SamplingParams
+from jitney.engine.types import JsonObject, JsonValue, SamplingParams
 
 _log = logging.getLogger("jitney.core")
 
@@ -33,8 +33,10 @@ _HF_FILE = "generation_config.json"
 _BUILT_IN: Mapping[str, Mapping[str, int | float]] = {
     DEFAULT_MODEL: {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
 }
+#: Fields of `SamplingParams` that a model may bring its own defaults of.
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 #: Our name -> the file's.
-_HF_NAMES = {name: name for name in SAMPLING_DEFAULTS}
+_HF_NAMES = {name: name for name in _FIELDS}
 _GGUF_NAMES = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -88,7 +90,7 @@ def sampling_defaults(settings: SamplingSection, source: ModelSource) -> _Defaul
 
     Raises ConfigError naming the file and the field.
     """
-    own = {name: getattr(settings, name) for name in SAMPLING_DEFAULTS}
+    own = {name: getattr(settings, name) for name in _FIELDS}
     defaults = _recommended(settings.generation_config, source)
     defaults.update((name, value) for name, value in own.items() if value != -1)
     if defaults:

@@ -7,9 +7,12 @@ id (fetched once by huggingface_hub).
 
 from __future__ import annotations
 
+import hashlib
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from jitney.engine.checkpoints.families import tiny_config
@@ -47,6 +50,14 @@ _DEFAULT_CONFIG = ModelConfig(
     bos_id=1,
     eos_ids=(2,),
 )
+#: Adapters by name: their folders.
+_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+#: Files of a model folder that are read, or could be; others (README, images) are no part of it.
+_SUFFIXES = frozenset((".safetensors", ".json", ".jinja", ".model", ".txt"))
+#: Larger files are not read whole, which would take as long as loading them: their size counts, and
+#: so many blocks of so many bytes, evenly spread from the first byte to the last.
+_WHOLE_BYTES = 16 << 20
+_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -61,65 +72,84 @@ class ModelSource:
     name: str
     config: ModelConfig
 
+    @classmethod
+    def resolve(
+        cls,
+        model: str,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        progress: Progress = no_progress,
+    ) -> ModelSource:
+        """Find `model`, fetching it if need be, and read its configuration (not its weights).
 
-def resolve(
-    model: str,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    progress: Progress = no_progress,
-) -> ModelSource:
-    """Find `model`, fetching it if need be, and read its configuration (not its weights).
-
-    revision: branch, tag or commit of a repository id. cache_dir: where fetched models go instead
-    of the user's cache. progress(stage, done, total, detail) is called while fetching. Raises
-    ModelError in one line.
-    """
-    folder = None if cache_dir is None else Path(cache_dir)
-    if revision is not None and not is_repository(model):
+        revision: branch, tag or commit of a repository id. cache_dir: where fetched models go
+        instead of the user's cache. progress(stage, done, total, detail) is called while fetching.
+        Raises ModelError in one line.
+        """
+        folder = None if cache_dir is None else Path(cache_dir)
+        if revision is not None and not is_repository(model):
+            raise ModelError(
+                "a revision is only meaningful with a Hugging Face repository id, not with "
+                f"{model!r}"
+            )
+        if model == DEFAULT_MODEL:
+            return _gguf_source(fetch_smollm2(folder, progress), DEFAULT_MODEL)
+        kind, _, family = model.partition(":")
+        if kind == "tiny-random":
+            return cls("tiny", "", model, tiny_config(family or "llama"))
+        path = Path(model).expanduser()
+        if model and path.is_dir():  # Path("") is the current folder
+            return _hf_source(path, path.resolve().name)
+        if path.is_file():
+            return _gguf_source(path, path.stem)
+        if is_repository(model):
+            return _hf_source(fetch_hub(model, revision, folder, progress), model)
         raise ModelError(
-            f"a revision is only meaningful with a Hugging Face repository id, not with {model!r}"
+            f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
+            "a Hugging Face repository id (owner/name) or tiny-random"
         )
-    if model == DEFAULT_MODEL:
-        return _gguf_source(fetch_smollm2(folder, progress), DEFAULT_MODEL)
-    kind, _, family = model.partition(":")
-    if kind == "tiny-random":
-        return ModelSource("tiny", "", model, tiny_config(family or "llama"))
-    path = Path(model).expanduser()
-    if model and path.is_dir():  # Path("") is the current folder
-        return _hf_source(path, path.resolve().name)
-    if path.is_file():
-        return _gguf_source(path, path.stem)
-    if is_repository(model):
-        return _hf_source(fetch_hub(model, revision, folder, progress), model)
-    raise ModelError(
-        f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
-        "a Hugging Face repository id (owner/name) or tiny-random"
-    )
 
+    @classmethod
+    def local(cls, model: str) -> ModelSource | None:
+        """The model as `resolve` finds it without fetching anything; None where that could be
+        needed.
 
-def local_source(model: str) -> ModelSource | None:
-    """The model as `resolve` finds it without fetching anything; None where that could be needed.
+        Raises ModelError in one line.
+        """
+        if is_repository(model) or (model == DEFAULT_MODEL and fetched_smollm2() is None):
+            return None
+        return cls.resolve(model)
 
-    Raises ModelError in one line.
-    """
-    if is_repository(model) or (model == DEFAULT_MODEL and fetched_smollm2() is None):
-        return None
-    return resolve(model)
+    @classmethod
+    def of_shapes(cls, model: str, revision: str | None = None) -> ModelSource | None:
+        """A model whose configuration is known without fetching anything; None where it is not.
 
+        Of the default model before it is fetched: one without a file, so that nobody knows in which
+        types its matrices are stored. Raises ModelError in one line.
+        """
+        if is_repository(model):
+            folder = cached_hub(model, revision)
+            return None if folder is None else _hf_source(folder, model)
+        if model == DEFAULT_MODEL and fetched_smollm2() is None:
+            return cls("tiny", "", DEFAULT_MODEL, _DEFAULT_CONFIG)
+        return cls.resolve(model)
 
-def shapes_source(model: str, revision: str | None = None) -> ModelSource | None:
-    """A model whose configuration is known without fetching anything; None where it is not.
+    def identity(self, adapters: Mapping[str, str] = _NO_ADAPTERS) -> str:
+        """SHA-256 (hexadecimal) of the files that make the model, whatever it is called and
+        wherever it lies: tensors, configuration, tokenizer, chat template; and of those of its
+        adapters, folders by name.
 
-    Of the default model before it is fetched: one without a file, so that nobody knows in which
-    types its matrices are stored. Raises ModelError in one line.
-    """
-    if is_repository(model):
-        folder = cached_hub(model, revision)
-        return None if folder is None else _hf_source(folder, model)
-    if model == DEFAULT_MODEL and fetched_smollm2() is None:
-        return ModelSource("tiny", "", DEFAULT_MODEL, _DEFAULT_CONFIG)
-    return resolve(model)
+        The name and the place of a GGUF file and of a folder do not count. Some 4 MB are read of
+        each large file.
+        """
+        own = _own_identity(self)
+        if not adapters:
+            return own
+        total = hashlib.sha256(own.encode())
+        for name, folder in adapters.items():
+            total.update(f"{name}\0{_folder_digest(Path(folder).expanduser())}\n".encode())
+        return total.hexdigest()
 
 
 def is_repository(model: str) -> bool:
@@ -138,8 +168,8 @@ def _hf_source(folder: Path, name: str) -> ModelSource:
         read_json(folder, "generation_config.json", missing_ok=True),
     )
     end = _tokenizer_end_id(folder)
-    if end is not None and 0 <= end < config.vocab_size and end not in config.eos_ids:
-        config = replace(config, eos_ids=(*config.eos_ids, end))
+    if end is not None and 0 <= end < config.vocab_size:
+        config = config.with_ends(end)
     return ModelSource("hf", str(folder), name, config)
 
 
@@ -168,3 +198,44 @@ def _gguf_source(path: Path, name: str) -> ModelSource:
     if path.suffix != ".gguf":
         raise ModelError(f"{path.name} is neither a model folder nor a .gguf file")
     return ModelSource("gguf", str(path), name, config_of(GGUFFile(path)))
+
+
+def _own_identity(source: ModelSource) -> str:
+    if source.kind == "tiny":
+        return hashlib.sha256(source.name.encode()).hexdigest()
+    path = Path(source.path)
+    if source.kind == "gguf":
+        return _file_digest(path)
+    return _folder_digest(path)
+
+
+def _folder_digest(path: Path) -> str:
+    total = hashlib.sha256()
+    for file in _files_of(path):
+        total.update(f"{file.name}\0{_file_digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+def _files_of(folder: Path) -> list[Path]:
+    files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES and file.is_file()]
+    return sorted(files, key=lambda file: file.name)
+
+
+def _file_digest(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{size}\n".encode())
+    with path.open("rb") as file:
+        for start, length in _blocks(size):
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _blocks(size: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of what is read of a file of `size` bytes."""
+    if size <= _WHOLE_BYTES:
+        yield 0, size
+        return
+    last = size - _BLOCK_BYTES
+    for number in range(_BLOCKS):
+        yield last * number // (_BLOCKS - 1), _BLOCK_BYTES

@@ -17,7 +17,7 @@ from jitney.engine.bench.device.saved import ResultFiles, bring_earlier
 from jitney.engine.cli.bench_flags import check_numbers
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import EngineSection, KernelsName, platform_environment
+from jitney.engine.config.schema import EngineSection, KernelsName
 from jitney.engine.errors import ConfigError
 
 #: Where a checkout keeps measurements.
@@ -120,7 +120,7 @@ def _plan_from(args: Namespace) -> DevicePlan:
         page_size=args.page_size or 0,
         only=only,
         seconds=args.budget_s,
-        environment=platform_environment(settings),
+        environment=settings.jax_environment,
     )
 
 

@@ -145,10 +145,10 @@ def _vllm_from(args: Namespace) -> Peer | None:
 
 def _encoder(model: str) -> Encode:
     """How the model's text becomes ids."""
-    from jitney.engine.checkpoints.sources import resolve
-    from jitney.engine.text.tokenizer import load_tokenizer
+    from jitney.engine.checkpoints.sources import ModelSource
+    from jitney.engine.text.tokenizer import Tokenizer
 
-    return load_tokenizer(resolve(model)).encode
+    return Tokenizer.load(ModelSource.resolve(model)).encode
 
 
 def _deliver(args: Namespace, report: JsonObject) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from jitney.engine.cli.bench_flags import check_writable, write_report
 from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, layers_from
 from jitney.engine.cli.sizes import USUAL, as_flags, machine
-from jitney.engine.config.kept_sizes import KeptSizes, keep_sizes
+from jitney.engine.config.kept_sizes import KeptSizes
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.presets import SIZES, runs_on_device
@@ -71,7 +71,7 @@ def _check(layered: Layered) -> None:
 
 def _keep(config: Config, found: Measured) -> None:
     sizes = KeptSizes(found.values, date.today().isoformat())
-    reason = keep_sizes(config, machine(config), sizes)
+    reason = sizes.keep(config, machine(config))
     if reason:
         raise ConfigError(f"the sizes cannot be kept: {reason}")
 

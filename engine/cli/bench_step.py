@@ -43,10 +43,10 @@ def run(arguments: Sequence[str]) -> int:
 def _measured(args: Namespace, config: Config) -> JsonDict:
     from jitney.engine.bench.step import measure
     from jitney.engine.bench.step_parts import measure_parts
-    from jitney.engine.checkpoints.sources import resolve
+    from jitney.engine.checkpoints.sources import ModelSource
 
     llm = load_llm(config)
-    shape = resolve(config.model.id, revision=config.model.revision or None).config
+    shape = ModelSource.resolve(config.model.id, revision=config.model.revision or None).config
     report = measure(llm, shape, repeats=args.repeats, seconds=args.seconds)
     if args.parts:
         report["parts"] = measure_parts(llm, shape, args.repeats)

@@ -11,13 +11,12 @@ from jitney.engine.cli.config_show import JSON_FLAG, NO_DIGEST
 from jitney.engine.cli.config_sources import settings_of
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.keys import KEY_FLAG, engine_key
-from jitney.engine.config.differences import (
+from jitney.engine.config.digest import (
     ConfigReport,
     Difference,
     SettingValue,
-    differences,
+    short,
 )
-from jitney.engine.config.digest import short
 from jitney.engine.types import JsonDict
 
 _A = Flag("a", {"metavar": "A", "help": "a TOML file, or the URL of a running server"})
@@ -37,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     key = engine_key(args)
     a, b = settings_of(args.a, key), settings_of(args.b, key)
-    found = list(differences(a, b))
+    found = list(a.differences(b))
     if args.counted:
         found = [difference for difference in found if difference.counted]
     if args.json:

@@ -10,7 +10,7 @@ import msgspec
 from jitney.engine.cli.config_sources import settings_here, settings_of
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.keys import KEY_FLAG, engine_key
-from jitney.engine.config.differences import ConfigReport
+from jitney.engine.config.digest import ConfigReport
 
 _PLACE = Flag.of(
     "place",

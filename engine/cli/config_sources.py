@@ -9,12 +9,10 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from jitney.engine.checkpoints.identity import model_identity
-from jitney.engine.checkpoints.sources import local_source
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.cli.sizes import as_served
-from jitney.engine.config.differences import ConfigReport, report_of
-from jitney.engine.config.digest import configuration_digest
-from jitney.engine.config.layers import Layered, load_layers
+from jitney.engine.config.digest import ConfigReport, configuration_digest
+from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, JitneyError, ModelError
 
@@ -35,7 +33,7 @@ def settings_here(file: str | None) -> ConfigReport:
     """What a server that is started here with this file is set to: file, environment, and the sizes
     that an earlier start measured.
     """
-    return _report(as_served(load_layers(file, os.environ)))
+    return _report(as_served(Layered.load(file, os.environ)))
 
 
 def settings_of(place: str, key: str) -> ConfigReport:
@@ -44,7 +42,7 @@ def settings_of(place: str, key: str) -> ConfigReport:
     """
     if "://" in place:
         return _asked(place, key)
-    return _report(load_layers(place))
+    return _report(Layered.load(place))
 
 
 def digest_here(config: Config) -> str:
@@ -52,7 +50,7 @@ def digest_here(config: Config) -> str:
     here, so that nobody knows what it is.
     """
     try:
-        source = local_source(config.model.id)
+        source = ModelSource.local(config.model.id)
     except ModelError:
         return ""
     adapters = config.model.adapter_folders
@@ -60,13 +58,13 @@ def digest_here(config: Config) -> str:
         Path(folder).expanduser().is_dir() for folder in adapters.values()
     ):
         return ""
-    identity = model_identity(source, adapters)
+    identity = source.identity(adapters)
     return configuration_digest(config, model=identity, version=version("jitney"))
 
 
 def _report(layered: Layered) -> ConfigReport:
     digest = digest_here(layered.config)
-    return report_of(layered, version=version("jitney"), config_digest=digest)
+    return ConfigReport.of(layered, version=version("jitney"), config_digest=digest)
 
 
 def _asked(url: str, key: str) -> ConfigReport:

@@ -26,7 +26,6 @@ from jitney.engine.config.schema import (
     Config,
     cache_dir,
     compilation_cache_dir,
-    platform_environment,
 )
 from jitney.engine.errors import JitneyError
 from jitney.engine.executor.memory import claim_memory
@@ -67,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print the findings; exit status 1 if one of them keeps Jitney from running here."""
     args = _COMMAND.parse(arguments)
     config = as_served(layers_from(args)).config
-    os.environ.update(platform_environment(config.engine))  # before the first import of jax
+    os.environ.update(config.engine.jax_environment)  # before the first import of jax
     claim_memory(os.environ, config.engine.memory_share)
     findings = list(_examine(config))
     _show(findings, as_json=args.json)
@@ -217,12 +216,13 @@ def _split(config: Config) -> Iterator[_Finding]:
     """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its
     weights.
     """
-    from jitney.engine.checkpoints.sources import is_repository, resolve
+    from jitney.engine.checkpoints.sources import ModelSource, is_repository
 
     name, parts = config.model.id, config.engine.tensor_parallel
     if not is_repository(name):
         engine = config.engine
-        whole = resolve(name).config.in_groups(engine.expert_parallel, engine.data_parallel)
+        config_of_all = ModelSource.resolve(name).config
+        whole = config_of_all.in_groups(engine.expert_parallel, engine.data_parallel)
         own = whole.local(parts)
         heads = f"{own.n_heads} query and {own.n_kv_heads} key-value heads"
         yield _Finding("model on each", heads, True)
@@ -233,13 +233,13 @@ def _is_here(name: str, revision: str) -> bool:
     model.
     """
     from jitney.engine.checkpoints.fetch import cached_hub, fetched_smollm2
-    from jitney.engine.checkpoints.sources import DEFAULT_MODEL, is_repository, resolve
+    from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource, is_repository
 
     if name == DEFAULT_MODEL:
         return fetched_smollm2() is not None
     if is_repository(name):
         return cached_hub(name, revision or None) is not None
-    resolve(name)
+    ModelSource.resolve(name)
     return True
 
 
@@ -250,14 +250,14 @@ def kernels(config: Config) -> Iterator[_Finding]:
     """
     check_platform(config.engine.platform)
     from jitney.engine.build import prove_kernels
-    from jitney.engine.checkpoints.sources import resolve, shapes_source
+    from jitney.engine.checkpoints.sources import ModelSource
 
     of = config.model.id
-    source = shapes_source(of, config.model.revision or None)
+    source = ModelSource.of_shapes(of, config.model.revision or None)
     shapes = f"in the shapes of {of}"
     if source is None:
         config = _tiny_model(config)
-        source = resolve(config.model.id)
+        source = ModelSource.resolve(config.model.id)
         shapes = f"in the shapes of {source.name}, as {of} is still to be fetched"
     label, proofs = prove_kernels(config, source)
     yield _Finding("kernels", f"{label}, {shapes}", True)

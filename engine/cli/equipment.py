@@ -49,13 +49,13 @@ class Equipment:
         return source
 
     def _find_model(self) -> ModelSource:
-        from jitney.engine.checkpoints.sources import resolve
+        from jitney.engine.checkpoints.sources import ModelSource
 
         def report(stage: str, done: int, total: int, detail: str) -> None:
             self.display.progress(Progress(stage, done, total, detail))
 
         model = self.config.model
-        return resolve(model.id, revision=model.revision or None, progress=report)
+        return ModelSource.resolve(model.id, revision=model.revision or None, progress=report)
 
     async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
         """Until the engine is ready. Raises JitneyError with the reason if it cannot be."""
@@ -70,9 +70,9 @@ class Equipment:
         return tokenizer, info
 
     def _load_tokenizer(self, source: ModelSource) -> Tokenizer:
-        from jitney.engine.text.tokenizer import load_tokenizer
+        from jitney.engine.text.tokenizer import Tokenizer
 
-        return load_tokenizer(source, self.config.model.chat_template)
+        return Tokenizer.load(source, self.config.model.chat_template)
 
     async def _start_chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
         """None for a model without a template."""

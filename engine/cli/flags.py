@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jitney.engine.cli.dispatch import suggestion
-from jitney.engine.config.layers import NOTHING, Layered, Setting, load_layers, settings
+from jitney.engine.config.layers import NOTHING, Layered, Setting, settings
 from jitney.engine.config.presets import GOALS, preset, runs_on_device
 from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
@@ -228,7 +228,7 @@ def layers_from(args: Namespace) -> Layered:
     flags = {name: value for name, value in vars(args).items() if name in settings()}
     if args.model_word is not None:
         flags.setdefault("model", args.model_word)
-    given = load_layers(args.config, os.environ, flags)
+    given = Layered.load(args.config, os.environ, flags)
     goal = getattr(args, "goal", None)
     if goal is None:
         return given
@@ -237,7 +237,7 @@ def layers_from(args: Namespace) -> Layered:
     if on_device is None:
         on_device = runs_on_device(given.config.engine.platform)
     filled = preset(goal, given.origins, on_device=on_device)
-    return load_layers(args.config, os.environ, flags, filled)
+    return Layered.load(args.config, os.environ, flags, filled)
 
 
 def interactive() -> bool:

@@ -33,12 +33,12 @@ from jitney.engine.cli.listen import (
     read_keys,
     webhook_secret,
 )
-from jitney.engine.cli.sizes import described, kept_for, measured_for, sized
+from jitney.engine.cli.sizes import described, kept_for, measured_for
 from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.kept_sizes import are_measured
 from jitney.engine.config.layers import FROM_PRESET, Layered, settings, to_toml
 from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import Config, ServerSection, data_dir
+from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.hosts.environment import placed
 from jitney.engine.types import JsonDict
 
@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
     kept = kept_for(layered)
     if kept is not None:
         chosen.append(described(kept))
-        layered = sized(layered, kept)
+        layered = kept.applied_to(layered)
     if args.print_config:
         _say_all(chosen)
         print(to_toml(layered.config), end="")
@@ -114,7 +114,7 @@ async def _measured(layered: Layered, display: Display) -> Layered:
     if sizes is None:
         return layered
     _log.info("%s", described(sizes))
-    return sized(layered, sizes)
+    return sizes.applied_to(layered)
 
 
 def _filled_in(goal: str, layered: Layered) -> str:
@@ -348,7 +348,7 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
         admin_keys=tuple(map(digest_key, keys.admins)),
         allowed_hosts=server.answered_hosts,
         max_connections=connections_within(descriptor_limit(), server.max_connections),
-        data_dir=data_dir(server),
+        data_dir=server.data_folder,
         webhook_secret=webhook_secret(server),
     )
 

@@ -10,12 +10,9 @@ from datetime import date
 
 from jitney.engine.cli.display import Display
 from jitney.engine.config.kept_sizes import (
-    FROM_MEASURED,
     KeptSizes,
     Value,
     are_measured,
-    keep_sizes,
-    read_sizes,
 )
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.schema import Config
@@ -40,14 +37,14 @@ def kept_for(layered: Layered) -> KeptSizes | None:
     """What was measured here before, if a server with these settings goes by it."""
     if not are_measured(layered):
         return None
-    kept = read_sizes(layered.config, machine(layered.config))
+    kept = KeptSizes.read(layered.config, machine(layered.config))
     return kept if kept is not None and _fit(layered, kept) else None
 
 
 def _fit(layered: Layered, sizes: KeptSizes) -> bool:
     """Whether an engine can have them; else the file is not what was written."""
     try:
-        sized(layered, sizes)
+        sizes.applied_to(layered)
     except ConfigError:
         return False
     return True
@@ -66,21 +63,16 @@ async def measured_for(layered: Layered, display: Display) -> KeptSizes | None:
         return None
     display.progress(Progress("sizes", 1, 1))
     sizes = KeptSizes(found.values, date.today().isoformat())
-    reason = keep_sizes(layered.config, machine(layered.config), sizes)
+    reason = sizes.keep(layered.config, machine(layered.config))
     if reason:
         _log.warning("sizes are measured anew at every start: %s", reason)
     return sizes
 
 
-def sized(layered: Layered, sizes: KeptSizes) -> Layered:
-    """With the sizes that were measured."""
-    return layered.with_values(sizes.values, FROM_MEASURED)
-
-
 def as_served(layered: Layered) -> Layered:
     """As a server started now has its settings: with the sizes kept here, if there are any."""
     kept = kept_for(layered)
-    return layered if kept is None else sized(layered, kept)
+    return layered if kept is None else kept.applied_to(layered)
 
 
 def described(sizes: KeptSizes) -> str:

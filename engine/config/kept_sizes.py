@@ -20,7 +20,7 @@ from jitney.engine.config.presets import SIZES, runs_on_device
 from jitney.engine.config.schema import Config, cache_dir
 
 #: Where a value comes from that was chosen by measuring.
-FROM_MEASURED = "measured here"
+_FROM_MEASURED = "measured here"
 #: Settings that are chosen so.
 _MEASURED = {
     "max_seats",
@@ -59,6 +59,36 @@ class KeptSizes(msgspec.Struct, frozen=True):
     #: The day, such as "2026-11-23".
     measured: str
 
+    @classmethod
+    def read(cls, config: Config, machine: str) -> KeptSizes | None:
+        """What was kept for this model on this machine; None if nothing was, or nothing that can be
+        read. machine: its processor, and what of it may be used.
+        """
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            kept = msgspec.json.decode(_path(config, machine).read_bytes(), type=cls)
+            if set(kept.values) <= _MEASURED:
+                return kept
+        return None
+
+    def applied_to(self, layered: Layered) -> Layered:
+        """With the sizes that were measured. Raises ConfigError."""
+        return layered.with_values(self.values, _FROM_MEASURED)
+
+    def keep(self, config: Config, machine: str) -> str:
+        """Keep them for the next start. Returns why they cannot be kept, or an empty text."""
+        path = _path(config, machine)
+        reason = make_private(path.parent)
+        if reason:
+            return reason
+        # Another process that starts beside us reads the old file or the new one.
+        new = path.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.json.encode(self) + b"\n")
+            new.replace(path)
+        except OSError as error:
+            return f"{path} cannot be written: {error.strerror}"
+        return ""
+
 
 def are_measured(layered: Layered) -> bool:
     """Whether an engine with these settings takes its sizes from what this machine measures: one
@@ -72,33 +102,6 @@ def are_measured(layered: Layered) -> bool:
         and not SIZES & set(layered.origins)
         and not runs_on_device(engine.platform)
     )
-
-
-def read_sizes(config: Config, machine: str) -> KeptSizes | None:
-    """What was kept for this model on this machine; None if nothing was, or nothing that can be
-    read. machine: its processor, and what of it may be used.
-    """
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        kept = msgspec.json.decode(_path(config, machine).read_bytes(), type=KeptSizes)
-        if set(kept.values) <= _MEASURED:
-            return kept
-    return None
-
-
-def keep_sizes(config: Config, machine: str, sizes: KeptSizes) -> str:
-    """Keep them for the next start. Returns why they cannot be kept, or an empty text."""
-    path = _path(config, machine)
-    reason = make_private(path.parent)
-    if reason:
-        return reason
-    # Another process that starts beside us reads the old file or the new one.
-    new = path.with_suffix(".new")
-    try:
-        new.write_bytes(msgspec.json.encode(sizes) + b"\n")
-        new.replace(path)
-    except OSError as error:
-        return f"{path} cannot be written: {error.strerror}"
-    return ""
 
 
 def _path(config: Config, machine: str) -> Path:

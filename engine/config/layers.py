@@ -148,6 +148,33 @@ class Layered:
     #: "--max-seats"); what is absent has its default.
     origins: Mapping[str, str]
 
+    @classmethod
+    def load(
+        cls,
+        file: str | Path | None = None,
+        environ: Mapping[str, str] = NOTHING,
+        flags: Mapping[str, object] = NOTHING,
+        preset: Mapping[str, object] = NOTHING,
+    ) -> Layered:
+        """The frozen description from all layers, and where each value came from.
+
+        flags: flat name -> value of the field's own type, or text to be parsed. preset: flat name
+        -> value, of settings that no other layer has (`config.presets`). Raises ConfigError, naming
+        the place.
+        """
+        values: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
+        origins: dict[str, str] = {}
+        layers = (
+            *_from_preset(preset),
+            *_from_file(file),
+            *_from_environ(environ),
+            *_from_flags(flags),
+        )
+        for setting, value, where in layers:
+            values[setting.section][setting.key] = value
+            origins[setting.name] = where
+        return _validated(values, origins)
+
     def with_values(self, values: Mapping[str, object], where: str) -> Layered:
         """And these, by flat name. where: they come from. Raises ConfigError."""
         tables = self.config.model_dump()
@@ -162,36 +189,8 @@ def load_config(
     environ: Mapping[str, str] = NOTHING,
     flags: Mapping[str, object] = NOTHING,
 ) -> Config:
-    """The frozen description from all layers.
-
-    flags: flat name -> value of the field's own type, or text to be parsed. Raises ConfigError,
-    naming the place.
-    """
-    return load_layers(file, environ, flags).config
-
-
-def load_layers(
-    file: str | Path | None = None,
-    environ: Mapping[str, str] = NOTHING,
-    flags: Mapping[str, object] = NOTHING,
-    preset: Mapping[str, object] = NOTHING,
-) -> Layered:
-    """As `load_config`, with where each value came from.
-
-    preset: flat name -> value, of settings that no other layer has (`config.presets`).
-    """
-    values: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
-    origins: dict[str, str] = {}
-    layers = (
-        *_from_preset(preset),
-        *_from_file(file),
-        *_from_environ(environ),
-        *_from_flags(flags),
-    )
-    for setting, value, where in layers:
-        values[setting.section][setting.key] = value
-        origins[setting.name] = where
-    return _validated(values, origins)
+    """As `Layered.load`, without where each value came from."""
+    return Layered.load(file, environ, flags).config
 
 
 def _validated(values: Mapping[str, Mapping[str, object]], origins: Mapping[str, str]) -> Layered:

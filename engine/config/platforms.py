@@ -16,13 +16,13 @@ import pkgutil
 from pathlib import Path
 
 from jitney.engine.config.extras import how_to_install
-from jitney.engine.config.schema import EngineSection, platform_environment
+from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import ConfigError
 
 #: The extras that bring what a platform needs, the usual one first.
-EXTRAS = {"cuda": ("cuda12", "cuda13"), "tpu": ("tpu",)}
+_EXTRAS = {"cuda": ("cuda12", "cuda13"), "tpu": ("tpu",)}
 #: What jax calls the devices of a platform.
-DEVICE_PLATFORMS = {"cpu": ("cpu",), "cuda": ("gpu", "cuda"), "tpu": ("tpu",)}
+_DEVICE_PLATFORMS = {"cpu": ("cpu",), "cuda": ("gpu", "cuda"), "tpu": ("tpu",)}
 #: NVIDIA's driver, which CUDA programs load.
 _DRIVER = "libcuda.so.1"
 #: Where Linux shows the chips of a TPU machine: device files, or a PCI device made by Google.
@@ -37,7 +37,7 @@ def prepare_platform(engine: EngineSection) -> None:
 
     Must come before jax is imported.
     """
-    os.environ.update(platform_environment(engine))
+    os.environ.update(engine.jax_environment)
     check_platform(engine.platform)
 
 
@@ -51,32 +51,50 @@ def check_platform(platform: str) -> None:
         _check_tpu()
 
 
+def check_devices(platform: str, actual: str) -> None:
+    """Raise ConfigError, naming what to install, if jax's devices are not those of `platform`
+    (auto: whatever they are); actual: what jax calls them.
+
+    jax falls back to the CPU in silence where a named platform's plugin is missing or does not
+    start.
+    """
+    if platform == "auto" or actual in _DEVICE_PLATFORMS[platform]:
+        return
+    how = ""
+    if platform in _EXTRAS:
+        how = f": {_how_to_have(platform)}"
+    raise ConfigError(
+        f"platform {platform}: jax runs on {actual} here; see what jitney doctor says, and install "
+        f"what the platform needs{how}"
+    )
+
+
 def _check_cuda() -> None:
     if not any("cuda" in name for name in _jax_plugins()):
         raise ConfigError(
-            f"platform cuda: jax's CUDA plugin is not installed: {how_to_have('cuda')}"
+            f"platform cuda: jax's CUDA plugin is not installed: {_how_to_have('cuda')}"
         )
     problem = _gpu_problem()
     if problem:
         raise ConfigError(
             f"platform cuda: {problem}; choose another platform, or see to the GPU and its driver "
-            f"(the extra that brings jax's CUDA plugin: {how_to_have('cuda')})"
+            f"(the extra that brings jax's CUDA plugin: {_how_to_have('cuda')})"
         )
 
 
 def _check_tpu() -> None:
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError(f"platform tpu: libtpu is not installed: {how_to_have('tpu')}")
+        raise ConfigError(f"platform tpu: libtpu is not installed: {_how_to_have('tpu')}")
     if not _tpu_chips_shown():
         raise ConfigError(
             "platform tpu: this machine shows no TPU chip; choose another platform, or run on a "
-            f"TPU VM (the extra that brings libtpu: {how_to_have('tpu')})"
+            f"TPU VM (the extra that brings libtpu: {_how_to_have('tpu')})"
         )
 
 
-def how_to_have(platform: str) -> str:
-    """What to type to have what a platform of EXTRAS needs."""
-    return how_to_install(*EXTRAS[platform])
+def _how_to_have(platform: str) -> str:
+    """What to type to have what a platform of _EXTRAS needs."""
+    return how_to_install(*_EXTRAS[platform])
 
 
 def _jax_plugins() -> set[str]:

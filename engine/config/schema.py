@@ -27,7 +27,7 @@ KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "pa
 PolicyName = Literal["continuous", "static", "dynamic"]
 OrderName = Literal["fcfs", "priority", "shortest", "fair"]
 #: Ways to write calls and thoughts, which `jitney.engine.conversation.formats` describes.
-ToolParserName = Literal[
+_ToolParserName = Literal[
     "auto",
     "none",
     "harmony",
@@ -51,7 +51,7 @@ ToolParserName = Literal[
     "gemma",
     "gemma3",
 ]
-ReasoningParserName = Literal[
+_ReasoningParserName = Literal[
     "auto",
     "none",
     "harmony",
@@ -594,6 +594,25 @@ class EngineSection(Section):
         return self
 
     @property
+    def jax_environment(self) -> dict[str, str]:
+        """Environment variables that must stand before jax is imported, for `platform` and
+        `device` to hold.
+
+        A GPU or TPU run lists cpu second, so that host-side arrays have a home; the first one is
+        the default. If its plugin is absent, jax starts on the CPU alone without a word:
+        `engine.config.platforms` and `build.start_jax` look.
+        """
+        variables = {}
+        if self.platform == "cpu":
+            variables["JAX_PLATFORMS"] = "cpu"
+        elif self.platform != "auto":
+            variables["JAX_PLATFORMS"] = f"{self.platform},cpu"
+        if self.device:
+            variables["CUDA_VISIBLE_DEVICES"] = self.device
+            variables["TPU_VISIBLE_DEVICES"] = self.device
+        return variables
+
+    @property
     def devices_here(self) -> int:
         """Devices of one host."""
         if self.data_parallel > 1:
@@ -767,14 +786,14 @@ class ServerSection(Section):
             "model's own"
         ),
     )
-    tool_call_parser: ToolParserName = Field(
+    tool_call_parser: _ToolParserName = Field(
         default="auto",
         description=(
             "how the model writes calls of tools, by the names of vLLM's parsers; auto: by its "
             "chat template; none: calls are content"
         ),
     )
-    reasoning_parser: ReasoningParserName = Field(
+    reasoning_parser: _ReasoningParserName = Field(
         default="auto",
         description=(
             "how the model marks what it thinks, by the names of vLLM's parsers; auto: by its chat "
@@ -980,6 +999,11 @@ class ServerSection(Section):
         return value
 
     @property
+    def data_folder(self) -> Path:
+        """Where files and batches of clients are kept."""
+        return Path(self.data_dir).expanduser() if self.data_dir else cache_dir() / "data"
+
+    @property
     def open_to_others(self) -> bool:
         """True when other machines can reach the endpoint."""
         return self.host not in _LOOPBACK
@@ -1090,30 +1114,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jitney"
 
 
-def data_dir(server: ServerSection) -> Path:
-    """Where files and batches of clients are kept."""
-    return Path(server.data_dir).expanduser() if server.data_dir else cache_dir() / "data"
-
-
 def compilation_cache_dir() -> Path:
     """Where compiled programs are kept between starts."""
     return cache_dir() / "xla"
-
-
-def platform_environment(engine: EngineSection) -> dict[str, str]:
-    """Environment variables that must stand before jax is imported, for `platform` and `device` to
-    hold.
-
-    A GPU or TPU run lists cpu second, so that host-side arrays have a home; the first one is the
-    default. If its plugin is absent, jax starts on the CPU alone without a word:
-    `engine.config.platforms` and `build.start_jax` look.
-    """
-    variables = {}
-    if engine.platform == "cpu":
-        variables["JAX_PLATFORMS"] = "cpu"
-    elif engine.platform != "auto":
-        variables["JAX_PLATFORMS"] = f"{engine.platform},cpu"
-    if engine.device:
-        variables["CUDA_VISIBLE_DEVICES"] = engine.device
-        variables["TPU_VISIBLE_DEVICES"] = engine.device
-    return variables

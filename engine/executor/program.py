@@ -32,33 +32,31 @@ from jitney.engine.executor.inputs import (
 from jitney.engine.executor.sampling import (
     RowScores,
     Sampled,
+    Sampler,
     SamplingRows,
     SeatState,
-    Vocabulary,
-    empty_state,
-    sample,
-    score_prompt,
     score_rows_at_once,
     unpack_masks,
 )
-from jitney.engine.executor.split_sampling import SplitVocabulary
+from jitney.engine.executor.vocabulary import SplitVocabulary, Vocabulary
 from jitney.engine.models.hidden import Hidden
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import (
-    AXIS,
-    COLUMNS,
-    POOL,
+    DATA,
+    TENSOR,
     WHOLE,
     engines_of,
-    largest_of_all,
     of_each_engine,
-    rows_of_all,
 )
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.types import MAX_LOGPROBS, Pooling
 from jitney.kernels.interface import AttentionMeta, Kernels
 
+#: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
+_POOL = PartitionSpec(None, None, TENSOR.name, None)
+#: Logits [S, V]: each device has the columns that it computed.
+_COLUMNS = PartitionSpec(None, TENSOR.name)
 #: Page table rows are padded to a multiple of this, so that kernels that read chunks of pages never
 #: run off them.
 _PAGE_CHUNK = 16
@@ -101,6 +99,35 @@ class DeviceState:
     kv: list[Shaped]  #: pools, one a layer
     last_token: Shaped  #: int32 [M]
     seats: SeatState  #: what the sampler knows of each
+
+    def allocate(self, config: ModelConfig) -> DeviceState:
+        """Of shapes: the state of seats nobody sits in, each array where its shape says."""
+
+        def zeros(shape: Shaped) -> Array:
+            return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+        def place(column: Array, shape: jax.ShapeDtypeStruct) -> Array:
+            if shape.sharding is None:
+                return column
+            values = np.asarray(column)
+
+            def own(at: Any) -> np.ndarray:
+                return values[:, *at[1:]]  # the seats of every engine are alike
+
+            return jax.make_array_from_callback(shape.shape, shape.sharding, own)
+
+        seats = SeatState.empty(self._own_seats(), config.vocab_size)
+        return DeviceState(
+            kv=jax.tree.map(zeros, self.kv),
+            last_token=zeros(self.last_token),
+            seats=jax.tree.map(place, seats, self.seats),
+        )
+
+    def _own_seats(self) -> int:
+        """Seats of one engine."""
+        if self.last_token.sharding is None:
+            return self.last_token.shape[0]
+        return self.last_token.sharding.shard_shape(self.last_token.shape)[0]
 
 
 @dataclass(frozen=True)
@@ -147,9 +174,9 @@ class StateSizes:
         """The state as shapes, placed on the mesh; of all engines on it. config: of one device."""
         pages, page, rows, width = self.pool(config, kernels)
         pool = (pages, page, rows * config.shards, width)
-        small = jax.eval_shape(partial(empty_state, self.seats, config.vocab_size))
+        small = jax.eval_shape(partial(SeatState.empty, self.seats, config.vocab_size))
         return DeviceState(
-            kv=[shape_on(mesh, pool, self.kv_dtype, POOL)] * config.n_layers,
+            kv=[shape_on(mesh, pool, self.kv_dtype, _POOL)] * config.n_layers,
             last_token=shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
             seats=jax.tree.map(lambda x: shape_on(mesh, x.shape, x.dtype, WHOLE), small),
         )
@@ -170,38 +197,6 @@ def shape_on(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def allocate(shapes: DeviceState, config: ModelConfig) -> DeviceState:
-    """The state of seats nobody sits in, each array where its shape says."""
-
-    def zeros(shape: Shaped) -> Array:
-        return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
-
-    def place(column: Array, shape: jax.ShapeDtypeStruct) -> Array:
-        if shape.sharding is None:
-            return column
-        values = np.asarray(column)
-
-        def own(at: Any) -> np.ndarray:
-            return values[:, *at[1:]]  # the seats of every engine are alike
-
-        return jax.make_array_from_callback(shape.shape, shape.sharding, own)
-
-    seats = empty_state(_own_seats(shapes), config.vocab_size)
-    return DeviceState(
-        kv=jax.tree.map(zeros, shapes.kv),
-        last_token=zeros(shapes.last_token),
-        seats=jax.tree.map(place, seats, shapes.seats),
-    )
-
-
-def _own_seats(shapes: DeviceState) -> int:
-    """Seats of one engine."""
-    last_token = shapes.last_token
-    if last_token.sharding is None:
-        return last_token.shape[0]
-    return last_token.sharding.shard_shape(last_token.shape)[0]
-
-
 class StepOutput(NamedTuple):
     """What a step brings to the host, beside the state that it replaces."""
 
@@ -216,15 +211,6 @@ class StepOutput(NamedTuple):
     hidden: Hidden | None = None
 
 
-def broken_sequences(hidden: Hidden, cu_q: Array) -> Array:
-    """Sequences any of whose rows is not finite: cu_q int32 [S + 1] -> bool [S]. What a row would
-    become only behind the last attention, its token says, and nobody else reads.
-    """
-    bad = ~jnp.all(jnp.isfinite(hidden.states), axis=-1)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad.astype(jnp.int32))])
-    return before[cu_q[1:]] > before[cu_q[:-1]]
-
-
 def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
     """The upload's metadata as arrays of their own, which nothing in them would change: none is
     negative. engines: that share experts; 1: this one shares none.
@@ -234,7 +220,7 @@ def _meta_of(inputs: Any, engines: int) -> AttentionMeta:
     """
     row_counts = None
     if engines > 1:
-        row_counts = rows_of_all(inputs.counts[2:])
+        row_counts = DATA.rows_of_all(inputs.counts[2:])
     return AttentionMeta(
         kv_lens=jnp.maximum(inputs.kv_lens, 0),
         cu_q=jnp.maximum(inputs.cu_q, 0),
@@ -282,9 +268,9 @@ class Program:
     @property
     def vocabulary(self) -> Vocabulary:
         """Which columns of logits a device has."""
-        if self.mesh is None or self.mesh.shape[AXIS] == 1:
+        if self.mesh is None or self.mesh.shape[TENSOR.name] == 1:
             return Vocabulary()
-        return SplitVocabulary(self.mesh.shape[AXIS], self.engines)
+        return SplitVocabulary(self.mesh.shape[TENSOR.name], self.engines)
 
     @property
     def engines(self) -> int:
@@ -331,7 +317,7 @@ class Program:
         last_token = last_token.at[inputs.seats].set(tokens, mode="drop")
         if layout.bucket.decode_only:
             return kv, last_token, StepOutput(tokens)
-        broken = broken_sequences(hidden, inputs.cu_q)
+        broken = hidden.broken_sequences(inputs.cu_q)
         return kv, last_token, StepOutput(tokens, broken, hidden=self._left(hidden))
 
     def full(
@@ -352,32 +338,25 @@ class Program:
         logits_of, hidden, kv = self.forward(leaves, kv, last_token, inputs)
         rows = _sampling_rows(layout, inputs)
         logits = logits_of(inputs.logit_rows)
-        sampled, seats = self._sample(logits, rows, seats, None)
+        sampled, seats = self.sampler.sample(logits, rows, seats)
         last_token = last_token.at[inputs.seats].set(sampled.tokens, mode="drop")
         output = StepOutput(sampled)
         if layout.scores:
             block = score_rows_at_once(layout.bucket.tokens, logits.shape[-1])
             count = inputs.score_count[0]
             if self.engines > 1:
-                count = largest_of_all(count)  # all engines compute the same blocks
-            scores = score_prompt(
-                logits_of,
-                inputs.score_rows,
-                inputs.score_tokens,
-                count,
-                block,
-                self.logprobs,
-                self.vocabulary,
+                count = DATA.largest(count)  # all engines compute the same blocks
+            scores = self.sampler.score_prompt(
+                logits_of, inputs.score_rows, inputs.score_tokens, count, block
             )
-            broken = broken_sequences(hidden, inputs.cu_q)
+            broken = hidden.broken_sequences(inputs.cu_q)
             output = StepOutput(sampled, broken, scores, self._left(hidden))
         return kv, last_token, seats, output, logits
 
-    def _sample(
-        self, logits: Array, rows: SamplingRows, seats: SeatState, allowed: Array | None
-    ) -> tuple[Sampled, SeatState]:
-        cut = self.kernels.threshold
-        return sample(logits, rows, seats, cut, allowed, self.logprobs, self.vocabulary)
+    @property
+    def sampler(self) -> Sampler:
+        """Of its steps."""
+        return Sampler(self.kernels.threshold, self.logprobs, self.vocabulary)
 
     def _left(self, hidden: Hidden) -> Hidden | None:
         """The hidden states of a step as it leaves them for `pool`."""
@@ -430,7 +409,7 @@ class Program:
         positions, owners, params = MaskedHeads.of(heads)
         rows = SamplingRows(params, positions, owners)
         allowed = unpack_masks(masks, seats.counts.shape[1])
-        chosen, seats = self._sample(logits, rows, seats, allowed)
+        chosen, seats = self.sampler.sample(logits, rows, seats, allowed)
         # A row that is not finite may be so where the mask hides it.
         finite = jnp.isfinite(self.vocabulary.largest(logits)[:, 0])
         tokens = jnp.where(finite, chosen.tokens, -1)
@@ -446,11 +425,11 @@ class Program:
         if layout.plain:
             step = partial(self.plain, layout)
             args = leaves, state.kv, state.last_token, packed
-            results = POOL, WHOLE, WHOLE
+            results = _POOL, WHOLE, WHOLE
         else:
             step = partial(self.full, layout)
             args = leaves, state.kv, state.last_token, state.seats, packed
-            results = POOL, WHOLE, WHOLE, WHOLE, COLUMNS
+            results = _POOL, WHOLE, WHOLE, WHOLE, _COLUMNS
         if self.split:
             step = self._on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
@@ -458,13 +437,13 @@ class Program:
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile what one of the `lower` methods made, as the engine runs it here."""
         platform, halves = jax.default_backend(), self.kernels.sums_in_halves
-        return lowered.compile(compiler_options(platform, self.split, halves))
+        return lowered.compile(_compiler_options(platform, self.split, halves))
 
     def lower_choose(self, rows: int, state: DeviceState) -> jax.stages.Lowered:
         """`choose` for so many rows."""
         vocab = state.seats.counts.shape[1]
         args = (
-            shape_on(self.mesh, (rows, vocab), jnp.float32, COLUMNS),
+            shape_on(self.mesh, (rows, vocab), jnp.float32, _COLUMNS),
             state.last_token,
             state.seats,
             self._whole((rows, masked_head_words()), jnp.int32),
@@ -480,11 +459,11 @@ class Program:
         bring any of them.
         """
         vocab = state.seats.counts.shape[1]
-        logits = shape_on(self.mesh, (logit_rows, vocab), jnp.float32, COLUMNS)
+        logits = shape_on(self.mesh, (logit_rows, vocab), jnp.float32, _COLUMNS)
         args = logits, self._whole((rows,), jnp.int32)
         pick = partial(jnp.take, axis=0, mode="clip")
         if self.split:
-            pick = self._on_every_device(pick, args, COLUMNS)
+            pick = self._on_every_device(pick, args, _COLUMNS)
         return jax.jit(pick).lower(*args)
 
     def _whole(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
@@ -504,7 +483,7 @@ class Program:
         )
 
 
-def compiler_options(platform: str, split: bool, halves: bool) -> dict[str, str]:
+def _compiler_options(platform: str, split: bool, halves: bool) -> dict[str, str]:
     """What XLA is told when it compiles a step for this platform, split over devices or not.
 
     halves: `KernelSet.sums_in_halves`.

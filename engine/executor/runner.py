@@ -33,10 +33,9 @@ from jitney.engine.executor.program import (
     StateSizes,
     StepCall,
     StepOutput,
-    allocate,
     shape_on,
 )
-from jitney.engine.executor.sampling import Sampled, SeatState, seat_row
+from jitney.engine.executor.sampling import Sampled, SeatState
 from jitney.engine.executor.step_parts import StepParts
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import WHOLE, own_mesh
@@ -209,7 +208,7 @@ class Runner:
         self._compile_pools()
         samplers = None if self._parts is None else self._parts.samplers
         self.choices.compile(self.own_program, self.buckets, self.own_shapes, samplers)
-        self.state = allocate(self.shapes, self.config)
+        self.state = self.shapes.allocate(self.config)
         meet()
         self.warm_up()
         self.compile_seconds += time.perf_counter() - started
@@ -408,7 +407,8 @@ class Runner:
         """Give the seat of a boarding sequence its counts and biases, if it needs any."""
         params = seq.request.sampling
         if params.penalised or params.biased:
-            row = seat_row(params, seq.tokens, seq.n_prompt, self.config.vocab_size, self.end_ids)
+            vocab = self.config.vocab_size
+            row = SeatState.row(params, seq.tokens, seq.n_prompt, vocab, self.end_ids)
             self.board(seq.seat, row)
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
@@ -454,7 +454,7 @@ class Runner:
 
     def _start_over(self) -> None:
         """The state as it was at the start, and a step without a row."""
-        self.state = allocate(self.shapes, self.config)
+        self.state = self.shapes.allocate(self.config)
         self.builder = self._sizes.builder()
         self._run_empty(self.buckets.decode[0], True)
 

@@ -1,7 +1,7 @@
 """The sampler in parts, as a CPU runs it: programs for a number of logit rows, of which the host,
 who knows what the rows ask for, runs those that they need.
 
-In one program, as a GPU or TPU has it (`sampling.sample`), conditions skip what no row asks for,
+In one program, as a GPU or TPU has it (`sampling.Sampler`), conditions skip what no row asks for,
 and XLA compiles what more than one branch needs once for each.
 
 Axes: S logit rows, V vocabulary, M seats, W words of a row's parameters.
@@ -24,19 +24,13 @@ from jitney.engine.executor.inputs import BIASED, PENALISED, SAMPLING, SCORED, M
 from jitney.engine.executor.program import DeviceState, Program
 from jitney.engine.executor.sampling import (
     Sampled,
+    Sampler,
     SamplingRows,
     SeatState,
-    choose_tokens,
-    count_tokens,
-    greedy,
-    no_scores,
-    score_tokens,
-    shape_logits,
-    threshold,
     unpack_masks,
 )
+from jitney.engine.executor.vocabulary import Vocabulary
 from jitney.engine.scheduler.plan import mask_words
-from jitney.kernels.interface import Threshold
 
 
 class LogitRows(NamedTuple):
@@ -53,21 +47,21 @@ class LogitRows(NamedTuple):
 
 def _choose_likeliest(last_token: Array, rows: LogitRows) -> tuple[Array, Array]:
     """-> (last_token, tokens int32 [S])."""
-    tokens = greedy(rows.logits)
+    tokens = Vocabulary().greedy(rows.logits)
     return last_token.at[rows.seats].set(tokens, mode="drop"), tokens
 
 
 def _choose(
-    cut: Threshold, last_token: Array, rows: LogitRows, sampling: Array
+    sampler: Sampler, last_token: Array, rows: LogitRows, sampling: Array
 ) -> tuple[Array, Array]:
     """-> (last_token, tokens int32 [S])."""
-    tokens = choose_tokens(rows.logits, rows=rows.asking(sampling), cut=cut)
+    tokens = sampler.choose_tokens(rows.logits, rows.asking(sampling))
     return last_token.at[rows.seats].set(tokens, mode="drop"), tokens
 
 
 def _shape(rows: LogitRows, seats: SeatState, sampling: Array) -> Array:
     """Logits [S, V] after penalties and biases."""
-    return shape_logits(rows.logits, rows.asking(sampling), seats)
+    return Sampler().shape_logits(rows.logits, rows.asking(sampling), seats)
 
 
 def _mask(logits: Array, masks: Array) -> Array:
@@ -81,7 +75,7 @@ def _mask(logits: Array, masks: Array) -> Array:
 
 def _count(state: SeatState, seats: Array, parts: Array, tokens: Array) -> SeatState:
     """seats, parts, tokens: int32 [S]."""
-    return count_tokens(state, SamplingRows({"parts": parts}, seats, seats), tokens)
+    return state.count_tokens(SamplingRows({"parts": parts}, seats, seats), tokens)
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ class RowSampler:
         sampling: np.ndarray,
         unmasked: Array | None = None,
     ) -> tuple[Array, SeatState, Sampled]:
-        """One token for each row, and what the seats keep after it; see `sampling.sample`.
+        """One token for each row, and what the seats keep after it; see `sampling.Sampler`.
 
         sampling: int32 [S, W]. unmasked: logits that log-probabilities are of, if not the rows'.
         """
@@ -164,20 +158,19 @@ class SamplerParts:
     def _finish(self, rows: int) -> RowSampler:
         if rows not in self._samplers:
             programs = {name: made.result() for name, made in self._made[rows].items()}
-            nothing = no_scores(jnp.zeros(rows, jnp.int32), self._program.logprobs)
+            nothing = self._program.sampler.no_scores(jnp.zeros(rows, jnp.int32))
             self._samplers[rows] = RowSampler(no_scores=nothing, **programs)
         return self._samplers[rows]
 
     def _lower(self, rows: int) -> dict[str, jax.stages.Lowered]:
         """By the names that `RowSampler` has for them."""
-        state, width = self._state, self._program.logprobs
+        state, sampler = self._state, self._program.sampler
         vocab = state.seats.counts.shape[1]
         logits, tokens = _floats(rows, vocab), words(rows)
         given = LogitRows(logits, tokens, tokens)
         sampling = words(rows, SAMPLING.words)
         masks = words(rows, mask_words(vocab))
-        choose = partial(_choose, self._program.kernels.threshold or threshold)
-        score = partial(score_tokens, width=width)
+        choose = partial(_choose, sampler)
 
         def replacing(part: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
             """Of a part whose first argument becomes its first result."""
@@ -187,7 +180,7 @@ class SamplerParts:
             "likeliest": replacing(_choose_likeliest, state.last_token, given),
             "choose": replacing(choose, state.last_token, given, sampling),
             "shape": jax.jit(_shape).lower(given, state.seats, sampling),
-            "score": jax.jit(score).lower(logits, tokens),
+            "score": jax.jit(sampler.score_tokens).lower(logits, tokens),
             "mask": jax.jit(_mask).lower(logits, masks),
             "count": replacing(_count, state.seats, tokens, tokens, tokens),
         }

@@ -10,6 +10,7 @@ alternatives of each token (`width`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from jax import Array, random
 from jax.lax import bitcast_convert_type
 
 from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
+from jitney.engine.executor.vocabulary import Vocabulary
 from jitney.engine.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 from jitney.kernels.interface import Threshold
 
@@ -32,8 +34,6 @@ _CANDIDATES = 256
 _SCORE_BYTES = 64 << 20
 #: Most blocks of them in a step, each a branch of its program.
 _MOST_BLOCKS = 16
-#: Lanes of the two-level inverse transform: sums of 128 tokens, then the tokens of one sum.
-LANES = 128
 
 
 class SeatState(NamedTuple):
@@ -45,6 +45,48 @@ class SeatState(NamedTuple):
     bias_values: Array  # float32 [M, B]
     bias_until: Array  # int32 [M, B]: added while the sampled token's position is below this
 
+    @classmethod
+    def empty(cls, seats: int, vocab: int) -> SeatState:
+        """The state of seats nobody sits in."""
+        return cls(
+            counts=jnp.zeros((seats, vocab), jnp.int32),
+            bias_ids=jnp.full((seats, MAX_BIAS), vocab, jnp.int32),
+            bias_values=jnp.zeros((seats, MAX_BIAS), jnp.float32),
+            bias_until=jnp.zeros((seats, MAX_BIAS), jnp.int32),
+        )
+
+    @staticmethod
+    def row(
+        params: SamplingParams,
+        tokens: list[int],
+        n_prompt: int,
+        vocab: int,
+        end_ids: tuple[int, ...],
+    ) -> tuple[np.ndarray, ...]:
+        """One seat's row for a sequence that boards, in the order of the fields (numpy).
+
+        tokens: all known ids, the first n_prompt of them the prompt: after a preemption the output
+        counts are rebuilt from what was already streamed. end_ids are banned until min_tokens
+        outputs exist.
+        """
+        prompt = np.asarray(tokens[:n_prompt], np.int64)
+        output = np.asarray(tokens[n_prompt:], np.int64)
+        counts = np.bincount(output, minlength=vocab).astype(np.int32)
+        counts[prompt] |= _IN_PROMPT
+        return counts, *_bias_row(params, n_prompt, vocab, end_ids)
+
+    def count_tokens(self, rows: SamplingRows, tokens: Array) -> SeatState:
+        """The state after these tokens, int32 [S], of which only penalised rows' are counted."""
+        counted = rows.need(PENALISED) & (tokens >= 0)
+        seats = jnp.where(counted, rows.seats, self.counts.shape[0])  # M: dropped
+        counts = jax.lax.cond(
+            jnp.any(counted),
+            lambda c: c.at[seats, jnp.maximum(tokens, 0)].add(1, mode="drop"),
+            lambda c: c,
+            self.counts,
+        )
+        return self._replace(counts=counts)
+
 
 class Sampled(NamedTuple):
     """Result of one step, per logit row. token -1: the row's logits are not finite."""
@@ -53,32 +95,6 @@ class Sampled(NamedTuple):
     logprobs: Array  # float32 [S] of `tokens` under the model's own distribution
     top_ids: Array  # int32 [S, K]
     top_logprobs: Array  # float32 [S, K]
-
-
-def empty_state(seats: int, vocab: int) -> SeatState:
-    """The state of seats nobody sits in."""
-    return SeatState(
-        counts=jnp.zeros((seats, vocab), jnp.int32),
-        bias_ids=jnp.full((seats, MAX_BIAS), vocab, jnp.int32),
-        bias_values=jnp.zeros((seats, MAX_BIAS), jnp.float32),
-        bias_until=jnp.zeros((seats, MAX_BIAS), jnp.int32),
-    )
-
-
-def seat_row(
-    params: SamplingParams, tokens: list[int], n_prompt: int, vocab: int, end_ids: tuple[int, ...]
-) -> tuple[np.ndarray, ...]:
-    """One seat's row of SeatState for a sequence that boards, in SeatState's order (numpy).
-
-    tokens: all known ids, the first n_prompt of them the prompt: after a preemption the output
-    counts are rebuilt from what was already streamed. end_ids are banned until min_tokens outputs
-    exist.
-    """
-    prompt = np.asarray(tokens[:n_prompt], np.int64)
-    output = np.asarray(tokens[n_prompt:], np.int64)
-    counts = np.bincount(output, minlength=vocab).astype(np.int32)
-    counts[prompt] |= _IN_PROMPT
-    return counts, *_bias_row(params, n_prompt, vocab, end_ids)
 
 
 def _bias_row(
@@ -104,75 +120,6 @@ def _biases(
             yield token, -np.inf, n_prompt + params.min_tokens
 
 
-def greedy(logits: Array) -> Array:
-    """First argmax of float32 [S, V] -> int32 [S]; -1 where the row's maximum is not finite.
-
-    Two maxima, the second over float32 ranks (exact below 2**24): XLA:CPU runs argmax's two-valued
-    reduction one element at a time, 3 times slower at [32, 49152].
-    """
-    vocab = logits.shape[-1]
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    rank = jnp.arange(vocab, 0, -1, dtype=jnp.float32)
-    first = vocab - jnp.max(jnp.where(logits == top, rank, 0.0), axis=-1).astype(jnp.int32)
-    return jnp.where(jnp.isfinite(top[:, 0]), first, -1)
-
-
-class Vocabulary:
-    """What the sampler asks of all columns of arrays [S, V]: this device has them all.
-
-    `split_sampling.SplitVocabulary` answers the same where several devices share the columns.
-    """
-
-    def anybody(self, rows: Array) -> Array:
-        """Whether any of rows bool [S] needs a part of the sampler, which is left out else."""
-        return jnp.any(rows)
-
-    def columns(self, x: Array) -> Array:
-        """This device's columns of [R, V] that it has whole."""
-        return x
-
-    def places(self, ids: Array, columns: int) -> Array:
-        """This device's column of each token id; `columns`, that it has, or more: none of its."""
-        return ids
-
-    def greedy(self, logits: Array) -> Array:
-        """See `greedy`."""
-        return greedy(logits)
-
-    def largest(self, x: Array) -> Array:
-        """[S, V] -> [S, 1]."""
-        return jnp.max(x, axis=-1, keepdims=True)
-
-    def threshold(self, scaled: Array, top_k: Array, top_p: Array, cut: Threshold) -> Array:
-        """See `jitney.kernels.interface.Threshold`; cut: the one for whole rows."""
-        return cut(scaled, top_k, top_p)
-
-    def invert(self, weights: Array, u: Array) -> Array:
-        """Inverse transform sampling: the token where the running sum of weights [S, V] passes
-        u * total -> int32 [S]."""
-        lanes = in_lanes(weights, 0)
-
-        def lane(block: Array) -> Array:
-            return jnp.take_along_axis(lanes, block[:, None, None], axis=1)[:, 0]
-
-        return pick_token(jnp.sum(lanes, axis=-1), lane, u)
-
-    def log_total(self, logits: Array) -> Array:
-        """Logarithm of the sum of exponentials, [S]."""
-        return jax.nn.logsumexp(logits, axis=-1)
-
-    def top(self, logits: Array, k: int) -> tuple[Array, Array]:
-        """See `top`; at most k columns, where there are fewer."""
-        return top(logits, min(k, logits.shape[-1]))
-
-    def entry(self, logits: Array, tokens: Array) -> Array:
-        """The logit of each row's token, [S]."""
-        return jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-
-
-_WHOLE = Vocabulary()
-
-
 class SamplingRows(NamedTuple):
     """The logit rows of a step, as the sampler sees them."""
 
@@ -189,94 +136,10 @@ class SamplingRows(NamedTuple):
         return (self.params["parts"] & part) > 0
 
 
-def sample(
-    logits: Array,
-    rows: SamplingRows,
-    state: SeatState,
-    cut: Threshold | None = None,
-    allowed: Array | None = None,
-    width: int = MAX_LOGPROBS,
-    vocabulary: Vocabulary = _WHOLE,
-) -> tuple[Sampled, SeatState]:
-    """One token for each row of float32 logits [S, V]. cut: the kernel set's own `threshold`, where
-    it has one. allowed: bool [S, V], the tokens that each row may choose; None: all. vocabulary:
-    which of all columns the logits hold; state and allowed hold all.
-    """
-    if allowed is not None:
-        allowed = vocabulary.columns(allowed)
-    choose = partial(
-        choose_tokens, rows=rows, cut=cut or threshold, allowed=allowed, vocabulary=vocabulary
-    )
-    # The choice stands in both branches: were it behind them, a branch that changes nothing would
-    # still copy all logits, since the model's own are read again afterwards.
-    tokens = jax.lax.cond(
-        vocabulary.anybody(rows.need(PENALISED | BIASED)),
-        lambda: choose(shape_logits(logits, rows, state, vocabulary)),
-        lambda: choose(logits),
-    )
-    scores = jax.lax.cond(
-        vocabulary.anybody(rows.need(SCORED)),
-        lambda: score_tokens(logits, tokens, width, vocabulary),
-        lambda: no_scores(tokens, width),
-    )
-    return Sampled(tokens, *scores), count_tokens(state, rows, tokens)
-
-
-def choose_tokens(
-    logits: Array,
-    *,
-    rows: SamplingRows,
-    cut: Threshold,
-    allowed: Array | None = None,
-    vocabulary: Vocabulary = _WHOLE,
-) -> Array:
-    """One token for each row of [S, V], shaped as they are to be -> int32 [S]. allowed: as logits,
-    bool.
-    """
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
-    chosen = vocabulary.greedy(logits)
-    by_chance = (rows.params["temperature"] > 0) & (chosen >= 0)
-    return jax.lax.cond(
-        vocabulary.anybody(by_chance),
-        lambda: jnp.where(by_chance, _draw(logits, rows, cut, vocabulary), chosen),
-        lambda: chosen,
-    )
-
-
 def unpack_masks(masks: Array, vocab: int) -> Array:
     """Masks of one bit a token, int32 [S, ceil(V / 32)], low bits first -> bool [S, V]."""
     bits = (masks[:, :, None] >> jnp.arange(32)) & 1
     return bits.reshape(masks.shape[0], -1)[:, :vocab] > 0
-
-
-def shape_logits(
-    logits: Array, rows: SamplingRows, state: SeatState, vocabulary: Vocabulary = _WHOLE
-) -> Array:
-    """Logits [S, V] after penalties and biases, for the rows that have any."""
-    logits = jax.lax.cond(
-        jnp.any(rows.need(PENALISED)),
-        lambda: _penalise(logits, rows, vocabulary.columns(state.counts)),
-        lambda: logits,
-    )
-    return jax.lax.cond(
-        jnp.any(rows.need(BIASED)),
-        lambda: _add_bias(logits, rows, state, vocabulary),
-        lambda: logits,
-    )
-
-
-def count_tokens(state: SeatState, rows: SamplingRows, tokens: Array) -> SeatState:
-    """The state after these tokens, int32 [S], of which only penalised rows' are counted."""
-    counted = rows.need(PENALISED) & (tokens >= 0)
-    seats = jnp.where(counted, rows.seats, state.counts.shape[0])  # M: dropped
-    counts = jax.lax.cond(
-        jnp.any(counted),
-        lambda c: c.at[seats, jnp.maximum(tokens, 0)].add(1, mode="drop"),
-        lambda c: c,
-        state.counts,
-    )
-    return state._replace(counts=counts)
 
 
 def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
@@ -294,18 +157,7 @@ def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
     )
 
 
-def _add_bias(logits: Array, rows: SamplingRows, state: SeatState, vocabulary: Vocabulary) -> Array:
-    """Add each seat's entries that are still in force at the position the sampled token will
-    have.
-    """
-    live = rows.need(BIASED)[:, None] & (rows.position[:, None] + 1 < state.bias_until[rows.seats])
-    values = jnp.where(live, state.bias_values[rows.seats], 0.0)
-    at = jnp.arange(logits.shape[0])[:, None]
-    places = vocabulary.places(state.bias_ids[rows.seats], logits.shape[-1])
-    return logits.at[at, places].add(values, mode="drop")
-
-
-def uniform(rows: SamplingRows) -> Array:
+def _uniform(rows: SamplingRows) -> Array:
     """One number in [0, 1) per row from seed and position alone: Threefry keyed by the seed, folded
     with position.
     """
@@ -316,33 +168,6 @@ def uniform(rows: SamplingRows) -> Array:
         return random.uniform(random.fold_in(key, position))
 
     return jax.vmap(one)(rows.params["seed"], rows.position)
-
-
-def _draw(logits: Array, rows: SamplingRows, cut: Threshold, vocabulary: Vocabulary) -> Array:
-    """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p ->
-    int32 [S].
-
-    Tokens that tie with the last one kept are kept too.
-    """
-    # The best is 0 wherever this is computed again. Were it divided first, the compiler could make
-    # one rounding of the two here, and two there.
-    scaled = logits - vocabulary.largest(logits)
-    scaled /= jnp.maximum(rows.params["temperature"], 1e-5)[:, None]
-    floor = _floor(scaled, rows, cut, vocabulary)
-    weights = jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0)
-    return vocabulary.invert(weights, uniform(rows))
-
-
-def _floor(scaled: Array, rows: SamplingRows, cut: Threshold, vocabulary: Vocabulary) -> Array:
-    """The smallest kept logit per row [S], -inf where all are kept."""
-    limited = (rows.params["top_k"] > 0) | (rows.params["top_p"] < 1.0)
-    floor = jax.lax.cond(
-        vocabulary.anybody(limited),
-        lambda: vocabulary.threshold(scaled, rows.params["top_k"], rows.params["top_p"], cut),
-        lambda: jnp.full_like(rows.params["top_p"], -jnp.inf),
-    )
-    least = jnp.where(rows.params["min_p"] > 0, jnp.log(rows.params["min_p"]), -jnp.inf)
-    return jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
 
 
 def threshold(scaled: Array, top_k: Array, top_p: Array) -> Array:
@@ -405,53 +230,8 @@ def _bisect(holds, rows: int) -> Array:
     return -bitcast_convert_type(high, jnp.float32)
 
 
-def pick_token(sums: Array, lane_of: Callable[[Array], Array], u: Array) -> Array:
-    """The token where the running sum of weights passes u * total -> int32 [S].
-
-    sums: of each lane's weights, [S, lanes]; lane_of: from numbers of lanes, int32 [S], to their
-    weights, [S, LANES].
-    """
-    block, rest = _pick(sums, u * jnp.sum(sums, axis=-1))
-    lane, _ = _pick(lane_of(block), rest)
-    return (block * LANES + lane).astype(jnp.int32)
-
-
-def in_lanes(values: Array, filling: float) -> Array:
-    """[S, V] -> [S, ceil(V / LANES), LANES]."""
-    rows, vocab = values.shape
-    padded = jnp.pad(values, ((0, 0), (0, -vocab % LANES)), constant_values=filling)
-    return padded.reshape(rows, -1, LANES)
-
-
-def _pick(weights: Array, target: Array) -> tuple[Array, Array]:
-    """First index whose running sum exceeds target [S], never one of weight 0; and what of target
-    it leaves.
-    """
-    running = jnp.cumsum(weights, axis=-1)
-    positive = weights > 0
-    last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
-    passed = (running > target[:, None]) & positive
-    index = jnp.where(jnp.any(passed, axis=-1), jnp.argmax(passed, axis=-1), last)
-    before = jnp.take_along_axis(running - weights, index[:, None], axis=-1)[:, 0]
-    return index, target - before
-
-
 #: Log-probabilities [S], then ids and log-probabilities of the best, both [S, K].
 type _Columns = tuple[Array, Array, Array]
-
-
-def score_tokens(
-    logits: Array, tokens: Array, width: int, vocabulary: Vocabulary = _WHOLE
-) -> _Columns:
-    """Log-probabilities of tokens [S] and of the `width` best under the model's own
-    distribution.
-    """
-    total = vocabulary.log_total(logits)
-    best, ids = vocabulary.top(logits, width)
-    own = vocabulary.entry(logits, jnp.maximum(tokens, 0))
-    room = ((0, 0), (0, width - best.shape[-1]))
-    own = jnp.where(jnp.isfinite(total), own - total, jnp.nan)
-    return own, jnp.pad(ids, room), jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
 
 
 class RowScores(NamedTuple):
@@ -476,61 +256,157 @@ def score_rows_at_once(rows: int, vocab: int) -> int:
     return min(rows, block)
 
 
-def score_prompt(
-    logits_of: Callable[[Array], Array],
-    rows: Array,
-    tokens: Array,
-    count: Array,
-    block: int,
-    width: int = MAX_LOGPROBS,
-    vocabulary: Vocabulary = _WHOLE,
-) -> RowScores:
-    """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
-
-    logits_of: row numbers int32 [block] -> their logits, float32 [block, V]. They are computed a
-    block at a time, so that a step without scored rows computes none, and the logits of a whole
-    prompt never exist at once.
-    """
-    size = rows.shape[0]
-    spare = -size % block
-    rows, tokens = jnp.pad(rows, (0, spare)), jnp.pad(tokens, (0, spare))
-
-    def scored(first: int) -> RowScores:
-        end = first + block
-        logits = logits_of(rows[first:end])
-        return RowScores(*score_tokens(logits, tokens[first:end], width, vocabulary))
-
-    def nothing() -> RowScores:
-        return RowScores(*no_scores(tokens[:block], width))
-
-    # Branches and no loop: a GPU's driver runs a branch inside a CUDA graph, and the host would
-    # wait for a loop whose end the device decides. Out of a loop XLA also takes what does not
-    # change, a copy of the output head among it: 90 ms of a step whose loop would not run once. It
-    # takes nothing out of a branch.
-    blocks = [
-        jax.lax.cond(first < count, partial(scored, first), nothing)
-        for first in range(0, size, block)
-    ]
-    return RowScores(*(jnp.concatenate(parts)[:size] for parts in zip(*blocks, strict=True)))
+_WHOLE = Vocabulary()
 
 
-def top(logits: Array, k: int) -> tuple[Array, Array]:
-    """`jax.lax.top_k` of [S, V] -> (values [S, k], ids int32 [S, k]), ties by id: of the k blocks
-    with the best maxima.
+@dataclass(frozen=True)
+class Sampler:
+    """Chooses a token for each row of float32 logits [S, V], and scores tokens."""
 
-    The k best lie in those blocks, since every block left out has k entries before its own best. A
-    GPU sorts whole rows for more than 16; here it sorts V / 128 maxima and 128 k entries.
-    """
-    padded = in_lanes(logits, -jnp.inf)
-    if padded.shape[1] <= k:
-        return jax.lax.top_k(logits, k)
-    blocks = jnp.sort(jax.lax.top_k(jnp.max(padded, axis=-1), k)[1], axis=-1)
-    candidates = jnp.take_along_axis(padded, blocks[:, :, None], axis=1)
-    best, at = jax.lax.top_k(candidates.reshape(logits.shape[0], -1), k)
-    return best, jnp.take_along_axis(blocks, at // LANES, axis=-1) * LANES + at % LANES
+    #: The kernel set's own `threshold`; None: the one here.
+    cut: Threshold | None = None
+    #: K: the alternatives of each token that are scored.
+    width: int = MAX_LOGPROBS
+    #: Which of all columns the logits hold; what seats keep, and masks, hold all.
+    vocabulary: Vocabulary = _WHOLE
 
+    def sample(
+        self, logits: Array, rows: SamplingRows, state: SeatState, allowed: Array | None = None
+    ) -> tuple[Sampled, SeatState]:
+        """One token for each row. allowed: bool [S, V], the tokens that each row may choose; None:
+        all.
+        """
+        if allowed is not None:
+            allowed = self.vocabulary.columns(allowed)
+        choose = partial(self.choose_tokens, rows=rows, allowed=allowed)
+        # The choice stands in both branches: were it behind them, a branch that changes nothing
+        # would still copy all logits, since the model's own are read again afterwards.
+        tokens = jax.lax.cond(
+            self.vocabulary.anybody(rows.need(PENALISED | BIASED)),
+            lambda: choose(self.shape_logits(logits, rows, state)),
+            lambda: choose(logits),
+        )
+        scores = jax.lax.cond(
+            self.vocabulary.anybody(rows.need(SCORED)),
+            lambda: self.score_tokens(logits, tokens),
+            lambda: self.no_scores(tokens),
+        )
+        return Sampled(tokens, *scores), state.count_tokens(rows, tokens)
 
-def no_scores(tokens: Array, width: int) -> _Columns:
-    """Zeros, for tokens [S] whose log-probabilities nobody asked for."""
-    shape = (*tokens.shape, width)
-    return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+    def choose_tokens(
+        self, logits: Array, rows: SamplingRows, allowed: Array | None = None
+    ) -> Array:
+        """One token for each row of [S, V], shaped as they are to be -> int32 [S]. allowed: as
+        logits, bool.
+        """
+        if allowed is not None:
+            logits = jnp.where(allowed, logits, -jnp.inf)
+        chosen = self.vocabulary.greedy(logits)
+        by_chance = (rows.params["temperature"] > 0) & (chosen >= 0)
+        return jax.lax.cond(
+            self.vocabulary.anybody(by_chance),
+            lambda: jnp.where(by_chance, self._draw(logits, rows), chosen),
+            lambda: chosen,
+        )
+
+    def shape_logits(self, logits: Array, rows: SamplingRows, state: SeatState) -> Array:
+        """Logits [S, V] after penalties and biases, for the rows that have any."""
+        logits = jax.lax.cond(
+            jnp.any(rows.need(PENALISED)),
+            lambda: _penalise(logits, rows, self.vocabulary.columns(state.counts)),
+            lambda: logits,
+        )
+        return jax.lax.cond(
+            jnp.any(rows.need(BIASED)),
+            lambda: self._add_bias(logits, rows, state),
+            lambda: logits,
+        )
+
+    def _add_bias(self, logits: Array, rows: SamplingRows, state: SeatState) -> Array:
+        """Add each seat's entries that are still in force at the position the sampled token will
+        have.
+        """
+        live = rows.need(BIASED)[:, None]
+        live &= rows.position[:, None] + 1 < state.bias_until[rows.seats]
+        values = jnp.where(live, state.bias_values[rows.seats], 0.0)
+        at = jnp.arange(logits.shape[0])[:, None]
+        places = self.vocabulary.places(state.bias_ids[rows.seats], logits.shape[-1])
+        return logits.at[at, places].add(values, mode="drop")
+
+    def _draw(self, logits: Array, rows: SamplingRows) -> Array:
+        """Sample each row of [S, V] after temperature, top-k, top-p (of what top-k left) and min-p
+        -> int32 [S].
+
+        Tokens that tie with the last one kept are kept too.
+        """
+        # The best is 0 wherever this is computed again. Were it divided first, the compiler could
+        # make one rounding of the two here, and two there.
+        scaled = logits - self.vocabulary.largest(logits)
+        scaled /= jnp.maximum(rows.params["temperature"], 1e-5)[:, None]
+        floor = self._floor(scaled, rows)
+        weights = jnp.where(scaled >= floor[:, None], jnp.exp(scaled), 0.0)
+        return self.vocabulary.invert(weights, _uniform(rows))
+
+    def _floor(self, scaled: Array, rows: SamplingRows) -> Array:
+        """The smallest kept logit per row [S], -inf where all are kept."""
+        top_k, top_p = rows.params["top_k"], rows.params["top_p"]
+        limited = (top_k > 0) | (top_p < 1.0)
+        floor = jax.lax.cond(
+            self.vocabulary.anybody(limited),
+            lambda: self.vocabulary.threshold(scaled, top_k, top_p, self.cut or threshold),
+            lambda: jnp.full_like(top_p, -jnp.inf),
+        )
+        least = jnp.where(rows.params["min_p"] > 0, jnp.log(rows.params["min_p"]), -jnp.inf)
+        return jnp.maximum(jnp.where(limited, floor, -jnp.inf), least)
+
+    def score_tokens(self, logits: Array, tokens: Array) -> _Columns:
+        """Log-probabilities of tokens [S] and of the `width` best under the model's own
+        distribution.
+        """
+        total = self.vocabulary.log_total(logits)
+        best, ids = self.vocabulary.top(logits, self.width)
+        own = self.vocabulary.entry(logits, jnp.maximum(tokens, 0))
+        room = ((0, 0), (0, self.width - best.shape[-1]))
+        own = jnp.where(jnp.isfinite(total), own - total, jnp.nan)
+        ids = jnp.pad(ids, room)
+        return own, ids, jnp.pad(best - total[:, None], room, constant_values=-jnp.inf)
+
+    def no_scores(self, tokens: Array) -> _Columns:
+        """Zeros, for tokens [S] whose log-probabilities nobody asked for."""
+        shape = (*tokens.shape, self.width)
+        return jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+
+    def score_prompt(
+        self,
+        logits_of: Callable[[Array], Array],
+        rows: Array,
+        tokens: Array,
+        count: Array,
+        block: int,
+    ) -> RowScores:
+        """Score the first `count` of rows int32 [T], each against its entry of tokens int32 [T].
+
+        logits_of: row numbers int32 [block] -> their logits, float32 [block, V]. They are computed
+        a block at a time, so that a step without scored rows computes none, and the logits of a
+        whole prompt never exist at once.
+        """
+        size = rows.shape[0]
+        spare = -size % block
+        rows, tokens = jnp.pad(rows, (0, spare)), jnp.pad(tokens, (0, spare))
+
+        def scored(first: int) -> RowScores:
+            end = first + block
+            return RowScores(*self.score_tokens(logits_of(rows[first:end]), tokens[first:end]))
+
+        def nothing() -> RowScores:
+            return RowScores(*self.no_scores(tokens[:block]))
+
+        # Branches and no loop: a GPU's driver runs a branch inside a CUDA graph, and the host would
+        # wait for a loop whose end the device decides. Out of a loop XLA also takes what does not
+        # change, a copy of the output head among it: 90 ms of a step whose loop would not run once.
+        # It takes nothing out of a branch.
+        blocks = [
+            jax.lax.cond(first < count, partial(scored, first), nothing)
+            for first in range(0, size, block)
+        ]
+        return RowScores(*(jnp.concatenate(parts)[:size] for parts in zip(*blocks, strict=True)))

@@ -32,13 +32,11 @@ from jitney.engine.executor.program import (
     Shaped,
     StepCall,
     StepOutput,
-    broken_sequences,
 )
 from jitney.engine.executor.sampler_parts import LogitRows, RowSampler, SamplerParts, words
 from jitney.engine.executor.sampling import (
     RowScores,
     SeatState,
-    score_prompt,
     score_rows_at_once,
 )
 from jitney.engine.models.hidden import Hidden
@@ -179,7 +177,7 @@ def _run_model(
         _padded(positions, absent),
         jnp.pad(inputs.seats, (0, absent), constant_values=seats),
     )
-    return kv, _ModelOutput(rows, hidden, broken_sequences(hidden, inputs.cu_q))
+    return kv, _ModelOutput(rows, hidden, hidden.broken_sequences(inputs.cu_q))
 
 
 def _padded(rows: Array, absent: int) -> Array:
@@ -204,13 +202,12 @@ def _score(
 ) -> RowScores:
     """Of the scored prompt rows; layout: of the step with a sampler."""
     inputs, model = layout.split(packed), program.model(leaves)
-    return score_prompt(
+    return program.sampler.score_prompt(
         lambda rows: model.logits(hidden[rows], program.kernels),
         inputs.score_rows,
         inputs.score_tokens,
         inputs.score_count[0],
         score_rows_at_once(layout.bucket.tokens, vocab),
-        program.logprobs,
     )
 
 

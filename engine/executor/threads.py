@@ -70,7 +70,7 @@ def processors_here(wanted: int) -> _Processors:
     """What `use_processors` would choose of those that this process may run on now; where the
     system tells nothing, all that there are. Raises ConfigError.
     """
-    return choose_processors(own_processors(), wanted)
+    return _choose_processors(own_processors(), wanted)
 
 
 def own_processors() -> Sequence[int]:
@@ -80,7 +80,7 @@ def own_processors() -> Sequence[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> _Processors:
+def _choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> _Processors:
     """Of the processors that the process may run on: one of each core, as many as the quota holds;
     or as many as are wanted. ConfigError for more than are allowed.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from jitney.engine.config.layers import load_layers, settings
+from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.fleet.config import FleetConfig, checked_settings
 from jitney.engine.fleet.sections import ReplicasSection
@@ -61,7 +61,7 @@ def engine_arguments(
 def _says_who_sizes(config: FleetConfig, section: ReplicasSection) -> bool:
     """Whether it is given that engines of this model measure, or that they do not."""
     file = config.path(section.config) if section.config else None
-    given = load_layers(file, flags=checked_settings(section)).origins
+    given = Layered.load(file, flags=checked_settings(section)).origins
     return _MEASURED in given or settings()[_MEASURED].env in os.environ
 
 

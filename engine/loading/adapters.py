@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
-from jitney.engine.checkpoints.adapter import Adapter, read_adapter
+from jitney.engine.checkpoints.adapter import Adapter
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Path, Piece, Target
 from jitney.engine.errors import ModelError
 from jitney.engine.loading.load import linear_at
 from jitney.engine.models.adapters import Adapters
-from jitney.engine.models.layers import DType
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.registry import model_class
 from jitney.engine.models.sharding import Shares
@@ -34,7 +34,7 @@ def load_adapters(
     model: Model,
     config: ModelConfig,
     folders: Mapping[str, str],
-    dtype: DType,
+    dtype: DTypeLike,
     mesh: Mesh | None = None,
 ) -> None:
     """Have the model changed by the adapters in these folders, by name; the first is number 1.
@@ -43,7 +43,7 @@ def load_adapters(
     split over, if it is. Raises ModelError, naming the adapter, for one that is not sound or does
     not fit.
     """
-    adapters = [read_adapter(name, folder) for name, folder in folders.items()]
+    adapters = [Adapter.read(name, folder) for name, folder in folders.items()]
     shares = None if mesh is None else Shares(config, mesh)
     weights = model_class(config.architecture).weight_map(config, "hf")
     matrices = [target for target in weights.targets if _can_change(target, config)]
@@ -107,7 +107,7 @@ def _columns_of(
 def _side_by_side(
     path: Path,
     columns: Sequence[tuple[int, np.ndarray, np.ndarray]],
-    dtype: DType,
+    dtype: DTypeLike,
     shares: Shares | None,
 ) -> Adapters:
     """path: of the `Adapters` in the model."""

@@ -11,7 +11,7 @@ import numpy as np
 from jitney.engine.checkpoints.files import read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.names import WeightMap
-from jitney.engine.checkpoints.quantization_config import read_packing
+from jitney.engine.checkpoints.quantization_config import Packing
 from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import repack
@@ -75,7 +75,7 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     if source.kind == "gguf":
         return _BlockGGUF(source.path)
     config = read_json(Path(source.path), "config.json")
-    packing = read_packing(config.get("quantization_config"))
+    packing = Packing.read(config.get("quantization_config"))
     if packing is None:
         return _PlainFolder(source.path)
     return QuantisedFolder(source.path, packing, weights.pieces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from jitney.engine.checkpoints.gguf import GGUFFile
-from jitney.engine.checkpoints.safetensors import DTYPES
+from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.models.layers import Linear
 from jitney.engine.models.protocol import Model
@@ -40,7 +40,7 @@ def _stored_blocks(source: ModelSource | None) -> str:
     if source is None or source.kind != "gguf":
         return ""
     name = _commonest_kind(GGUFFile(source.path))
-    return "" if name in DTYPES else name
+    return "" if name in SafetensorsFolder.types else name
 
 
 def _commonest_kind(file: GGUFFile) -> str:

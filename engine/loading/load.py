@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.fetch import Progress, no_progress
 from jitney.engine.checkpoints.gguf import half_split
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.names import Path, Piece, Target, WeightMap, check
+from jitney.engine.checkpoints.names import Path, Piece, Target, WeightMap
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError
 from jitney.engine.loading import repack
@@ -27,17 +28,17 @@ from jitney.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.slices import Reordered, Sliceable, Stacked
 from jitney.engine.loading.stored_matrix import LayOut, StoredMatrix
-from jitney.engine.models.layers import DType, Linear
+from jitney.engine.models.layers import Linear
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, greatest, group_size, quantise
 from jitney.engine.models.registry import abstract_model, model_class, random_model
 from jitney.engine.models.sharding import (
     BY_INPUTS,
+    TENSOR,
     Shares,
-    device_number,
-    largest_of_group,
     whole_shape,
 )
+from jitney.kernels.interface import KernelSet
 
 _log = logging.getLogger("jitney.core")
 
@@ -53,11 +54,28 @@ class WeightStorage:
     #: Schemes in which a matrix of the checkpoint is taken as it is, number for number.
     as_stored: frozenset[str] = frozenset()
 
+    @classmethod
+    def choose(cls, weights: str, platform: str, kernels: KernelSet) -> WeightStorage:
+        """How matrices are packed under `weights`, one of the configuration's words.
+
+        auto leaves quantised matrices of a checkpoint as they are where the device's products do:
+        XLA widens 8 bits within the product on GPUs and TPUs, 4 bits need a kernel. A CPU would
+        write them out as floats in every step, so there they become floats once.
+        """
+        if weights != "auto":
+            return cls(weights, frozenset({weights} - {"plain"}))
+        if platform == "cpu":
+            return cls()
+        schemes = {"int8", "fp8"}
+        if kernels.multiplies_int4:
+            schemes.add("int4")
+        return cls("plain", frozenset(schemes))
+
 
 def load_model(
     source: ModelSource,
     config: ModelConfig,
-    dtype: DType = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     progress: Progress = no_progress,
     *,
     storage: WeightStorage = WeightStorage(),
@@ -77,7 +95,7 @@ def load_model(
         return _assemble(own, dtype, _random_arrays(config, dtype, storage, shares))
     weights = model_class(config.architecture).weight_map(config, source.kind)
     checkpoint = open_checkpoint(source, weights)
-    check(weights, checkpoint.shapes)
+    weights.check(checkpoint.shapes)
     loader = _Loader(checkpoint, storage, shares)
     dtypes = _declared_dtypes(own, dtype)
     arrays: _Arrays = {}
@@ -93,7 +111,7 @@ def load_model(
 
 
 def load_shapes(
-    source: ModelSource, whole: ModelConfig, shards: int, dtype: DType, storage: WeightStorage
+    source: ModelSource, whole: ModelConfig, shards: int, dtype: DTypeLike, storage: WeightStorage
 ) -> Model:
     """What `load_model` would make of a model over so many devices, with shapes in place of arrays.
 
@@ -117,7 +135,7 @@ def load_shapes(
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def _store_alike(model: Model, weights: WeightMap, loader: _Loader, dtype: DType) -> None:
+def _store_alike(model: Model, weights: WeightMap, loader: _Loader, dtype: DTypeLike) -> None:
     """Give the matrices of an abstract model the schemes that their checkpoint has."""
     plain = abstract_model(model.config, dtype=dtype)
     found: dict[Path, tuple[str, int] | None] = {}
@@ -145,7 +163,7 @@ class _Loader:
     #: None: all on the default device.
     shares: Shares | None
 
-    def arrays(self, target: Target, dtype: DType) -> _Arrays:
+    def arrays(self, target: Target, dtype: DTypeLike) -> _Arrays:
         """The arrays of one weight, on the default device or in shares."""
         stored = self._as_stored(target)
         if stored is not None:
@@ -186,7 +204,7 @@ class _Loader:
             return _by_path(path, repack.join([matrix.packed() for matrix in matrices]))
         return _in_shares(path, matrices, self.shares)
 
-    def _whole(self, target: Target, dtype: DType) -> _Arrays:
+    def _whole(self, target: Target, dtype: DTypeLike) -> _Arrays:
         """A weight of the checkpoint's floats on the default device."""
         rounds = self._rounds(target)
         floats = _fuse(
@@ -199,7 +217,7 @@ class _Loader:
             return {target.path: floats}
         return _by_path(target.path, _rounded(target.path, floats, dtype, self.storage, None))
 
-    def _split(self, target: Target, dtype: DType, shares: Shares) -> _Arrays:
+    def _split(self, target: Target, dtype: DTypeLike, shares: Shares) -> _Arrays:
         """A weight of the checkpoint's floats in shares; each goes from the file to its device, and
         is finished there.
         """
@@ -346,8 +364,8 @@ class _Finish:
             dtype = jnp.dtype(jnp.float32)
         floats = _fuse([part], dtype=dtype, transpose=self.transpose, offset=self.offset)
         if self.groups:
-            own = largest_of_group(greatest(floats), self.groups)
-            group = jnp.array(self.groups)[device_number()]
+            own = TENSOR.largest_of_group(greatest(floats), self.groups)
+            group = jnp.array(self.groups)[TENSOR.number()]
             most = own if most is None else jnp.maximum(own, most[group])
         return quantise(floats, scheme=self.scheme, dtype=dtype, group=self.group, most=most)
 
@@ -390,7 +408,7 @@ def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray
 
 
 def _rounded(
-    path: Path, floats: Array, dtype: DType, storage: WeightStorage, shares: Shares | None
+    path: Path, floats: Array, dtype: DTypeLike, storage: WeightStorage, shares: Shares | None
 ) -> Packed:
     """A matrix [I, O] in the scheme."""
     group = 0
@@ -414,12 +432,12 @@ def _shared(arrays: _Arrays, shares: Shares | None) -> _Arrays:
     return {path: shares.place(path, array) for path, array in arrays.items()}
 
 
-def _declared_dtypes(config: ModelConfig, dtype: DType) -> dict[Path, DType]:
+def _declared_dtypes(config: ModelConfig, dtype: DTypeLike) -> dict[Path, DTypeLike]:
     state = nnx.state(abstract_model(config, dtype=dtype))
     return {path: leaf.dtype for path, leaf in _flat_leaves(state)}
 
 
-def _assemble(config: ModelConfig, dtype: DType, arrays: _Arrays) -> Model:
+def _assemble(config: ModelConfig, dtype: DTypeLike, arrays: _Arrays) -> Model:
     """A model around arrays given by path; every tensor of the model must be there in its shape."""
     model = abstract_model(config, dtype=dtype)
     for path in arrays:
@@ -446,7 +464,7 @@ def _flat_leaves(state: Any) -> list[tuple[Path, Any]]:
 
 
 def _random_arrays(
-    config: ModelConfig, dtype: DType, storage: WeightStorage, shares: Shares | None
+    config: ModelConfig, dtype: DTypeLike, storage: WeightStorage, shares: Shares | None
 ) -> _Arrays:
     """Those of the random model, packed and shared as loaded ones would be."""
     arrays: _Arrays = {}

@@ -16,11 +16,11 @@ import numpy as np
 
 from jitney.engine.checkpoints.files import Shape
 from jitney.engine.checkpoints.quantization_config import Packing
-from jitney.engine.checkpoints.safetensors import DTYPES, SafetensorsFolder
+from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.errors import ModelError
 from jitney.engine.loading import repack
 from jitney.engine.loading.slices import DecodedTensor, Sliceable, StoredTensor
-from jitney.engine.loading.stored_matrix import Along, Field, StoredMatrix, inputs_of_group
+from jitney.engine.loading.stored_matrix import Along, Field, StoredMatrix
 from jitney.kernels.int4 import GROUP_SIZES
 
 #: Endings of the tensors that hold a matrix in 4-bit words, by method.
@@ -76,7 +76,7 @@ class QuantisedFolder(SafetensorsFolder):
     Raises ModelError as that does, and when parts of a matrix are missing or do not fit each other.
     """
 
-    types = (*DTYPES, *_EIGHT_BITS, "I32", "I64")
+    types = (*SafetensorsFolder.types, *_EIGHT_BITS, "I32", "I64")
 
     def __init__(self, folder: str | Path, packing: Packing, wanted: Container[str]):
         """wanted: names of the model's tensors. GPTQ's tools store a bias of zeros for layers that
@@ -230,7 +230,7 @@ class QuantisedFolder(SafetensorsFolder):
         def of_group(axis: int) -> Along | None:
             return Along(axis, 1, ins // groups) if groups > 1 else None
 
-        return (outs, ins), of_group, inputs_of_group(ins, groups)
+        return (outs, ins), of_group, _inputs_of_group(ins, groups)
 
     def _parts(self, base: str, *endings: str) -> list[str]:
         """Names of the tensors of a matrix in words, checked against each other."""
@@ -324,3 +324,10 @@ def _groups_fit(ins: int, groups: int) -> bool:
     if groups == 1 and ins % repack.WHOLE_GROUP == 0:
         return True
     return ins // groups in GROUP_SIZES
+
+
+def _inputs_of_group(inputs: int, groups: int) -> int:
+    """How many of a matrix's inputs are laid out as one group, where so many groups are stored."""
+    if groups == 1 and inputs > repack.WHOLE_GROUP:
+        return repack.WHOLE_GROUP
+    return inputs // groups

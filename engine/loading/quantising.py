@@ -1,36 +1,49 @@
-"""Which scheme and which KV type a configuration means on a device, and the factors of quantised
-KV.
+"""Which KV type a configuration means on a device, and the factors of quantised KV: the largest key
+and value of each head, as the checkpoint states them, or as seen while the model reads a text.
+
+The factors travel with the weights (`Attention.kv_scales`); what a pool stores is a number over its
+factor.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError
-from jitney.engine.loading.calibration import calibrate, factors
 from jitney.engine.loading.checkpoint import open_checkpoint
-from jitney.engine.loading.load import WeightStorage
 from jitney.engine.loading.quantised_folder import QuantisedFolder
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import KV_TYPES
 from jitney.engine.models.registry import model_class
-from jitney.engine.models.sharding import Shares
-from jitney.engine.text.tokenizer import load_tokenizer
-from jitney.kernels.interface import KernelSet
+from jitney.engine.models.sharding import TENSOR, Shares
+from jitney.engine.text.tokenizer import Tokenizer
+from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.scales import LIMITS
+from jitney.kernels.select import select
 
 _log = logging.getLogger("jitney.core")
 
 #: An array of each layer, [2K].
 type _Layers = list[Array]
 
+#: Keys and values may exceed what the text gave by this factor before they are cut off. The steps
+#: of int8 grow as much (SmolLM2-135M diverges from its plain self by 2.1e-3 nats a token without a
+#: margin, 2.4 with 1.1, 4.6 with 1.5); fp8 has as many digits left wherever its factor puts a
+#: number.
+_MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
+#: Most positions that are read, and positions per page of the pool that they are read into.
+_MOST_TOKENS, PAGE = 512, 16
 #: Compute capability from which NVIDIA GPUs convert fp8.
 _FP8_CAPABILITY = 8.9
 #: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts
@@ -55,23 +68,6 @@ Question: why does ice float? Answer: water expands by about nine percent when i
 than the water it pushes aside. In short, rho_ice = 917 kg/m^3 < rho_water = 1000 kg/m^3.
 {"name": "sensor-7", "values": [0.12, -3.4, 1e-6, 250000], "ok": true, "x": null} <p class="x">Zürich, 東京, naïve</p>
 """  # noqa: E501 - factors of checkpoints rest on these very lines
-
-
-def choose_weight_storage(weights: str, platform: str, kernels: KernelSet) -> WeightStorage:
-    """How matrices are packed under `weights`, one of the configuration's words.
-
-    auto leaves quantised matrices of a checkpoint as they are where the device's products do: XLA
-    widens 8 bits within the product on GPUs and TPUs, 4 bits need a kernel. A CPU would write them
-    out as floats in every step, so there they become floats once.
-    """
-    if weights != "auto":
-        return WeightStorage(weights, frozenset({weights} - {"plain"}))
-    if platform == "cpu":
-        return WeightStorage()
-    schemes = {"int8", "fp8"}
-    if kernels.multiplies_int4:
-        schemes.add("int4")
-    return WeightStorage("plain", frozenset(schemes))
 
 
 def choose_kv_dtype(name: str, dtype: np.dtype, device: Any) -> np.dtype:
@@ -103,7 +99,7 @@ def load_kv_scales(
     if limits is None:
         _calibrate_on_text(model, source, kv_dtype, mesh)
         return
-    scales = [factors(most, kv_dtype) for most in limits]
+    scales = [_factors(most, kv_dtype) for most in limits]
     model.set_kv_scales(_placed(scales, source, mesh))
     _log.info("KV factors: as the checkpoint has them")
 
@@ -119,9 +115,9 @@ def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
 def _calibrate_on_text(
     model: Model, source: ModelSource, kv_dtype: DTypeLike, mesh: Mesh | None
 ) -> None:
-    ids = load_tokenizer(source).encode(_TEXT)
+    ids = Tokenizer.load(source).encode(_TEXT)
     tokens = [token for token in ids if token < source.config.vocab_size]
-    calibrate(model, tokens, kv_dtype, mesh)
+    _calibrate(model, tokens, kv_dtype, mesh)
     _log.info("KV factors: from %d tokens of the built-in text", len(tokens))
 
 
@@ -140,3 +136,67 @@ def _stored_limits(source: ModelSource) -> _Layers | None:
     if None in limits:
         return None
     return [jnp.tile(jnp.array(limit), config.n_kv_heads) for limit in limits]
+
+
+def _calibrate(
+    model: Model, tokens: Sequence[int], kv_dtype: DTypeLike, mesh: Mesh | None = None
+) -> None:
+    """Give the model factors for pools of kv_dtype (int8 or fp8), from what its heads do on
+    `tokens`.
+    """
+    seen = _largest(model, tokens, mesh)
+    model.set_kv_scales([_factors(_MARGINS[jnp.dtype(kv_dtype)] * most, kv_dtype) for most in seen])
+
+
+def _factors(most: Array, kv_dtype: DTypeLike) -> Array:
+    """most float32 [2K], the largest magnitude to be stored of each key and value head -> factors,
+    float32 [2K].
+    """
+    return jnp.where(most > 0, most, 1.0) / LIMITS[jnp.dtype(kv_dtype)]
+
+
+def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> list[Array]:
+    """Largest magnitude of each layer's keys (rotated) and values by head, float32 [2K], after
+    reading `tokens` in one step into a small pool of plain floats, with the reference kernels."""
+    graph, state = nnx.split(model)
+    config, dtype, kernels = model.config, model.dtype, select("", "reference")
+    count = min(len(tokens), _MOST_TOKENS, config.context_length)
+    pages = -(-count // PAGE)
+    shape = (pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim)
+
+    def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
+        empty = [jnp.zeros(shape, dtype)] * config.n_layers
+        _, pools = nnx.merge(graph, state)(row, empty, meta, kernels)
+        return [_largest_by_head(pool) for pool in pools]
+
+    if mesh is not None:
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+        read = jax.shard_map(
+            read,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec(), PartitionSpec()),
+            out_specs=PartitionSpec(TENSOR.name),
+            check_vma=False,
+        )
+    # In numpy: what all hosts have alike is no array of any device.
+    meta = jax.tree.map(np.asarray, _one_prompt(count, pages))
+    return jax.jit(read)(state, np.asarray(tokens[:count], np.int32), meta)
+
+
+def _largest_by_head(pool: Array) -> Array:
+    """pool [N, page, 2K, D] -> float32 [2K]."""
+    return jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32)
+
+
+def _one_prompt(count: int, pages: int) -> AttentionMeta:
+    """A step of one sequence with `count` rows from position 0, in pages 1, 2, ..."""
+    rows = jnp.arange(count, dtype=jnp.int32)
+    table = jnp.zeros((2, pages), jnp.int32).at[0].set(jnp.arange(1, pages + 1))
+    return AttentionMeta(
+        kv_lens=jnp.array([count, 0]),
+        cu_q=jnp.array([0, count, count]),
+        page_table=table,
+        write_rows=rows + PAGE,
+        positions=rows,
+        counts=jnp.array([0, 1, count]),
+    )

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jitney.engine.loading.repack import WHOLE_GROUP
 from jitney.engine.loading.slices import Reordered, Sliceable
 from jitney.engine.models.quantization import Packed, widened
 
@@ -82,7 +81,7 @@ class StoredMatrix:
     @property
     def group(self) -> int:
         """R of int4: inputs that share a scale; else 0."""
-        return group_of(self.described())
+        return _group_of(self.described())
 
     def packed(self) -> Packed:
         """All of it, on the default device."""
@@ -151,18 +150,11 @@ def _inputs_of(packed: Packed) -> int:
     return packed.kernel.shape[0] * (2 if packed.scheme == "int4" else 1)
 
 
-def group_of(packed: Packed) -> int:
+def _group_of(packed: Packed) -> int:
     """R of int4: inputs that share a scale; else 0."""
     if packed.scheme != "int4":
         return 0
     return _inputs_of(packed) // packed.scale.shape[0]
-
-
-def inputs_of_group(inputs: int, groups: int) -> int:
-    """How many of a matrix's inputs are laid out as one group, where so many groups are stored."""
-    if groups == 1 and inputs > WHOLE_GROUP:
-        return WHOLE_GROUP
-    return inputs // groups
 
 
 def _window(part: slice, size: int, together: int) -> slice:

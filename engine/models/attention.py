@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.models.layers import DType, Linear, RMSNorm, make_norm
-from jitney.engine.models.rope import Rope, rotate
+from jitney.engine.models.layers import Linear, RMSNorm
+from jitney.engine.models.rope import Rope
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
 
 
@@ -24,7 +25,7 @@ class Attention(nnx.Module):
     kv_scales: float32 [2K], factors of an int8 or fp8 pool; None for pools of plain floats.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.n_heads = config.n_heads
         self.n_kv_heads = config.n_kv_heads
         self.head_dim = config.head_dim
@@ -47,10 +48,10 @@ class Attention(nnx.Module):
         self.kv_scales: nnx.Param | None = None
 
     @staticmethod
-    def _head_norm(config: ModelConfig, dtype: DType) -> RMSNorm | None:
+    def _head_norm(config: ModelConfig, dtype: DTypeLike) -> RMSNorm | None:
         if not config.qk_norm:
             return None
-        return make_norm(config.head_dim, config, dtype)
+        return RMSNorm.of(config.head_dim, config, dtype)
 
     def __call__(
         self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
@@ -85,7 +86,7 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(heads, [self.n_heads, self.n_heads + self.n_kv_heads], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
-        return rotate(q, *rope), rotate(k, *rope), v
+        return rope.rotate(q), rope.rotate(k), v
 
     def write(
         self,

@@ -12,13 +12,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.engine.models.hidden import Hidden
-from jitney.engine.models.layers import DType, RowFacts, make_norm
+from jitney.engine.models.layers import RMSNorm, RowFacts
 from jitney.engine.models.llama import Block, Llama
-from jitney.engine.models.rope import Rope, rotary
+from jitney.engine.models.rope import Rope
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 _HF = replace(
@@ -35,10 +36,10 @@ _GGUF = replace(GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="
 class _GemmaBlock(Block):
     """One layer: attention and MLP, each normed before and after, then added."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.attention_post_norm = make_norm(config.hidden_size, config, dtype)
-        self.mlp_post_norm = make_norm(config.hidden_size, config, dtype)
+        self.attention_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
+        self.mlp_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
 
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
@@ -73,7 +74,7 @@ class Gemma(Llama):
         if self.config.local_rope_theta is None:
             return super().ropes(positions)
         near = replace(self.config, rope_theta=self.config.local_rope_theta, rope_scaling=None)
-        far, local = rotary(positions, self.config), rotary(positions, near)
+        far, local = Rope.at(positions, self.config), Rope.at(positions, near)
         return [local if window else far for window in self.config.windows]
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:

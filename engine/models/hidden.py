@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -28,3 +29,11 @@ class Hidden:
         """Some of the rows, by whatever an array takes."""
         adapted = None if self.adapted is None else self.adapted[rows]
         return Hidden(self.states[rows], adapted)
+
+    def broken_sequences(self, cu_q: Array) -> Array:
+        """Sequences any of whose rows is not finite: cu_q int32 [S + 1] -> bool [S]. What a row
+        would become only behind the last attention, its token says, and nobody else reads.
+        """
+        bad = ~jnp.all(jnp.isfinite(self.states), axis=-1)
+        before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bad.astype(jnp.int32))])
+        return before[cu_q[1:]] > before[cu_q[:-1]]

@@ -19,15 +19,11 @@ from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import Activation, ModelConfig
 from jitney.engine.models.adapters import Adapters
-from jitney.engine.models.quantization import Packed, product
-from jitney.engine.models.sharding import AXIS, laid_out_anew, total
-from jitney.kernels.experts import ACTIVATIONS
-from jitney.kernels.int4 import Int4
-from jitney.kernels.int8 import Int8
+from jitney.engine.models.quantization import Packed
+from jitney.engine.models.sharding import TENSOR, laid_out_anew
+from jitney.kernels.experts import ACTIVATIONS, gate
 from jitney.kernels.interface import Arrange, AttentionMeta, Kernels
-from jitney.kernels.reference import gate
 
-DType = DTypeLike
 #: From so many on, rows of a product whose results are summed over devices are many: half of the
 #: outputs take longer to send than to set out.
 _ROWS_IN_HALVES = 256
@@ -35,7 +31,7 @@ _ROWS_IN_HALVES = 256
 _FLAT = 3
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DType) -> Array:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DTypeLike) -> Array:
     """Random weights, drawn in float32 whatever the dtype: a bfloat16 model is the float32 one,
     rounded.
     """
@@ -58,7 +54,7 @@ class Linear(nnx.Module):
         size_out: int,
         *,
         bias: bool,
-        dtype: DType,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
         summed: bool = False,
         activation: Activation | None = None,
@@ -81,7 +77,7 @@ class Linear(nnx.Module):
         self,
         x: Array,
         kernels: Kernels,
-        dtype: DType | None = None,
+        dtype: DTypeLike | None = None,
         *,
         adapted: Array | None = None,
     ) -> Array:
@@ -99,22 +95,24 @@ class Linear(nnx.Module):
             y = y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(dtype)
 
-    def _product(self, x: Array, kernels: Kernels, dtype: DType, adapted: Array | None) -> Array:
+    def _product(
+        self, x: Array, kernels: Kernels, dtype: DTypeLike, adapted: Array | None
+    ) -> Array:
         """[T, O] in `dtype`, with what adapters add."""
         if self.adapters is None or adapted is None:
-            return product(x, self.packed, kernels, dtype)
-        y = product(x, self.packed, kernels)
+            return self.packed.product(x, kernels, dtype)
+        y = self.packed.product(x, kernels)
         return (y + self.adapters(x, adapted, kernels)).astype(dtype)
 
     def _sum(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
         """The products of all devices, summed: [T, O] in x's dtype."""
         if self.adapters is not None:
-            return total(self._product(x, kernels, x.dtype, adapted))
+            return TENSOR.total(self._product(x, kernels, x.dtype, adapted))
         packed = self.packed
         halves = kernels.sums_in_halves and packed.halves_along_outputs
         if not halves or x.shape[0] < _ROWS_IN_HALVES:
-            return total(product(x, packed, kernels, x.dtype))
-        sums = [total(product(x, half, kernels, x.dtype)) for half in packed.output_halves()]
+            return TENSOR.total(packed.product(x, kernels, x.dtype))
+        sums = [TENSOR.total(half.product(x, kernels, x.dtype)) for half in packed.output_halves()]
         return jnp.concatenate(sums, axis=1)
 
     def gated(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
@@ -123,8 +121,9 @@ class Linear(nnx.Module):
         """
         assert self.activation is not None
         if self.bias is None and self.adapters is None:
-            return gated_product(x, self.packed, self.activation, kernels)
-        both = self(x, kernels, _gates_dtype(x, kernels), adapted=adapted)
+            return self.packed.gated(x, self.activation, kernels)
+        dtype = x.dtype if kernels.narrow_gates else jnp.float32
+        both = self(x, kernels, dtype, adapted=adapted)
         return gate(both, x.dtype, ACTIVATIONS[self.activation])
 
     @property
@@ -163,9 +162,9 @@ class Linear(nnx.Module):
         """
         if self.packed.scheme != "fp8" or kernels.fp8 is None:
             return
-        before, after = PartitionSpec(None, AXIS), PartitionSpec(None, AXIS, None)
+        before, after = PartitionSpec(None, TENSOR.name), PartitionSpec(None, TENSOR.name, None)
         if self.summed:
-            before, after = PartitionSpec(AXIS, None), PartitionSpec(None, None, AXIS)
+            before, after = PartitionSpec(TENSOR.name, None), PartitionSpec(None, None, TENSOR.name)
         arrange = kernels.fp8.arrange
         kernel = laid_out_anew(self.kernel[...], arrange, mesh, before=before, after=after)
         self.kernel = nnx.Param(kernel)
@@ -205,32 +204,19 @@ def _array_of(param: nnx.Param | None) -> Any:
     return None if param is None else param.get_value()
 
 
-def gated_product(x: Array, packed: Packed, activation: Activation, kernels: Kernels) -> Array:
-    """x [T, I] times the matrix, gated as by `Linear.gated`: at once where the kernel set does that
-    in its scheme.
-    """
-    if activation == "silu" and packed.scheme == "plain":
-        return kernels.gated(x, packed.kernel)
-    if activation == "silu" and packed.scheme == "int8" and kernels.int8 is not None:
-        return kernels.int8.gated(x, Int8(packed.kernel, packed.scale))
-    gated_int4 = kernels.gated_int4 if packed.scheme == "int4" and packed.lows is None else None
-    if activation == "silu" and gated_int4 is not None:
-        return gated_int4(x, Int4(packed.kernel, packed.scale, packed.zeros))
-    both = product(x, packed, kernels, _gates_dtype(x, kernels))
-    return gate(both, x.dtype, ACTIVATIONS[activation])
-
-
-def _gates_dtype(x: Array, kernels: Kernels) -> DType:
-    """Of gates and of what they gate, where these are written to memory."""
-    return x.dtype if kernels.narrow_gates else jnp.float32
-
-
 class RMSNorm(nnx.Module):
     """weight [E]; x / rms(x) * weight."""
 
-    def __init__(self, size: int, eps: float, *, dtype: DType):
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones((size,), dtype))
         self.eps = eps
+
+    @classmethod
+    def of(cls, size: int, config: ModelConfig, dtype: DTypeLike) -> RMSNorm:
+        """A norm of the model; dtype: of its other weights."""
+        if config.float32_norms:
+            dtype = jnp.float32
+        return cls(size, config.rms_eps, dtype=dtype)
 
     def __call__(self, x: Array, kernels: Kernels) -> Array:
         """x [..., E] -> [..., E] in x's dtype."""
@@ -239,13 +225,6 @@ class RMSNorm(nnx.Module):
     def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
         """x and added [T, E] -> (their sum, the same normed) in x's dtype."""
         return kernels.norm_sum(x, added, self.weight[...], self.eps)
-
-
-def make_norm(size: int, config: ModelConfig, dtype: DType) -> RMSNorm:
-    """A norm of the model; dtype: of its other weights."""
-    if config.float32_norms:
-        dtype = jnp.float32
-    return RMSNorm(size, config.rms_eps, dtype=dtype)
 
 
 class RowFacts(NamedTuple):
@@ -267,7 +246,7 @@ class RowFacts(NamedTuple):
 class MLP(nnx.Module):
     """down(activation(gate) * up), gate and up fused into one product [E, 2F]."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(
             size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs, activation=config.activation

@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap, weight_map
+from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap
 from jitney.engine.models.attention import Attention
 from jitney.engine.models.hidden import Hidden
-from jitney.engine.models.layers import MLP, DType, Linear, RowFacts, make_norm, normal
-from jitney.engine.models.rope import Rope, rotary
-from jitney.engine.models.sharding import lookup
+from jitney.engine.models.layers import MLP, Linear, RMSNorm, RowFacts, normal
+from jitney.engine.models.rope import Rope
+from jitney.engine.models.sharding import TENSOR
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 
@@ -34,10 +35,10 @@ class Block(nnx.Module):
     #: What follows the attention.
     mlp_class: type[MLP] = MLP
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
-        self.attention_norm = make_norm(config.hidden_size, config, dtype)
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm.of(config.hidden_size, config, dtype)
         self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
-        self.mlp_norm = make_norm(config.hidden_size, config, dtype)
+        self.mlp_norm = RMSNorm.of(config.hidden_size, config, dtype)
         self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
 
     def __call__(
@@ -83,13 +84,13 @@ class Llama(nnx.Module):
     #: What a layer is made of.
     block: type[Block] = Block
 
-    def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         self.embed = nnx.Param(normal(rngs, (config.vocab_share, config.hidden_size), 1.0, dtype))
         self.layers = nnx.List(
             [self.block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.n_layers)]
         )
-        self.norm = make_norm(config.hidden_size, config, dtype)
+        self.norm = RMSNorm.of(config.hidden_size, config, dtype)
         if config.tie_embeddings:
             self.lm_head = None
         else:
@@ -136,12 +137,12 @@ class Llama(nnx.Module):
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]."""
         if self.config.shards > 1:
-            return lookup(self.embed[...], tokens)
+            return _lookup(self.embed[...], tokens)
         return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
 
     def ropes(self, positions: Array) -> list[Rope]:
         """positions int32 [T] -> what each layer rotates by."""
-        return [rotary(positions, self.config)] * self.config.n_layers
+        return [Rope.at(positions, self.config)] * self.config.n_layers
 
     def linears(self) -> Iterator[Linear]:
         """Every matrix that may be quantised; a tied head is the embedding, which is not."""
@@ -172,7 +173,7 @@ class Llama(nnx.Module):
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
         """Which tensors of a checkpoint make up each weight."""
-        return weight_map(config, cls.dialect(config, file_format))
+        return WeightMap.of(config, cls.dialect(config, file_format))
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
@@ -204,3 +205,15 @@ def _run_block(
     block = nnx.merge(graph, weights)
     run = block.attended if attend_only else block
     return run(x, added, rope, kv, meta, kernels)
+
+
+def _lookup(table: Array, tokens: Array) -> Array:
+    """Rows of a table whose rows are split: table [V / n, E], tokens int32 [T] of the whole -> [T,
+    E], exact.
+
+    Every device but one adds zeros. Inside the step only.
+    """
+    rows = table.shape[0]
+    own = tokens - TENSOR.number() * rows
+    mine = (own >= 0) & (own < rows)
+    return TENSOR.total(jnp.where(mine[:, None], jnp.take(table, own, axis=0, mode="clip"), 0))

@@ -22,20 +22,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, ModelConfig
 from jitney.engine.checkpoints.names import HF, Dialect, FileFormat
-from jitney.engine.models.layers import MLP, DType, Linear, RowFacts, gated_product, normal
+from jitney.engine.models.layers import MLP, Linear, RowFacts, normal
 from jitney.engine.models.llama import Block, Llama
-from jitney.engine.models.quantization import Packed, product
+from jitney.engine.models.quantization import Packed
 from jitney.engine.models.sharding import (
-    device_number,
-    engine_number,
+    DATA,
+    TENSOR,
     experts_axes,
     laid_out_anew,
-    own_sums,
-    rows_of_all,
-    total,
 )
 from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.interface import Arrange, Kernels, OneOf
@@ -60,7 +58,7 @@ _MIXTRAL = replace(
 )
 
 
-class Routes(NamedTuple):
+class _Routes(NamedTuple):
     """Which rows go through which experts, in blocks; a pytree of arrays."""
 
     #: int32 [N * B]: the row at each place of the blocks; T: nobody's.
@@ -88,7 +86,7 @@ class Routes(NamedTuple):
         return ExpertBlocks(self.rows, self.experts, self.count)
 
 
-def route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | int = 0) -> Routes:
+def _route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | int = 0) -> _Routes:
     """scores float32 [T, X], the router's. n_rows int32: rows from there on pad the step, and go
     through no expert; an array [D]: so it is in each of D equal parts of the rows. first: of the
     experts that are here, `config.own` of them; they are numbered from there on.
@@ -111,7 +109,7 @@ def route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | in
     nowhere = most * block
     places = jnp.where(mine, (ends - blocks)[at] * block + within, nowhere)
     rows = jnp.broadcast_to(jnp.arange(n_padded)[:, None], chosen.shape)
-    return Routes(
+    return _Routes(
         rows=jnp.full(nowhere, n_padded, jnp.int32).at[places].set(rows, mode="drop"),
         weights=jnp.zeros(nowhere).at[places].set(shares, mode="drop"),
         experts=jnp.sum(ends <= jnp.arange(most)[:, None], axis=1),
@@ -122,7 +120,7 @@ def route(scores: Array, config: ExpertsConfig, n_rows: Array, first: Array | in
 
 
 def _real_rows(n_padded: int, n_rows: Array) -> Array:
-    """Which of so many rows pad no step, bool [T, 1]; n_rows: see `route`."""
+    """Which of so many rows pad no step, bool [T, 1]; n_rows: see `_route`."""
     if not n_rows.ndim:
         return jnp.arange(n_padded)[:, None] < n_rows
     part = n_padded // n_rows.size
@@ -154,7 +152,7 @@ class ExpertLinear(Linear):
         size_in: int,
         size_out: int,
         *,
-        dtype: DType,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
         summed: bool = False,
         activation: Activation | None = None,
@@ -263,7 +261,7 @@ def _set_apart(w: Array, n_experts: int, arrange: Arrange | None, parts: int) ->
     return jax.lax.map(partial(arrange, parts=parts), apart)
 
 
-class Experts(MLP):
+class _Experts(MLP):
     """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
     [E, 2F], and down [F, E].
 
@@ -272,7 +270,7 @@ class Experts(MLP):
     shares of one expert give. Engines that share experts bring all their rows to all of them.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         experts = config.experts
         assert experts is not None
         size, inner, own = config.hidden_size, config.intermediate_size, experts.own
@@ -290,17 +288,17 @@ class Experts(MLP):
         """x [T, E] -> [T, E]; rows of padding are 0."""
         if self.experts.engines > 1:
             counts = self._counts_of_all(x.shape[0], rows)
-            sums = own_sums(self._answered(rows_of_all(x), kernels, counts))
+            sums = DATA.own_sums(self._answered(DATA.rows_of_all(x), kernels, counts))
         else:
             count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
             sums = self._answered(x, kernels, count)
-        return total(sums) if self.shards > 1 else sums
+        return TENSOR.total(sums) if self.shards > 1 else sums
 
     def _answered(self, x: Array, kernels: Kernels, count: Array) -> Array:
-        """What this device's experts give [T, E], or their shares; count: see `route`."""
+        """What this device's experts give [T, E], or their shares; count: see `_route`."""
         of_router = kernels if count.ndim else kernels.of_rows(count)
         scores = of_router.matmul(x, self.router[...], jnp.float32)
-        routes = route(scores[:, : self.experts.n_experts], self.experts, count, self._first())
+        routes = _route(scores[:, : self.experts.n_experts], self.experts, count, self._first())
         if self._at_once(kernels):
             sums = self._all_at_once(x, routes, kernels)
         else:
@@ -313,12 +311,12 @@ class Experts(MLP):
             return rows.counts
         if rows.count is None:
             return jnp.full(self.experts.engines, n_rows)
-        return rows_of_all(rows.count[None])
+        return DATA.rows_of_all(rows.count[None])
 
     def _at_once(self, kernels: Kernels) -> bool:
         return self.gate_up.at_once(kernels) and self.down.at_once(kernels)
 
-    def _all_at_once(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
+    def _all_at_once(self, x: Array, routes: _Routes, kernels: Kernels) -> Array:
         """float32 [T, E], by the kernel set's products with experts."""
         assert kernels.experts is not None
         assert self.gate_up.activation is not None
@@ -327,7 +325,7 @@ class Experts(MLP):
         )
         return _weighed(answers, routes)
 
-    def _one_by_one(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
+    def _one_by_one(self, x: Array, routes: _Routes, kernels: Kernels) -> Array:
         """float32 [T, E], block after block."""
 
         def add_block(number: Array, sums: Array) -> Array:
@@ -347,9 +345,9 @@ class Experts(MLP):
         """The number of the first expert that this device has a share of."""
         if self.experts.all_groups == 1:
             return 0
-        group = device_number() // self.group_size
+        group = TENSOR.number() // self.group_size
         if self.experts.engines > 1:
-            group += engine_number() * self.experts.groups
+            group += DATA.number() * self.experts.groups
         return group * self.experts.own
 
     def arrange(self, kernels: Kernels) -> None:
@@ -368,11 +366,11 @@ class Experts(MLP):
         """What one expert makes of [B, E]: float32 [B, E]."""
         opening = self.gate_up.of(expert, kernels)
         assert self.gate_up.activation is not None
-        inner = gated_product(block, opening, self.gate_up.activation, kernels)
-        return product(inner, self.down.of(expert, kernels), kernels)
+        inner = opening.gated(block, self.gate_up.activation, kernels)
+        return self.down.of(expert, kernels).product(inner, kernels)
 
 
-def _weighed(answers: Array, routes: Routes) -> Array:
+def _weighed(answers: Array, routes: _Routes) -> Array:
     """answers float32 [N * B, E] -> [T, E]: each row's own, by their shares; 0 of rows of padding.
 
     Added from the greatest share on, one after the other: the order is the row's own.
@@ -394,7 +392,7 @@ def _weighed(answers: Array, routes: Routes) -> Array:
 class _MixtureBlock(Block):
     """One layer: attention and experts, each normed before and added after."""
 
-    mlp_class = Experts
+    mlp_class = _Experts
 
 
 class Mixture(Llama):

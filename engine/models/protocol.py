@@ -21,11 +21,12 @@ from typing import Protocol
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import FileFormat, WeightMap
 from jitney.engine.models.hidden import Hidden
-from jitney.engine.models.layers import DType, Linear
+from jitney.engine.models.layers import Linear
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 
@@ -35,7 +36,7 @@ class Model(Protocol):
     #: What one device runs; its `windows` say which layers see how far.
     config: ModelConfig
 
-    def __init__(self, config: ModelConfig, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         """Random weights in `dtype`, of the shares of one of `config.shards` devices."""
 
     def __call__(

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jitney.engine.checkpoints.model_config import Activation
 from jitney.engine.errors import ConfigError
+from jitney.kernels.experts import ACTIVATIONS, gate
 from jitney.kernels.fp8 import Fp8
-from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4, unpack_int4
+from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Kernels
 
@@ -74,21 +76,36 @@ class Packed(NamedTuple):
         scales = jnp.split(self.scale, [middle])
         return Packed(first, scales[0]), Packed(second, scales[1])
 
+    def product(self, x: Array, kernels: Kernels, dtype: DTypeLike = jnp.float32) -> Array:
+        """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
+        if self.scale is None:
+            return kernels.matmul(x, self.kernel, dtype)
+        if self.scheme == "int8" and kernels.int8 is not None:
+            return kernels.int8.matmul(x, Int8(self.kernel, self.scale), dtype)
+        if self.scheme == "fp8" and kernels.fp8 is not None:
+            return kernels.fp8.matmul(x, Fp8(self.kernel, self.scale), dtype)
+        if self.scheme != "int4":
+            return (kernels.matmul(x, self.kernel) * self.scale).astype(dtype)
+        weights = Int4(self.kernel, self.scale, self.zeros)
+        if self.lows is None:
+            return kernels.matmul_int4(x, weights, dtype)
+        return (kernels.matmul_int4(x, weights) + _low_product(x, self)).astype(dtype)
 
-def product(x: Array, packed: Packed, kernels: Kernels, dtype: DTypeLike = jnp.float32) -> Array:
-    """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
-    if packed.scale is None:
-        return kernels.matmul(x, packed.kernel, dtype)
-    if packed.scheme == "int8" and kernels.int8 is not None:
-        return kernels.int8.matmul(x, Int8(packed.kernel, packed.scale), dtype)
-    if packed.scheme == "fp8" and kernels.fp8 is not None:
-        return kernels.fp8.matmul(x, Fp8(packed.kernel, packed.scale), dtype)
-    if packed.scheme != "int4":
-        return (kernels.matmul(x, packed.kernel) * packed.scale).astype(dtype)
-    weights = Int4(packed.kernel, packed.scale, packed.zeros)
-    if packed.lows is None:
-        return kernels.matmul_int4(x, weights, dtype)
-    return (kernels.matmul_int4(x, weights) + _low_product(x, packed)).astype(dtype)
+    def gated(self, x: Array, activation: Activation, kernels: Kernels) -> Array:
+        """x [T, I] times the matrix -> activation(first half of the outputs) * the other half, [T,
+        O // 2] in x's dtype: at once where the kernel set does that in this scheme.
+        """
+        if activation == "silu" and self.scheme == "plain":
+            return kernels.gated(x, self.kernel)
+        if activation == "silu" and self.scheme == "int8" and kernels.int8 is not None:
+            return kernels.int8.gated(x, Int8(self.kernel, self.scale))
+        gated_int4 = None
+        if self.scheme == "int4" and self.lows is None:
+            gated_int4 = kernels.gated_int4
+        if activation == "silu" and gated_int4 is not None:
+            return gated_int4(x, Int4(self.kernel, self.scale, self.zeros))
+        both = self.product(x, kernels, x.dtype if kernels.narrow_gates else jnp.float32)
+        return gate(both, x.dtype, ACTIVATIONS[activation])
 
 
 def _low_product(x: Array, packed: Packed) -> Array:
@@ -116,7 +133,7 @@ def widened(packed: Packed) -> Array:
 
 
 def _widened_int4(packed: Packed) -> Array:
-    wide = unpack_int4(Int4(packed.kernel, packed.scale, packed.zeros))
+    wide = Int4(packed.kernel, packed.scale, packed.zeros).unpacked()
     if packed.lows is None:
         return wide
     groups = wide.reshape(packed.scale.shape[0], -1, wide.shape[1])

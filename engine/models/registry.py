@@ -19,7 +19,7 @@ from jitney.engine.models.quantization import KV_TYPES, quantise
 from jitney.kernels.scales import LIMITS
 
 #: Class name in `architectures` of config.json -> module and class, imported when asked for.
-MODELS: dict[str, str] = {
+_MODELS: dict[str, str] = {
     "LlamaForCausalLM": "jitney.engine.models.llama:Llama",
     "MistralForCausalLM": "jitney.engine.models.llama:Llama",
     "Qwen2ForCausalLM": "jitney.engine.models.llama:Llama",
@@ -35,11 +35,11 @@ _RANDOM_KV = 16.0
 
 def model_class(architecture: str) -> type[Model]:
     """The class that serves an architecture; ModelError lists those that are known."""
-    if architecture not in MODELS:
+    if architecture not in _MODELS:
         raise ModelError(
-            f"no model serves the architecture {architecture[:100]!r}; known: {', '.join(MODELS)}"
+            f"no model serves the architecture {architecture[:100]!r}; known: {', '.join(_MODELS)}"
         )
-    module, name = MODELS[architecture].split(":")
+    module, name = _MODELS[architecture].split(":")
     return getattr(import_module(module), name)
 
 

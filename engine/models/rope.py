@@ -6,6 +6,7 @@ Axes: T tokens, D head dim. Everything is computed in float32.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,30 @@ from jax import Array
 
 from jitney.engine.checkpoints.model_config import ModelConfig, RopeScaling
 
-#: cos and sin, float32 [T, 1, D // 2] each.
-Rope = tuple[Array, Array]
+
+class Rope(NamedTuple):
+    """What rows are rotated by; a pytree of arrays, float32 [T, 1, D // 2] each."""
+
+    cos: Array
+    sin: Array
+
+    @classmethod
+    def at(cls, positions: Array, config: ModelConfig) -> Rope:
+        """Of positions int32 [T]; once per step, shared by all layers.
+
+        The barrier keeps it once: XLA would rather fuse the sines into every rotation of every
+        layer.
+        """
+        frequencies, factor = _inverse_frequencies(config)
+        angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+        both = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+        return cls(*jax.lax.optimization_barrier(both))
+
+    def rotate(self, x: Array) -> Array:
+        """Rotate pairs (j, j + D/2) of x [T, heads, D] -> [T, heads, D] in x's dtype."""
+        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        turned = [a * self.cos - b * self.sin, b * self.cos + a * self.sin]
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def _inverse_frequencies(config: ModelConfig) -> tuple[Array, float]:
@@ -64,21 +87,3 @@ def _pair_turning(times: float, scaling: RopeScaling, config: ModelConfig) -> fl
     """The index of the pair that turns so often in the trained context."""
     slowness = math.log(scaling.original_context / (times * 2 * math.pi))
     return config.head_dim * slowness / (2 * math.log(config.rope_theta))
-
-
-def rotary(positions: Array, config: ModelConfig) -> Rope:
-    """positions int32 [T] -> cos and sin; once per step, shared by all layers.
-
-    The barrier keeps it once: XLA would rather fuse the sines into every rotation of every layer.
-    """
-    frequencies, factor = _inverse_frequencies(config)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
-    return jax.lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate pairs (j, j + D/2) of x [T, heads, D]; cos and sin [T, 1, D // 2] -> [T, heads, D] in
-    x's dtype.
-    """
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -4,14 +4,13 @@ vocabulary.
 The whole step runs under `jax.shard_map` over one mesh axis, so every device runs an ordinary
 model, the one of `ModelConfig.local`, on its share of the weights and of the KV pools, with the
 kernels of one device (the split is that of Megatron-LM, arXiv 1909.08053). What joins the shares
-again is here: `total` after the two products that end a layer's halves, `lookup` for the embedding,
-`first_best` for greedy tokens (`executor.split_sampling` has the others). Plans and uploads are the
-same on all devices.
+again is `Axis`: `total` after the two products that end a layer's halves; `executor.vocabulary` has
+what a sampler needs. Plans and uploads are the same on all devices.
 
 Engines that share the experts of a mixture run one step over a mesh of two axes, in which each has
-a row of devices: AXIS splits one engine's devices as ever, and along DATA every engine has rows,
-pools and seats of its own. Experts are dealt out over both (`rows_of_all` and `own_sums` bring rows
-to them and back); all other weights are the same along DATA.
+a row of devices: TENSOR splits one engine's devices as ever, and along DATA every engine has rows,
+pools and seats of its own. Experts are dealt out over both (`Axis.rows_of_all` and `own_sums` bring
+rows to them and back); all other weights are the same along DATA.
 
 Axes as in `jitney.kernels.interface`, with H, K, F and V counted over all devices.
 """
@@ -33,13 +32,50 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Path
 from jitney.engine.errors import ConfigError
 
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of the mesh; what joins the arrays of its devices, inside a step only."""
+
+    name: str
+
+    def number(self) -> Array:
+        """int32: which of the axis this device is."""
+        return jax.lax.axis_index(self.name)
+
+    def total(self, x: Array) -> Array:
+        """Sum of every device's x, on every device."""
+        return jax.lax.psum(x, self.name)
+
+    def largest(self, x: Array) -> Array:
+        """The greatest of every device's x, number by number, on every device."""
+        return jax.lax.pmax(x, self.name)
+
+    def largest_of_group(self, x: Array, groups: Sequence[int]) -> Array:
+        """The same among the devices of the own group; groups: the one of each device of the
+        axis.
+        """
+        everybodys = jax.lax.all_gather(x, self.name)
+        numbers = jnp.array(groups)
+        mine = numbers == numbers[self.number()]
+        return jnp.max(jnp.where(mine[:, None], everybodys, -jnp.inf), axis=0)
+
+    def side_by_side(self, x: Array) -> Array:
+        """Every device's columns: [R, C / n] -> [R, C]."""
+        return jax.lax.all_gather(x, self.name, axis=1, tiled=True)
+
+    def rows_of_all(self, x: Array) -> Array:
+        """Every device's rows one behind the other: [T, E] -> [n * T, E]."""
+        return jax.lax.all_gather(x, self.name, tiled=True)
+
+    def own_sums(self, x: Array) -> Array:
+        """Sums over all devices of the rows that are this one's: [n * T, E] -> [T, E]."""
+        return jax.lax.psum_scatter(x, self.name, tiled=True)
+
+
 #: The mesh axis over which everything is split, and the one of engines that share experts.
-AXIS, DATA = "tensor", "data"
+TENSOR, DATA = _Axis("tensor"), _Axis("data")
 WHOLE = PartitionSpec()
-#: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
-POOL = PartitionSpec(None, None, AXIS, None)
-#: Logits [S, V]: each device has the columns that it computed.
-COLUMNS = PartitionSpec(None, AXIS)
 #: Modules whose outputs are split (their last axis is outputs), and whose inputs are (the axis
 #: before it, of a matrix).
 _BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
@@ -50,8 +86,8 @@ def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
     another; their order is the order of the shares.
     """
     if engines == 1:
-        return Mesh(np.array(devices), (AXIS,))
-    return Mesh(np.array(devices).reshape(engines, -1), (DATA, AXIS))
+        return Mesh(np.array(devices), (TENSOR.name,))
+    return Mesh(np.array(devices).reshape(engines, -1), (DATA.name, TENSOR.name))
 
 
 def own_mesh(mesh: Mesh | None) -> Mesh | None:
@@ -67,7 +103,7 @@ def _is_here(device: Any) -> bool:
 
 def engines_of(mesh: Any) -> int:
     """Engines that run their steps on this mesh together."""
-    return mesh.shape.get(DATA, 1)
+    return mesh.shape.get(DATA.name, 1)
 
 
 def of_each_engine(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
@@ -76,93 +112,12 @@ def of_each_engine(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
     """
     if engines_of(mesh) == 1:
         return spec
-    return PartitionSpec(DATA, *spec[1:])
+    return PartitionSpec(DATA.name, *spec[1:])
 
 
 def experts_axes(mesh: Mesh) -> Any:
     """The mesh's axes over which experts are dealt out."""
-    return (DATA, AXIS) if engines_of(mesh) > 1 else AXIS
-
-
-def device_number() -> Array:
-    """int32: which of the engine's devices this one is; inside the step only."""
-    return jax.lax.axis_index(AXIS)
-
-
-def engine_number() -> Array:
-    """int32: which of several engines this device belongs to; inside their step only."""
-    return jax.lax.axis_index(DATA)
-
-
-def rows_of_all(x: Array) -> Array:
-    """Every engine's rows one behind the other: [T, E] -> [engines * T, E]; inside a step of
-    several engines only.
-    """
-    return jax.lax.all_gather(x, DATA, tiled=True)
-
-
-def own_sums(x: Array) -> Array:
-    """Sums over all engines of the rows that are this one's: [engines * T, E] -> [T, E]; as
-    `rows_of_all`.
-    """
-    return jax.lax.psum_scatter(x, DATA, tiled=True)
-
-
-def largest_of_all(x: Array) -> Array:
-    """The greatest of every engine's x; as `rows_of_all`."""
-    return jax.lax.pmax(x, DATA)
-
-
-def total(x: Array) -> Array:
-    """Sum of every device's x, on every device; inside the step only."""
-    return jax.lax.psum(x, AXIS)
-
-
-def largest(x: Array) -> Array:
-    """The greatest of every device's x, number by number, on every device; as `total`."""
-    return jax.lax.pmax(x, AXIS)
-
-
-def largest_of_group(x: Array, groups: Sequence[int]) -> Array:
-    """The same among the devices of the own group; groups: the one of each device of the axis."""
-    everybodys = jax.lax.all_gather(x, AXIS)
-    numbers = jnp.array(groups)
-    mine = numbers == numbers[device_number()]
-    return jnp.max(jnp.where(mine[:, None], everybodys, -jnp.inf), axis=0)
-
-
-def gather(x: Array) -> Array:
-    """Every device's columns side by side: [R, C / n] -> [R, C]; inside the step only."""
-    return jax.lax.all_gather(x, AXIS, axis=1, tiled=True)
-
-
-def lookup(table: Array, tokens: Array) -> Array:
-    """Rows of a table whose rows are split: table [V / n, E], tokens int32 [T] of the whole -> [T,
-    E], exact.
-
-    Every device but one adds zeros. Inside the step only.
-    """
-    rows = table.shape[0]
-    own = tokens - device_number() * rows
-    mine = (own >= 0) & (own < rows)
-    return total(jnp.where(mine[:, None], jnp.take(table, own, axis=0, mode="clip"), 0))
-
-
-def first_best(best: Array, token: Array, columns: int) -> Array:
-    """The whole vocabulary's greedy token from each device's own: best float32 [S], token int32 [S]
-    among `columns`.
-
-    Two numbers a row travel instead of all logits. -1 where the best is not finite. Inside the step
-    only.
-    """
-    token += device_number() * columns
-    pairs = jax.lax.all_gather(
-        jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), token]), AXIS
-    )
-    bests = jax.lax.bitcast_convert_type(pairs[:, 0], jnp.float32)
-    top = jnp.max(bests, axis=0)
-    first = jnp.min(jnp.where(bests == top, pairs[:, 1], jnp.iinfo(jnp.int32).max), axis=0)
-    return jnp.where(jnp.isfinite(top), first, -1)
+    return (DATA.name, TENSOR.name) if engines_of(mesh) > 1 else TENSOR.name
 
 
 def _is_of_experts(path: Path) -> bool:
@@ -193,7 +148,7 @@ def _sharding_of(path: Path, ndim: int, mesh: Mesh, groups: int = 1) -> NamedSha
     axis = _axis_of(path, ndim, groups)
     if axis is None:
         return NamedSharding(mesh, WHOLE)
-    split = experts_axes(mesh) if _is_of_experts(path) else AXIS
+    split = experts_axes(mesh) if _is_of_experts(path) else TENSOR.name
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, split))
 
 
@@ -215,7 +170,7 @@ def whole_shape(
 @partial(jax.jit, static_argnames=("work", "mesh"))
 def _run_on_each(stacked: Any, known: Any, *, work: Any, mesh: Mesh) -> Any:
     """See `Shares.on_each`; every array is split along its first axis, whatever that is."""
-    split = PartitionSpec(AXIS)
+    split = PartitionSpec(TENSOR.name)
     program = jax.shard_map(
         work, mesh=mesh, in_specs=(split, WHOLE), out_specs=split, check_vma=False
     )
@@ -248,7 +203,7 @@ def _stacked(mesh: Mesh, *parts: Array) -> Array:
     """Arrays of the same shape, one on each device of the mesh, as one along their first axis."""
     rows, *rest = parts[0].shape
     return jax.make_array_from_single_device_arrays(
-        (len(parts) * rows, *rest), NamedSharding(mesh, PartitionSpec(AXIS)), list(parts)
+        (len(parts) * rows, *rest), NamedSharding(mesh, PartitionSpec(TENSOR.name)), list(parts)
     )
 
 
@@ -267,7 +222,7 @@ class Shares:
     @property
     def shards(self) -> int:
         """Devices of one engine."""
-        return self.mesh.shape[AXIS]
+        return self.mesh.shape[TENSOR.name]
 
     @property
     def engines(self) -> int:
@@ -426,7 +381,7 @@ class Shares:
         self, work: Callable[[Any, Any], Any], pieces: Sequence[Any], known: Any = None
     ) -> list[Any]:
         """work(a device's share, known) on each of this host's devices, by one program for them
-        all; in it, AXIS is the axis of this host's devices.
+        all; in it, TENSOR is the axis of this host's devices.
 
         work: equal functions must compare equal, or each is compiled; may return a tree of arrays.
         pieces: an array for each device, or a tree of arrays with one axis at least. known: what

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import zmq
 
 from jitney.engine import messages
-from jitney.engine.checkpoints.identity import model_identity
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.digest import configuration_digest, short
 from jitney.engine.config.schema import Config
@@ -82,7 +81,7 @@ def _versions() -> str:
 
 def _digest(config: Config, source: ModelSource) -> str:
     """Of all settings but those of [server], which this process is not told, and of the model."""
-    identity = model_identity(source, config.model.adapter_folders)
+    identity = source.identity(config.model.adapter_folders)
     return short(configuration_digest(config, model=identity, version=version("jitney")))
 
 

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from jitney.engine import messages
-from jitney.engine.config.schema import Config, platform_environment
+from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo
 from jitney.engine.process.children import child_environ, start_child
 from jitney.engine.process.folder import private_folder
@@ -145,7 +145,7 @@ async def open_link(config: Config, builder: str, context: zmq.Context) -> Async
 def core_environ(config: Config) -> dict[str, str]:
     """The environment of a process that computes with these settings."""
     ours = _HUGE_PAGES | _ONE_NUMPY_THREAD
-    return ours | child_environ() | platform_environment(config.engine)
+    return ours | child_environ() | config.engine.jax_environment
 
 
 async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from jitney.engine import messages
-from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import JitneyError, RequestError
 from jitney.engine.hosts.link import FirstHost, OtherHost
@@ -144,7 +144,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
         outbox.send(messages.encode(progress))
 
     config = Config.model_validate(start.config, strict=False)
-    source = resolve(config.model.id, revision=config.model.revision or None)
+    source = ModelSource.resolve(config.model.id, revision=config.model.revision or None)
     if config.engine.n_hosts > 1:
         with met(config, source, report, from_core_address(start.folder)) as hosts:
             _serve_together(start, config, source, hosts, inbox, outbox)

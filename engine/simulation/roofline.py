@@ -90,10 +90,10 @@ def find_shape(model: str) -> ModelConfig:
         path /= "config.json"
     if path.suffix == ".json":
         return read_hf_config(_read_config(path))
-    from jitney.engine.checkpoints.sources import resolve
+    from jitney.engine.checkpoints.sources import ModelSource
 
     try:
-        return resolve(model).config
+        return ModelSource.resolve(model).config
     except ModelError as error:
         raise ModelError(f"{error}; or a built-in shape: {', '.join(SHAPES)}") from None
 

@@ -62,6 +62,17 @@ class FillIn(NamedTuple):
     #: Marks of a repository and of a file in it; None if the model knows none.
     marks: tuple[int, int] | None
 
+    @classmethod
+    def of(cls, vocabulary: _Vocabulary) -> FillIn | None:
+        """How the model is asked; None if it was not taught to."""
+        for names in _NAMES:
+            ids = _ids_of(vocabulary, names)
+            if len(ids) == len(names):
+                prefix, suffix, middle = ids
+                ends = tuple(_ids_of(vocabulary, _ENDS))
+                return cls(prefix, suffix, middle, ends, _marks(vocabulary))
+        return None
+
     def prompt(
         self,
         vocabulary: _Vocabulary,
@@ -85,17 +96,6 @@ class FillIn(NamedTuple):
             ids += encode("\n\n".join([other.text for other in others]) + "\n\n")
         ids += [self.prefix, *encode(before), self.suffix, *encode(after), self.middle]
         return ids
-
-
-def find_fill_in(vocabulary: _Vocabulary) -> FillIn | None:
-    """How the model is asked; None if it was not taught to."""
-    for names in _NAMES:
-        ids = _ids_of(vocabulary, names)
-        if len(ids) == len(names):
-            prefix, suffix, middle = ids
-            ends = tuple(_ids_of(vocabulary, _ENDS))
-            return FillIn(prefix, suffix, middle, ends, _marks(vocabulary))
-    return None
 
 
 def _marks(vocabulary: _Vocabulary) -> tuple[int, int] | None:

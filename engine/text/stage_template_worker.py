@@ -16,7 +16,7 @@ import msgspec
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jitney.engine.text.template_worker import Rendered, reason_of, rendered_within
+from jitney.engine.text.template_worker import Rendered, reason_of
 from jitney.engine.types import JsonDict
 from jitney.engine.worker_pipe import WorkerPipe, limit_memory
 
@@ -57,7 +57,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
-def main() -> int:
+def _main() -> int:
     """Render until standard input ends."""
     pipe = WorkerPipe()
     first = pipe.read()
@@ -76,10 +76,10 @@ def main() -> int:
 
 
 def _rendered(template: Template, wanted: StageText) -> Rendered:
-    return rendered_within(
+    return Rendered.within(
         lambda: template.render(wanted.variables), wanted.limit_s, wanted.most_chars
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

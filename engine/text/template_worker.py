@@ -57,6 +57,22 @@ class Rendered(msgspec.Struct, frozen=True):
     #: How many characters the text has, if those are too many.
     too_long: int = 0
 
+    @classmethod
+    def within(cls, make: Callable[[], str], limit_s: float, most_chars: int) -> Rendered:
+        """What comes of making a text. The process ends if that takes longer than limit_s
+        seconds.
+        """
+        signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM ends the process
+        try:
+            text = make()
+        except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, ...
+            return cls(refusal=reason_of(error) or type(error).__name__)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        if len(text) > most_chars:
+            return cls(too_long=len(text))
+        return cls(text)
+
 
 #: Has transformers' sandbox for templates; it takes most of a second to load.
 _SANDBOX = "transformers.utils.chat_template_utils"
@@ -78,7 +94,7 @@ def reason_of(error: Exception) -> str:
     return " ".join(str(error).split())[:_MOST_REASON]
 
 
-def main() -> int:
+def _main() -> int:
     """Render until standard input ends."""
     pipe = WorkerPipe()
     first = pipe.read()
@@ -96,24 +112,10 @@ def main() -> int:
 
 def _answer(source: TemplateSource, chat: Chat) -> Rendered:
     given = {"add_generation_prompt": True} | chat.variables
-    return rendered_within(
+    return Rendered.within(
         lambda: _render(source, chat.messages, **given), chat.limit_s, chat.most_chars
     )
 
 
-def rendered_within(make: Callable[[], str], limit_s: float, most_chars: int) -> Rendered:
-    """What comes of making a text. The process ends if that takes longer than limit_s seconds."""
-    signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM ends the process
-    try:
-        text = make()
-    except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, ...
-        return Rendered(refusal=reason_of(error) or type(error).__name__)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-    if len(text) > most_chars:
-        return Rendered(too_long=len(text))
-    return Rendered(text)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.text.fill_in import FillIn, find_fill_in
+from jitney.engine.text.fill_in import FillIn
 from jitney.engine.text.gguf_tokenizer import (
     byte_characters,
     fast_from_folder,
@@ -62,6 +62,18 @@ class Tokenizer:
         #: By token id; finding a token's bytes takes some 6 us, and lists of log-probabilities
         #: need a thousand of them at once.
         self._known_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, source: ModelSource, chat_template: str = "") -> Tokenizer:
+        """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown
+        kind. chat_template: a file whose template chats are rendered with instead of the model's
+        own; ConfigError if it cannot be read.
+        """
+        given = _read_template(chat_template) if chat_template else ""
+        fast = _fast_of(source)
+        if given:
+            fast.chat_template = given
+        return cls(fast, source.config.eos_ids)
 
     @property
     def bos_id(self) -> int | None:
@@ -171,7 +183,7 @@ class Tokenizer:
     @cached_property
     def fill_in(self) -> FillIn | None:
         """How the model is asked to fill in the middle; None if it was not taught to."""
-        return find_fill_in(self)
+        return FillIn.of(self)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, or None if it has none."""
@@ -240,20 +252,8 @@ def _is_tokenizers_own(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def load_tokenizer(source: ModelSource, chat_template: str = "") -> Tokenizer:
-    """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown
-    kind. chat_template: a file whose template chats are rendered with instead of the model's own;
-    ConfigError if it cannot be read.
-    """
-    given = _read_template(chat_template) if chat_template else ""
-    fast = fast_of(source)
-    if given:
-        fast.chat_template = given
-    return Tokenizer(fast, source.config.eos_ids)
-
-
-def fast_of(source: ModelSource) -> PreTrainedTokenizerFast:
-    """transformers' tokenizer of a model; ModelError as of `load_tokenizer`."""
+def _fast_of(source: ModelSource) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer of a model; ModelError as of `Tokenizer.load`."""
     match source.kind:
         case "tiny":
             return tiny_fast()

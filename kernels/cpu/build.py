@@ -30,7 +30,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 _NATIVE = Path(__file__).parent / "native"
-BUILT = _NATIVE / "build"
+_BUILT = _NATIVE / "build"
 #: No -ffast-math: NaN and infinity behave. No contraction: sums are fused where the source says so,
 #: in every compiler.
 _FLAGS = (
@@ -51,7 +51,7 @@ _ARM_FLAGS = ("-fno-schedule-insns",)
 #: loaded already.
 _STATIC = ("-static-libstdc++", "-static-libgcc")
 #: What a library holds beside the digest of the sources it was made of.
-MARK = "jitney kernel sources "
+_MARK = "jitney kernel sources "
 ADVICE = (
     "install g++ or clang++, or pip install ziglang, then run: python -m jitney.kernels.cpu.build"
 )
@@ -74,17 +74,83 @@ class Level:
     #: start of a server does.
     measured: bool = True
 
+    @staticmethod
+    def of_machine() -> list[Level]:
+        """The levels that CPUs of this kind may run, greatest first. Raises BuildError if there
+        are none.
+        """
+        machine = _MACHINES.get(platform.machine())
+        if platform.system() != "Linux" or machine is None:
+            raise BuildError(
+                f"they are for Linux on x86-64 and on 64-bit ARM; this is {platform.system()} on "
+                f"{platform.machine()}"
+            )
+        return [level for level in _LEVELS if level.machine == machine]
+
+    @classmethod
+    def here(cls) -> list[Level]:
+        """The levels that this CPU runs, greatest first. Raises BuildError with the reason if
+        there is none.
+        """
+        flags = cpu_flags()
+        of_machine = cls.of_machine()
+        levels = [level for level in of_machine if level.needs <= flags]
+        if not levels:
+            raise BuildError(f"this CPU lacks {', '.join(sorted(of_machine[-1].needs - flags))}")
+        return levels
+
+    @property
+    def library(self) -> Path:
+        """Where its library belongs."""
+        return _BUILT / f"{self.name}.so"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its library is there and made of the sources that lie here."""
+        try:
+            return f"{_MARK}{_digest()}".encode() in self.library.read_bytes()
+        except OSError:
+            return False
+
+    def flags(self, command: Sequence[str]) -> list[str]:
+        """The level, as this compiler names it."""
+        on_arm = self.machine == "aarch64"
+        if "ziglang" in command or Path(command[0]).name == "zig":
+            cpu = _zig_arm(self.march) if on_arm else self.march.replace("-", "_")
+            return [f"-mcpu={'+'.join([cpu, *self.features])}"]
+        if on_arm:
+            return [f"-march={'+'.join([self.march, *self.features])}", *_ARM_FLAGS]
+        return [f"-march={self.march}", *(f"-m{feature}" for feature in self.features)]
+
+    def compile(self, target: Path, command: Sequence[str], extra: Sequence[str] = ()) -> None:
+        """Make `target`, its library, with a compiler; BuildError if it cannot. extra: more
+        flags.
+        """
+        compiling = [*_compiling(self, command), *extra]
+        with tempfile.TemporaryDirectory() as folder:
+            halves = _halves(Path(folder))
+            objects = [str(half.with_suffix(".o")) for half in halves]
+
+            def compile_one(source: Path, made: str) -> None:
+                _run([*compiling, "-c", str(source), "-o", made])
+
+            with ThreadPoolExecutor(len(halves)) as pool:
+                list(pool.map(compile_one, halves, objects))
+            linked = Path(folder) / target.name
+            _link([*command, "-shared", "-s", "-pthread", *extra, *objects, "-o", str(linked)])
+            _move(linked, target)
+
 
 #: What systems call the machines that levels are for.
 _MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "aarch64": "aarch64"}
-V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
-_V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 _AMX = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
 #: Linux's system call on x86-64, what is asked of it, and for which part of the registers.
 _ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 #: Greatest first, of each machine.
-LEVELS = (
+_LEVELS = (
     Level(
         "amx",
         "x86-64-v4",
@@ -99,8 +165,8 @@ LEVELS = (
     ),
     Level("avx512_vnni", "x86-64-v4", ("avx512vnni",), _V4 | {"avx512_vnni"}),
     Level("avx512", "x86-64-v4", (), _V4),
-    Level("avx_vnni", "x86-64-v3", ("avxvnni",), V3 | {"avx_vnni"}),
-    Level("avx2", "x86-64-v3", (), V3),
+    Level("avx_vnni", "x86-64-v3", ("avxvnni",), _V3 | {"avx_vnni"}),
+    Level("avx2", "x86-64-v3", (), _V3),
     Level(
         "neon_mmla",
         "armv8.2-a",
@@ -141,58 +207,20 @@ def _may_use_amx() -> bool:
 
 def is_measured(name: str) -> bool:
     """Whether the kernels of a level, by its name, were measured on such a CPU."""
-    return any(level.measured for level in LEVELS if level.name == name)
-
-
-def levels_of_machine() -> list[Level]:
-    """The levels that CPUs of this kind may run, greatest first. Raises BuildError if there are
-    none.
-    """
-    machine = _MACHINES.get(platform.machine())
-    if platform.system() != "Linux" or machine is None:
-        raise BuildError(
-            f"they are for Linux on x86-64 and on 64-bit ARM; this is {platform.system()} on "
-            f"{platform.machine()}"
-        )
-    return [level for level in LEVELS if level.machine == machine]
-
-
-def levels_here() -> list[Level]:
-    """The levels that this CPU runs, greatest first. Raises BuildError with the reason if there is
-    none.
-    """
-    flags = cpu_flags()
-    of_machine = levels_of_machine()
-    levels = [level for level in of_machine if level.needs <= flags]
-    if not levels:
-        raise BuildError(f"this CPU lacks {', '.join(sorted(of_machine[-1].needs - flags))}")
-    return levels
+    return any(level.measured for level in _LEVELS if level.name == name)
 
 
 def _sources() -> list[Path]:
     return sorted(_NATIVE.glob("*.cc"))
 
 
-def digest() -> str:
+def _digest() -> str:
     """Of the sources that lie here, and of how they are compiled."""
-    compiled_as = [_FLAGS, _ARM_FLAGS, *((level.march, level.features) for level in LEVELS)]
+    compiled_as = [_FLAGS, _ARM_FLAGS, *((level.march, level.features) for level in _LEVELS)]
     made_of = blake2b(repr(compiled_as).encode(), digest_size=16)
     for source in [*sorted(_NATIVE.glob("*.h")), *_sources()]:
         made_of.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return made_of.hexdigest()
-
-
-def library(level: Level) -> Path:
-    """Where the library of a level belongs."""
-    return BUILT / f"{level.name}.so"
-
-
-def is_current(path: Path) -> bool:
-    """Whether a library is there and made of the sources that lie here."""
-    try:
-        return f"{MARK}{digest()}".encode() in path.read_bytes()
-    except OSError:
-        return False
 
 
 def compilers() -> Iterator[list[str]]:
@@ -214,7 +242,7 @@ def compiler() -> list[str]:
     raise BuildError(f"there is no C++ compiler: {ADVICE}")
 
 
-def headers() -> Path:
+def _headers() -> Path:
     """jaxlib's own headers; BuildError if it is not installed."""
     found = importlib.util.find_spec("jaxlib")
     if found is not None:
@@ -225,24 +253,13 @@ def headers() -> Path:
     raise BuildError("jaxlib's headers are not installed here")
 
 
-def machine_flags(level: Level, command: Sequence[str]) -> list[str]:
-    """The level, as this compiler names it."""
-    on_arm = level.machine == "aarch64"
-    if "ziglang" in command or Path(command[0]).name == "zig":
-        cpu = _zig_arm(level.march) if on_arm else level.march.replace("-", "_")
-        return [f"-mcpu={'+'.join([cpu, *level.features])}"]
-    if on_arm:
-        return [f"-march={'+'.join([level.march, *level.features])}", *_ARM_FLAGS]
-    return [f"-march={level.march}", *(f"-m{feature}" for feature in level.features)]
-
-
 def _zig_arm(march: str) -> str:
     """An architecture of ARM's, armv8.2-a, as a CPU of zig's: generic+v8_2a."""
     version = march.removeprefix("arm").replace(".", "_").replace("-", "")
     return f"generic+{version}"
 
 
-def run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str]) -> None:
     """Run a compiler; BuildError with the line that says what is wrong if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -276,37 +293,16 @@ def _halves(folder: Path) -> list[Path]:
 
 def _compiling(level: Level, command: Sequence[str]) -> list[str]:
     """The command that compiles for a level, before the names of files."""
-    stated = f'-DJITNEY_SOURCES="{MARK}{digest()}"'
-    machine = machine_flags(level, command)
-    return [*command, *_FLAGS, *machine, "-isystem", str(headers()), stated]
-
-
-def compile_level(
-    level: Level, target: Path, command: Sequence[str], extra: Sequence[str] = ()
-) -> None:
-    """Make `target`, a library of one level, with a compiler; BuildError if it cannot. extra: more
-    flags.
-    """
-    compiling = [*_compiling(level, command), *extra]
-    with tempfile.TemporaryDirectory() as folder:
-        halves = _halves(Path(folder))
-        objects = [str(half.with_suffix(".o")) for half in halves]
-
-        def compile_one(source: Path, made: str) -> None:
-            run([*compiling, "-c", str(source), "-o", made])
-
-        with ThreadPoolExecutor(len(halves)) as pool:
-            list(pool.map(compile_one, halves, objects))
-        linked = Path(folder) / target.name
-        _link([*command, "-shared", "-s", "-pthread", *extra, *objects, "-o", str(linked)])
-        _move(linked, target)
+    stated = f'-DJITNEY_SOURCES="{_MARK}{_digest()}"'
+    machine = level.flags(command)
+    return [*command, *_FLAGS, *machine, "-isystem", str(_headers()), stated]
 
 
 def _link(command: Sequence[str]) -> None:
     try:
-        run([*command, *_STATIC])
+        _run([*command, *_STATIC])
     except BuildError:  # some systems have no static ones
-        run(command)
+        _run(command)
 
 
 def _move(made: Path, target: Path) -> None:
@@ -318,10 +314,10 @@ def _move(made: Path, target: Path) -> None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """Nobody else compiles into the same folder meanwhile."""
-    BUILT.mkdir(parents=True, exist_ok=True)
-    with open(BUILT / ".lock", "w") as file:
+    _BUILT.mkdir(parents=True, exist_ok=True)
+    with open(_BUILT / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -332,22 +328,22 @@ def build(levels: Iterable[Level]) -> list[Path]:
     """
     made = []
     try:
-        with alone():
+        with _alone():
             for level in levels:
-                if not is_current(library(level)):
-                    compile_level(level, library(level), compiler())
-                made.append(library(level))
+                if not level.is_current:
+                    level.compile(level.library, compiler())
+                made.append(level.library)
     except OSError as error:
         raise BuildError(f"{error.strerror}: {error.filename}") from error
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def _main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends with the reason if the kernels cannot be compiled."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    levels = {level.name: level for level in LEVELS}
+    levels = {level.name: level for level in _LEVELS}
     parser.add_argument(
         "levels",
         nargs="*",
@@ -357,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     try:
-        wanted = [levels[name] for name in args.levels] or levels_here()[:1]
+        wanted = [levels[name] for name in args.levels] or Level.here()[:1]
         for path in build(wanted):
             print(path)
     except BuildError as error:
@@ -365,4 +361,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

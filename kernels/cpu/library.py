@@ -15,7 +15,7 @@ import jax
 from jitney.kernels.cpu import build
 from jitney.kernels.cpu.build import ADVICE, BuildError, Level
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 #: The handlers that every library exports, each as `jitney_NAME`.
 _HANDLERS = (
@@ -46,7 +46,7 @@ class _PanelLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Library:
+class _Library:
     """A loaded library, its handlers registered with XLA."""
 
     #: The instructions it was compiled for, a name of `build.LEVELS`.
@@ -79,22 +79,17 @@ class Library:
         return self.multiplies_pairs and not self.leaves_amx
 
 
-def part_seconds() -> dict[str, float]:
-    """See `Library.part_seconds`, of the one that serves."""
-    return load().part_seconds()
-
-
 @cache
-def load() -> Library:
+def load() -> _Library:
     """The library for this CPU, compiled first if it is not there or made of other sources.
 
     Raises NoLibrary.
     """
     try:
-        levels = build.levels_here()
+        levels = Level.here()
     except BuildError as error:
         raise NoLibrary(str(error)) from error
-    return opened(_available(levels))
+    return _opened(_available(levels))
 
 
 def _available(levels: Sequence[Level]) -> Level:
@@ -108,18 +103,18 @@ def _available(levels: Sequence[Level]) -> Level:
         reason = reason or error
         if not error:
             if level is not first:
-                log.warning("kernels for %s instead of %s: %s", level.name, first.name, reason)
+                _log.warning("kernels for %s instead of %s: %s", level.name, first.name, reason)
             return level
     raise NoLibrary(_why_none(first, reason))
 
 
 def _compiled(level: Level) -> str:
     """Compile a level if it is not current; why it cannot be, empty if it is there."""
-    if build.is_current(build.library(level)):
+    if level.is_current:
         return ""
     try:
         build.compiler()
-        log.warning("compiling the CPU kernels (%s), once", level.name)
+        _log.warning("compiling the CPU kernels (%s), once", level.name)
         build.build([level])
     except BuildError as error:
         return str(error)
@@ -127,30 +122,30 @@ def _compiled(level: Level) -> str:
 
 
 def _why_none(level: Level, reason: str) -> str:
-    state = "is made of other sources" if build.library(level).exists() else "is not built"
+    state = "is made of other sources" if level.library.exists() else "is not built"
     if ADVICE not in reason:
         reason += f"; {ADVICE}"
     return f"their library {state}, and {reason}"
 
 
-def opened(level: Level) -> Library:
+def _opened(level: Level) -> _Library:
     """The library of a level, with its handlers registered; NoLibrary if this system or this jaxlib
     refuses it.
     """
     leaves_amx = "amx_bf16" in build.cpu_flags() - level.needs
     try:
-        return register(build.library(level), level.name, leaves_amx)
+        return _register(level.library, level.name, leaves_amx)
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         raise NoLibrary(f"their library cannot be loaded: {error}") from error
 
 
-def register(path: Path, level: str, leaves_amx: bool = False) -> Library:
+def _register(path: Path, level: str, leaves_amx: bool = False) -> _Library:
     """The library in a file; its handlers are known to XLA from now on, under names that say the
     level.
     """
     code = ctypes.CDLL(str(path))
     numbers = (ctypes.c_int * len(_PanelLayout._fields)).in_dll(code, "jitney_panel_layout")
-    library = Library(level, _PanelLayout(*numbers), leaves_amx, _clock_of(code))
+    library = _Library(level, _PanelLayout(*numbers), leaves_amx, _clock_of(code))
     for handler in _HANDLERS:
         capsule = jax.ffi.pycapsule(getattr(code, f"jitney_{handler}"))
         jax.ffi.register_ffi_target(library.target(handler), capsule, platform="cpu")

@@ -44,7 +44,7 @@ def _has_levels() -> bool:
     """Whether the kernels are for machines of this kind at all."""
     build = _build_module()
     try:
-        return bool(build.levels_of_machine())
+        return bool(build.Level.of_machine())
     except build.BuildError:
         return False
 
@@ -76,7 +76,7 @@ def _compile_kernels(every_level: bool) -> bool:
     build = _build_module()
     made = []
     try:
-        levels = build.levels_of_machine() if every_level else build.levels_here()[:1]
+        levels = build.Level.of_machine() if every_level else build.Level.here()[:1]
     except build.BuildError as error:
         print(f"the CPU kernels are not compiled: {error}", file=sys.stderr)
         return False

@@ -5,6 +5,13 @@ panels of pairs: any number of rows is multiplied with a panel as it lies, and a
 same bits in every number of rows. Elsewhere, and in float32, weights stay as they come and are
 widened in registers; up to how many rows that is quicker than XLA's own product differs from one
 kind of CPU to the next (docs/decisions, 0107).
+
+Products of rows rounded to int8 with weights in int8 (`native/int8.cc`): weights are laid out once,
+when a model is loaded, in panels whose elements are four neighbouring inputs of a column, or eight
+where the CPU has ARM's I8MM. One instruction multiplies them there, and where the CPU has VNNI;
+elsewhere they are taken apart on their way. It wants one operand without a sign, so weights are
+stored 128 greater, and what that adds to a sum, 128 times the sum of the row's codes, is taken off
+again.
 """
 
 from __future__ import annotations
@@ -18,12 +25,14 @@ from jax.typing import DTypeLike
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
+from jitney.kernels.experts import gate
+from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import OneOf
 
 #: Most rows that are multiplied with weights as they come, where this machine's steps were not
 #: asked: XLA packs such a matrix in each call, which for so few costs more than the product.
 USUAL_ROWS = 8
-#: Columns of the widest vector.
+#: Columns of the widest vector; rows of so many inputs are rounded to int8 at once.
 _LANES = 16
 
 
@@ -37,10 +46,10 @@ def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
     native = library.load()
     if not native.arranges or w.dtype != jnp.bfloat16:
         return w
-    return in_panels(w, parts, native.layout.bfloat16)
+    return _in_panels(w, parts, native.layout.bfloat16)
 
 
-def in_panels(w: jax.Array, parts: int, beside: int) -> jax.Array:
+def _in_panels(w: jax.Array, parts: int, beside: int) -> jax.Array:
     """As `arrange`; w as it is where its inputs are no whole elements, or its columns no whole
     vectors.
     """
@@ -86,7 +95,7 @@ class _Products:
             return reference.matmul(x, w, dtype)
         shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
         call = jax.ffi.ffi_call(library.load().target("product"), shape)
-        return call(x.astype(jnp.float32), w, counted(x, count)).astype(dtype)
+        return call(x.astype(jnp.float32), w, _counted(x, count)).astype(dtype)
 
     def gated(
         self, x: jax.Array, w: jax.Array | OneOf, *, count: jax.Array | None = None
@@ -96,7 +105,7 @@ class _Products:
         """
         if w.ndim == 4:
             return _call_panels(x, w, jnp.bfloat16, count, gated=True)
-        return reference.gate(self.matmul(x, w, count=count), x.dtype)
+        return gate(self.matmul(x, w, count=count), x.dtype)
 
     def project(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [T, E] times the transpose of table [V, E] -> float32 [T, V]."""
@@ -128,14 +137,14 @@ def up_to(most_rows: int) -> _Products:
     return _Products(most_rows)
 
 
-def operands(w: jax.Array | OneOf) -> tuple[jax.Array, ...]:
+def _operands(w: jax.Array | OneOf) -> tuple[jax.Array, ...]:
     """What stands for weights in a call: they themselves; many, and which of them behind all
     others.
     """
     return (w.matrices, w.number) if isinstance(w, OneOf) else (w,)
 
 
-def counted(x: jax.Array, count: jax.Array | None) -> jax.Array:
+def _counted(x: jax.Array, count: jax.Array | None) -> jax.Array:
     """int32: how many of x's first rows are multiplied, all of them if nobody counted."""
     return jnp.int32(x.shape[0]) if count is None else count
 
@@ -149,5 +158,60 @@ def _call_panels(
     panels, _, columns, _ = w.shape
     shape = jax.ShapeDtypeStruct((x.shape[0], panels * columns // (2 if gated else 1)), dtype)
     call = jax.ffi.ffi_call(library.load().target("panels"), shape)
-    weights, *which = operands(w)
-    return call(x, weights, counted(x, count), *which, gated=gated)
+    weights, *which = _operands(w)
+    return call(x, weights, _counted(x, count), *which, gated=gated)
+
+
+def arrange_int8(w: jax.Array, parts: int = 1) -> jax.Array:
+    """int8 w [I, O] -> panels int8 [O / C, I / B, C, B] of C columns each, B neighbouring inputs
+    side by side, 128 greater as uint8.
+
+    parts = 2: w is gates and what they gate, and a panel has C / 2 columns of each. As it is where
+    inputs or outputs are no whole vectors.
+    """
+    if w.shape[0] % _LANES:
+        return w
+    panels = _in_panels(w, parts, library.load().layout.int8)
+    return w if panels is w else _shifted(panels)
+
+
+def _shifted(w: jax.Array) -> jax.Array:
+    """The bits of w + 128 as uint8, still named int8: the sign bit turned over."""
+    return w ^ jnp.int8(-128)
+
+
+def matmul_int8(
+    x: jax.Array, w: Int8, dtype: DTypeLike = jnp.float32, *, count: jax.Array | None = None
+) -> jax.Array:
+    """See `jitney.kernels.interface.Int8Products`, and `KernelSet.leaves_out_padding` there."""
+    if not _int8_served(x, w):
+        return reference.matmul_int8(x, _apart(w), dtype)
+    return _call_int8(x, w, dtype, count, gated=False)
+
+
+def gated_int8(x: jax.Array, w: Int8, *, count: jax.Array | None = None) -> jax.Array:
+    """See `jitney.kernels.interface.Int8Products`, and `KernelSet.leaves_out_padding` there."""
+    if not _int8_served(x, w):
+        return reference.gated_int8(x, _apart(w))
+    return _call_int8(x, w, x.dtype, count, gated=True)
+
+
+def _apart(w: Int8) -> Int8:
+    """With an array for a matrix among many."""
+    if isinstance(w.kernel, OneOf):
+        return Int8(w.kernel.apart(), w.scale)
+    return w
+
+
+def _int8_served(x: jax.Array, w: Int8) -> bool:
+    return w.kernel.ndim == 4 and x.dtype in (jnp.bfloat16, jnp.float32)
+
+
+def _call_int8(
+    x: jax.Array, w: Int8, dtype: DTypeLike, count: jax.Array | None, *, gated: bool
+) -> jax.Array:
+    columns = w.scale.shape[0] // (2 if gated else 1)
+    shape = jax.ShapeDtypeStruct((x.shape[0], columns), dtype)
+    call = jax.ffi.ffi_call(library.load().target("int8_panels"), shape)
+    weights, *which = _operands(w.kernel)
+    return call(x, weights, w.scale, _counted(x, count), *which, gated=gated)

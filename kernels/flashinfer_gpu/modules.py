@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jitney.kernels.interface import KernelError
 
 #: Releases of FlashInfer whose plans and calls are the ones written down here.
-RELEASE = "0.7.2"
+_RELEASE = "0.7.2"
 _PACKAGES = ("flashinfer-python", "jax-tvm-ffi", "apache-tvm-ffi")
 _SHIM = Path(__file__).with_name("views.cc")
 #: How the arguments of a call reach the shim: see `over_pool` in views.cc.
@@ -57,9 +57,9 @@ def check_installed() -> None:
                 f'kernels flashinfer need {name}: pip install -e ".[cuda13,flashinfer]"'
             ) from None
     found = metadata.version("flashinfer-python")
-    if found.split(".")[:3] != RELEASE.split("."):
+    if found.split(".")[:3] != _RELEASE.split("."):
         raise KernelError(
-            f"kernels flashinfer are written for flashinfer-python {RELEASE}, here is {found}"
+            f"kernels flashinfer are written for flashinfer-python {_RELEASE}, here is {found}"
         )
 
 
@@ -69,7 +69,7 @@ def registered(variant: Variant) -> str:
     first time, or found it compiled. KernelError in one line if it cannot.
     """
     try:
-        register(variant, _compiled(variant).paged_run, "gpu")
+        _register(variant, _compiled(variant).paged_run, "gpu")
     except Exception as error:  # whatever a compiler, a linker or an import may raise
         lines = str(error).strip().splitlines() or [""]
         raise KernelError(
@@ -101,7 +101,7 @@ def _compiled(variant: Variant) -> Any:
         return spec.build_and_load()
 
 
-def register(variant: Variant, run: Any, platform: str) -> None:
+def _register(variant: Variant, run: Any, platform: str) -> None:
     """Make `run`, a function of tvm_ffi that is called as FlashInfer's paged_run, the variant's
     target on this platform (gpu, or cpu in tests).
     """

@@ -19,6 +19,16 @@ class BlockSizes(NamedTuple):
     depth: int  # blocks in memory at a time, one of them computed on
     rows: int  # query rows times query heads of a prompt's item, at most
 
+    @classmethod
+    def on(cls, chip: str, key_bytes: int, page: int) -> BlockSizes:
+        """The sizes on a chip ("" or unknown: any) for a pool with `key_bytes` a token, key and
+        value of all heads, and pages of so many tokens.
+        """
+        wanted = _CHIPS.get(chip, _OTHER)
+        keys = max(_MANY_KEYS if key_bytes <= _SMALL else _KEYS, page)
+        on_the_way = -(-wanted.on_the_way // (keys * key_bytes))
+        return cls(keys, min(max(on_the_way, 2) + 1, _DEEPEST), wanted.rows)
+
 
 class _Chip(NamedTuple):
     """What decides the sizes on a chip."""
@@ -40,11 +50,6 @@ _OTHER = _Chip(8 << 20, 2048)
 _KEYS, _MANY_KEYS, _SMALL = 256, 512, 1024
 #: A ring deeper than this takes more time to fill than it saves.
 _DEEPEST = 12
-#: Chips on which a sum over devices should run beside half of a product (`KernelSet`). That way it
-#: passes through main memory, counted for 512 rows of an 8B model and a host of four chips: 47 MiB
-#: more a layer of a v7x, 13 us, which saves 24; 44 MiB of a v6e, 28 us, which saves 16. A v5e has
-#: nothing to run it.
-SUMS_IN_HALVES = frozenset({"v7x"})
 #: Words by which jax names chips (`device_kind`).
 _KINDS = {"v5e": ("v5 lite", "v5e"), "v6e": ("v6 lite", "v6e"), "v7x": ("tpu7", "v7")}
 
@@ -54,13 +59,3 @@ def chip_of(device_kind: str) -> str:
     kind = device_kind.lower()
     found = (chip for chip, words in _KINDS.items() if any(word in kind for word in words))
     return next(found, "")
-
-
-def blocks_for(chip: str, key_bytes: int, page: int) -> BlockSizes:
-    """The sizes on a chip ("" or unknown: any) for a pool with `key_bytes` a token, key and value
-    of all heads, and pages of so many tokens.
-    """
-    wanted = _CHIPS.get(chip, _OTHER)
-    keys = max(_MANY_KEYS if key_bytes <= _SMALL else _KEYS, page)
-    on_the_way = -(-wanted.on_the_way // (keys * key_bytes))
-    return BlockSizes(keys, min(max(on_the_way, 2) + 1, _DEEPEST), wanted.rows)

@@ -38,8 +38,8 @@ _OF_128 = 0x43004300
 def matmul_int4(
     x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32, interpret: Interpret = False
 ) -> jax.Array:
-    """See `jitney.kernels.int4.Int4Matmul`; weights of inputs that are no whole chunks are written
-    out first.
+    """See `jitney.kernels.interface.KernelSet.matmul_int4`; weights of inputs that are no
+    whole chunks are written out first.
 
     Products are of whole numbers, scaled once per group in float32.
     """

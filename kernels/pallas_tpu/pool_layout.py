@@ -26,6 +26,14 @@ class PoolLayout:
     rows: int  # R
     width: int  # W
 
+    @classmethod
+    def of(cls, heads: int, dim: int, itemsize: int) -> PoolLayout:
+        """The layout for K key heads of dimension D in numbers of `itemsize` bytes."""
+        packed = 2 * dim <= LANES
+        width = -(-dim // LANES) * LANES
+        rows = heads if packed else 2 * heads
+        return cls(heads, dim, _whole_tiles(rows, 4 // itemsize), width)
+
     @property
     def packed(self) -> bool:
         """Whether key and value of a head share a row, [k | v | zeros]; else row 2h is key head h,
@@ -65,14 +73,6 @@ class PoolLayout:
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [*missing])
 
 
-def layout_of(heads: int, dim: int, itemsize: int) -> PoolLayout:
-    """The layout for K key heads of dimension D in numbers of `itemsize` bytes."""
-    packed = 2 * dim <= LANES
-    width = -(-dim // LANES) * LANES
-    rows = heads if packed else 2 * heads
-    return PoolLayout(heads, dim, _whole_tiles(rows, 4 // itemsize), width)
-
-
 def _whole_tiles(rows: int, packing: int) -> int:
     """The smallest number of rows from `rows` on that fills tiles; packing: numbers in 32 bits."""
     words = -(-rows // packing)
@@ -85,5 +85,5 @@ def pool_shape(
     n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
 ) -> tuple[int, int, int, int]:
     """See `jitney.kernels.interface.PoolShape`: [N, page, R, W]."""
-    layout = layout_of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)
+    layout = PoolLayout.of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)
     return n_pages, page_size, layout.rows, layout.width

@@ -23,13 +23,10 @@ from jitney.kernels.triton_gpu import attention, cut, narrow_products, write_kv
 from jitney.kernels.triton_gpu import experts as expert_products
 from jitney.kernels.triton_gpu.launch import Launch
 from jitney.kernels.triton_gpu.tiles import (
-    FEW_ROWS,
     DecodeTiles,
+    ProductTiles,
     PromptTiles,
     attention_tiles,
-    expert_tiles,
-    gated_tiles,
-    matmul_tiles,
 )
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -43,7 +40,7 @@ _FP8_SINCE = 89
 _FP8_INPUTS = 64
 
 
-class Prompts(Protocol):
+class _Prompts(Protocol):
     """Attention of the rows of prompt chunks by other kernels, over the same pool."""
 
     def __call__(
@@ -73,7 +70,7 @@ class TritonKernels:
     #: per element of the pool) -> tile sizes; a bench tries others.
     tiles: Callable[[int, int, int, int, int], tuple[DecodeTiles, PromptTiles]] = attention_tiles
     #: Who attends to prompts in place of the kernel here; None: nobody.
-    prompts: Prompts | None = None
+    prompts: _Prompts | None = None
 
     def paged_attention(
         self,
@@ -212,6 +209,10 @@ class TritonKernels:
             o = self._prompts(q, kv, meta, scales, constants)
         return self._decode(q, kv, meta, scales, constants, o)
 
+    @property
+    def _product_tiles(self) -> ProductTiles:
+        return ProductTiles(self.launch.sm)
+
     def _tiles(
         self, q: jax.Array, kv: jax.Array, constants: dict[str, Any]
     ) -> tuple[DecodeTiles, PromptTiles]:
@@ -332,7 +333,7 @@ class TritonKernels:
         )
 
     def matmul_int4(self, x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """See `jitney.kernels.int4.Int4Matmul`."""
+        """See `jitney.kernels.interface.KernelSet.matmul_int4`."""
         packed, scales, zeros = weights
         return self._narrow_product(
             narrow_products.matmul_int4,
@@ -348,10 +349,10 @@ class TritonKernels:
         )
 
     def gated_int4(self, x: jax.Array, weights: Int4) -> jax.Array:
-        """See `jitney.kernels.int4.Int4Gated`."""
+        """See `jitney.kernels.interface.KernelSet.gated_int4`."""
         n_rows, size_in = x.shape
         inner = weights.shape[1] // 2
-        tiles = gated_tiles(self.launch.sm, n_rows, x.dtype.itemsize, inner)
+        tiles = self._product_tiles.gated(n_rows, x.dtype.itemsize, inner)
         block_m = min(tiles.block_m, max(16, _power_of_two(n_rows)))
         row_blocks = -(-n_rows // block_m)
         packed, scales, zeros = weights
@@ -388,7 +389,7 @@ class TritonKernels:
         if len(x) == 1 and w.shape[-1] < _FEW_COLUMNS:
             return self.matmul(jnp.pad(x, ((0, 1), (0, 0))), w, dtype)[:1]
         written_out = w.dtype == jnp.float8_e4m3fn and self.launch.sm < 90
-        if not written_out or len(x) > FEW_ROWS[x.dtype.itemsize]:
+        if not written_out or not self._product_tiles.are_few(len(x), x.dtype.itemsize):
             return reference.matmul(x, w, dtype)
         return self._narrow_product(
             narrow_products.matmul_fp8,
@@ -415,7 +416,7 @@ class TritonKernels:
         """
         n_rows, size_in = x.shape
         groups = size_in // inputs
-        tiles, splits = matmul_tiles(self.launch.sm, n_rows, x.dtype.itemsize, groups, size_out)
+        tiles, splits = self._product_tiles.matmul(n_rows, x.dtype.itemsize, groups, size_out)
         block_m = min(tiles.block_m, max(16, _power_of_two(n_rows)))
         row_blocks = -(-n_rows // block_m)
         y = self.launch(
@@ -480,8 +481,8 @@ class TritonKernels:
     ) -> jax.Array:
         """x times the experts of its blocks, of which each is so many matrices side by side."""
         n_blocks, size_out = blocks.experts.shape[0], out.shape[1]
-        tiles = expert_tiles(
-            self.launch.sm, blocks.size, x.dtype.itemsize, n_blocks, matrices * size_out
+        tiles = self._product_tiles.experts(
+            blocks.size, x.dtype.itemsize, n_blocks, matrices * size_out
         )
         weights, scales = stack
         if weights.dtype == jnp.float8_e4m3fn and self.launch.sm < _FP8_SINCE:

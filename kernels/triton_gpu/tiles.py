@@ -56,7 +56,7 @@ class _ExpertTiles:
 
 
 #: Streaming multiprocessors of the card a generation is tuned on: A100, L4, H100.
-PROCESSORS = {80: 108, 89: 58, 90: 132}
+_PROCESSORS = {80: 108, 89: 58, 90: 132}
 #: (generation, padded head dim, bytes per activation) -> tiles. Programs are processors times
 #: resident programs. Chosen by compiling, not yet by timing: all fits and, in 2 bytes, nothing
 #: spills. float32 is there for its answers only.
@@ -99,7 +99,7 @@ _WIDE_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
 }
 #: Rows that a narrow product takes with the tiles of a few, by bytes per activation: up to there it
 #: is bound by reading weights. float32 takes three times the registers, and has no other tiles.
-FEW_ROWS = {2: 64, 4: 16}
+_FEW_ROWS = {2: 64, 4: 16}
 #: Rows up to which a program has room for gates and ups of as many columns.
 _FEW_GATED_ROWS = 32
 #: generation -> tiles of narrow products of a few rows.
@@ -136,14 +136,14 @@ _WIDE_EXPERTS = _ExpertTiles(64, 32, 8, 2)
 _LEAST_COLUMNS = 64
 
 
-def generation(sm: int) -> int:
+def _generation(sm: int) -> int:
     """The tuned generation that stands for compute capability `sm`: the last one not newer.
 
     sm_120 has the shared memory of sm_89 (99 KiB), sm_100 that of sm_90.
     """
     if sm >= 120:
         return 89
-    return max((tuned for tuned in PROCESSORS if tuned <= sm), default=80)
+    return max((tuned for tuned in _PROCESSORS if tuned <= sm), default=80)
 
 
 def attention_tiles(
@@ -155,7 +155,7 @@ def attention_tiles(
         raise KernelError(
             f"kernels triton take a head dim up to 256, not {head_dim}; choose kernels reference"
         )
-    key = generation(sm), max(head_dim, 64), itemsize
+    key = _generation(sm), max(head_dim, 64), itemsize
     decode, prompt = _ATTENTION[key]
     if group > 16:
         decode = _WIDE.get(key, decode)
@@ -164,62 +164,75 @@ def attention_tiles(
     return decode, prompt
 
 
-def matmul_tiles(
-    sm: int, rows: int, itemsize: int, groups: int, size_out: int
-) -> tuple[_MatmulTiles, int]:
-    """Tiles of a product with narrow weights, and how many programs share the sum of one output.
+@dataclass(frozen=True)
+class ProductTiles:
+    """Tiles of products with narrow weights and with experts, for compute capability `sm`."""
 
-    Of a few rows the share follows from the weight's shape alone, so that a row's result does not
-    depend on how many rows there are. Of more, it is no greater than fills the GPU once: each part
-    is written as float32.
-    """
-    tuned = generation(sm)
-    tiles = _MATMUL[tuned]
-    waves = 2
-    if itemsize == 4:
-        tiles = replace(tiles, block_m=FEW_ROWS[4])
-    elif rows > FEW_ROWS[itemsize]:
-        tiles = _TALL_MATMUL[tuned]
-        waves = 1
-    blocks = -(-size_out // tiles.block_n)
-    if waves == 1:
-        blocks *= -(-rows // tiles.block_m)
-    splits = 1
-    while 2 * splits * blocks <= waves * PROCESSORS[tuned] and 8 * splits <= groups:
-        splits *= 2
-    return tiles, splits
+    sm: int
 
+    @property
+    def _generation(self) -> int:
+        return _generation(self.sm)
 
-def gated_tiles(sm: int, rows: int, itemsize: int, inner: int) -> _MatmulTiles:
-    """Tiles of an int4 product that is gated at once, of so many gates and as many ups in each
-    program; inner: gates in all.
+    def are_few(self, rows: int, itemsize: int) -> bool:
+        """Whether so many rows of activations of `itemsize` bytes take the tiles of a few."""
+        return rows <= _FEW_ROWS[itemsize]
 
-    Half as many of more than 32 rows and in float32, where registers would be spilled, and where
-    there would be fewer programs than processors.
-    """
-    tuned = generation(sm)
-    tiles = _MATMUL[tuned]
-    narrow = replace(tiles, block_n=tiles.block_n // 2)
-    if itemsize == 4:
-        return replace(narrow, block_m=FEW_ROWS[4])
-    if rows > FEW_ROWS[itemsize]:
-        return replace(_TALL_MATMUL[tuned], block_n=narrow.block_n)
-    if rows > _FEW_GATED_ROWS or inner < PROCESSORS[tuned] * tiles.block_n:
-        return narrow
-    return tiles
+    def matmul(
+        self, rows: int, itemsize: int, groups: int, size_out: int
+    ) -> tuple[_MatmulTiles, int]:
+        """Tiles of a product with narrow weights, and how many programs share the sum of one
+        output.
 
+        Of a few rows the share follows from the weight's shape alone, so that a row's result does
+        not depend on how many rows there are. Of more, it is no greater than fills the GPU once:
+        each part is written as float32.
+        """
+        tuned = self._generation
+        tiles = _MATMUL[tuned]
+        waves = 2
+        if itemsize == 4:
+            tiles = replace(tiles, block_m=_FEW_ROWS[4])
+        elif not self.are_few(rows, itemsize):
+            tiles = _TALL_MATMUL[tuned]
+            waves = 1
+        blocks = -(-size_out // tiles.block_n)
+        if waves == 1:
+            blocks *= -(-rows // tiles.block_m)
+        splits = 1
+        while 2 * splits * blocks <= waves * _PROCESSORS[tuned] and 8 * splits <= groups:
+            splits *= 2
+        return tiles, splits
 
-def expert_tiles(sm: int, rows: int, itemsize: int, blocks: int, size_out: int) -> _ExpertTiles:
-    """Tiles of a product with experts: blocks of `rows` rows, at most so many, and `size_out`
-    columns, gates and ups counted.
+    def gated(self, rows: int, itemsize: int, inner: int) -> _MatmulTiles:
+        """Tiles of an int4 product that is gated at once, of so many gates and as many ups in each
+        program; inner: gates in all.
 
-    Narrower where there would be fewer programs than processors. The inputs of a sum are added in
-    the same order then, and a row has the same result.
-    """
-    tuned = generation(sm)
-    tiles = _WIDE_EXPERTS if itemsize == 4 else _EXPERTS[tuned, rows]
-    while tiles.block_n > _LEAST_COLUMNS:
-        if blocks * -(-size_out // tiles.block_n) >= PROCESSORS[tuned]:
-            break
-        tiles = replace(tiles, block_n=tiles.block_n // 2)
-    return tiles
+        Half as many of more than 32 rows and in float32, where registers would be spilled, and
+        where there would be fewer programs than processors.
+        """
+        tuned = self._generation
+        tiles = _MATMUL[tuned]
+        narrow = replace(tiles, block_n=tiles.block_n // 2)
+        if itemsize == 4:
+            return replace(narrow, block_m=_FEW_ROWS[4])
+        if not self.are_few(rows, itemsize):
+            return replace(_TALL_MATMUL[tuned], block_n=narrow.block_n)
+        if rows > _FEW_GATED_ROWS or inner < _PROCESSORS[tuned] * tiles.block_n:
+            return narrow
+        return tiles
+
+    def experts(self, rows: int, itemsize: int, blocks: int, size_out: int) -> _ExpertTiles:
+        """Tiles of a product with experts: blocks of `rows` rows, at most so many, and `size_out`
+        columns, gates and ups counted.
+
+        Narrower where there would be fewer programs than processors. The inputs of a sum are added
+        in the same order then, and a row has the same result.
+        """
+        tuned = self._generation
+        tiles = _WIDE_EXPERTS if itemsize == 4 else _EXPERTS[tuned, rows]
+        while tiles.block_n > _LEAST_COLUMNS:
+            if blocks * -(-size_out // tiles.block_n) >= _PROCESSORS[tuned]:
+                break
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+        return tiles

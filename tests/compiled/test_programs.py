@@ -13,7 +13,7 @@ from compiled_specs import GPUS, MANY, MIXTURE, SEATS, Spec, every_spec, facts
 from jitney.engine.executor.memory import likely_temp_bytes
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.simulation.roofline import SHAPES
-from jitney.kernels.pallas_tpu.blocks import SUMS_IN_HALVES
+from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 
 #: Bytes touched over the least that a step must touch (in a mixed one activations count), and MiB
 #: of temporaries.
@@ -122,7 +122,7 @@ def test_gates_are_written_in_the_activations_dtype(spec: Spec):
 
 
 def test_sums_of_many_rows_run_beside_products_where_that_pays(spec: Spec):
-    if spec.target not in SUMS_IN_HALVES or spec.devices < 8 or spec.decodes:
+    if not PallasKernels(chip=spec.target).sums_in_halves or spec.devices < 8 or spec.decodes:
         pytest.skip("few rows, fewer devices than a host has, or another chip")
     sums = facts(spec)["sums"]
     # The embedding's, two halves of attention's a layer, and two of the feed-forward's; that of

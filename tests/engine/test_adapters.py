@@ -18,7 +18,7 @@ from oracle import naive_normed, oracle_logprobs, prompt
 from programs import await_use
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError, RequestError
 from jitney.engine.executor.runner import Runner
 from jitney.engine.loading.load import load_model
@@ -42,7 +42,7 @@ PROMPTS = [prompt(number, 7 + 16 * number) for number in range(6)]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two adapters; one changes some matrices only."""
     home = tmp_path_factory.mktemp("adapters")
-    config = resolve("tiny-random").config
+    config = ModelSource.resolve("tiny-random").config
     return {
         "fr": write_adapter(home / "fr", config, 1),
         "de": write_adapter(home / "de", config, 2, rank=6, modules=("q_proj", "down_proj")),
@@ -78,7 +78,7 @@ def answers(llm: LLM, prompts: list[list[int]], names: list[str]) -> list[Any]:
 
 
 def test_a_mixed_crowd_gets_what_merged_weights_give(llm: LLM, folders: dict[str, Path]):
-    source = resolve("tiny-random")
+    source = ModelSource.resolve("tiny-random")
     base: Any = load_model(source, source.config)
     models = {"": base} | {name: merged(base, folder) for name, folder in folders.items()}
     asked = [(one, name) for one in PROMPTS for name in NAMES]
@@ -107,7 +107,8 @@ def test_in_bfloat16_a_crowd_changes_nothing(named: tuple[str, ...], weights: st
 
 def test_vectors_are_those_of_merged_weights(named: tuple[str, ...], folders: dict[str, Path]):
     llm = engine(named, embedding_pooling="mean")
-    base: Any = load_model(resolve("tiny-random"), resolve("tiny-random").config)
+    source = ModelSource.resolve("tiny-random")
+    base: Any = load_model(source, source.config)
     models = {"": base} | {name: merged(base, folder) for name, folder in folders.items()}
     params = SamplingParams(max_tokens=1)
     for number, name in enumerate(NAMES):
@@ -164,7 +165,7 @@ def test_whoever_asks_for_an_adapter_that_is_not_there_is_told_which_are(llm: LL
 
 
 def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path):
-    source = resolve("tiny-random")
+    source = ModelSource.resolve("tiny-random")
     wide = replace(source.config, hidden_size=2 * source.config.hidden_size)
     folder = write_adapter(tmp_path / "wide", wide, 1)
     with pytest.raises(ModelError, match=r"^adapter wide: model\.layers\.0\.self_attn\.q_proj has"):

@@ -17,7 +17,7 @@ from oracle import VOCAB, oracle_logprobs, prompt
 from programs import await_use
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import RequestError
 from jitney.engine.executor.runner import Runner
 from jitney.engine.loading.load import load_model
@@ -50,7 +50,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    source = resolve("tiny-random")
+    source = ModelSource.resolve("tiny-random")
     return load_model(source, source.config)
 
 
@@ -475,12 +475,12 @@ def levels_that_run() -> list[str]:
     if next(build.compilers(), None) is None:
         return []
     try:
-        return [level.name for level in build.levels_here()]
+        return [level.name for level in build.Level.here()]
     except build.BuildError:
         return []
 
 
-@pytest.mark.parametrize("kernels", ["reference", *(level.name for level in build.LEVELS)])
+@pytest.mark.parametrize("kernels", ["reference", *(level.name for level in build._LEVELS)])
 def test_the_default_model_equals_the_reference(smollm2, reference, kernels, monkeypatch):
     """All continuations in one batch, token for token unless the reference's own best two were
     within 1e-3.
@@ -491,14 +491,14 @@ def test_the_default_model_equals_the_reference(smollm2, reference, kernels, mon
     """
     name = "reference"
     if kernels != name:
-        level = next(level for level in build.LEVELS if level.name == kernels)
+        level = next(level for level in build._LEVELS if level.name == kernels)
         here = levels_that_run()
         if kernels not in here:
             pytest.skip(f"no library for {kernels} here")
         if kernels not in (here[0], here[-1]) and os.environ.get("JITNEY_TEST_COMPILE") != "1":
             pytest.skip("half a minute a level: JITNEY_TEST_COMPILE=1")
         build.build([level])
-        loaded = library.opened(level)
+        loaded = library._opened(level)
         monkeypatch.setattr(library, "load", lambda: loaded)
         name = "native"
     engine = when_used(

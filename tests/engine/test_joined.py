@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from core_runs import CONTEXT, PAGE_SIZE, PAGES, assert_solo_tokens, random_events
 from fakes import FakeClock, FakeRunner, make_core, make_request, tokens_of
 
-from jitney.engine.executor.joined import bucket_of, size_of
+from jitney.engine.executor.hosts import _bucket_of, _size_of
 from jitney.engine.hosts.messages import StepSize
 from jitney.engine.hosts.rounds import Referee, Rounds
 from jitney.engine.joined import JoinedCore
@@ -36,7 +36,7 @@ class JoinedFake(FakeRunner):
         self.empty = 0
 
     def batch(self, plan: Plan):
-        plan.bucket = self._agree(size_of(plan))
+        plan.bucket = self._agree(_size_of(plan))
         return super().batch(plan)
 
     def take_part(self) -> None:
@@ -44,7 +44,7 @@ class JoinedFake(FakeRunner):
         self._agree(None)
 
     def _agree(self, size: StepSize | None) -> Bucket:
-        self.steps.append(bucket_of(self.rounds.agree(size), self.buckets))
+        self.steps.append(_bucket_of(self.rounds.agree(size), self.buckets))
         return self.steps[-1]
 
 

@@ -9,7 +9,7 @@ from core_runs import CONTEXT, LONGEST, PAGE_SIZE, PAGES, random_request
 from fakes import FakeClock, ends_of, make_core, make_request, score, solo, tokens_of, watch
 
 from jitney.engine.core import EngineCore
-from jitney.engine.executor.sampling import seat_row
+from jitney.engine.executor.sampling import SeatState
 from jitney.engine.process.stream import Stream
 from jitney.engine.scheduler.admission import _sibling_seed
 from jitney.engine.text.detokenizer import TextStream
@@ -112,8 +112,8 @@ def test_a_resumed_sequence_counts_its_tokens_as_output(share_outputs: bool):
     resume(core, streams)
     outputs = run_steps(core, streams, 100)
     (seq,) = plans[0].boarded
-    counts = seat_row(request.sampling, [7] * 9 + had, 9, 40, (0,))
-    again = seat_row(request.sampling, seq.tokens[: 9 + len(had)], seq.n_prompt, 40, (0,))
+    counts = SeatState.row(request.sampling, [7] * 9 + had, 9, 40, (0,))
+    again = SeatState.row(request.sampling, seq.tokens[: 9 + len(had)], seq.n_prompt, 40, (0,))
     assert all((one == other).all() for one, other in zip(counts, again, strict=True))
     assert len(streams["a"].tokens[0]) == 12 and outputs[-1].finish == "length"
     totals = core.ledger.totals

@@ -17,6 +17,7 @@ from ragged import Case, attention, make
 
 from jitney.kernels import definitions, fp8, proof, reference
 from jitney.kernels import experts as plain_experts
+from jitney.kernels.experts import gate
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet, OneOf
@@ -319,7 +320,7 @@ def test_the_most_rows_of_a_step_are_proved_and_none_between():
 
 def test_a_wrong_gate_takes_all_products_out_with_their_layout():
     def gated(x: jax.Array, w: jax.Array) -> jax.Array:
-        return reference.gate(reference.matmul(x, w)[:, ::-1], x.dtype)
+        return gate(reference.matmul(x, w)[:, ::-1], x.dtype)
 
     def arrange(w: jax.Array, parts: int = 1) -> jax.Array:
         return w
@@ -471,7 +472,7 @@ def test_weights_of_four_bits_are_proved_too():
         return matmul_int4(x, weights._replace(zeros=None), dtype=dtype)
 
     def gated(x: jax.Array, weights: Any, of: Any = matmul_int4) -> jax.Array:
-        return reference.gate(of(x, weights), x.dtype)
+        return gate(of(x, weights), x.dtype)
 
     served = serving(SERVED, matrices=(Matrix(192, 288, "int4", group=64),))
     assert not errors(changed(matmul_int4=same(matmul_int4)), served)

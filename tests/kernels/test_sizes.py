@@ -24,7 +24,7 @@ from places import SUPPORT
 from sparse_arrays import TOO_MANY, large_pool
 
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.models.sharding import AXIS, Shares
+from jitney.engine.models.sharding import TENSOR, Shares
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.select import select
 
@@ -177,7 +177,7 @@ def test_the_heads_of_a_device_find_their_keys_on_it(name: str):
         if n_heads % shards or (n_kv % shards and shards % n_kv):
             continue
         torn += shards > n_kv
-        shares = Shares(config, AbstractMesh((shards,), (AXIS,)))  # pyright: ignore[reportArgumentType]
+        shares = Shares(config, AbstractMesh((shards,), (TENSOR.name,)))  # pyright: ignore[reportArgumentType]
         fused = np.repeat(np.arange(n_heads + 2 * n_kv), dim)[None]
         for device in range(shards):
             own = shares.own

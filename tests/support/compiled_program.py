@@ -28,7 +28,7 @@ from places import DATA
 from shipped import shipped_options
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.executor.program import StateSizes, compiler_options
+from jitney.engine.executor.program import StateSizes, _compiler_options
 from jitney.engine.models.mixture import ExpertLinear
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import KV_TYPES
@@ -40,7 +40,7 @@ from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.kernels import fp8
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.select import _triton_for, pallas_set
+from jitney.kernels.select import _pallas_set, _triton_for
 
 CAPABILITIES = {"h100": 90, "a100": 80, "l4": 89}
 #: By target, of up to 4 and up to 8 devices; a chip of v7x is two devices.
@@ -151,7 +151,7 @@ def kernels_for(spec: Spec) -> KernelSet:
     """The kernel set that serves the target."""
     if spec.target in GPUS:
         return _triton_for(CAPABILITIES[spec.target])
-    return pallas_set(spec.target)
+    return _pallas_set(spec.target)
 
 
 def _lay_out(model: Model, kernels: KernelSet) -> None:
@@ -307,7 +307,7 @@ def main(spec: Spec, folder: Path) -> None:
     lowering = time.perf_counter() - started
     platform = "gpu" if spec.target in GPUS else "tpu"
     halves = kernels_for(spec).sums_in_halves
-    options = compiler_options(platform, spec.devices > 1, halves)
+    options = _compiler_options(platform, spec.devices > 1, halves)
     if spec.target in GPUS:
         options |= shipped_options(spec.target, str(CAPABILITIES[spec.target] / 10))
     compiled = lowered.compile(options)

@@ -30,7 +30,7 @@ from jitney.engine.loading import load, repack
 from jitney.engine.loading.stored_matrix import Along, Field, LayOut, StoredMatrix
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise
-from jitney.engine.models.sharding import AXIS, Shares, _run_on_each, make_mesh
+from jitney.engine.models.sharding import TENSOR, Shares, _run_on_each, make_mesh
 
 #: The sizes of a Llama of 70 billion weights by 16, and as many query heads to a KV head.
 SMALL_70B = replace(
@@ -329,7 +329,7 @@ def fullest(scheme: str) -> np.ndarray:
     stored.
     """
     mesh, most = make_mesh(jax.devices()[:4]), []
-    split = NamedSharding(mesh, PartitionSpec(AXIS))
+    split = NamedSharding(mesh, PartitionSpec(TENSOR.name))
     for outs, ins, by_inputs in ((57344, 8192, False), (8192, 28672, True), (128256, 8192, False)):
         rows, columns = (4 * outs, ins // 4) if by_inputs else (outs, ins)
         together = (0,) * 4 if by_inputs else ()
@@ -348,7 +348,7 @@ def fullest_stored(stored: str) -> np.ndarray:
     the matrices: in bfloat16.
     """
     mesh, most = make_mesh(jax.devices()[:4]), []
-    split = NamedSharding(mesh, PartitionSpec(AXIS))
+    split = NamedSharding(mesh, PartitionSpec(TENSOR.name))
 
     def shape(array: Any) -> jax.ShapeDtypeStruct:
         rows, *rest = array.shape

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jitney.engine.checkpoints.names import Path
 from jitney.engine.executor.program import Program, StateSizes
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import AXIS, _sharding_of, engines_of, whole_shape
+from jitney.engine.models.sharding import TENSOR, _sharding_of, engines_of, whole_shape
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.kernels.interface import Kernels
 
@@ -67,7 +67,7 @@ def _on_mesh(path: Path, own: Any, mesh: Mesh, groups: int) -> jax.ShapeDtypeStr
         before = jax.ShapeDtypeStruct((own.shape[2], own.shape[1]), own.dtype)
         return _turned(_on_mesh(path, before, mesh, groups))
     return jax.ShapeDtypeStruct(
-        whole_shape(path, own.shape, mesh.shape[AXIS], groups, engines_of(mesh)),
+        whole_shape(path, own.shape, mesh.shape[TENSOR.name], groups, engines_of(mesh)),
         own.dtype,
         sharding=_sharding_of(path, len(own.shape), mesh, groups),
     )

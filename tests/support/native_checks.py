@@ -19,7 +19,7 @@ import numpy as np
 from ragged import Batch, Case, attention, make, written
 
 from jitney.kernels import definitions
-from jitney.kernels.cpu import int8, library, norms, products
+from jitney.kernels.cpu import library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
 from jitney.kernels.int8 import Int8
 
@@ -153,19 +153,19 @@ def check_int8(size_in: int, size_out: int, dtype: str) -> None:
     x = numbers(8, dtype, 133, size_in).at[2].set(0).at[3].multiply(1e-36)
     wanted = definitions.matmul_int8(np.asarray(x), codes, scale)
     gated = definitions.gated_int8(np.asarray(x), codes, scale)
-    plain_weights = Int8(int8.arrange(jnp.asarray(codes)), jnp.asarray(scale))
-    split_weights = Int8(int8.arrange(jnp.asarray(codes), 2), jnp.asarray(scale))
+    plain_weights = Int8(products.arrange_int8(jnp.asarray(codes)), jnp.asarray(scale))
+    split_weights = Int8(products.arrange_int8(jnp.asarray(codes), 2), jnp.asarray(scale))
     assert plain_weights.kernel.ndim == split_weights.kernel.ndim == 4
-    whole = np.asarray(jax.jit(int8.matmul)(x, plain_weights))
+    whole = np.asarray(jax.jit(products.matmul_int8)(x, plain_weights))
     np.testing.assert_array_equal(whole, wanted)
     assert not whole[2:4].any()
     rounding = 2**-8 if dtype == "bfloat16" else 1e-5
-    whole_gated = np.asarray(jax.jit(int8.gated)(x, split_weights))
+    whole_gated = np.asarray(jax.jit(products.gated_int8)(x, split_weights))
     np.testing.assert_allclose(whole_gated.astype(np.float32), gated, rtol=rounding, atol=1e-6)
     for rows in (1, 2, 3, 5, 8, 13, 128, 129):
-        some = jax.jit(int8.matmul)(x[:rows], plain_weights)
+        some = jax.jit(products.matmul_int8)(x[:rows], plain_weights)
         np.testing.assert_array_equal(some, whole[:rows])
-        some = jax.jit(int8.gated)(x[:rows], split_weights)
+        some = jax.jit(products.gated_int8)(x[:rows], split_weights)
         np.testing.assert_array_equal(some, whole_gated[:rows])
 
 
@@ -180,8 +180,8 @@ def check_padding(dtype: str) -> None:
     calls = [
         (ours.matmul, w),
         (ours.matmul, products.arrange(w)),
-        (int8.matmul, Int8(int8.arrange(codes), scale)),
-        (int8.gated, Int8(int8.arrange(codes, 2), scale)),
+        (products.matmul_int8, Int8(products.arrange_int8(codes), scale)),
+        (products.gated_int8, Int8(products.arrange_int8(codes, 2), scale)),
     ]
     in_parts = products.arrange(w, 2)
     if in_parts is not w:  # else XLA gates, which rounds as the program around it has it
@@ -260,11 +260,11 @@ def check_all() -> None:
         check_rest(dtype)
 
 
-def use(path: Path, name: str) -> library.Library:
+def use(path: Path, name: str) -> library._Library:
     """Register a compiled library under a name of its own; put what is returned in the place of
     `library.load()`.
     """
-    return library.register(path, name)
+    return library._register(path, name)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.pallas_tpu.blocks import chip_of
 from jitney.kernels.pallas_tpu.pool_layout import pool_shape
-from jitney.kernels.select import pallas_set
+from jitney.kernels.select import _pallas_set
 
 PAGES = 4096
 
@@ -102,7 +102,7 @@ def compile_case(shape: Shape, device: Any) -> dict[str, Any]:
     """Bytes of the pool, of what is aliased and of temporaries; instructions that make another
     pool.
     """
-    kernels = pallas_set(chip_of(device.device_kind))
+    kernels = _pallas_set(chip_of(device.device_kind))
     mesh = Mesh(np.array([device]), ("x",))
     args = arguments(shape)
     placed = jax.tree.map(

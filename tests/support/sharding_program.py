@@ -33,24 +33,22 @@ from served_shapes import shapes_served
 from jitney.engine import LLM, SamplingParams, build
 from jitney.engine.checkpoints import families
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.cli import generate, main
 from jitney.engine.cli.display import load_llm
 from jitney.engine.config.schema import Config
-from jitney.engine.executor.program import Program, StateSizes, allocate
+from jitney.engine.executor.program import _POOL, Program, StateSizes
 from jitney.engine.executor.runner import Runner
-from jitney.engine.loading.calibration import calibrate
 from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
+from jitney.engine.loading.quantising import _calibrate
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.layers import Linear
 from jitney.engine.models.quantization import quantise
 from jitney.engine.models.registry import abstract_model
 from jitney.engine.models.sharding import (
-    AXIS,
-    POOL,
+    TENSOR,
     WHOLE,
     _sharding_of,
-    gather,
     make_mesh,
     of_each_engine,
 )
@@ -94,18 +92,18 @@ def logits(
     kv_dtype: of quantised pools, whose factors the same prompt gives. groups: of experts.
     rounds_rows: by products of fp8 rows with fp8 weights.
     """
-    source = resolve(folder)
+    source = ModelSource.resolve(folder)
     config = source.config.in_groups(groups)
     mesh = make_mesh(jax.devices()[:devices]) if devices > 1 else None
     model = load_model(source, config, jnp.dtype(dtype), storage=WeightStorage(scheme), mesh=mesh)
     if kv_dtype:
-        calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
+        _calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
     kernels = KERNELS
     if scheme == "int8":
         kernels = select("cpu", "reference")  # the others round a device's share of a row by itself
     if rounds_rows:
         kernels = replace(select("cpu", "reference"), fp8=FP8)
-        build.lay_out(model, kernels, mesh)
+        build._lay_out(model, kernels, mesh)
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, kernels, mesh)
@@ -117,17 +115,17 @@ def logits(
         kv_dtype=jnp.dtype(kv_dtype or dtype),
     )
     layout = sizes.builder().layout(Bucket(ROWS, len(tokens)), True)
-    kv = allocate(sizes.shapes(model.config, kernels, mesh), model.config)
+    kv = sizes.shapes(model.config, kernels, mesh).allocate(model.config)
 
     def step(leaves: Any, kv: Any, last_token: Any, packed: Any) -> jax.Array:
         inputs = layout.split(packed)
         logits_of, _, _ = program.forward(leaves, kv, last_token, inputs)
         found = logits_of(inputs.logit_rows)
-        return gather(found) if mesh is not None else found
+        return TENSOR.side_by_side(found) if mesh is not None else found
 
     args = leaves, kv.kv, kv.last_token, one_prompt(layout, tokens)
     if mesh is not None:
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, leaves), POOL, WHOLE, WHOLE
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, leaves), _POOL, WHOLE, WHOLE
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
     return np.asarray(jax.jit(step)(*args))
 
@@ -148,7 +146,7 @@ def joined_logits(
 
     scheme, kv_dtype, groups: as of `logits`.
     """
-    source = resolve(folder)
+    source = ModelSource.resolve(folder)
     mesh = make_mesh(jax.devices()[: engines * devices], engines)
     model = load_model(
         source,
@@ -158,7 +156,7 @@ def joined_logits(
         mesh=mesh,
     )
     if kv_dtype:
-        calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
+        _calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     program = Program(graph, treedef, select("cpu", "reference"), mesh)
@@ -172,12 +170,12 @@ def joined_logits(
     bucket = Bucket(ROWS, len(tokens))
     layout = sizes.builder().layout(bucket, True)
     uploads = [one_prompt(layout, tokens[:count]) for count in counts]
-    kv = allocate(sizes.shapes(model.config, program.kernels, mesh), model.config)
+    kv = sizes.shapes(model.config, program.kernels, mesh).allocate(model.config)
 
     def step(leaves: Any, kv: Any, last_token: Any, packed: Any) -> jax.Array:
         inputs = layout.split(packed)
         logits_of, _, _ = program.forward(leaves, kv, last_token, inputs)
-        return gather(logits_of(inputs.logit_rows))
+        return TENSOR.side_by_side(logits_of(inputs.logit_rows))
 
     args = leaves, kv.kv, kv.last_token, np.concatenate(uploads)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (leaves, kv.kv, kv.last_token))
@@ -192,7 +190,7 @@ def proved_shapes(family: str, devices: int, groups: int, engines: int = 1) -> n
     """What a split model's engine asks of its kernels, in words: told by its arrays, and told
     without them. devices: of each engine.
     """
-    source = resolve(f"tiny-random:{family}")
+    source = ModelSource.resolve(f"tiny-random:{family}")
     whole = source.config.in_groups(groups, engines)
     mesh = make_mesh(jax.devices()[: engines * devices], engines)
     models = (
@@ -280,7 +278,7 @@ def tokens(llm: LLM) -> np.ndarray:
 def adapted(devices: int) -> np.ndarray:
     """Greedy tokens of prompts, each with one of two adapters or none; int32 [6, 12]."""
     with many_heads(), tempfile.TemporaryDirectory() as folder:
-        config = resolve("tiny-random").config
+        config = ModelSource.resolve("tiny-random").config
         fr = write_adapter(Path(folder) / "fr", config, 1)
         de = write_adapter(Path(folder) / "de", config, 2, rank=8, modules=("o_proj", "up_proj"))
         llm = LLM(
@@ -357,7 +355,7 @@ def fp8_product(devices: int, by_inputs: bool) -> dict[str, np.ndarray]:
         *w.shape, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0), summed=by_inputs and devices > 1
     )
     packed = quantise(jnp.asarray(w), scheme="fp8", dtype=jnp.float32)
-    scale_place = WHOLE if by_inputs else PartitionSpec(AXIS)
+    scale_place = WHOLE if by_inputs else PartitionSpec(TENSOR.name)
     placed = packed._replace(
         kernel=jax.device_put(packed.kernel, _sharding_of(path, 2, mesh)),
         scale=jax.device_put(packed.scale, NamedSharding(mesh, scale_place)),
@@ -366,9 +364,9 @@ def fp8_product(devices: int, by_inputs: bool) -> dict[str, np.ndarray]:
     kernels = replace(select("cpu", "reference"), fp8=FP8)
     layer.arrange_shares(kernels, mesh)
     graph, state = nnx.split(layer)
-    x_place, y_place = WHOLE, PartitionSpec(None, AXIS)
+    x_place, y_place = WHOLE, PartitionSpec(None, TENSOR.name)
     if by_inputs:
-        x_place, y_place = PartitionSpec(None, AXIS), WHOLE
+        x_place, y_place = PartitionSpec(None, TENSOR.name), WHOLE
     step = jax.shard_map(
         lambda state, x: nnx.merge(graph, state)(x, kernels),
         mesh=mesh,
@@ -433,7 +431,7 @@ def program(
     assert text is not None and memory is not None
     gathers = [
         np.prod([int(n) for n in re.findall(r"\d+", shape)])
-        for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
+        for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-TENSOR.side_by_side(?:-start)?\(", text)
     ]
     pools = config.n_layers * 16 * 16 * 2 * config.n_kv_heads * config.head_dim * 4 // devices
     return np.array(

@@ -30,7 +30,7 @@ from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.expert_cases import _make_inputs as make_experts
 from jitney.kernels.experts import ExpertBlocks
-from jitney.kernels.flashinfer_gpu.plan import hopper_plan, page_lists
+from jitney.kernels.flashinfer_gpu.prompts import _hopper_plan, _page_lists
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.proof_shapes import distance
 from jitney.kernels.select import select
@@ -52,14 +52,14 @@ def attend(batch: Batch, kernels: Any = KERNELS) -> tuple[np.ndarray, np.ndarray
 
 def prompts_by_plan(q: jax.Array, kv: jax.Array, meta: AttentionMeta, **options: Any) -> jax.Array:
     """What FlashInfer would make of its plan, in place of our kernel for prompts."""
-    plan = hopper_plan(meta, *q.shape, processors=5)
+    plan = _hopper_plan(meta, *q.shape, processors=5)
 
     def call(workspace: Any, lists: Any, q: Any, kv: Any) -> np.ndarray:
         workspace, q, kv, *lists = map(np.asarray, (workspace, q, kv, *lists))
         return attend_by("fa3", (workspace, plan.fields), lists, q, kv, options, processors=5)
 
     shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    lists = page_lists(meta, kv.shape[1])
+    lists = _page_lists(meta, kv.shape[1])
     return jax.pure_callback(call, shape, plan.workspace, lists, q, kv)
 
 
@@ -387,7 +387,7 @@ def sampled_tokens() -> dict[str, Any]:
     own search.
     """
     from jitney.engine.executor.inputs import SAMPLING
-    from jitney.engine.executor.sampling import SamplingRows, empty_state, sample
+    from jitney.engine.executor.sampling import Sampler, SamplingRows, SeatState
     from jitney.engine.types import SamplingParams
 
     rng = np.random.default_rng(11)
@@ -408,7 +408,7 @@ def sampled_tokens() -> dict[str, Any]:
     logits = rng.standard_normal((n, vocab), np.float32) * 2
     found = [
         np.asarray(
-            jax.jit(sample, static_argnums=3)(logits, rows, empty_state(4, vocab), search)[0].tokens
+            jax.jit(Sampler(search).sample)(logits, rows, SeatState.empty(4, vocab))[0].tokens
         )
         for search in (KERNELS.threshold, None)
     ]

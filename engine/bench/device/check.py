@@ -35,7 +35,7 @@ from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof import Proof, prove, prove_case, prove_experts
 from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.proof_shapes import ServedShapes
-from jitney.kernels.select import ServedHeads, reference_of, refusal
+from jitney.kernels.select import ServedHeads, reference_of
 
 #: Layers of the model whose tokens are compared: enough for each kernel to feed the next.
 _LAYERS = 2
@@ -99,7 +99,7 @@ def _attention_cases(dtype: str) -> tuple[dict[str, AttentionCase], dict[str, At
 def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row]:
     reason = ""
     if case.prompts:
-        reason = refusal(kernels.name, ServedHeads(case.heads[2], case.dtype, case.pool))
+        reason = ServedHeads(case.heads[2], case.dtype, case.pool).refusal(kernels.name)
     if reason:
         yield noted(row, f"not for these kernels: {reason}")
         return
@@ -136,7 +136,7 @@ def _proof_rows(
     stands for all of them when it is asked what has been done.
     """
     served, pool = jnp.dtype(dtype), jnp.dtype(KV_TYPES.get(kv, dtype))
-    reason = refusal(kernels.name, ServedHeads(job.config.head_dim, served.name, pool.name))
+    reason = ServedHeads(job.config.head_dim, served.name, pool.name).refusal(kernels.name)
     if reason:
         yield noted(row, f"not for these kernels: {reason}")
         return

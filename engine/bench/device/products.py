@@ -18,7 +18,7 @@ from jitney.engine.bench.device.kernels import WRONG, measured
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted
 from jitney.engine.bench.device.timing import chained, copies_for, distance, timed
 from jitney.engine.executor.sampling import threshold
-from jitney.engine.models.quantization import SCHEMES, Packed, product, quantise, widened
+from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
 from jitney.engine.types import JsonDict
 from jitney.kernels import fp8, int8
 from jitney.kernels.interface import KernelSet
@@ -62,7 +62,7 @@ def _product_row(
         made = (_make_weights(scheme, shape, dtype, seed) for seed in seeds)
         copies = [weights, *(_laid_out(weights, kernels) for weights in made)]
         return timed(
-            lambda x, w: chained(x, product(x, w, kernels)),
+            lambda x, w: chained(x, w.product(x, kernels)),
             x,
             copies,
             floor_s=floor_s,
@@ -87,7 +87,7 @@ def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
     exact = jnp.matmul(
         _as_multiplied(x, weights.scheme, kernels), widened(weights), precision="highest"
     )
-    ours = jax.jit(lambda x, w: product(x, w, kernels))(x, _laid_out(weights, kernels))
+    ours = jax.jit(lambda x, w: w.product(x, kernels))(x, _laid_out(weights, kernels))
     return float(distance(ours, exact))
 
 

@@ -25,7 +25,7 @@ from jitney.engine.bench.device.run import DeviceResults
 from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.errors import ConfigError
 from jitney.engine.types import JsonDict
-from jitney.kernels.prompt_choices import TABLE, read_choices, with_choice
+from jitney.kernels.prompt_choices import TABLE, PromptChoices
 
 
 class _Saved(msgspec.Struct):
@@ -122,8 +122,8 @@ class ResultFiles:
         if choice is None:
             return
         table = self._folder / TABLE.name
-        choices = read_choices(table if table.exists() else TABLE)
-        _replace(table, json.dumps(with_choice(choices, choice), indent=1))
+        choices = PromptChoices.read(table if table.exists() else TABLE)
+        _replace(table, json.dumps(choices.with_choice(choice).entries, indent=1))
 
 
 #: The packages that make our programs: with another version of one, figures may be others. Peers

@@ -27,7 +27,7 @@ from jitney.engine.bench.step import StepCase, plan_of
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import GIB
-from jitney.engine.executor.program import StateSizes, allocate
+from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.runner import LaunchedStep, Runner
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.registry import abstract_model
@@ -134,7 +134,7 @@ def make_bench(job: PartJob, wanted: RandomModel, buckets: Buckets, context: int
     pages = _pages_for(job, buckets, row_bytes, held)
     sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
     runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
-    runner.state = allocate(runner.shapes, runner.config)
+    runner.state = runner.shapes.allocate(runner.config)
     return StepBench(
         runner=runner,
         cost=ModelCost(config),

@@ -8,7 +8,7 @@ import pytest
 from api_fakes import EOS, ByteTokenizer, FakeClient, Script, call, make_app, run
 from tokenizers import AddedToken
 
-from jitney.engine.text.fill_in import FillIn, OtherFile, find_fill_in
+from jitney.engine.text.fill_in import FillIn, OtherFile
 from jitney.engine.text.gguf_tokenizer import tiny_fast
 from jitney.engine.text.tokenizer import Tokenizer
 
@@ -73,7 +73,7 @@ def test_other_files_stand_before_it_marked_where_the_model_knows_marks():
 
 
 def test_a_vocabulary_with_some_of_the_tokens_was_not_taught():
-    assert find_fill_in(tokenizer_with("<fim_prefix>", "<fim_suffix>")) is None
+    assert FillIn.of(tokenizer_with("<fim_prefix>", "<fim_suffix>")) is None
     assert tokenizer_with().fill_in is None
 
 

@@ -6,8 +6,8 @@ import pytest
 from api_fakes import EOS, FakeClient, call, make_app, run
 
 from jitney.engine.api.settings import digest_key
-from jitney.engine.checkpoints.sources import resolve
-from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.text.tokenizer import Tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}]}
 RENDERED = "user: ab\nassistant: "
@@ -81,7 +81,7 @@ def test_what_a_client_needs_to_leave_tokenising_to_the_server():
 
 
 def test_the_special_tokens_of_a_model_have_names():
-    tokens = load_tokenizer(resolve("tiny-random")).special_tokens
+    tokens = Tokenizer.load(ModelSource.resolve("tiny-random")).special_tokens
     assert (tokens["bos_token"], tokens["eos_token"]) == ("<|bos|>", "<|im_end|>")
 
 

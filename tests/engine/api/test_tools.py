@@ -12,7 +12,7 @@ from openai import DefaultHttpxClient, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from parser_names import REASONING_NAMES, TOOL_NAMES
 
-from jitney.engine.config.schema import ReasoningParserName, ToolParserName
+from jitney.engine.config.schema import _ReasoningParserName, _ToolParserName
 from jitney.engine.conversation.formats import turn_format
 
 CHATS = "/v1/chat/completions"
@@ -413,8 +413,8 @@ def test_the_openai_client_reads_all_of_it():
 
 
 def test_the_settings_know_every_name():
-    assert set(get_args(ToolParserName)) == set(TOOL_NAMES)
-    assert set(get_args(ReasoningParserName)) == set(REASONING_NAMES)
+    assert set(get_args(_ToolParserName)) == set(TOOL_NAMES)
+    assert set(get_args(_ReasoningParserName)) == set(REASONING_NAMES)
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

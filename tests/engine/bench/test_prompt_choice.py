@@ -17,7 +17,7 @@ from jitney.engine.bench.device.rows import About, PartJob, Row
 from jitney.engine.bench.device.run import DevicePlan, DeviceResults
 from jitney.engine.bench.device.saved import ResultFiles, bring_earlier
 from jitney.engine.errors import ConfigError
-from jitney.kernels.prompt_choices import read_choices
+from jitney.kernels.prompt_choices import PromptChoices
 from jitney.kernels.select import reference
 
 H100 = About(
@@ -100,13 +100,15 @@ def test_the_table_lies_beside_the_results_and_keeps_other_cards(tmp_path: Path)
     files.take_up(first)
     files.save(first)
     table = tmp_path / "prompt_choices.json"
-    assert [(each["sm"], each["by"]) for each in read_choices(table)] == [(90, "flashinfer")]
+    assert [(each["sm"], each["by"]) for each in PromptChoices.read(table).entries] == [
+        (90, "flashinfer")
+    ]
     other = results(MEASURED[:2] + MEASURED[:2], replace(H100, device="L4", sm=89))
     other.rows += [prompt("flashinfer", "512", 1.0), prompt("flashinfer", "4,096", 1.0)]
     more = ResultFiles(tmp_path)
     more.take_up(other)
     more.save(other)
-    chosen = {each["sm"]: each["by"] for each in read_choices(table)}
+    chosen = {each["sm"]: each["by"] for each in PromptChoices.read(table).entries}
     assert chosen == {89: "triton", 90: "flashinfer"}
     (empty := tmp_path / "next").mkdir()
     bring_earlier(tmp_path, empty)

@@ -25,8 +25,8 @@ from jitney.engine.bench.sizes import (
     _time_apart,
 )
 from jitney.engine.bench.sizes_worker import _prompt_chunks
-from jitney.engine.config.kept_sizes import _MEASURED, FROM_MEASURED
-from jitney.engine.config.layers import load_layers
+from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED
+from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config, EngineSection, ModelSection
 from jitney.engine.errors import JitneyError
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
@@ -250,7 +250,7 @@ steps = st.builds(linear, st.floats(1e-5, 2.0), st.floats(0.0, 0.05))
 def test_what_is_chosen_is_a_configuration(decode: Seconds, prompts: Seconds, alone: float):
     values = Machine(decode, prompts, alone).chosen()
     assert set(values) <= _MEASURED
-    engine = load_layers().with_values(values, FROM_MEASURED).config.engine
+    engine = Layered.load().with_values(values, _FROM_MEASURED).config.engine
     assert 4 <= engine.max_seats <= 128
     assert 2 * engine.max_seats <= engine.token_budget <= 2048
     if engine.max_seats > 4:

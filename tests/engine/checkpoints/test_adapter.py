@@ -12,7 +12,7 @@ import pytest
 from adapter_files import write_adapter
 from safetensors.numpy import load_file, save_file
 
-from jitney.engine.checkpoints.adapter import read_adapter
+from jitney.engine.checkpoints.adapter import Adapter
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
@@ -34,7 +34,7 @@ def test_halves_have_the_scale_in_the_second(
 ):
     folder = write_adapter(tmp_path / "fr", config, 1, **settings)
     stored = load_file(folder / TENSORS)
-    adapter = read_adapter("fr", str(folder))
+    adapter = Adapter.read("fr", str(folder))
     assert len(adapter.modules) == 7 * config.n_layers
     a, b = adapter.halves(MODULE, config.hidden_size, config.intermediate_size)
     prefix = f"base_model.model.{MODULE}"
@@ -47,7 +47,7 @@ def test_the_names_of_older_files_are_known(tmp_path: Path, config: ModelConfig)
     stored = load_file(folder / TENSORS)
     old = {name.replace(".weight", ".default.weight"): x for name, x in stored.items()}
     save_file(old, folder / TENSORS)
-    assert read_adapter("fr", str(folder)).modules.keys() == {
+    assert Adapter.read("fr", str(folder)).modules.keys() == {
         name.removeprefix("base_model.model.").rsplit(".lora", 1)[0] for name in stored
     }
 
@@ -105,11 +105,11 @@ def test_what_is_not_served_is_refused_by_name(
     folder = write_adapter(tmp_path / "fr", config, 1)
     change(folder)
     with pytest.raises(ModelError) as raised:
-        read_adapter("fr", str(folder))
+        Adapter.read("fr", str(folder))
     assert str(raised.value).startswith("adapter fr: ")
     assert message in str(raised.value)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path):
     with pytest.raises(ModelError, match=r"^adapter fr: .*/none is not a folder"):
-        read_adapter("fr", str(tmp_path / "none"))
+        Adapter.read("fr", str(tmp_path / "none"))

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 
 from jitney.engine.checkpoints import fetch
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.sources import ModelSource, resolve, shapes_source
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import ModelError
 
@@ -36,7 +36,7 @@ CONFIG = {
 
 def refusal(model: str, **options) -> str:
     with pytest.raises(ModelError) as caught:
-        resolve(model, **options)
+        ModelSource.resolve(model, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -48,14 +48,15 @@ def write_folder(folder: Path) -> Path:
 
 
 def test_tiny_random_and_its_architectures():
-    assert resolve("tiny-random") == ModelSource("tiny", "", "tiny-random", tiny_config())
-    assert resolve("tiny-random:mistral").config == tiny_config("mistral")
+    expected = ModelSource("tiny", "", "tiny-random", tiny_config())
+    assert ModelSource.resolve("tiny-random") == expected
+    assert ModelSource.resolve("tiny-random:mistral").config == tiny_config("mistral")
     assert "known: llama" in refusal("tiny-random:bert")
 
 
 def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = write_folder(tmp_path / "my-model")
-    source = resolve(str(folder))
+    source = ModelSource.resolve(str(folder))
     assert (source.kind, source.path, source.name, source.config.vocab_size) == (
         "hf",
         str(folder),
@@ -63,7 +64,7 @@ def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.Monk
         96,
     )
     monkeypatch.chdir(folder)
-    assert resolve(".").name == "my-model"
+    assert ModelSource.resolve(".").name == "my-model"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_the_tokenizers_end_token_ends_too(tmp_path: Path, eos, id: int, ends: t
     (folder / "tokenizer.json").write_text(
         json.dumps({"added_tokens": [1, {"content": "<|im_end|>", "id": id}]})
     )
-    assert resolve(str(folder)).config.eos_ids == ends
+    assert ModelSource.resolve(str(folder)).config.eos_ids == ends
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path):
@@ -122,7 +123,7 @@ def test_a_repository_id_is_downloaded_and_read(
         return str(write_folder(tmp_path / "models--o--m" / "snapshots" / "abc"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    source = resolve(
+    source = ModelSource.resolve(
         "o/m", revision="v1", cache_dir=tmp_path, progress=lambda *news: seen.append(news)
     )
     assert (source.kind, source.name) == ("hf", "o/m")
@@ -218,7 +219,7 @@ def test_the_default_models_shapes_are_known_before_it_is_fetched(
     smollm2: ModelSource, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("JITNEY_CACHE", str(tmp_path))
-    source = shapes_source("smollm2-135m")
+    source = ModelSource.of_shapes("smollm2-135m")
     assert source is not None and source.path == ""
     assert source.config == smollm2.config
     assert list(tmp_path.iterdir()) == []
@@ -235,7 +236,7 @@ def test_a_repositorys_shapes_are_known_once_its_configuration_is_cached(
         return cached.get((repository, revision or ""))
 
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look)
-    assert shapes_source("owner/model") is None
-    source = shapes_source("owner/model", "v1")
+    assert ModelSource.of_shapes("owner/model") is None
+    source = ModelSource.of_shapes("owner/model", "v1")
     assert source is not None and source.name == "owner/model"
     assert source.config.vocab_size == CONFIG["vocab_size"]

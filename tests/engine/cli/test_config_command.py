@@ -12,7 +12,7 @@ from api_fakes import FakeClient, make_app, served
 from jitney.engine.api.settings import digest_key
 from jitney.engine.cli import main
 from jitney.engine.cli.config_sources import digest_here
-from jitney.engine.config.layers import load_config, load_layers
+from jitney.engine.config.layers import Layered, load_config
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_a_running_server_is_asked(
     files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     app = make_app(FakeClient(config_digest="c" * 64), admin_keys=(digest_key("boss"),))
-    app.state.service.layered = load_layers(files[0], flags={"order": "fair"})
+    app.state.service.layered = Layered.load(files[0], flags={"order": "fair"})
     with served(app) as (url, _):
         assert main(["config", "diff", files[0], url]) == 1
         assert "an API key is needed" in capsys.readouterr().err

@@ -16,8 +16,8 @@ from jitney.engine.bench import sizes
 from jitney.engine.bench.sizes import SizeTimes, Timed
 from jitney.engine.cli import main, serve
 from jitney.engine.cli.listen import read_keys
-from jitney.engine.config.kept_sizes import FROM_MEASURED
-from jitney.engine.config.layers import Layered, load_layers
+from jitney.engine.config.kept_sizes import _FROM_MEASURED
+from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import JitneyError
 from jitney.engine.messages import Progress
@@ -123,7 +123,7 @@ def test_the_first_start_measures_and_the_next_goes_by_it(
 ):
     with_times = started(servers)
     assert sizes_of(with_times) == CHOSEN
-    assert with_times.origins["token_budget"] == FROM_MEASURED
+    assert with_times.origins["token_budget"] == _FROM_MEASURED
     assert len(measuring.asked) == 1
 
     assert sizes_of(started(servers)) == CHOSEN
@@ -212,8 +212,8 @@ def test_print_config_has_what_is_kept_and_measures_nothing(
 
 def test_the_engine_starts_with_what_was_measured(monkeypatch: pytest.MonkeyPatch):
     """And not before: a probe is answered meanwhile."""
-    layered = load_layers(flags={"model": "tiny-random", "platform": "cpu"})
-    larger = layered.with_values(CHOSEN, FROM_MEASURED)
+    layered = Layered.load(flags={"model": "tiny-random", "platform": "cpu"})
+    larger = layered.with_values(CHOSEN, _FROM_MEASURED)
     order = []
 
     class Equipment:

@@ -22,7 +22,6 @@ from jitney.engine.config.schema import (
     SamplingSection,
     ServerSection,
     cache_dir,
-    platform_environment,
 )
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
@@ -255,9 +254,9 @@ def test_the_cache_folder_can_be_moved(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_platform_becomes_variables_that_jax_reads():
-    assert platform_environment(EngineSection()) == {}
-    assert platform_environment(EngineSection(platform="cpu")) == {"JAX_PLATFORMS": "cpu"}
-    assert platform_environment(EngineSection(platform="cuda", device="1")) == {
+    assert EngineSection().jax_environment == {}
+    assert EngineSection(platform="cpu").jax_environment == {"JAX_PLATFORMS": "cpu"}
+    assert EngineSection(platform="cuda", device="1").jax_environment == {
         "JAX_PLATFORMS": "cuda,cpu",
         "CUDA_VISIBLE_DEVICES": "1",
         "TPU_VISIBLE_DEVICES": "1",

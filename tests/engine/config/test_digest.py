@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from jitney.engine.checkpoints import identity
+from jitney.engine.checkpoints import sources
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.identity import model_identity
-from jitney.engine.checkpoints.sources import ModelSource, local_source
-from jitney.engine.config.differences import ConfigReport, differences, report_of
-from jitney.engine.config.digest import _LEFT_OUT, configuration_digest, short
-from jitney.engine.config.layers import load_config, load_layers, settings
+from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.config.digest import _LEFT_OUT, ConfigReport, configuration_digest, short
+from jitney.engine.config.layers import Layered, load_config, settings
 from jitney.engine.config.schema import Config
 
 #: Settings that are part of the digest. A new setting goes here, or into LEFT_OUT.
@@ -182,28 +180,28 @@ def test_a_folder_is_its_files_and_not_its_name(tmp_path: Path):
     base = source("a", config_json="{}", model_safetensors="abc")
     same = source("b", model_safetensors="abc", config_json="{}", README_md="hello")
     other = source("c", config_json="{}", model_safetensors="abd")
-    assert model_identity(base) == model_identity(same) != model_identity(other)
+    assert base.identity() == same.identity() != other.identity()
 
 
 def test_an_adapter_is_part_of_the_model_by_its_name_and_its_files(tmp_path: Path):
-    source = local_source("tiny-random")
+    source = ModelSource.local("tiny-random")
     assert source is not None
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}" if name == "c" else '{"r": 1}')
     a, b, c = (str(tmp_path / name) for name in ("a", "b", "c"))
-    assert model_identity(source, {"fr": a}) == model_identity(source, {"fr": b})
+    assert source.identity({"fr": a}) == source.identity({"fr": b})
     names = ({}, {"fr": a}, {"de": a}, {"fr": c}, {"fr": a, "de": c}, {"de": c, "fr": a})
-    assert len({model_identity(source, each) for each in names}) == len(names)
+    assert len({source.identity(each) for each in names}) == len(names)
 
 
 def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(identity, "_WHOLE_BYTES", 1000)
-    monkeypatch.setattr(identity, "_BLOCKS", 4)
-    monkeypatch.setattr(identity, "_BLOCK_BYTES", 10)
-    blocks = list(identity._blocks(2000))
+    monkeypatch.setattr(sources, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(sources, "_BLOCKS", 4)
+    monkeypatch.setattr(sources, "_BLOCK_BYTES", 10)
+    blocks = list(sources._blocks(2000))
     assert blocks == [(0, 10), (663, 10), (1326, 10), (1990, 10)]
-    assert list(identity._blocks(1000)) == [(0, 1000)]
+    assert list(sources._blocks(1000)) == [(0, 1000)]
     file = tmp_path / "m.gguf"
     source = ModelSource("gguf", str(file), "m", tiny_config())
     seen = set()
@@ -212,25 +210,25 @@ def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
         if changed is not None:
             data[changed] = 1
         file.write_bytes(data)
-        seen.add(model_identity(source))
+        seen.add(source.identity())
     assert len(seen) == 4  # byte 500 lies between two blocks
     file.write_bytes(bytes(2001))
-    assert model_identity(source) not in seen
+    assert source.identity() not in seen
 
 
 def test_a_model_that_is_not_here_has_no_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("JITNEY_CACHE", str(tmp_path))
-    assert local_source("smollm2-135m") is None
-    assert local_source("owner/name") is None
-    tiny = local_source("tiny-random")
-    assert tiny is not None and model_identity(tiny) == model_identity(tiny)
+    assert ModelSource.local("smollm2-135m") is None
+    assert ModelSource.local("owner/name") is None
+    tiny = ModelSource.local("tiny-random")
+    assert tiny is not None and tiny.identity() == tiny.identity()
 
 
 def test_origins_are_those_of_the_layers(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text("[engine]\nmax_seats = 8\npage_size = 32\n[server]\napi_keys = ['sesame']\n")
-    layered = load_layers(file, {"JITNEY_PAGE_SIZE": "64"}, {"order": "fair"})
-    report = report_of(layered, version="1")
+    layered = Layered.load(file, {"JITNEY_PAGE_SIZE": "64"}, {"order": "fair"})
+    report = ConfigReport.of(layered, version="1")
     origins = {name: value.origin for name, value in report.settings.items()}
     assert origins["max_seats"] == f"{file}: [engine] max_seats"
     assert (origins["page_size"], origins["order"]) == ("JITNEY_PAGE_SIZE", "--order")
@@ -242,11 +240,11 @@ def test_origins_are_those_of_the_layers(tmp_path: Path):
 def test_differences_fill_in_defaults_and_name_what_only_one_knows(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text("[engine]\nmax_seats = 8\nmax_waiting_requests = 256\n[server]\nport = 1\n")
-    a = report_of(load_layers(file), version="1")
-    b = report_of(load_layers(), version="1")
-    found = list(differences(a, b))
+    a = ConfigReport.of(Layered.load(file), version="1")
+    b = ConfigReport.of(Layered.load(), version="1")
+    found = list(a.differences(b))
     assert [(one.name, one.counted) for one in found] == [("max_seats", True), ("port", False)]
     without = {name: value for name, value in b.settings.items() if name != "policy"}
     older = ConfigReport(version="0", config_digest="", settings=without)
-    (policy,) = differences(b, older)
+    (policy,) = b.differences(older)
     assert (policy.name, policy.b) == ("policy", None)

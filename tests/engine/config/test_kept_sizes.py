@@ -12,14 +12,12 @@ import pytest
 from jitney.engine.cli import main
 from jitney.engine.cli.sizes import as_flags, as_served, described, machine
 from jitney.engine.config.kept_sizes import (
-    FROM_MEASURED,
+    _FROM_MEASURED,
     KeptSizes,
     Value,
     are_measured,
-    keep_sizes,
-    read_sizes,
 )
-from jitney.engine.config.layers import Layered, load_layers, settings
+from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.schema import Config, EngineSection, ModelSection
 from jitney.engine.errors import ConfigError
 
@@ -38,13 +36,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def given(**engine: Any) -> Layered:
-    return load_layers(environ=os.environ, flags=engine)
+    return Layered.load(environ=os.environ, flags=engine)
 
 
 def test_what_is_kept_is_read_again():
-    assert read_sizes(Config(), HERE) is None
-    assert keep_sizes(Config(), HERE, SIZES) == ""
-    assert read_sizes(Config(), HERE) == SIZES
+    assert KeptSizes.read(Config(), HERE) is None
+    assert SIZES.keep(Config(), HERE) == ""
+    assert KeptSizes.read(Config(), HERE) == SIZES
 
 
 @pytest.mark.parametrize(
@@ -60,30 +58,30 @@ def test_what_is_kept_is_read_again():
     ],
 )
 def test_sizes_hold_only_for_what_was_measured(config: Config, where: str):
-    keep_sizes(Config(), HERE, SIZES)
-    assert read_sizes(config, where) is None
+    SIZES.keep(Config(), HERE)
+    assert KeptSizes.read(config, where) is None
 
 
 def test_settings_that_no_step_depends_on_change_nothing():
-    keep_sizes(Config(), HERE, SIZES)
-    assert read_sizes(Config(engine=EngineSection(order="fair")), HERE) == SIZES
+    SIZES.keep(Config(), HERE)
+    assert KeptSizes.read(Config(engine=EngineSection(order="fair")), HERE) == SIZES
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"{", b'{"values": {}}', b'{"values": 3, "measured": ""}', OTHER]
 )
 def test_a_file_that_cannot_be_read_counts_as_none(text: bytes, cache: Path):
-    keep_sizes(Config(), HERE, SIZES)
+    SIZES.keep(Config(), HERE)
     (file,) = (cache / "sizes").iterdir()
     file.write_bytes(text)
-    assert read_sizes(Config(), HERE) is None
+    assert KeptSizes.read(Config(), HERE) is None
 
 
 def test_a_folder_that_others_may_write_to_keeps_nothing(cache: Path):
     (cache / "sizes").mkdir(parents=True)
     (cache / "sizes").chmod(0o777)
-    assert "can be written to by other users" in keep_sizes(Config(), HERE, SIZES)
-    assert read_sizes(Config(), HERE) is None
+    assert "can be written to by other users" in SIZES.keep(Config(), HERE)
+    assert KeptSizes.read(Config(), HERE) is None
 
 
 @pytest.mark.parametrize(
@@ -107,17 +105,17 @@ def test_only_a_cpu_to_which_nobody_gives_sizes_measures(engine: dict[str, Any],
 
 def test_a_start_for_a_goal_measures_nothing():
     """The goal has its own number of seats."""
-    layered = load_layers(environ=os.environ, preset={"max_seats": 8})
+    layered = Layered.load(environ=os.environ, preset={"max_seats": 8})
     assert not are_measured(layered)
 
 
 def test_what_was_measured_is_a_layer_below_all_that_is_given():
     layered = given(order="fair")
-    keep_sizes(layered.config, machine(layered.config), SIZES)
+    SIZES.keep(layered.config, machine(layered.config))
     served = as_served(layered)
     assert served.config.engine.max_seats == 16
     assert served.config.engine.token_buckets == (32, 128)
-    assert served.origins["max_seats"] == FROM_MEASURED
+    assert served.origins["max_seats"] == _FROM_MEASURED
     assert served.origins["order"] == layered.origins["order"]
     # Whoever gives one size decides on all.
     one_given = given(order="fair", max_seats=4)
@@ -127,14 +125,14 @@ def test_what_was_measured_is_a_layer_below_all_that_is_given():
 def test_values_on_top_of_layers_are_checked_and_say_where_they_come_from():
     assert given().with_values({}, "nowhere").config == given().config
     with pytest.raises(ConfigError, match=r"measured here: .*not 0"):
-        given().with_values({"max_seats": 0}, FROM_MEASURED)
+        given().with_values({"max_seats": 0}, _FROM_MEASURED)
 
 
 def test_values_keep_what_the_layers_have(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text('[server]\napi_keys = ["one", "two"]\n[sampling]\ntemperature = 0.5\n')
-    layered = load_layers(file)
-    changed = layered.with_values({"max_seats": 4}, FROM_MEASURED)
+    layered = Layered.load(file)
+    changed = layered.with_values({"max_seats": 4}, _FROM_MEASURED)
     assert changed.config.server == layered.config.server
     assert changed.config.sampling == layered.config.sampling
     assert changed.config.engine == layered.config.engine.model_copy(update={"max_seats": 4})
@@ -146,7 +144,7 @@ def test_what_was_chosen_is_said_as_the_flags_that_set_it():
     assert words == "--max-seats 16 --token-budget 128 --token-buckets 32,128"
     flags = dict(zip(words.split()[::2], words.split()[1::2], strict=True))
     names = {setting.flag: name for name, setting in settings().items()}
-    again = load_layers(flags={names[flag]: value for flag, value in flags.items()})
+    again = Layered.load(flags={names[flag]: value for flag, value in flags.items()})
     assert again.config.engine.token_buckets == (32, 128)
     assert "2026-01-02" in described(SIZES)
     assert "the usual ones" in described(KeptSizes({}, "2026-01-02"))
@@ -155,16 +153,16 @@ def test_what_was_chosen_is_said_as_the_flags_that_set_it():
 @pytest.mark.parametrize("values", [{"max_seats": 0}, {"max_seats": 8, "token_budget": 4}])
 def test_sizes_that_no_engine_can_have_count_as_none(values: dict[str, Value]):
     layered = given()
-    keep_sizes(layered.config, machine(layered.config), KeptSizes(values, "2026-01-02"))
+    KeptSizes(values, "2026-01-02").keep(layered.config, machine(layered.config))
     assert as_served(layered) is layered
 
 
 def test_settings_shown_are_those_of_a_server_started_here(capsys: pytest.CaptureFixture[str]):
     config = given().config
-    keep_sizes(config, machine(config), SIZES)
+    SIZES.keep(config, machine(config))
     assert main(["config", "show", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     rows = shown["settings"]
     assert rows["max_seats"]["value"] == 16
-    assert rows["max_seats"]["origin"] == FROM_MEASURED
-    assert rows["max_waiting_requests"]["origin"] != FROM_MEASURED
+    assert rows["max_seats"]["origin"] == _FROM_MEASURED
+    assert rows["max_waiting_requests"]["origin"] != _FROM_MEASURED

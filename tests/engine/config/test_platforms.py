@@ -19,6 +19,7 @@ from places import CONFIGS
 from jitney.engine.bench.device import worker
 from jitney.engine.bench.device.rows import PartJob
 from jitney.engine.build import start_jax
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.cli import main
 from jitney.engine.config import platforms
 from jitney.engine.config.layers import load_config
@@ -44,14 +45,9 @@ def bare(monkeypatch: pytest.MonkeyPatch):
         "find_spec",
         lambda name, *rest: None if name == "libtpu" else find(name, *rest),
     )
-    for place in (
-        "jitney.engine.llm",
-        "jitney.engine.checkpoints.sources",
-        "jitney.engine.process.main",
-    ):
-        monkeypatch.setattr(
-            f"{place}.resolve", lambda *words, **options: pytest.fail("a model was looked for")
-        )
+    monkeypatch.setattr(
+        ModelSource, "resolve", lambda *words, **options: pytest.fail("a model was looked for")
+    )
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:

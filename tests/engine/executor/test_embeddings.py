@@ -16,7 +16,7 @@ from programs import await_use
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import RequestError
-from jitney.engine.executor.program import StateSizes, allocate
+from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.runner import Runner
 from jitney.engine.models.registry import random_model
 from jitney.engine.records import Ledger
@@ -71,7 +71,7 @@ def runner(pooling: Pooling, in_parts: bool) -> Runner:
 
 def core_of(pooling: Pooling, in_parts: bool = True, pages: int = 24) -> EngineCore:
     own = runner(pooling, in_parts)
-    own.state = allocate(own.shapes, own.config)
+    own.state = own.shapes.allocate(own.config)
     limits = SchedulerLimits(4, SIZES.context_length, embedding_pooling=pooling)
     scheduler = Scheduler(limits, BUCKETS, PagePool(pages, SIZES.page_size), vocab_size=VOCAB)
     return EngineCore(scheduler, own, Ledger())

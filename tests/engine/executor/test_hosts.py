@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.executor.hosts import Follower, LeadingRunner
@@ -22,7 +22,7 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import EngineRequest, Grammar, SamplingParams
 from jitney.engine.worker_pipe import LENGTH, framed
 from jitney.kernels.select import select
@@ -69,7 +69,7 @@ def core(leading: LeadingRunner) -> EngineCore:
         vocab_size=tiny_config().vocab_size,
     )
     core = EngineCore(scheduler, leading, Ledger())
-    core.learn(load_tokenizer(resolve("tiny-random")).json)
+    core.learn(Tokenizer.load(ModelSource.resolve("tiny-random")).json)
     return core
 
 

@@ -17,7 +17,7 @@ from served_shapes import shapes_served
 from wrong_kernels import SMALL, choose, wrong_set
 
 from jitney.engine import LLM, SamplingParams
-from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.cli.doctor import _proof_finding
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.runner import Runner
@@ -123,7 +123,7 @@ def test_doctor_runs_the_proof(capsys: pytest.CaptureFixture[str], monkeypatch: 
 @pytest.mark.parametrize("scheme", ["plain", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
 def test_shapes_without_weights_are_those_of_the_loaded_model(family: str, scheme: str):
-    source = resolve(f"tiny-random:{family}")
+    source = ModelSource.resolve(f"tiny-random:{family}")
     storage = WeightStorage(scheme)
     loaded = load_model(source, source.config, storage=storage)
     shapes = load_shapes(source, source.config, 1, jnp.float32, storage)
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_stays_in_4_bits_is_known_by_its_first_layer(smollm2: 
 
 
 def test_adapters_are_proved_without_weights(tmp_path: Path):
-    source = resolve("tiny-random")
+    source = ModelSource.resolve("tiny-random")
     folders = {"own": str(write_adapter(tmp_path / "own", source.config, 1))}
     shapes = load_shapes(source, source.config, 1, jnp.float32, WeightStorage())
     loaded = load_model(source, source.config)
@@ -153,7 +153,7 @@ def test_adapters_are_proved_without_weights(tmp_path: Path):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_an_experts_share_is_that_of_its_group(groups: int):
     """With groups a device has fewer experts, and more of each."""
-    source = resolve("tiny-random:mixtral")
+    source = ModelSource.resolve("tiny-random:mixtral")
     whole = source.config.in_groups(groups)
     own = whole.local(4)
     shapes = load_shapes(source, whole, 4, jnp.float32, WeightStorage())

@@ -21,7 +21,7 @@ from jitney.engine.core import EngineCore
 from jitney.engine.executor import inputs, program
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.runner import Runner
-from jitney.engine.executor.sampling import SamplingRows, SeatState, sample
+from jitney.engine.executor.sampling import Sampler, SamplingRows, SeatState
 from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
@@ -152,12 +152,14 @@ class FavouringParams(SamplingParams, frozen=True, kw_only=True):
     favourite: Annotated[int, Range(0, 511), Uploaded("int32")] = 0
 
 
-def favouring_sample(
-    logits: jax.Array, rows: SamplingRows, state: SeatState, *rest: Any
-) -> tuple[Any, SeatState]:
+class FavouringSampler(Sampler):
     """The sampler with that parameter's line."""
-    favoured = jnp.arange(logits.shape[-1]) == rows.params["favourite"][:, None]
-    return sample(jnp.where(favoured, 1e9, logits), rows, state, *rest)
+
+    def sample(
+        self, logits: jax.Array, rows: SamplingRows, state: SeatState, *rest: Any
+    ) -> tuple[Any, SeatState]:
+        favoured = jnp.arange(logits.shape[-1]) == rows.params["favourite"][:, None]
+        return super().sample(jnp.where(favoured, 1e9, logits), rows, state, *rest)
 
 
 def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.MonkeyPatch):
@@ -165,7 +167,7 @@ def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.Mo
     inside jit follow.
     """
     monkeypatch.setattr(inputs, "SAMPLING", inputs.SamplingUpload(FavouringParams))
-    monkeypatch.setattr(program, "sample", favouring_sample)
+    monkeypatch.setattr(program, "Sampler", FavouringSampler)
     runner = make_runner()
     runner.compile()
     scheduler = Scheduler(

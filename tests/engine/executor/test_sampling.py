@@ -3,7 +3,6 @@ log-probabilities.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +14,20 @@ from memory_traffic import account
 from jitney.engine.executor.inputs import SAMPLING
 from jitney.engine.executor.sampling import (
     _IN_PROMPT,
+    Sampler,
     SamplingRows,
     SeatState,
-    empty_state,
-    greedy,
-    sample,
-    score_prompt,
     score_rows_at_once,
-    seat_row,
-    shape_logits,
     threshold,
-    top,
 )
+from jitney.engine.executor.vocabulary import Vocabulary
 from jitney.engine.types import MAX_LOGPROBS, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 VOCAB = 600
 SEATS = 4
-run = jax.jit(sample)
+run = jax.jit(Sampler().sample)
 
 
 def rows_of(
@@ -49,10 +43,16 @@ def rows_of(
     )
 
 
+def state_with(row: Sequence[np.ndarray], *, seat: int) -> SeatState:
+    """One seat has this row, the others are empty."""
+    columns = zip(SeatState.empty(SEATS, VOCAB), row, strict=True)
+    return SeatState(*(column.at[seat].set(new) for column, new in columns))
+
+
 def draw_many(logits: np.ndarray, params: SamplingParams, n: int = 4096) -> np.ndarray:
     """n draws from one row of logits, each with a seed of its own -> counts [V]."""
     rows = rows_of([params] * n, [SEATS] * n, seeds=list(range(n)))
-    result, _ = run(jnp.tile(logits, (n, 1)), rows, empty_state(SEATS, len(logits)))
+    result, _ = run(jnp.tile(logits, (n, 1)), rows, SeatState.empty(SEATS, len(logits)))
     return np.bincount(np.asarray(result.tokens), minlength=len(logits))
 
 
@@ -104,9 +104,9 @@ def test_greedy_is_argmax_and_a_nan_row_is_minus_one():
     logits = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
     logits[1, 17] = np.nan
     expected = [logits[0].argmax(), -1, logits[2].argmax()]
-    np.testing.assert_array_equal(greedy(jnp.asarray(logits)), expected)
+    np.testing.assert_array_equal(Vocabulary().greedy(jnp.asarray(logits)), expected)
     rows = rows_of([SamplingParams(temperature=t) for t in (0, 1, 0)], range(3))
-    result, _ = run(logits, rows, empty_state(SEATS, VOCAB))
+    result, _ = run(logits, rows, SeatState.empty(SEATS, VOCAB))
     np.testing.assert_array_equal(result.tokens, expected)
 
 
@@ -126,7 +126,7 @@ def test_a_row_depends_on_seed_and_position_alone():
         )
         seeds[at], positions[at] = seed, position
         rows = rows_of(others, [SEATS] * neighbours, seeds=seeds, positions=positions)
-        result, _ = run(block, rows, empty_state(SEATS, VOCAB))
+        result, _ = run(block, rows, SeatState.empty(SEATS, VOCAB))
         return int(result.tokens[at])
 
     alone = [token(1, 0, seed, position) for seed in range(6) for position in range(4)]
@@ -142,7 +142,7 @@ def test_a_neighbour_with_penalties_changes_no_token():
 
     def tokens(neighbour: SamplingParams) -> list[int]:
         rows = rows_of([*params, neighbour], [SEATS] * 31 + [0], seeds=list(range(32)))
-        result, _ = run(logits, rows, empty_state(SEATS, VOCAB))
+        result, _ = run(logits, rows, SeatState.empty(SEATS, VOCAB))
         return np.asarray(result.tokens)[:31].tolist()
 
     plain = tokens(SamplingParams())
@@ -153,7 +153,7 @@ def test_a_neighbour_with_penalties_changes_no_token():
 
 def test_logits_are_not_copied_where_no_row_has_penalties_or_biases():
     rows = rows_of([SamplingParams(temperature=1.0)] * 5, [SEATS] * 5)
-    compiled = run.lower(jnp.zeros((5, VOCAB)), rows, empty_state(SEATS, VOCAB)).compile()
+    compiled = run.lower(jnp.zeros((5, VOCAB)), rows, SeatState.empty(SEATS, VOCAB)).compile()
     step = account(parse(compiled.as_text() or ""), lambda *_: (0.0, 0.0))
     assert step.made
     assert not [name for name, made in step.made if "copy" in name and made.dims == (5, VOCAB)]
@@ -168,10 +168,8 @@ def test_penalties_count_prompt_and_output_as_documented():
         logprobs=0,
     )
     prompt, output = [3, 5, 5], [7, 7, 3]
-    row = seat_row(params, prompt + output, len(prompt), VOCAB, ())
-    state = SeatState(
-        *(column.at[2].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True))
-    )
+    row = SeatState.row(params, prompt + output, len(prompt), VOCAB, ())
+    state = state_with(row, seat=2)
     logits = np.random.default_rng(1).normal(size=(1, VOCAB)).astype(np.float32)
     logits[0, [3, 5, 7]] = (9.0, -1.0, 9.1)
     expected = logits[0].copy()
@@ -197,10 +195,8 @@ def test_bias_moves_and_min_tokens_bans_the_end_until_its_position():
     params = SamplingParams(
         temperature=0, logit_bias={11: 1.5}, min_tokens=3, stop_token_ids=(9,), max_tokens=9
     )
-    row = seat_row(params, [1] * 10, 10, VOCAB, (2,))
-    state = SeatState(
-        *(column.at[0].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True))
-    )
+    row = SeatState.row(params, [1] * 10, 10, VOCAB, (2,))
+    state = state_with(row, seat=0)
 
     def token(chunk_end: int) -> int:
         return int(
@@ -219,7 +215,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def test_logprobs_of_sampled_rows_are_exact():
     logits = np.random.default_rng(2).normal(size=(2, VOCAB)).astype(np.float32)
     params = SamplingParams(temperature=1.0, logprobs=5)
-    result, _ = run(logits, rows_of([params, params], [SEATS, 1]), empty_state(SEATS, VOCAB))
+    result, _ = run(logits, rows_of([params, params], [SEATS, 1]), SeatState.empty(SEATS, VOCAB))
     expected = log_softmax(logits)
     np.testing.assert_allclose(
         result.logprobs, expected[[0, 1], np.asarray(result.tokens)], atol=1e-5
@@ -234,8 +230,8 @@ def test_logprobs_of_sampled_rows_are_exact():
 def test_as_many_alternatives_as_the_engine_is_told_to_compute():
     logits = np.random.default_rng(2).normal(size=(2, VOCAB)).astype(np.float32)
     rows = rows_of([SamplingParams(temperature=0.0, logprobs=5)] * 2, [SEATS, 1])
-    sampled, _ = jax.jit(sample, static_argnums=(3, 4, 5))(
-        jnp.asarray(logits), rows, empty_state(SEATS, VOCAB), None, None, 37
+    sampled, _ = jax.jit(Sampler(width=37).sample)(
+        jnp.asarray(logits), rows, SeatState.empty(SEATS, VOCAB)
     )
     order = np.argsort(-log_softmax(logits), axis=1)[:, :37]
     np.testing.assert_array_equal(sampled.top_ids, order)
@@ -257,7 +253,9 @@ def test_scored_rows_bring_exact_logprobs_block_by_block(count: int):
         jax.debug.callback(lambda numbers: computed.extend(numbers.tolist()), at)
         return jnp.asarray(logits)[at]
 
-    found = score_prompt(logits_of, jnp.asarray(rows), jnp.asarray(targets), jnp.int32(count), 4)
+    found = Sampler().score_prompt(
+        logits_of, jnp.asarray(rows), jnp.asarray(targets), jnp.int32(count), 4
+    )
     jax.effects_barrier()
     assert sorted(computed) == sorted([*rows, 0, 0][: -(-count // 4) * 4])
     assert found.logprobs.shape == (10,) and found.top_ids.shape == (10, MAX_LOGPROBS)
@@ -290,16 +288,14 @@ def test_penalties_of_a_token_repeated_without_end(count: int):
     params = SamplingParams(
         temperature=0, frequency_penalty=0.01, presence_penalty=1.0, repetition_penalty=2.0
     )
-    row = seat_row(params, [5] * (3 + count - 1), 3, VOCAB, ())
-    state = SeatState(
-        *(column.at[1].set(new) for column, new in zip(empty_state(SEATS, VOCAB), row, strict=True))
-    )
+    row = SeatState.row(params, [5] * (3 + count - 1), 3, VOCAB, ())
+    state = state_with(row, seat=1)
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, 5] = 9000.0
     rows = rows_of([params], [1])
     sampled, state = run(logits, rows, state)
     assert int(sampled.tokens[0]) == 5
-    shaped = shape_logits(jnp.asarray(logits), rows, state)
+    shaped = Sampler().shape_logits(jnp.asarray(logits), rows, state)
     np.testing.assert_allclose(shaped[0, 5], 4500.0 - 1.0 - 0.01 * count, rtol=1e-6)
     assert (
         int(state.counts[1, 5] & (_IN_PROMPT - 1)) == count and int(state.counts[1, 5]) > _IN_PROMPT
@@ -312,7 +308,7 @@ def test_the_best_of_blocks_are_the_best_of_the_row():
     )  # many ties
     logits[1], logits[2, 17:] = 0.0, -np.inf
     logits[3] = np.sort(logits[3])  # all of the best in the last block
-    values, ids = jax.jit(top, static_argnums=1)(logits, 20)
+    values, ids = jax.jit(Vocabulary().top, static_argnums=1)(logits, 20)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :20]
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_array_equal(values, np.take_along_axis(logits, order, 1))
@@ -327,8 +323,8 @@ def test_a_kernel_sets_own_cut_takes_the_searchs_place():
     logits = jnp.asarray(np.random.default_rng(3).standard_normal((40, VOCAB)), jnp.float32)
 
     def tokens(cut):
-        step = jax.jit(partial(sample, cut=cut))
-        return np.asarray(step(logits, rows, empty_state(SEATS, VOCAB))[0].tokens)
+        step = jax.jit(Sampler(cut).sample)
+        return np.asarray(step(logits, rows, SeatState.empty(SEATS, VOCAB))[0].tokens)
 
     np.testing.assert_array_equal(tokens(threshold), tokens(None))
     narrow = tokens(

@@ -14,9 +14,9 @@ import pytest
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.core import EngineCore
 from jitney.engine.executor.inputs import SAMPLING, MaskedRows
-from jitney.engine.executor.program import StateSizes, allocate
+from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.runner import Runner
-from jitney.engine.executor.sampling import Sampled, seat_row
+from jitney.engine.executor.sampling import Sampled, SeatState
 from jitney.engine.executor.step_parts import StepParts
 from jitney.engine.models.registry import random_model
 from jitney.engine.records import Ledger
@@ -67,7 +67,7 @@ PARAMS = {
 
 def fresh_core(own: Runner) -> EngineCore:
     """Over a runner whose state is as at the start."""
-    own.state = allocate(own.shapes, own.config)
+    own.state = own.shapes.allocate(own.config)
     scheduler = Scheduler(
         SchedulerLimits(SEATS, SIZES.context_length), BUCKETS, PagePool(32, 16), vocab_size=VOCAB
     )
@@ -128,14 +128,14 @@ def test_rows_are_chosen_under_masks_alike(rows: int):
     found = []
     for in_parts in (True, False):
         own = runner(in_parts)
-        own.state = allocate(own.shapes, own.config)
+        own.state = own.shapes.allocate(own.config)
         upload = MaskedRows.empty(rows, VOCAB, SEATS)
         for place in range(rows):
             seat = place if numbers is None else int(numbers[place])
             upload.heads[place, :2] = 20 + place, seat
             upload.heads[place, 2:] = np.frombuffer(SAMPLING.pack(asked[seat], 99), np.int32)
             upload.masks[place] = masks[place]
-            own.board(seat, seat_row(asked[seat], [3, 4, 5, 4], 2, VOCAB, ()))
+            own.board(seat, SeatState.row(asked[seat], [3, 4, 5, 4], 2, VOCAB, ()))
         sampled = own.run_choice(jnp.asarray(logits), numbers, upload)
         found.append(jax.tree.map(np.asarray, (sampled, own.state.last_token, own.state.seats)))
     (mine, *state), (theirs, *their_state) = found

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.executor.threads import choose_processors
+from jitney.engine.executor.threads import _choose_processors
 
 
 def make_system(root: Path, siblings: list[str], files: dict[str, str]) -> Path:
@@ -25,18 +25,18 @@ def make_system(root: Path, siblings: list[str], files: dict[str, str]) -> Path:
 
 def test_one_thread_for_each_core(tmp_path: Path):
     by_number = make_system(tmp_path / "a", ["0,2", "1,3", "0,2", "1,3"], {})
-    chosen = choose_processors(range(4), 0, by_number)
+    chosen = _choose_processors(range(4), 0, by_number)
     assert chosen.chosen == (0, 1) and str(chosen) == "2 threads: 4 processors, 2 cores"
-    assert choose_processors([1, 2, 3], 0, by_number).chosen == (1, 2)
-    assert choose_processors(range(4), 3, by_number).chosen == (0, 1, 2)
+    assert _choose_processors([1, 2, 3], 0, by_number).chosen == (1, 2)
+    assert _choose_processors(range(4), 3, by_number).chosen == (0, 1, 2)
     beside = make_system(tmp_path / "b", ["0-1", "0-1", "2-3", "2-3"], {})
-    assert choose_processors(range(4), 0, beside).chosen == (0, 2)
+    assert _choose_processors(range(4), 0, beside).chosen == (0, 2)
 
 
 def test_a_system_that_tells_nothing_is_used_whole(tmp_path: Path):
-    assert choose_processors([0, 5], 0, tmp_path).chosen == (0, 5)
+    assert _choose_processors([0, 5], 0, tmp_path).chosen == (0, 5)
     odd = make_system(tmp_path, ["many"], {"proc/self/cgroup": "0::/a\n"})
-    assert choose_processors([0, 1], 0, odd).chosen == (0, 1)
+    assert _choose_processors([0, 1], 0, odd).chosen == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_no_more_threads_than_the_quota_holds(
     files: dict[str, str], quota: float | None, threads: int, tmp_path: Path
 ):
     root = make_system(tmp_path, [], files | {"proc/self/cgroup": "0::/pod/box\n"})
-    chosen = choose_processors(range(4), 0, root)
+    chosen = _choose_processors(range(4), 0, root)
     assert chosen.quota == quota and len(chosen.chosen) == threads
-    assert len(choose_processors(range(4), 3, root).chosen) == 3, "who asks knows"
+    assert len(_choose_processors(range(4), 3, root).chosen) == 3, "who asks knows"
 
 
 def test_the_quota_of_the_older_control_groups(tmp_path: Path):
@@ -74,13 +74,13 @@ def test_the_quota_of_the_older_control_groups(tmp_path: Path):
         "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
         "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
     }
-    chosen = choose_processors(range(4), 0, make_system(tmp_path, [], files))
+    chosen = _choose_processors(range(4), 0, make_system(tmp_path, [], files))
     assert str(chosen) == "2 threads: 4 processors, 4 cores, a quota of 2"
 
 
 def test_more_than_there_are_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="threads: 3 are more than the 2 processors"):
-        choose_processors([0, 1], 3, tmp_path)
+        _choose_processors([0, 1], 3, tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not offer it")

@@ -21,7 +21,7 @@ from default_model_load import SETTINGS, texts_over_a_kill
 from joint_processes import alone_in_a_hurry
 from server_settings import server_settings
 
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.fleet import Fleet
@@ -75,7 +75,7 @@ prompt = "{{{{ best.text }}}}: {{{{ question }}}}"
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    adapter = write_adapter(tmp_path / "fr", resolve("tiny-random").config, 1)
+    adapter = write_adapter(tmp_path / "fr", ModelSource.resolve("tiny-random").config, 1)
     path = tmp_path / "fleet.toml"
     path.write_text(FLEET.format(folder=adapter))
     return path

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
-from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError
 from jitney.engine.loading.checkpoint import _BlockGGUF
 from jitney.engine.loading.load import load_model
@@ -97,7 +97,7 @@ def write_folder(
 
 
 def load(path: Path, dtype=jnp.float32) -> Llama:
-    source = resolve(str(path))
+    source = ModelSource.resolve(str(path))
     return as_llama(load_model(source, source.config, dtype))
 
 
@@ -166,7 +166,7 @@ def test_stored_dtypes_are_read_and_cast(tmp_path: Path):
 
 
 def test_progress_counts_tensors(tmp_path: Path):
-    source = resolve(str(write_folder(tmp_path, tensors())))
+    source = ModelSource.resolve(str(write_folder(tmp_path, tensors())))
     seen = []
     load_model(source, source.config, jnp.float32, lambda *news: seen.append(news))
     assert seen == [("weights", done, 15, "") for done in range(1, 16)]
@@ -465,13 +465,13 @@ def test_rope_divisors_of_llama3_files(tmp_path: Path):
         "original_max_position_embeddings": 32,
     }
     folder = write_folder(tmp_path / "hf", tensors(), CONFIG | {"rope_scaling": scaling})
-    wanted, _ = _inverse_frequencies(resolve(str(folder)).config)
+    wanted, _ = _inverse_frequencies(ModelSource.resolve(str(folder)).config)
     plain = 10000.0 ** -(np.arange(D // 2) / (D // 2))
     divisors = (plain / np.asarray(wanted)).astype(np.float32)
     assert divisors.min() == pytest.approx(1) and divisors.max() == pytest.approx(8)
     path = write_gguf(tmp_path / "m.gguf", tensors(), extra={"rope_freqs.weight": divisors})
     np.testing.assert_allclose(
-        _inverse_frequencies(resolve(str(path)).config)[0], wanted, rtol=1e-5
+        _inverse_frequencies(ModelSource.resolve(str(path)).config)[0], wanted, rtol=1e-5
     )
     assert_same(load(path), load(folder), rtol=0)
 
@@ -530,7 +530,7 @@ def test_gguf_faults_name_the_tensors(tmp_path: Path):
 
 
 def test_tiny_random_needs_no_files():
-    source = resolve("tiny-random:qwen3")
+    source = ModelSource.resolve("tiny-random:qwen3")
     assert source == ModelSource("tiny", "", "tiny-random:qwen3", source.config)
     model = load_model(source, source.config, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}

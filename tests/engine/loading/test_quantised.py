@@ -18,29 +18,27 @@ from int4_weights import quantise_int4
 from llamas import as_llama
 
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError
 from jitney.engine.llm import LLM
-from jitney.engine.loading import calibration
+from jitney.engine.loading import quantising
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
-from jitney.engine.loading.quantising import choose_kv_dtype, choose_weight_storage, load_kv_scales
-from jitney.engine.models.layers import gated_product
+from jitney.engine.loading.quantising import choose_kv_dtype, load_kv_scales
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import (
     KV_TYPES,
     SCHEMES,
     Packed,
     group_size,
-    product,
     quantise,
     widened,
 )
 from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.types import SamplingParams
-from jitney.kernels.int4 import Int4, matmul_int4, unpack_int4
+from jitney.kernels.experts import gate
+from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.reference import gate
 from jitney.kernels.select import reference_of, select
 
 pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
@@ -93,7 +91,7 @@ def test_int4_is_numpy_s_rounding_with_a_scale_in_half_precision(group: int):
     assert packed.kernel.shape == (128, 48) and packed.scale.dtype == np.float16
     np.testing.assert_array_equal(packed.scale, wanted.scales.astype(np.float16))
     np.testing.assert_array_equal(packed.zeros, wanted.zeros)
-    spanned = np.asarray(unpack_int4(wanted))
+    spanned = np.asarray(wanted.unpacked())
     step = np.asarray(wanted.scales).repeat(group, 0)
     assert (np.abs(widened(packed) - spanned) < 1.02 * step).all()
     assert (np.abs(widened(packed) - WEIGHTS) < 1.02 * step).all()
@@ -130,7 +128,7 @@ def test_a_product_is_that_of_the_widened_matrix(name: str, dtype):
     packed = with_lows(packed) if name == "lows" else packed
     x = jnp.asarray(RANDOM.standard_normal((5, 256)), dtype)
     wanted = np.asarray(x, np.float64) @ np.asarray(widened(packed), np.float64)
-    y = product(x, packed, REFERENCE)
+    y = packed.product(x, REFERENCE)
     assert y.dtype == jnp.float32
     # bfloat16: int4 weights are written out in it, which rounds each to 2^-9 of itself.
     tolerance = 1e-5 if dtype == jnp.float32 or name in ("plain", "int8", "fp8") else 2**-9
@@ -151,10 +149,10 @@ def test_int4_products_are_gated_at_once_where_the_set_does_and_nothing_is_added
     kernels = replace(REFERENCE, gated_int4=gated_int4)
     gates, ups = np.split(np.asarray(x, np.float64) @ np.asarray(widened(packed)), 2, axis=1)
     wanted = gates / (1 + np.exp(-gates)) * ups
-    found = gated_product(x, packed, "silu", kernels)
+    found = packed.gated(x, "silu", kernels)
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
     assert calls == ([(256, 48)] if name == "int4" else [])
-    gated_product(x, packed, "gelu_tanh", kernels)
+    packed.gated(x, "gelu_tanh", kernels)
     assert len(calls) <= 1
 
 
@@ -165,7 +163,7 @@ def logits(model: Model, kv: str = "auto", kernels: KernelSet = REFERENCE) -> np
     """Float32 [T, V] of one prompt, through pools of the KV type."""
     graph, state = nnx.split(model)
     config, pages = model.config, 3
-    shape = (pages + 1, calibration.PAGE, 2 * config.n_kv_heads, config.head_dim)
+    shape = (pages + 1, quantising.PAGE, 2 * config.n_kv_heads, config.head_dim)
     dtype = KV_TYPES.get(kv, model.dtype)
 
     @jax.jit
@@ -175,7 +173,7 @@ def logits(model: Model, kv: str = "auto", kernels: KernelSet = REFERENCE) -> np
         return merged.logits(hidden, kernels)
 
     return np.asarray(
-        forward(state, TOKENS.astype(np.int32), calibration.one_prompt(len(TOKENS), pages))
+        forward(state, TOKENS.astype(np.int32), quantising._one_prompt(len(TOKENS), pages))
     )
 
 
@@ -209,7 +207,7 @@ def test_logits_of_each_scheme_stay_near_the_plain_ones(architecture: str, schem
 def test_logits_of_quantised_kv_stay_near_the_plain_ones(kv: str, bound: float):
     """Keys and values err as weights do (int8: with a step 1.1 times as wide as they need)."""
     model = random_model(tiny_config("qwen3"))
-    calibration.calibrate(model, TOKENS.tolist(), KV_TYPES[kv])
+    quantising._calibrate(model, TOKENS.tolist(), KV_TYPES[kv])
     assert bound / 50 < nearness(logits(model, kv), plain_logits("qwen3")) < bound
 
 
@@ -243,7 +241,7 @@ def scales(model: Model) -> np.ndarray:
 def test_factors_are_the_largest_magnitudes_of_a_plain_forward():
     """Layer 0's values are projections of the normed embedding: computed by hand."""
     model = as_llama(random_model(tiny_config()))
-    calibration.calibrate(model, TOKENS.tolist(), KV_TYPES["int8"])
+    quantising._calibrate(model, TOKENS.tolist(), KV_TYPES["int8"])
     x = model.layers[0].attention_norm(model.embed[...][TOKENS], REFERENCE)
     values = np.asarray(x @ model.layers[0].attention.qkv.kernel[...])[:, -2 * 16 :].reshape(
         -1, 2, 16
@@ -277,7 +275,7 @@ def test_an_untied_head_is_quantised_and_an_embedding_is_not():
 
 
 def test_tiny_random_is_quantised_as_it_is_loaded():
-    source = resolve("tiny-random")
+    source = ModelSource.resolve("tiny-random")
     found = load_model(source, source.config, jnp.float32, storage=WeightStorage("int8"))
     plain = load_model(source, source.config, jnp.float32)
     for one, other in zip(found.linears(), plain.linears(), strict=True):
@@ -288,7 +286,7 @@ def test_tiny_random_is_quantised_as_it_is_loaded():
 
 
 def test_the_built_in_text_sets_factors():
-    source = resolve("tiny-random")
+    source = ModelSource.resolve("tiny-random")
     model = load_model(source, source.config, jnp.float32)
     load_kv_scales(model, source, KV_TYPES["fp8"])
     assert (
@@ -308,17 +306,15 @@ def test_auto_keeps_a_checkpoint_where_the_device_multiplies_it_so():
             "matmul_int4": lambda x, weights, dtype=None: x,
         }
     )
-    assert choose_weight_storage("auto", "cpu", REFERENCE) == WeightStorage("plain", frozenset())
-    assert choose_weight_storage("auto", "tpu", REFERENCE) == WeightStorage(
+    assert WeightStorage.choose("auto", "cpu", REFERENCE) == WeightStorage("plain", frozenset())
+    assert WeightStorage.choose("auto", "tpu", REFERENCE) == WeightStorage(
         "plain", frozenset({"int8", "fp8"})
     )
-    assert choose_weight_storage("auto", "gpu", packing_int4) == WeightStorage(
+    assert WeightStorage.choose("auto", "gpu", packing_int4) == WeightStorage(
         "plain", frozenset({"int8", "fp8", "int4"})
     )
-    assert choose_weight_storage("plain", "gpu", packing_int4) == WeightStorage(
-        "plain", frozenset()
-    )
-    assert choose_weight_storage("int4", "cpu", REFERENCE) == WeightStorage(
+    assert WeightStorage.choose("plain", "gpu", packing_int4) == WeightStorage("plain", frozenset())
+    assert WeightStorage.choose("int4", "cpu", REFERENCE) == WeightStorage(
         "int4", frozenset({"int4"})
     )
 

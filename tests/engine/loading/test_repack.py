@@ -17,10 +17,10 @@ from gguf_files import close, open_writer
 from llamas import as_llama
 from safetensors.flax import save_file
 
-from jitney.engine.checkpoints.quantization_config import read_packing
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.quantization_config import Packing
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError
-from jitney.engine.loading import calibration, repack
+from jitney.engine.loading import quantising, repack
 from jitney.engine.loading.checkpoint import _BlockGGUF, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
@@ -226,7 +226,7 @@ def write_folder(
 
 
 def load(path: Path, storage: WeightStorage = PACKED) -> Llama:
-    source = resolve(str(path))
+    source = ModelSource.resolve(str(path))
     return as_llama(load_model(source, source.config, jnp.float32, storage=storage))
 
 
@@ -270,7 +270,7 @@ def test_a_part_is_laid_out_as_in_the_whole(
     """Also one that begins within a word, and of no more than its surroundings is read."""
     config, make, scheme = FORMATS[name]
     floats = write_folder(tmp_path, config, make)
-    source = resolve(str(tmp_path))
+    source = ModelSource.resolve(str(tmp_path))
     folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
     matrix = folder.matrix("model.layers.1.mlp.down_proj.weight")
     assert matrix is not None and matrix.shape == (64, 128)
@@ -293,7 +293,7 @@ def test_a_part_is_laid_out_as_in_the_whole(
 def test_floats_have_no_matrix(tmp_path: Path):
     config, make, _ = FORMATS["fp8 tensor"]
     write_folder(tmp_path, config, make)
-    source = resolve(str(tmp_path))
+    source = ModelSource.resolve(str(tmp_path))
     folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
     assert folder.matrix("model.norm.weight") is None
     assert folder.matrix("lm_head.weight") is None
@@ -327,7 +327,7 @@ def test_fp8_with_scales_of_blocks_becomes_floats(tmp_path: Path):
     model = load(tmp_path)
     np.testing.assert_array_equal(model.layers[1].attention.qkv.packed.kernel, qkv(floats, 1))
     assert describe_weights(model) == "float32"
-    source = resolve(str(tmp_path))
+    source = ModelSource.resolve(str(tmp_path))
     folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
     name = "model.layers.1.self_attn.q_proj.weight"
     part = folder.sliced(name)[slice(3, 40), slice(31, 34)]
@@ -357,7 +357,7 @@ def test_scales_of_fp8_keys_and_values_come_from_the_checkpoint(
             }
 
     write_folder(tmp_path, FORMATS["fp8 tensor"][0], fp8, add)
-    source = resolve(str(tmp_path))
+    source = ModelSource.resolve(str(tmp_path))
     for kv, limit in (("fp8", 448), ("int8", 127)):
         model = load(tmp_path)
         load_kv_scales(model, source, KV_TYPES[kv])
@@ -449,7 +449,7 @@ def test_unsound_parts_are_named(tmp_path: Path, change: Any, words: str):
 )
 def test_formats_that_are_not_read_are_named(config: Any, words: str):
     with pytest.raises(ModelError, match=words) as caught:
-        read_packing(config)
+        Packing.read(config)
     assert str(caught.value).startswith("config.json: quantization_config ") and "\n" not in str(
         caught.value
     )
@@ -578,7 +578,7 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
             "down_proj": "Q8_0",
         },
     )
-    source = resolve(str(path))
+    source = ModelSource.resolve(str(path))
     model = as_llama(load_model(source, source.config, dtype, storage=FLOATS))
     assert describe_weights(model, source) == said and describe_weights(model) == str(
         jnp.dtype(dtype)
@@ -592,7 +592,7 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
 
 def test_floats_that_the_file_has_are_just_that(tmp_path: Path):
     path = write_gguf(tmp_path / "m.gguf", {})
-    assert describe_weights(load(path, FLOATS), resolve(str(path))) == "float32"
+    assert describe_weights(load(path, FLOATS), ModelSource.resolve(str(path))) == "float32"
 
 
 def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
@@ -634,7 +634,7 @@ def test_a_mixed_model_computes_what_its_floats_do(tmp_path: Path):
         },
     )
     packed, plain = (
-        calibration._largest(load(path, storage), range(40)) for storage in (PACKED, FLOATS)
+        quantising._largest(load(path, storage), range(40)) for storage in (PACKED, FLOATS)
     )
     np.testing.assert_allclose(packed, plain, rtol=1e-4)
     assert np.asarray(plain).min() > 0.5

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.gguf import half_split
 from jitney.engine.loading.slices import DecodedTensor, Reordered, Stacked, StoredTensor
-from jitney.engine.models.sharding import AXIS, Shares
+from jitney.engine.models.sharding import TENSOR, Shares
 
 
 class Counted:
@@ -107,7 +107,7 @@ def test_a_device_reads_its_share_alone(
     config = tiny_config()
     assert (config.n_heads * config.head_dim, config.hidden_size) == (64, 64)
     assert (config.n_kv_heads * config.head_dim, config.intermediate_size) == (32, 128)
-    shares = Shares(config, AbstractMesh((2,), (AXIS,)))  # pyright: ignore[reportArgumentType]
+    shares = Shares(config, AbstractMesh((2,), (TENSOR.name,)))  # pyright: ignore[reportArgumentType]
     arrays = [
         np.random.default_rng(i).random((n, width) if width else n) for i, n in enumerate(rows)
     ]

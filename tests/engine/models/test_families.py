@@ -22,12 +22,12 @@ from tokenizers.models import WordLevel
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.families import FAMILIES, Family, _read_decoder
 from jitney.engine.checkpoints.hf_config import read_hf_config
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError
 from jitney.engine.loading.load import load_model
 from jitney.engine.models import registry
 from jitney.engine.models.llama import Llama
-from jitney.engine.models.registry import MODELS, abstract_model, model_class
+from jitney.engine.models.registry import _MODELS, abstract_model, model_class
 
 pytestmark = pytest.mark.usefixtures("programs_when_used", "compiled_in_a_hurry")
 
@@ -117,9 +117,9 @@ def test_a_gguf_file_is_the_same_gemma(tmp_path: Path):
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     }
     del config["layer_types"]
-    folder = resolve(str(write_folder(tmp_path, case | {"config": config})))
+    folder = ModelSource.resolve(str(write_folder(tmp_path, case | {"config": config})))
     path = write_gguf(tmp_path / "g.gguf", case, rope__freq_base_swa=100.0)
-    file = resolve(str(path))
+    file = ModelSource.resolve(str(path))
     eps = folder.config.rms_eps  # float32 in the file
     assert replace(file.config, rms_eps=eps) == folder.config
     assert file.config.windows == (8,) * 4
@@ -171,8 +171,8 @@ def test_published_gemmas_have_their_number_of_weights(size: str):
 
 
 def test_every_family_has_a_model():
-    assert set(FAMILIES) == set(MODELS)
-    for architecture in MODELS:
+    assert set(FAMILIES) == set(_MODELS)
+    for architecture in _MODELS:
         assert model_class(architecture).weight_map
 
 
@@ -201,7 +201,7 @@ def test_a_family_of_ones_own_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(ModelError, match=r"ShoutingForCausalLM.*known: LlamaForCausalLM"):
         LLM(str(folder), **SMALL)
     monkeypatch.setitem(FAMILIES, "ShoutingForCausalLM", Family("shouting", read))
-    monkeypatch.setitem(registry.MODELS, "ShoutingForCausalLM", f"{__name__}:Shouting")
+    monkeypatch.setitem(registry._MODELS, "ShoutingForCausalLM", f"{__name__}:Shouting")
     llm = LLM(str(folder), **SMALL)
     prompt = SCRIPT.prompt()[: DATA["rows"][-1] + 1].tolist()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

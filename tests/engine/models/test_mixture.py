@@ -25,7 +25,7 @@ from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import served_by
 from jitney.engine.models.layers import RowFacts
-from jitney.engine.models.mixture import Experts, Routes, route
+from jitney.engine.models.mixture import _Experts, _route, _Routes
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
 from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.scheduler.buckets import make_buckets
@@ -53,7 +53,7 @@ def chosen_of(scores: np.ndarray, config: ExpertsConfig) -> list[dict[int, float
     return found
 
 
-def read(routes: Routes, n_padded: int) -> list[dict[int, float]]:
+def read(routes: _Routes, n_padded: int) -> list[dict[int, float]]:
     """The same, out of the blocks."""
     found: list[dict[int, float]] = [{} for _ in range(n_padded)]
     rows = np.asarray(routes.rows).reshape(-1, routes.block)
@@ -70,7 +70,7 @@ def read(routes: Routes, n_padded: int) -> list[dict[int, float]]:
     return found
 
 
-def rows_read(routes: Routes, n_padded: int) -> list[list[int]]:
+def rows_read(routes: _Routes, n_padded: int) -> list[list[int]]:
     """For each row, the experts at its places, greatest share first."""
     places, owners = np.asarray(routes.places), np.asarray(routes.experts)
     most = len(routes.rows)
@@ -110,7 +110,7 @@ def check_routes(seed: int, n_padded: int, config: ExpertsConfig, n_rows: int, s
     # Some experts are everybody's, others nobody's.
     scores = drawn.standard_normal((n_padded, config.n_experts))
     scores = (scores + skew * drawn.standard_normal(config.n_experts)).astype(np.float32)
-    routed = jax.jit(route, static_argnums=1)(scores, config, jnp.int32(n_rows))
+    routed = jax.jit(_route, static_argnums=1)(scores, config, jnp.int32(n_rows))
     found, wanted = read(routed, n_padded), chosen_of(scores, config)
     assert not any(found[n_rows:])
     at_places = rows_read(routed, n_padded)
@@ -130,7 +130,7 @@ def real(n_rows: int) -> RowFacts:
     return RowFacts(jnp.int32(n_rows))
 
 
-def naive(layer: Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
+def naive(layer: _Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
     """Row by row and expert by expert, in float64, with the weights as they are stored."""
 
     def matrices(packed: Packed) -> list[np.ndarray]:
@@ -153,7 +153,7 @@ def naive(layer: Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
 def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arranged: bool):
     config = tiny_config(family)
     assert config.experts is not None
-    layer = Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
+    layer = _Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
     for linear in (layer.gate_up, layer.down):
         linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.float32))
     x = np.random.default_rng(5).standard_normal((40, config.hidden_size)).astype(np.float32)
@@ -172,7 +172,7 @@ def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
     """Weights laid out in panels and multiplied where they lie, where this CPU has such."""
     config = tiny_config("mixtral")
     assert config.experts is not None
-    layer = Experts(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
+    layer = _Experts(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
     for linear in (layer.gate_up, layer.down):
         linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.bfloat16))
     x = jax.random.normal(jax.random.key(1), (40, config.hidden_size), jnp.bfloat16)
@@ -277,10 +277,10 @@ def test_experts_of_which_half_is_in_four_bits_are_laid_out_for_one_after_the_ot
     np.testing.assert_array_equal(np.asarray(layer(x, kernels, real(40))), expected)
 
 
-def layer_of(family: str, scheme: str, dtype: str = "float32") -> tuple[Experts, jax.Array]:
+def layer_of(family: str, scheme: str, dtype: str = "float32") -> tuple[_Experts, jax.Array]:
     """A layer with weights in the scheme, and 40 rows."""
     config = tiny_config(family)
-    layer = Experts(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(3))
+    layer = _Experts(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(3))
     for linear in (layer.gate_up, layer.down):
         linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.dtype(dtype)))
     return layer, jax.random.normal(jax.random.key(1), (40, config.hidden_size), dtype)

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading.load import load_model
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.registry import abstract_model, random_model
@@ -91,7 +91,7 @@ def write_folder(folder: Path, case: dict) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path):
-    source = resolve(str(write_folder(tmp_path, CASES[name])))
+    source = ModelSource.resolve(str(write_folder(tmp_path, CASES[name])))
     model = load_model(source, source.config, jnp.float32)
     tokens = SCRIPT.prompt()
     logits = all_logits(model, tokens, len(tokens))
@@ -99,7 +99,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path):
 
 
 def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path):
-    source = resolve(str(write_folder(tmp_path, CASES["qwen2"])))
+    source = ModelSource.resolve(str(write_folder(tmp_path, CASES["qwen2"])))
     model = load_model(source, source.config, jnp.float32)
     tokens = SCRIPT.prompt()
     together = all_logits(model, np.concatenate([tokens[:20], tokens]), 20, len(tokens))

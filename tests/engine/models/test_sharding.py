@@ -31,14 +31,14 @@ from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.model_config import ExpertsConfig, ModelConfig
 from jitney.engine.cli import doctor
 from jitney.engine.config.layers import load_config
-from jitney.engine.config.schema import platform_environment
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import likely_temp_bytes
 from jitney.engine.executor.program import StateSizes
-from jitney.engine.executor.sampling import greedy
+from jitney.engine.executor.vocabulary import Vocabulary, _first_best
 from jitney.engine.loading.load import _most_elsewhere
-from jitney.engine.models.sharding import AXIS, Shares, first_best, lookup
-from jitney.engine.models.sharding import DATA as DATA_AXIS
+from jitney.engine.models.llama import _lookup
+from jitney.engine.models.sharding import DATA as ENGINES
+from jitney.engine.models.sharding import TENSOR, Shares
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.kernels import definitions
 
@@ -302,14 +302,16 @@ def test_a_sampling_step_leaves_the_logits_where_they_are(results: dict[str, np.
 
 def on_each(function: Any, *shares: Any) -> np.ndarray:
     """What devices with these shares get, by vmap in their place."""
-    return np.asarray(jax.vmap(function, axis_name=AXIS)(*(jnp.asarray(share) for share in shares)))
+    return np.asarray(
+        jax.vmap(function, axis_name=TENSOR.name)(*(jnp.asarray(share) for share in shares))
+    )
 
 
 def test_lookup_in_a_split_table():
     table = np.arange(12, dtype=np.float32).reshape(2, 3, 2)  # two devices with three rows each
     tokens = np.tile([5, 0, 2, 3], (2, 1))
     np.testing.assert_array_equal(
-        on_each(lookup, table, tokens), [[[10, 11], [0, 1], [4, 5], [6, 7]]] * 2
+        on_each(_lookup, table, tokens), [[[10, 11], [0, 1], [4, 5], [6, 7]]] * 2
     )
 
 
@@ -321,14 +323,14 @@ def test_the_best_of_all_devices_is_the_first_of_the_greatest():
         ],
         np.float32,
     )  # [devices, rows, columns]
-    tokens = on_each(lambda x: first_best(jnp.max(x, axis=-1), greedy(x), 3), logits)
+    tokens = on_each(lambda x: _first_best(jnp.max(x, axis=-1), Vocabulary().greedy(x), 3), logits)
     np.testing.assert_array_equal(tokens, [[1, 4, -1, -1]] * 2)
 
 
 def share_of(
     config: ModelConfig, path: tuple[str | int, ...], array: np.ndarray, shards: int
 ) -> list[list[int]]:
-    shares = Shares(config, AbstractMesh((shards,), (AXIS,)))  # pyright: ignore[reportArgumentType]
+    shares = Shares(config, AbstractMesh((shards,), (TENSOR.name,)))  # pyright: ignore[reportArgumentType]
     return [shares.cut(path, array, device).ravel().tolist() for device in range(shards)]
 
 
@@ -462,13 +464,13 @@ def test_each_device_of_a_group_gets_its_share_of_the_groups_experts(path, array
 )
 def test_engines_have_experts_of_their_own_and_all_else_alike(path, array, shares):
     experts = ExpertsConfig(4, 1, renormalised=True, engines=2)
-    mesh = AbstractMesh((2, 2), (DATA_AXIS, AXIS))
+    mesh = AbstractMesh((2, 2), (ENGINES.name, TENSOR.name))
     own = Shares(replace(MIXTURE, experts=experts), mesh)  # pyright: ignore[reportArgumentType]
     assert [own.cut(path, array, device).ravel().tolist() for device in range(4)] == shares
 
 
 def test_a_share_is_cut_from_a_matrix_of_rows_of_outputs_as_well():
-    shares = Shares(MIXTURE, AbstractMesh((4,), (AXIS,)))  # pyright: ignore[reportArgumentType]
+    shares = Shares(MIXTURE, AbstractMesh((4,), (TENSOR.name,)))  # pyright: ignore[reportArgumentType]
     path = ("layers", 0, "mlp", "down", "kernel")
     stored = np.array([[1, 2], [11, 12], [21, 22], [31, 32]])
     found = [shares.cut(path, stored, n, transposed=True).ravel().tolist() for n in range(4)]
@@ -485,7 +487,7 @@ def test_a_share_is_cut_from_a_matrix_of_rows_of_outputs_as_well():
     ids=str,
 )
 def test_the_greatest_elsewhere_is_that_of_the_group(here: tuple[int, ...], most: list[list[int]]):
-    shares = Shares(MIXTURE, AbstractMesh((4,), (AXIS,)))  # pyright: ignore[reportArgumentType]
+    shares = Shares(MIXTURE, AbstractMesh((4,), (TENSOR.name,)))  # pyright: ignore[reportArgumentType]
     shares.__dict__["own_numbers"] = here
     stored = np.array([[1, -2], [11, 12], [21, 22], [31, -32]], np.float32)
     found = _most_elsewhere(("layers", 0, "mlp", "down", "kernel"), stored, shares)
@@ -581,7 +583,7 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], message: 
 
 def test_named_chips_are_the_ones_that_jax_sees():
     chosen = load_config(flags={"platform": "cuda", "tensor_parallel": 2, "device": "0,2"}).engine
-    assert platform_environment(chosen)["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert chosen.jax_environment["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
 def test_fewer_devices_than_asked_for():

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jitney.engine.models.layers import Linear
 from jitney.engine.models.quantization import quantise
-from jitney.engine.models.sharding import AXIS, make_mesh
+from jitney.engine.models.sharding import TENSOR, make_mesh
 from jitney.kernels.select import reference
 
 KERNELS = replace(reference(), sums_in_halves=True)
@@ -38,7 +38,7 @@ def program(made: Linear, rows: int, *, halves: bool) -> tuple[np.ndarray, int]:
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    sums = str(jax.make_jaxpr(step)(state, x)).count(f"axes=('{AXIS}',)")
+    sums = str(jax.make_jaxpr(step)(state, x)).count(f"axes=('{TENSOR.name}',)")
     return np.asarray(jax.jit(step)(state, x)), sums
 
 

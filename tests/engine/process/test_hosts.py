@@ -25,10 +25,10 @@ from joint_processes import (
 from outputs import Outputs
 
 from jitney.engine import LLM
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import RequestError
 from jitney.engine.process.supervisor import ProcessClient
-from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import Grammar, SamplingParams
 
 MODEL = "tiny-random:qwen3"
@@ -71,7 +71,7 @@ class Story:
 
 
 async def live(story: Story) -> None:
-    tokenizer = load_tokenizer(resolve(MODEL)).json
+    tokenizer = Tokenizer.load(ModelSource.resolve(MODEL)).json
     async with two_processes(SETTINGS | {"tensor_parallel": 2}) as (first, other):
         first.learn(tokenizer)
         for client in (first, other):

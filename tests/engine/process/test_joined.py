@@ -28,10 +28,10 @@ from joint_processes import (
 from outputs import Outputs
 
 from jitney.engine import LLM
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import RequestError
 from jitney.engine.process.supervisor import ProcessClient
-from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import Grammar, SamplingParams, TokenLogprobs
 
 MODEL = "tiny-random:qwen3_moe"
@@ -98,7 +98,7 @@ async def scored(stream: Outputs, story: Story) -> list[int]:
 
 
 async def live(story: Story) -> None:
-    tokenizer = load_tokenizer(resolve(MODEL)).json
+    tokenizer = Tokenizer.load(ModelSource.resolve(MODEL)).json
     async with two_processes(JOINED) as clients:
         for client in clients:
             client.learn(tokenizer)

@@ -25,7 +25,7 @@ from joint_processes import (
 from outputs import Outputs
 
 from jitney.engine import LLM
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.types import SamplingParams
 
 MODEL = "tiny-random:qwen3_moe"
@@ -46,7 +46,7 @@ class Story:
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of one engine alone."""
-    folder, config = tmp_path_factory.mktemp("adapters"), resolve(MODEL).config
+    folder, config = tmp_path_factory.mktemp("adapters"), ModelSource.resolve(MODEL).config
     adapters = [
         f"{name}={write_adapter(folder / name, config, seed, modules=_ATTENTION)}"
         for seed, name in enumerate(("fr", "de"), 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import ConfigError, EngineDead, ModelError
 from jitney.engine.process import hosts
@@ -40,7 +40,7 @@ def company(monkeypatch: pytest.MonkeyPatch) -> Company:
 def end_by(error: Exception | None) -> None:
     """Meet them, and then end."""
     config = load_config(flags={"model": MODEL})
-    with hosts.met(config, resolve(MODEL), lambda _: None, ""):
+    with hosts.met(config, ModelSource.resolve(MODEL), lambda _: None, ""):
         if error is not None:
             raise error
 

@@ -26,7 +26,7 @@ from oracle import oracle_logprobs, prompt
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.checkpoints.families import _TINY, tiny_config
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.core import EngineCore
 from jitney.engine.executor.inputs import BatchBuilder
 from jitney.engine.loading.load import load_model
@@ -224,7 +224,7 @@ def test_a_windowed_model_serves_the_same_tokens_on_fewer_pages():
     """The tiny Mistral, window 32: greedy tokens are those of the dense forward, on a third of the
     pages.
     """
-    source = resolve("tiny-random:mistral")
+    source = ModelSource.resolve("tiny-random:mistral")
     model = load_model(source, source.config)
     llm = LLM(
         "tiny-random:mistral",

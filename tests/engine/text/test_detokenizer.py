@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jitney.engine.checkpoints.sources import resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.text.detokenizer import TextStream
-from jitney.engine.text.tokenizer import load_tokenizer
+from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import SamplingParams
 
 EOS = 1000
@@ -188,7 +188,7 @@ def test_held_text_is_flushed_at_the_end():
 
 
 def test_our_own_tokenizer_streams_what_it_decodes():
-    tokenizer = load_tokenizer(resolve("tiny-random"))
+    tokenizer = Tokenizer.load(ModelSource.resolve("tiny-random"))
     ids = [*tokenizer.encode("naïve 👩‍👩‍👧 数学"), *tokenizer.special_ids, 0xE9, 65]
     stream = TextStream(tokenizer, SamplingParams())
     pieces = [

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from places import DATA
 
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.sources import ModelSource, resolve
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError, RequestError
 from jitney.engine.text.gguf_tokenizer import (
     _PRE_TOKENIZERS,
@@ -25,7 +25,7 @@ from jitney.engine.text.gguf_tokenizer import (
     fast_from_gguf,
     tiny_fast,
 )
-from jitney.engine.text.tokenizer import Tokenizer, load_tokenizer
+from jitney.engine.text.tokenizer import Tokenizer
 
 SENTENCEPIECE = json.loads((DATA / "reference_sentencepiece.json").read_text())
 CHAT = [{"role": "user", "content": "hi"}]
@@ -33,7 +33,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def tiny() -> Tokenizer:
-    return load_tokenizer(resolve("tiny-random"))
+    return Tokenizer.load(ModelSource.resolve("tiny-random"))
 
 
 # tiny-random
@@ -119,7 +119,7 @@ def save_folder(folder: Path, **options) -> ModelSource:
 
 def test_a_folder_gives_the_tokenizer_saved_there(tiny: Tokenizer, tmp_path: Path):
     source = save_folder(tmp_path)
-    found = load_tokenizer(source)
+    found = Tokenizer.load(source)
     text = "the rain in <|im_start|>Spain\n日本 😀"
     assert found.encode(text) == tiny.encode(text)
     assert (found.eos_ids, found.special_ids, found.vocab_size) == (
@@ -132,7 +132,7 @@ def test_a_folder_gives_the_tokenizer_saved_there(tiny: Tokenizer, tmp_path: Pat
 
 def test_end_tokens_of_config_and_tokenizer_are_joined(tmp_path: Path):
     source = save_folder(tmp_path, eos_token="<|bos|>")
-    assert load_tokenizer(source).eos_ids == (259, 257)
+    assert Tokenizer.load(source).eos_ids == (259, 257)
 
 
 def test_code_named_by_a_folder_is_not_run(tmp_path: Path):
@@ -141,7 +141,7 @@ def test_code_named_by_a_folder_is_not_run(tmp_path: Path):
     config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert load_tokenizer(source).vocab_size == 512
+    assert Tokenizer.load(source).vocab_size == 512
     assert not (tmp_path / "ran").exists()
 
 
@@ -153,18 +153,18 @@ def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest
         pytest.raises(ModelError, match=r"tokenizer\.json is larger than 0 MiB"),
     ):
         patch.setattr("jitney.engine.text.gguf_tokenizer.MAX_TOKENIZER_BYTES", 1000)
-        load_tokenizer(source)
+        Tokenizer.load(source)
     for text in ("", "{}", "[" * 10_000, '{"version": "1.0", "model": {"type": "BPE"}}'):
         path.write_text(text)
         with pytest.raises(ModelError, match="cannot be read") as caught:
-            load_tokenizer(source)
+            Tokenizer.load(source)
         assert "\n" not in str(caught.value)
     path.unlink()
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
-        load_tokenizer(source)
+        Tokenizer.load(source)
     path.symlink_to("/etc/passwd")
     with pytest.raises(ModelError, match="leads out"):
-        load_tokenizer(source)
+        Tokenizer.load(source)
 
 
 # Chat templates come from strangers
@@ -181,7 +181,7 @@ def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_template_failures_belong_to_the_request(template: str, words: str, tmp_path: Path):
-    tokenizer = load_tokenizer(save_folder(tmp_path, chat_template=template))
+    tokenizer = Tokenizer.load(save_folder(tmp_path, chat_template=template))
     with pytest.raises(RequestError) as caught:
         tokenizer.apply_chat_template(CHAT)
     assert (
@@ -201,13 +201,13 @@ def test_requests_cannot_bring_their_own_template(tiny: Tokenizer, name: str):
 
 def test_templates_see_tools_and_variables(tmp_path: Path):
     template = "{{ tools | length }} {{ thinking }} {{ bos_token }}"
-    tokenizer = load_tokenizer(save_folder(tmp_path, chat_template=template))
+    tokenizer = Tokenizer.load(save_folder(tmp_path, chat_template=template))
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert tokenizer.apply_chat_template(CHAT, tools=tools, thinking=True) == "1 True <|bos|>"
 
 
 def test_a_model_without_template(tmp_path: Path):
-    tokenizer = load_tokenizer(save_folder(tmp_path, chat_template=None))
+    tokenizer = Tokenizer.load(save_folder(tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.apply_chat_template(CHAT)
@@ -361,7 +361,7 @@ def test_sentencepiece_ids_equal_sentencepiece(turned: bool):
 
 def test_smollm2_equals_the_reference(smollm2, reference):
     """Prompts, chat prompts and texts of the reference made with the original tokenizer."""
-    tokenizer = load_tokenizer(smollm2)
+    tokenizer = Tokenizer.load(smollm2)
     for item in reference:
         assert tokenizer.encode(item["prompt"]) == item["prompt_ids"]
         assert (

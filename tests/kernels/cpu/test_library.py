@@ -28,8 +28,8 @@ def afresh(monkeypatch, tmp_path):
     """No library is loaded yet, none is compiled, and this is a Linux machine that runs every
     level.
     """
-    monkeypatch.setattr(build, "BUILT", tmp_path)
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.LEVELS[0].needs))
+    monkeypatch.setattr(build, "_BUILT", tmp_path)
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build._LEVELS[0].needs))
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build, "compilers", lambda: iter(()))
     load = library.load
@@ -40,16 +40,16 @@ def afresh(monkeypatch, tmp_path):
 
 def lay(level: build.Level, digest: str) -> None:
     """A file that says which sources it was made of."""
-    build.library(level).write_bytes(b"code " + f"{build.MARK}{digest}".encode() + b" code")
+    level.library.write_bytes(b"code " + f"{build._MARK}{digest}".encode() + b" code")
 
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_amx_is_what_the_system_allows(monkeypatch, allowed):
-    flags = " ".join(sorted(build.LEVELS[0].needs))
+    flags = " ".join(sorted(build._LEVELS[0].needs))
     monkeypatch.setattr(build, "cpu_flags", CPU_FLAGS)
     monkeypatch.setattr(build.Path, "read_text", lambda *_: f"flags\t\t: {flags}\n")
     monkeypatch.setattr(build, "_may_use_amx", lambda: allowed)
-    assert build.levels_here()[0].name == ("amx" if allowed else "avx512_bf16")
+    assert build.Level.here()[0].name == ("amx" if allowed else "avx512_bf16")
 
 
 def test_without_a_compiler_the_reference_serves_and_one_line_says_what_to_install(caplog):
@@ -63,7 +63,7 @@ def test_without_a_compiler_the_reference_serves_and_one_line_says_what_to_insta
 
 
 def test_a_cpu_below_avx2_gets_the_reference(monkeypatch, caplog):
-    monkeypatch.setattr(build, "cpu_flags", lambda: build.V3 - {"avx2", "fma"})
+    monkeypatch.setattr(build, "cpu_flags", lambda: build._V3 - {"avx2", "fma"})
     assert select("cpu").name == "reference"
     assert "this CPU lacks avx2, fma" in caplog.text
 
@@ -86,34 +86,34 @@ def test_an_arm_cpu_has_the_levels_of_its_features(monkeypatch, features, levels
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     text = f"processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: {features}\n"
     monkeypatch.setattr(build.Path, "read_text", lambda *_: text)
-    assert [level.name for level in build.levels_here()] == levels
+    assert [level.name for level in build.Level.here()] == levels
 
 
 def test_a_library_of_other_sources_is_not_used(caplog):
-    lay(build.LEVELS[0], "0" * 32)
+    lay(build._LEVELS[0], "0" * 32)
     assert select("cpu").name == "reference"
     assert "is made of other sources" in caplog.text
 
 
 def test_a_library_of_other_sources_is_compiled_again(monkeypatch):
-    lay(build.LEVELS[0], "0" * 32)
+    lay(build._LEVELS[0], "0" * 32)
     monkeypatch.setattr(build, "compilers", lambda: iter([["a-compiler"]]))
     compiled = []
 
     def compile_level(level, target, command):
         compiled.append((level.name, command))
-        lay(level, build.digest())
+        lay(level, build._digest())
 
-    monkeypatch.setattr(build, "compile_level", compile_level)
-    assert library._available(build.LEVELS) == build.LEVELS[0]
-    assert library._available(build.LEVELS) == build.LEVELS[0]
-    assert compiled == [(build.LEVELS[0].name, ["a-compiler"])]
+    monkeypatch.setattr(build.Level, "compile", compile_level)
+    assert library._available(build._LEVELS) == build._LEVELS[0]
+    assert library._available(build._LEVELS) == build._LEVELS[0]
+    assert compiled == [(build._LEVELS[0].name, ["a-compiler"])]
 
 
 def test_a_lesser_level_serves_where_the_best_one_does_not_compile(caplog):
-    lay(build.LEVELS[1], build.digest())
-    assert library._available(build.LEVELS) == build.LEVELS[1]
-    lesser = build.LEVELS[1].name
+    lay(build._LEVELS[1], build._digest())
+    assert library._available(build._LEVELS) == build._LEVELS[1]
+    lesser = build._LEVELS[1].name
     assert f"kernels for {lesser} instead of amx: there is no C++ compiler" in caplog.text
 
 
@@ -122,27 +122,27 @@ def test_a_level_that_the_compiler_does_not_know_leaves_the_next_one(monkeypatch
 
     def compile_level(level, target, command):
         compiled.append(level.name)
-        if level is not build.LEVELS[2]:
+        if level is not build._LEVELS[2]:
             raise build.BuildError(f"unknown option of {level.name}")
-        lay(level, build.digest())
+        lay(level, build._digest())
 
     monkeypatch.setattr(build, "compilers", lambda: iter([["an-old-compiler"]]))
-    monkeypatch.setattr(build, "compile_level", compile_level)
-    assert library._available(build.LEVELS) == build.LEVELS[2]
-    assert compiled == [level.name for level in build.LEVELS[:3]]
+    monkeypatch.setattr(build.Level, "compile", compile_level)
+    assert library._available(build._LEVELS) == build._LEVELS[2]
+    assert compiled == [level.name for level in build._LEVELS[:3]]
     told = "kernels for avx512_vnni instead of amx: unknown option of amx"
     assert told in caplog.text
 
 
 def test_a_file_that_is_no_library_is_refused(caplog):
-    lay(build.LEVELS[0], build.digest())
+    lay(build._LEVELS[0], build._digest())
     assert select("cpu").name == "reference"
     assert "cannot be loaded" in caplog.text
 
 
 def test_where_only_xla_has_amx_weights_stay_and_row_counts_choose(monkeypatch):
     """It multiplies 16 rows and more 1.5 to 5 times as fast as kernels without."""
-    amx = library.Library("avx512_bf16", library._PanelLayout(2, 4, 96), leaves_amx=True)
+    amx = library._Library("avx512_bf16", library._PanelLayout(2, 4, 96), leaves_amx=True)
     monkeypatch.setattr(library, "load", lambda: amx)
     w = jnp.ones((64, 96), jnp.bfloat16)
     assert products.arrange(w) is w
@@ -164,7 +164,7 @@ def alone(folder: Path, **environment: str) -> subprocess.CompletedProcess:
     source = Path(build.__file__).parent
     shutil.copytree(source / "native", folder / "native", ignore=shutil.ignore_patterns("build"))
     shutil.copy(source / "build.py", folder)
-    code = "import build; print(build.digest()); build.main([])"
+    code = "import build; print(build._digest()); build.main([])"
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -181,6 +181,6 @@ def alone(folder: Path, **environment: str) -> subprocess.CompletedProcess:
 def test_a_build_without_a_compiler_says_so_and_sources_are_the_same_in_every_process(tmp_path):
     done = alone(tmp_path, PATH="/nonexistent", CXX="", PYTHONHASHSEED="7")
     assert done.returncode == 1
-    assert done.stdout == f"{build.digest()}\n"
+    assert done.stdout == f"{build._digest()}\n"
     assert done.stderr.startswith("the CPU kernels are not built: ")
     assert len(done.stderr.splitlines()) == 1

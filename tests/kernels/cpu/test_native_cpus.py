@@ -89,7 +89,7 @@ def level_of(cpu: str) -> build.Level:
     done = subprocess.run(
         [
             *compiler(),
-            *build.machine_flags(level, compiler()),
+            *level.flags(compiler()),
             "-dM",
             "-E",
             "-x",
@@ -105,10 +105,10 @@ def level_of(cpu: str) -> build.Level:
     return build.Level(cpu, cpu, (), frozenset(FLAG.get(name, name) for name in macros))
 
 
-@pytest.fixture(scope="module", params=[level.name for level in build.LEVELS])
-def shipped(request) -> Iterator[library.Library]:
+@pytest.fixture(scope="module", params=[level.name for level in build._LEVELS])
+def shipped(request) -> Iterator[library._Library]:
     """One of the libraries that ship, compiled if it is not there yet."""
-    level = next(level for level in build.LEVELS if level.name == request.param)
+    level = next(level for level in build._LEVELS if level.name == request.param)
     if not level.needs <= build.cpu_flags():
         pytest.skip(f"this CPU does not run {level.name}")
     compiler_for(level)
@@ -119,13 +119,13 @@ def shipped(request) -> Iterator[library.Library]:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("level", build.LEVELS, ids=lambda level: level.name)
+@pytest.mark.parametrize("level", build._LEVELS, ids=lambda level: level.name)
 def test_the_sources_of_a_level_that_this_cpu_does_not_run_are_valid(level, tmp_path):
     if level.needs <= build.cpu_flags():
         pytest.skip("it is compiled and run")
     compiling = build._compiling(level, compiler_for(level))
     for half in build._halves(tmp_path):
-        build.run([*compiling, "-fsyntax-only", str(half)])
+        build._run([*compiling, "-fsyntax-only", str(half)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -160,7 +160,7 @@ def test_products_and_norms_of_every_level_match_float64(shipped, monkeypatch, d
 def test_kernels_compiled_for_a_named_cpu_match_float64(cpu, tmp_path):
     level = level_of(cpu)
     path = tmp_path / f"{cpu}.so"
-    build.compile_level(level, path, compiler())
+    level.compile(path, compiler())
     missing = level.needs - build.cpu_flags()
     if missing:
         pytest.skip(f"compiled; this CPU cannot run it, it lacks {', '.join(sorted(missing))}")
@@ -171,7 +171,7 @@ def test_kernels_compiled_for_a_named_cpu_match_float64(cpu, tmp_path):
 def test_kernels_touch_no_memory_but_their_own(tmp_path):
     """Under the address and undefined behaviour sanitizers; a report ends the process."""
     command = compiler()
-    level = build.levels_here()[0]
+    level = build.Level.here()[0]
     path = tmp_path / "sanitized.so"
     flags = [
         "-fsanitize=address,undefined",
@@ -181,7 +181,7 @@ def test_kernels_touch_no_memory_but_their_own(tmp_path):
     ]
     if "clang" not in command[0]:
         flags.pop()
-    build.compile_level(level, path, command, flags)
+    level.compile(path, command, flags)
     # The C++ library too: the checks look for its exceptions when they start, and XLA raises some.
     runtime = [
         subprocess.run(
@@ -200,12 +200,14 @@ def test_kernels_touch_no_memory_but_their_own(tmp_path):
 @pytest.mark.skipif(not ARM_PYTHON, reason="an emulated Python on ARM: make test-arm")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "level", [one for one in build.LEVELS if one.machine == "aarch64"], ids=lambda level: level.name
+    "level",
+    [one for one in build._LEVELS if one.machine == "aarch64"],
+    ids=lambda level: level.name,
 )
 def test_kernels_for_arm_match_float64_on_an_emulated_cpu(level, tmp_path):
     """On one that has just the instructions of the level."""
     path = tmp_path / f"{level.name}.so"
-    build.compile_level(level, path, compiler_for(level))
+    level.compile(path, compiler_for(level))
     cpu = "max" if "i8mm" in level.needs else "cortex-a72"
     checked(path, level.name, [*shlex.split(ARM_PYTHON)], QEMU_CPU=cpu, PYTHONPATH=str(TYPING))
 

@@ -151,7 +151,7 @@ def test_a_function_called_as_flashinfers_attends(
         paged_run(prompts.template, *tensors, processors=5)
 
     def target(variant: Variant) -> str:
-        modules.register(variant, tvm_ffi.convert(paged), "cpu")
+        modules._register(variant, tvm_ffi.convert(paged), "cpu")
         return variant.target
 
     prompts = FlashInferPrompts(sm, 5, target=target)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import pytest
 
 from jitney.engine.executor.proving import proven
-from jitney.kernels import prompt_choices, select
+from jitney.kernels import select
 from jitney.kernels.flashinfer_gpu import modules
 from jitney.kernels.flashinfer_gpu.prompts import FlashInferPrompts
 from jitney.kernels.interface import AttentionMeta, KernelError, KernelSet
-from jitney.kernels.prompt_choices import PromptChoice, chosen_for, read_choices, with_choice
+from jitney.kernels.prompt_choices import PromptChoice, PromptChoices
 from jitney.kernels.select import ServedHeads
 
 pytest.importorskip("triton")
@@ -72,7 +72,7 @@ def h100(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
 
 def table(monkeypatch: pytest.MonkeyPatch, *choices: PromptChoice) -> None:
     """Let the table have these entries."""
-    monkeypatch.setattr(prompt_choices, "read_choices", lambda: list(choices))
+    monkeypatch.setattr(PromptChoices, "read", lambda: PromptChoices(choices))
 
 
 @pytest.mark.usefixtures("h100")
@@ -139,7 +139,7 @@ def test_it_needs_a_gpu(versions: dict[str, str]):
 
 
 def test_the_shipped_table_is_one():
-    for choice in read_choices():
+    for choice in PromptChoices.read().entries:
         assert set(choice) == set(CHOICE)
         if choice["by"] == "flashinfer":
             assert choice["seconds"]["flashinfer"] < choice["seconds"]["triton"]
@@ -182,25 +182,25 @@ def test_without_the_packages_auto_serves_with_ours_and_says_so(
 def test_the_table_keeps_one_entry_for_a_card_and_head_dim(tmp_path: Path):
     ours: PromptChoice = {**CHOICE, "by": "triton"}
     small: PromptChoice = {**CHOICE, "head_dim": 64}
-    choices = with_choice(with_choice([CHOICE], small), ours)
-    assert choices == [small, ours]
-    assert [chosen_for(90, dim, choices) for dim in (64, 128, 256)] == [
+    choices = PromptChoices([CHOICE]).with_choice(small).with_choice(ours)
+    assert choices.entries == [small, ours]
+    assert [choices.chosen(90, dim) for dim in (64, 128, 256)] == [
         "flashinfer",
         "triton",
         "triton",
     ]
     file = tmp_path / "t.json"
-    file.write_text(json.dumps(choices))
-    assert read_choices(file) == choices
+    file.write_text(json.dumps(choices.entries))
+    assert PromptChoices.read(file) == choices
     file.write_text(json.dumps([{**CHOICE, "by": "cuDNN"}]))
     with pytest.raises(ValueError, match="by 'cuDNN' is none of triton, flashinfer"):
-        read_choices(file)
+        PromptChoices.read(file)
     file.write_text('[{"sm": 90, "head_dim": 128}]')
     with pytest.raises(ValueError, match="an entry has no by"):
-        read_choices(file)
+        PromptChoices.read(file)
     file.write_text("{}")
     with pytest.raises(ValueError, match="no list of entries"):
-        read_choices(file)
+        PromptChoices.read(file)
 
 
 def test_if_it_is_wrong_the_set_that_stands_in_serves(
@@ -226,7 +226,7 @@ def test_if_it_is_wrong_the_set_that_stands_in_serves(
 def test_the_call_is_compiled_once_for_a_variant(monkeypatch: pytest.MonkeyPatch):
     made: list[str] = []
     monkeypatch.setattr(modules, "_compiled", lambda v: SimpleNamespace(paged_run=v.target))
-    monkeypatch.setattr(modules, "register", lambda v, run, platform: made.append(run))
+    monkeypatch.setattr(modules, "_register", lambda v, run, platform: made.append(run))
     variant = modules.Variant("fa2", "float16", 256, False, True)
     assert modules.registered(variant) == modules.registered(variant)
     assert made == ["jitney_flashinfer_fa2_float16_256_capped"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from int4_weights import pack_int4
 
-from jitney.kernels.int4 import Int4, unpack_int4
+from jitney.kernels.int4 import Int4
 from jitney.kernels.pallas_tpu.narrow_products import matmul_int4
 
 
@@ -26,7 +26,7 @@ def random_weights(
 
 def error(x: np.ndarray, weights: Int4) -> float:
     """Greatest difference, of the root mean square of the results."""
-    wanted = x.astype(np.float32) @ np.asarray(unpack_int4(weights))
+    wanted = x.astype(np.float32) @ np.asarray(weights.unpacked())
     got = np.asarray(jax.jit(lambda x, w: matmul_int4(x, w, interpret=True))(x, weights))
     assert got.shape == wanted.shape and got.dtype == np.float32
     return float(np.abs(got - wanted).max() / np.sqrt(np.mean(wanted**2)))
@@ -56,7 +56,7 @@ def test_scales_of_float16_keep_every_bit():
     x = np.zeros((8, 128), np.float32)
     x[0, 7] = 1.0
     got = np.asarray(matmul_int4(jnp.asarray(x), columns, interpret=True))[0]
-    wanted = np.asarray(unpack_int4(columns))[7]
+    wanted = np.asarray(columns.unpacked())[7]
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 

@@ -18,9 +18,9 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.registry import random_model
 from jitney.kernels.interface import KernelError
 from jitney.kernels.pallas_tpu import pool_layout
-from jitney.kernels.pallas_tpu.blocks import BlockSizes, blocks_for, chip_of
+from jitney.kernels.pallas_tpu.blocks import BlockSizes, chip_of
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
-from jitney.kernels.select import pallas_set, select
+from jitney.kernels.select import _pallas_set, select
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -169,7 +169,7 @@ def test_a_prompt_in_chunks_gives_what_the_whole_gives():
 
 def test_a_pool_of_the_tpus_own_shape_holds_the_same():
     batch = make(replace(DECODE, heads=(6, 3, 64)))
-    rows = pool_layout.layout_of(3, 64, 4)
+    rows = pool_layout.PoolLayout.of(3, 64, 4)
     own = replace(batch, kv=np.asarray(rows.pool(jnp.asarray(batch.kv))))
     assert own.kv.shape == pool_layout.pool_shape(len(batch.kv), 16, 3, 64, jnp.float32)
     assert own.kv.shape[2:] == (4, 128)
@@ -253,7 +253,7 @@ def test_chips_are_known_by_what_jax_calls_them(kind: str, chip: str):
 def test_blocks_keep_a_chips_memory_busy(
     chip: str, key_bytes: int, page: int, expected: tuple[int, int, int]
 ):
-    assert blocks_for(chip, key_bytes, page) == expected
+    assert BlockSizes.on(chip, key_bytes, page) == expected
 
 
 @pytest.mark.parametrize(
@@ -304,4 +304,4 @@ def test_only_a_tpu_gets_the_pallas_kernels(monkeypatch: pytest.MonkeyPatch):
         select("cpu", "pallas")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert select("tpu", "pallas").name == "pallas"
-    assert select("tpu") is pallas_set("")
+    assert select("tpu") is _pallas_set("")

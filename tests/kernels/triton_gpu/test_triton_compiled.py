@@ -22,7 +22,7 @@ from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.triton_gpu.cut import _SHIFTS
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
-from jitney.kernels.triton_gpu.tiles import _ATTENTION, PROCESSORS, expert_tiles
+from jitney.kernels.triton_gpu.tiles import _ATTENTION, _PROCESSORS, ProductTiles
 
 #: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per
 #: capability.
@@ -135,7 +135,7 @@ def decode_call(sm: int, dim: int, pool: str, group: int = 4) -> Call:
 def check_residency(sm: int, dim: int, group: int, pool: str) -> None:
     """Decode launches no more programs than a multiprocessor holds at once: one wave."""
     call = decode_call(sm, dim, pool, group)
-    made, resident = compile_call(call, sm), call.grid[0] // PROCESSORS[sm]
+    made, resident = compile_call(call, sm), call.grid[0] // _PROCESSORS[sm]
     assert made.spilled == 0
     assert resident * -(-made.registers // 8) * 8 * 32 * call.warps <= REGISTERS
     assert resident * (made.shared + 1024) <= SHARED_IN_ALL[sm]
@@ -365,9 +365,9 @@ def test_every_product_with_experts(sm: int, block: int, weights: str):
 
 def test_few_blocks_are_cut_into_as_many_programs_as_there_are_processors():
     """One row of Qwen3-30B-A3B goes through 8 experts, whose 1536 columns are 12 tiles of 128."""
-    assert expert_tiles(90, 16, 2, 8, 1536).block_n == 64
-    assert expert_tiles(90, 16, 2, 144, 1536).block_n == 128
-    assert expert_tiles(89, 16, 2, 8, 1536).block_n == 128
+    assert ProductTiles(90).experts(16, 2, 8, 1536).block_n == 64
+    assert ProductTiles(90).experts(16, 2, 144, 1536).block_n == 128
+    assert ProductTiles(89).experts(16, 2, 8, 1536).block_n == 128
 
 
 def test_fp8_pools_need_a_gpu_that_has_fp8():

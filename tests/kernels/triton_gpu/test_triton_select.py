@@ -143,7 +143,7 @@ def test_jax_triton_that_is_missing_or_too_old_is_named(
     "version,numbers", [("0.12.0.1", (0, 12, 0, 1)), ("3.9.0rc1", (3, 9)), ("0.11", (0, 11))]
 )
 def test_versions_are_read_up_to_what_is_no_number(version: str, numbers: tuple[int, ...]):
-    assert compat.release(version) == numbers
+    assert compat._release(version) == numbers
 
 
 def test_an_old_triton_gets_the_constant_that_keeps_its_backend_alive(

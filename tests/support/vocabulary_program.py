@@ -1,7 +1,7 @@
 """Samples from logits whose columns several devices share, and from the same logits on one device;
-`test_split_sampling` starts it, since a process must ask for devices before jax starts.
+`test_vocabulary` starts it, since a process must ask for devices before jax starts.
 
-python split_sampling_program.py OUT: an .npz file of what `both` and `widest_gather` tell of 2 and
+python vocabulary_program.py OUT: an .npz file of what `both` and `widest_gather` tell of 2 and
 of 4 devices.
 """
 
@@ -17,16 +17,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
+from jitney.engine.executor.program import _COLUMNS
 from jitney.engine.executor.sampling import (
     _IN_PROMPT,
+    Sampler,
     SamplingRows,
     SeatState,
-    Vocabulary,
-    empty_state,
-    sample,
 )
-from jitney.engine.executor.split_sampling import SplitVocabulary
-from jitney.engine.models.sharding import COLUMNS, WHOLE, make_mesh
+from jitney.engine.executor.vocabulary import SplitVocabulary, Vocabulary
+from jitney.engine.models.sharding import WHOLE, make_mesh
 
 #: No multiple of 128 on 2 and 4 devices: lanes reach over the ends of their columns.
 VOCAB, ROWS = 3000, 48
@@ -97,7 +96,7 @@ def logits_of(case: dict[str, Any], draw: np.random.Generator) -> np.ndarray:
 
 def state_of(draw: np.random.Generator) -> SeatState:
     """Seats that have written tokens, and have biases on both ends of every device's columns."""
-    state = empty_state(ROWS, VOCAB)
+    state = SeatState.empty(ROWS, VOCAB)
     counts = draw.integers(0, 3, (ROWS, VOCAB)) * draw.integers(0, 2, (ROWS, VOCAB))
     counts[:, ::5] |= _IN_PROMPT
     ids = np.asarray(state.bias_ids).copy()
@@ -113,15 +112,15 @@ def state_of(draw: np.random.Generator) -> SeatState:
 
 
 def sampler(mesh: Mesh | None) -> Any:
-    """`sample`, compiled for these devices."""
+    """`Sampler.sample`, compiled for these devices."""
     vocabulary = Vocabulary() if mesh is None else SplitVocabulary(mesh.size)
 
     def step(logits: Any, rows: SamplingRows, state: SeatState, allowed: Any) -> Any:
-        return sample(logits, rows, state, None, allowed, WIDTH, vocabulary)
+        return Sampler(None, WIDTH, vocabulary).sample(logits, rows, state, allowed)
 
     if mesh is None:
         return jax.jit(step)
-    specs = COLUMNS, WHOLE, WHOLE, WHOLE
+    specs = _COLUMNS, WHOLE, WHOLE, WHOLE
     split = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=WHOLE, check_vma=False)
     return jax.jit(split)
 

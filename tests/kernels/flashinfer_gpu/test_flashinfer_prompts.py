@@ -17,12 +17,12 @@ from flashinfer_reader import attend_by
 from places import DATA
 from ragged import Batch, Case, attention, make
 
-from jitney.kernels.flashinfer_gpu.plan import (
-    PageLists,
+from jitney.kernels.flashinfer_gpu.prompts import (
     _dealt,
-    hopper_plan,
-    page_lists,
-    tiled_plan,
+    _hopper_plan,
+    _page_lists,
+    _PageLists,
+    _tiled_plan,
 )
 from jitney.kernels.interface import AttentionMeta
 
@@ -44,19 +44,19 @@ PROCESSORS = (3, 132)
 
 def planned(
     template: str, batch: Batch, processors: int
-) -> tuple[tuple[np.ndarray, tuple[int, ...]], PageLists]:
+) -> tuple[tuple[np.ndarray, tuple[int, ...]], _PageLists]:
     """(workspace and fields of the plan, page lists) that a step computes for the batch."""
     n_rows, n_heads, head_dim = batch.q.shape
     page, rows = batch.kv.shape[1:3]
     fields: list[tuple[int, ...]] = []
 
-    def compute(meta: AttentionMeta) -> tuple[jax.Array, PageLists]:
+    def compute(meta: AttentionMeta) -> tuple[jax.Array, _PageLists]:
         if template == "fa3":
-            plan = hopper_plan(meta, n_rows, n_heads, head_dim, processors)
+            plan = _hopper_plan(meta, n_rows, n_heads, head_dim, processors)
         else:
-            plan = tiled_plan(meta, n_rows, n_heads // (rows // 2), head_dim)
+            plan = _tiled_plan(meta, n_rows, n_heads // (rows // 2), head_dim)
         fields.append(plan.fields)
-        return plan.workspace, page_lists(meta, page)
+        return plan.workspace, _page_lists(meta, page)
 
     workspace, lists = jax.tree.map(np.asarray, jax.jit(compute)(batch.meta))
     return (workspace, fields[0]), lists

@@ -1,7 +1,7 @@
 """Tokens chosen by devices that share the vocabulary's columns are those of one device.
 
 Devices are parts of this CPU, which a process of its own has to ask for:
-`split_sampling_program` does all the running.
+`vocabulary_program` does all the running.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import sys
 import numpy as np
 import pytest
 from places import SUPPORT
-from split_sampling_program import CASES, ROWS, VOCAB
+from vocabulary_program import CASES, ROWS, VOCAB
 
-from jitney.engine.executor.split_sampling import _lane_places
+from jitney.engine.executor.vocabulary import _lane_places
 
 DEVICES = (2, 4)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """What `split_sampling_program` found, by number of devices and case."""
+    """What `vocabulary_program` found, by number of devices and case."""
     out = tmp_path_factory.mktemp("split") / "out.npz"
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     environ = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(SUPPORT / "split_sampling_program.py"), str(out)]
+    command = [sys.executable, str(SUPPORT / "vocabulary_program.py"), str(out)]
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=300, check=False
     )
