@@ -362,7 +362,7 @@ class EngineCore:
         ready = self.clock()
         outputs = self.scheduler.commit(flight.plan, result, ready)
         record = self._record(flight, waited, ready)
-        return _Outcome(outputs, record, prompt_chunks(flight.plan))
+        return _Outcome(outputs, record, _prompt_chunks(flight.plan))
 
     def _recover(self, failure: _Failure) -> None:
         """Go on after a step that failed, and without the one launched behind it."""
@@ -422,7 +422,7 @@ class EngineCore:
         answers, self._answers = self._answers, []
         events = self._unseated() + self._released()
         if self._flight is not None:
-            events += seat_events(self._flight.plan, self._flight.started)
+            events += _seat_events(self._flight.plan, self._flight.started)
         work = None if self.grammars is None else self.grammars.take_work()
         return StepReport(
             rejected + outputs,
@@ -572,7 +572,7 @@ class EngineCore:
             raise RuntimeError("the ledger does not close")
 
 
-def seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
+def _seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
     """Who was preempted for the plan, then who boarded in it; the seat of the preempted is known to
     who kept count.
     """
@@ -595,7 +595,7 @@ def _event_of(event: str, seq: Sequence, step: int, t: float, seat: int = -1) ->
     )
 
 
-def prompt_chunks(plan: Plan) -> list[PromptChunk]:
+def _prompt_chunks(plan: Plan) -> list[PromptChunk]:
     """The prompt chunks of a plan."""
     return [
         PromptChunk(

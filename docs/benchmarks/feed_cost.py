@@ -114,8 +114,8 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
     for request in traffic:
         core.add(request)
     event_s, asking, whole, reports = [0.0], [0.0], [0.0], []
-    core_module.seat_events = timed(core_module.seat_events, event_s)
-    core_module.prompt_chunks = timed(core_module.prompt_chunks, event_s)
+    core_module._seat_events = timed(core_module._seat_events, event_s)
+    core_module._prompt_chunks = timed(core_module._prompt_chunks, event_s)
     core._answer = timed(core._answer, asking)
     step, encode_events = timed(core.step, whole), timed(messages.encode, event_s)
     for number in range(steps):

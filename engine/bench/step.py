@@ -23,7 +23,7 @@ import numpy as np
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, Buckets
-from jitney.engine.scheduler.plan import Chunk, Plan, StepWork, work_of
+from jitney.engine.scheduler.plan import Chunk, Plan, StepWork
 from jitney.engine.scheduler.sequence import Sequence as Seq
 from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline
@@ -152,7 +152,7 @@ def plan_of(case: StepCase, number: int, page_size: int) -> Plan:
     for start, count in case.prompts:
         chunks.append(maker.chunk(start, count, decode=False))
     boarded = [chunk.seq for chunk in chunks]
-    return Plan(number, chunks, case.bucket, True, work_of(chunks), boarded=boarded)
+    return Plan(number, chunks, case.bucket, True, StepWork.of(chunks), boarded=boarded)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from jitney.engine.cli.simulate import (
 )
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import FEWEST_ROWS, Bucket, Buckets, mixed_bucket
+from jitney.engine.scheduler.buckets import FEWEST_ROWS, Bucket, Buckets
 from jitney.engine.simulation.bucket_tuner import (
     DECODE_EXECUTABLES,
     Proposal,
@@ -132,7 +132,7 @@ def _simulated_steps(args: Namespace, config: Config, present: Buckets) -> np.nd
 def _every_size(present: Buckets) -> Buckets:
     seats, budget = present.seats, present.token_budget
     decode = [Bucket(rows, rows) for rows in range(1, seats + 1)]
-    mixed = [mixed_bucket(rows, seats) for rows in range(FEWEST_ROWS, budget + 1)]
+    mixed = [Bucket.mixed(rows, seats) for rows in range(FEWEST_ROWS, budget + 1)]
     return Buckets(tuple(decode), tuple(mixed))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from jitney.engine.scheduler.estimates import OutputLengths, kind_of
+from jitney.engine.scheduler.estimates import OutputLengths, RequestClasses
 from jitney.engine.scheduler.kv_pages import PagePool, owner_key, root_key
 from jitney.engine.scheduler.sequence import OwnPages, Replay, Sequence
 from jitney.engine.types import EngineRequest, RequestLimits, SamplingParams
@@ -38,7 +38,7 @@ class Admission:
         """
         sampling = request.sampling
         max_tokens = self.request_limits.check(request)
-        kind = kind_of(request.account, len(request.prompt), sampling.max_tokens)
+        kind = RequestClasses.of(request.account, len(request.prompt), sampling.max_tokens)
         expected = self.lengths.expect(kind, max_tokens)
         group = self.class_of(request, expected)
         alone = "" if self.pool.retain else request.id
@@ -89,36 +89,36 @@ class Admission:
             for index in range(1, request.sampling.n)
         ]
 
+    def continued(
+        self, sequences: list[Sequence], outputs: list[list[int] | None]
+    ) -> list[Sequence]:
+        """The sequences that had not ended in an earlier core, with the tokens that they have.
+
+        Where pages of outputs are their own sequence's, short outputs are generated again, see
+        `Replay`. Those that have none come first: the first of all computes the prompt for the
+        others, and its log-probabilities, which those with tokens have told already.
+        """
+        again = not self.pool.share_outputs
+        fresh: list[Sequence] = []
+        begun: list[Sequence] = []
+        for seq, tokens in zip(sequences, outputs, strict=True):
+            if tokens:
+                if again and len(tokens) <= _MOST_REPLAYED:
+                    seq.replay = Replay(tokens)
+                else:
+                    seq.tokens += tokens
+                seq.computed_high = seq.n_prompt + len(tokens) - 1
+                seq.first_token_at = seq.request.arrival
+                seq.scored = seq.n_prompt - 1
+                begun.append(seq)
+            elif tokens is not None:
+                fresh.append(seq)
+        return fresh + begun
+
     def _own_pages(self, request: EngineRequest, owner: bytes) -> OwnPages | None:
         if self.pool.share_outputs:
             return None
         return OwnPages(len(request.prompt), owner)
-
-
-def continued(
-    sequences: list[Sequence], outputs: list[list[int] | None], *, again: bool
-) -> list[Sequence]:
-    """The sequences that had not ended in an earlier core, with the tokens that they have. again:
-    short outputs are generated again, see `Replay`.
-
-    Those that have none come first: the first of all computes the prompt for the others, and its
-    log-probabilities, which those with tokens have told already.
-    """
-    fresh: list[Sequence] = []
-    begun: list[Sequence] = []
-    for seq, tokens in zip(sequences, outputs, strict=True):
-        if tokens:
-            if again and len(tokens) <= _MOST_REPLAYED:
-                seq.replay = Replay(tokens)
-            else:
-                seq.tokens += tokens
-            seq.computed_high = seq.n_prompt + len(tokens) - 1
-            seq.first_token_at = seq.request.arrival
-            seq.scored = seq.n_prompt - 1
-            begun.append(seq)
-        elif tokens is not None:
-            fresh.append(seq)
-    return fresh + begun
 
 
 def _sibling_seed(seed: int, index: int) -> int:

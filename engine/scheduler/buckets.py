@@ -38,6 +38,13 @@ class Bucket(NamedTuple):
     tokens: int
     seats: int
 
+    @classmethod
+    def mixed(cls, tokens: int, max_seats: int) -> Bucket:
+        """The mixed bucket of so many rows, at least FEWEST_ROWS, in an engine of so many seats."""
+        if tokens > max_seats:
+            return cls(tokens, max_seats)
+        return cls(tokens, tokens // _ROWS_PER_SEQUENCE)
+
     @property
     def decode_only(self) -> bool:
         return self.tokens == self.seats
@@ -117,13 +124,6 @@ def _padded(mixed: tuple[Bucket, ...], tokens: int) -> int:
     return next((b.tokens for b in mixed if tokens <= b.tokens), mixed[-1].tokens)
 
 
-def mixed_bucket(tokens: int, max_seats: int) -> Bucket:
-    """The mixed bucket of so many rows, at least FEWEST_ROWS, in an engine of so many seats."""
-    if tokens > max_seats:
-        return Bucket(tokens, max_seats)
-    return Bucket(tokens, tokens // _ROWS_PER_SEQUENCE)
-
-
 def least_mixed(rows: int, sequences: int, max_seats: int) -> int:
     """Rows of the smallest mixed bucket that could hold a step of so many rows and sequences."""
     needed = max(rows, _ROWS_PER_SEQUENCE * sequences)
@@ -162,7 +162,7 @@ def make_buckets(
     tokens = token_sizes or _default_rows(max_seats, token_budget, on_device)
     return Buckets(
         decode=tuple(Bucket(size, size) for size in seats),
-        mixed=tuple(mixed_bucket(rows, max_seats) for rows in sorted({*tokens, token_budget})),
+        mixed=tuple(Bucket.mixed(rows, max_seats) for rows in sorted({*tokens, token_budget})),
     )
 
 

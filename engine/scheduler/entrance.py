@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.promises import SHORTEST_RETRY, Promises, name_of
-from jitney.engine.scheduler.queues import RequestWork, work_of, work_of_all
+from jitney.engine.scheduler.promises import SHORTEST_RETRY, Promises
+from jitney.engine.scheduler.queues import RequestWork
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
 
@@ -93,12 +93,12 @@ class Entrance:
             raise verdict.refusal
 
     def _judge(self, leader: Sequence, now: float) -> None:
-        work = work_of_all(leader.request, leader.expected)
+        work = RequestWork.of_all(leader.request, leader.expected)
         wait = self._wait(leader)
         self.predicted_wait.check_deadline(leader, wait, now)
         if self._finds_seats(work):
             return
-        name = name_of(leader.request)
+        name = Promises.name_of(leader.request)
         bounds = self._bounds(leader, work, wait)
         promised = self.promises.take(name, now)
         if promised and not _first_over(bounds):
@@ -133,7 +133,7 @@ class Entrance:
         """Whether `admit` would let it in; nothing is promised."""
         if leader.request.background:
             return self._background_has_room(leader)
-        work = work_of(leader.request, leader.expected)
+        work = RequestWork.of(leader.request, leader.expected)
         if self._finds_seats(work):
             return True
         return self._refusal(self._bounds(leader, work, self._wait(leader)), leader, now) is None
@@ -203,7 +203,7 @@ class Entrance:
     def _may_overflow(self, leader: Sequence) -> bool:
         """Whether others have filled the queue, and the leader's tenant has not."""
         accounts, request = self.state.backlog.accounts, leader.request
-        own = accounts[request.account] + work_of_all(request, 0).sequences
+        own = accounts[request.account] + RequestWork.of_all(request, 0).sequences
         most = self.limits.max_waiting_requests
         return self.state.queue.may_overflow(own, len(accounts), most)
 

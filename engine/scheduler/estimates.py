@@ -549,13 +549,13 @@ class RequestClasses(NamedTuple):
     tenant: _ClassKey
     own: _ClassKey
 
-
-def kind_of(tenant: str, n_prompt: int, max_tokens: int | None) -> RequestClasses:
-    """The classes of a request. tenant: whom it is charged to. max_tokens: as the client gave it,
-    None for no limit.
-    """
-    shape = (n_prompt.bit_length(), (max_tokens or 0).bit_length())
-    return RequestClasses((), shape, (tenant,), (tenant, *shape))
+    @classmethod
+    def of(cls, tenant: str, n_prompt: int, max_tokens: int | None) -> RequestClasses:
+        """tenant: whom the request is charged to. max_tokens: as the client gave it, None for no
+        limit.
+        """
+        shape = (n_prompt.bit_length(), (max_tokens or 0).bit_length())
+        return cls((), shape, (tenant,), (tenant, *shape))
 
 
 @dataclass(eq=False, slots=True)

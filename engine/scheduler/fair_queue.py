@@ -19,13 +19,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 
-from jitney.engine.scheduler.queues import SLACK, WaitingQueue
+from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.scheduler.sequence import Sequence
 
 #: Every so many boardings the one who has waited longest goes first, whoever was served least:
 #: tenants that keep coming up new, each served nothing yet, would otherwise go before an old one
 #: for ever.
 _EVERY = 16
+#: Accounts that are kept at least.
+_FEWEST_KEPT = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +71,7 @@ class FairQueue(WaitingQueue):
     _last: _Account | None = None
     _boardings: int = 0
     #: Accounts kept before those that are needed no more are forgotten.
-    _room: int = SLACK
+    _room: int = _FEWEST_KEPT
 
     def push(self, seq: Sequence) -> None:
         """Enter the queue of its tenant."""
@@ -178,7 +180,7 @@ class FairQueue(WaitingQueue):
             for name, account in self._accounts.items()
             if account is self._last or account.must_stay(floor)
         }
-        self._room = 2 * len(self._accounts) + SLACK
+        self._room = 2 * len(self._accounts) + _FEWEST_KEPT
 
     def _entry(self, account: _Account) -> _Entry:
         """Equal counters: who has waited longer. The third number only keeps accounts from being

@@ -137,6 +137,36 @@ class PagePool:
             self._keys[page] = key
             self._tenants[page] = tenant
 
+    def shareable_keys(self, seq: Sequence) -> list[bytes]:
+        """Keys of the pages a boarding sequence may share: full ones, and never the last token's,
+        whose logits we need.
+        """
+        if not seq.shares:
+            return []
+        return _keys_of(seq, self.page_size, (len(seq.tokens) - 1) // self.page_size)
+
+    def publish_known(self, seq: Sequence, *, ended: bool = False) -> None:
+        """Offer every full page of a seated sequence whose tokens the host knows and whose rows are
+        launched.
+
+        Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a
+        page takes a hash, and many at once take less time than one in each step. ended: it will not
+        come back, so pages that only itself may find are not offered.
+        """
+        if not seq.shares:
+            return
+        known = min(seq.scheduled, len(seq.tokens))
+        if ended and seq.own_pages:
+            known = min(known, seq.own_pages.start)
+        full = known // self.page_size
+        if full <= seq.published:
+            return
+        keys = _keys_of(seq, self.page_size, full)
+        tenant = seq.request.tenant
+        for i in range(max(seq.published, seq.dropped), full):
+            self.publish(seq.pages[i], keys[i], tenant)
+        seq.published = full
+
     def withdraw(self, keys: Iterable[bytes]) -> None:
         """Let no later prompt find the pages of these names, held or cached: what they contain is
         not to be trusted.
@@ -286,35 +316,3 @@ def _keys_of(seq: Sequence, page_size: int, n_pages: int) -> list[bytes]:
     """The keys of a sequence's first n_pages pages, which are full."""
     _extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
     return seq.keys[:n_pages]
-
-
-def shareable_keys(seq: Sequence, page_size: int) -> list[bytes]:
-    """Keys of the pages a boarding sequence may share: full ones, and never the last token's, whose
-    logits we need.
-    """
-    if not seq.shares:
-        return []
-    return _keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
-
-
-def publish(seq: Sequence, pool: PagePool, *, ended: bool = False) -> None:
-    """Offer the index every full page of a seated sequence whose tokens the host knows and whose
-    rows are launched.
-
-    Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a page
-    takes a hash, and many at once take less time than one in each step. ended: it will not come
-    back, so pages that only itself may find are not offered.
-    """
-    if not seq.shares:
-        return
-    known = min(seq.scheduled, len(seq.tokens))
-    if ended and seq.own_pages:
-        known = min(known, seq.own_pages.start)
-    full = known // pool.page_size
-    if full <= seq.published:
-        return
-    keys = _keys_of(seq, pool.page_size, full)
-    tenant = seq.request.tenant
-    for i in range(max(seq.published, seq.dropped), full):
-        pool.publish(seq.pages[i], keys[i], tenant)
-    seq.published = full

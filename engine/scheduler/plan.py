@@ -29,18 +29,18 @@ class StepWork(NamedTuple):
     #: Query-key pairs of the prompt rows.
     pairs: int = 0
 
-
-def work_of(chunks: list[Chunk]) -> StepWork:
-    """The work of some chunks, for plans made by hand; the scheduler counts while it plans."""
-    ends = [chunk.end for chunk in chunks if chunk.decode]
-    prompts = [chunk for chunk in chunks if not chunk.decode]
-    return StepWork(
-        decode=len(ends),
-        prompt=sum(chunk.count for chunk in prompts),
-        keys=sum(ends),
-        longest=max(ends, default=0),
-        pairs=sum(chunk.pairs for chunk in prompts),
-    )
+    @classmethod
+    def of(cls, chunks: list[Chunk]) -> StepWork:
+        """The work of some chunks, for plans made by hand; the scheduler counts while it plans."""
+        ends = [chunk.end for chunk in chunks if chunk.decode]
+        prompts = [chunk for chunk in chunks if not chunk.decode]
+        return cls(
+            decode=len(ends),
+            prompt=sum(chunk.count for chunk in prompts),
+            keys=sum(ends),
+            longest=max(ends, default=0),
+            pairs=sum(chunk.pairs for chunk in prompts),
+        )
 
 
 class Chunk(msgspec.Struct, gc=False):
@@ -120,16 +120,6 @@ class Occupancy(NamedTuple):
 _NOBODY = Occupancy()
 
 
-def masked_rows_of(chunks: list[Chunk]) -> list[MaskedRow]:
-    """The logit rows of those who are held to a grammar."""
-    rows: list[MaskedRow] = []
-    sampled = [chunk for chunk in chunks if chunk.sample]
-    for row, chunk in enumerate(sampled):
-        if chunk.seq.matcher is not None:
-            rows.append(MaskedRow(row, chunk, chunk.seq.seat))
-    return rows
-
-
 # `list[Chunk]()` takes ten times as long as a function that returns `[]`, and every step makes six.
 
 
@@ -177,6 +167,18 @@ class Draft:
     @property
     def prompt_chunks(self) -> list[Chunk]:
         return self.chunks[self.n_decode :]
+
+    @property
+    def masked_rows(self) -> list[MaskedRow]:
+        """The logit rows of those who are held to a grammar."""
+        rows: list[MaskedRow] = []
+        if not self.masked:
+            return rows
+        sampled = [chunk for chunk in self.chunks if chunk.sample]
+        for row, chunk in enumerate(sampled):
+            if chunk.seq.matcher is not None:
+                rows.append(MaskedRow(row, chunk, chunk.seq.seat))
+        return rows
 
     @property
     def work(self) -> StepWork:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.endings import Endings
 from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
-from jitney.engine.scheduler.kv_pages import PagePool, shareable_keys
+from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.promises import SHORTEST_RETRY
 from jitney.engine.scheduler.sequence import Sequence
@@ -140,5 +140,5 @@ class PredictedWait:
 
     def _prefill(self, leader: Sequence) -> float:
         """The least seconds for the rows of the prompt that are not found in pages now."""
-        found = self.pool.count(shareable_keys(leader, self.pool.page_size)) * self.pool.page_size
+        found = self.pool.count(self.pool.shareable_keys(leader)) * self.pool.page_size
         return self.step_times.fastest_prefill(leader.n_prompt - found)

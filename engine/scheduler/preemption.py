@@ -63,6 +63,11 @@ class Preemption:
         state = self._state
         return len(state.free_seats) < len(state.queue) or self._missing_pages(head) > 0
 
+    @staticmethod
+    def too_long_stalled(seq: Sequence, now: float) -> bool:
+        """Whether a waiting sequence lost its seat longer ago than a stream should stand still."""
+        return seq.preemptions > 0 and now - seq.unseated_at >= _STALL_S
+
     def for_stalled(self, now: float) -> list[Sequence]:
         """For whoever lost its seat longest ago, if that is too long ago.
 
@@ -70,7 +75,7 @@ class Preemption:
         take turns.
         """
         head = self._state.queue.head()
-        if head is None or not too_long_stalled(head, now):
+        if head is None or not self.too_long_stalled(head, now):
             return []
         missing = self._missing_pages(head)
         if missing <= 0:
@@ -111,11 +116,6 @@ class Preemption:
         """Pages that are not there for a sequence to board, one for each seated one kept back."""
         wanted = self._pool.pages_for(len(seq.tokens)) + self._state.n_seated
         return wanted - self._pool.available
-
-
-def too_long_stalled(seq: Sequence, now: float) -> bool:
-    """Whether a waiting sequence lost its seat longer ago than a stream should stand still."""
-    return seq.preemptions > 0 and now - seq.unseated_at >= _STALL_S
 
 
 def _had_its_turn(seq: Sequence, now: float) -> bool:

@@ -160,6 +160,26 @@ class Promises:
         self._late_until = -math.inf
         self._share = _TakenShare()
 
+    @staticmethod
+    def name_of(request: EngineRequest) -> bytes:
+        """By what a request is known when it comes again: whose it is, its prompt and its lengths.
+
+        Not by its seed: whoever gave none has got another one each time it arrives here.
+        """
+        sampling = request.sampling
+        together = request.whole.requests if request.whole else 1
+        parts = (
+            request.account,
+            request.cache_salt,
+            request.adapter,
+            sampling.n,
+            sampling.max_tokens,
+            together,
+        )
+        digest = blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16)
+        digest.update(array("i", request.prompt).tobytes())
+        return digest.digest()
+
     def __len__(self) -> int:
         """Promises that hold."""
         return self._count
@@ -229,23 +249,3 @@ class Promises:
         self._count -= 1
         if not times:
             del self._times[name]
-
-
-def name_of(request: EngineRequest) -> bytes:
-    """By what a request is known when it comes again: whose it is, its prompt and its lengths.
-
-    Not by its seed: whoever gave none has got another one each time it arrives here.
-    """
-    sampling = request.sampling
-    together = request.whole.requests if request.whole else 1
-    parts = (
-        request.account,
-        request.cache_salt,
-        request.adapter,
-        sampling.n,
-        sampling.max_tokens,
-        together,
-    )
-    digest = blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16)
-    digest.update(array("i", request.prompt).tobytes())
-    return digest.digest()

@@ -13,7 +13,7 @@ from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.types import EngineRequest
 
 #: Dead entries that a lazily pruned heap may hold beyond its living ones.
-SLACK = 64
+_SLACK = 64
 
 
 #: Class, whether it is fresh, when it came or lost its seat, index among its siblings.
@@ -23,7 +23,7 @@ type _Entry = tuple[_Place, int, Sequence]
 
 def overgrown(heap: Sized, living: Sized) -> bool:
     """Whether a lazily pruned heap has too many dead entries."""
-    return len(heap) > 2 * len(living) + SLACK
+    return len(heap) > 2 * len(living) + _SLACK
 
 
 @dataclass(eq=False)
@@ -134,20 +134,20 @@ class RequestWork(NamedTuple):
     def tokens(self) -> int:
         return self.prompt + self.expected
 
+    @classmethod
+    def of(cls, request: EngineRequest, expected: int) -> RequestWork:
+        """Of a request each of whose sequences is expected to generate so many tokens."""
+        n = request.sampling.n
+        return cls(n, len(request.prompt), n * expected)
 
-def work_of(request: EngineRequest, expected: int) -> RequestWork:
-    """The work of a request each of whose sequences is expected to generate so many tokens."""
-    n = request.sampling.n
-    return RequestWork(n, len(request.prompt), n * expected)
-
-
-def work_of_all(request: EngineRequest, expected: int) -> RequestWork:
-    """As `work_of`, with all that came together with the request."""
-    whole = request.whole
-    if whole is None:
-        return work_of(request, expected)
-    n = whole.requests * request.sampling.n
-    return RequestWork(n, whole.prompt_tokens, n * expected)
+    @classmethod
+    def of_all(cls, request: EngineRequest, expected: int) -> RequestWork:
+        """As `of`, with all that came together with the request."""
+        whole = request.whole
+        if whole is None:
+            return cls.of(request, expected)
+        n = whole.requests * request.sampling.n
+        return cls(n, whole.prompt_tokens, n * expected)
 
 
 class Lane:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
-from jitney.engine.scheduler.admission import Admission, continued
+from jitney.engine.scheduler.admission import Admission
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.entrance import Entrance
 from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
-from jitney.engine.scheduler.kv_pages import PagePool, publish, shareable_keys
+from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.page_demand import PageDemand
 from jitney.engine.scheduler.plan import (
@@ -28,11 +28,10 @@ from jitney.engine.scheduler.plan import (
     Occupancy,
     Plan,
     StepResult,
-    masked_rows_of,
 )
 from jitney.engine.scheduler.policies import Situation, make_order, make_policy
 from jitney.engine.scheduler.predicted_wait import PredictedWait
-from jitney.engine.scheduler.preemption import Preemption, too_long_stalled
+from jitney.engine.scheduler.preemption import Preemption
 from jitney.engine.scheduler.prompt_scores import PromptScores
 from jitney.engine.scheduler.queues import Lane, RequestWork
 from jitney.engine.scheduler.results import Results
@@ -163,7 +162,7 @@ class Scheduler:
             for seq in sequences:
                 seq.matcher = new_matcher()
         if request.resumed is not None:
-            sequences = continued(sequences, request.resumed, again=not self.pool.share_outputs)
+            sequences = self._admission.continued(sequences, request.resumed)
         work = RequestWork(len(sequences), len(request.prompt), len(sequences) * leader.expected)
         self.state.add(request, sequences, work)
 
@@ -604,7 +603,7 @@ class Scheduler:
         ended; otherwise the newcomer would soon be preempted for them.
         """
         pool = self.pool
-        keys = shareable_keys(seq, pool.page_size)
+        keys = pool.shareable_keys(seq)
         if seq.must_score:
             self._find_scores(seq, keys)
             # The row before the first score that is missing brings it: it must be computed, hence
@@ -642,7 +641,7 @@ class Scheduler:
             most_pages += state.background.most_pages
         if not n_riders or most_pages + state.most_of(seq) <= self.pool.capacity:
             return True
-        if too_long_stalled(seq, now):
+        if self._preemption.too_long_stalled(seq, now):
             return True
         if self._turned_away == (seq, state.departures):
             return False
@@ -742,7 +741,7 @@ class Scheduler:
         what it writes.
         """
         for chunk in draft.prompt_chunks:
-            publish(chunk.seq, self.pool)
+            self.pool.publish_known(chunk.seq)
             if chunk.end >= chunk.seq.n_prompt:
                 self.state.release_siblings(chunk.seq)
 
@@ -770,7 +769,7 @@ class Scheduler:
             and all(chunk.seq.background for chunk in draft.chunks),
             reserved=draft.reserved,
             occupancy=self._occupancy(),
-            masked=masked_rows_of(draft.chunks) if draft.masked else [],
+            masked=draft.masked_rows,
         )
 
     def _occupancy(self) -> Occupancy:

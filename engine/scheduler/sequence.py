@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jitney.engine.scheduler.estimates import RequestClasses, kind_of
+from jitney.engine.scheduler.estimates import RequestClasses
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 
 #: (class, number of the request, index of the sequence); the class is a number too, see
@@ -155,7 +155,8 @@ class Sequence:
         self.background = self.request.background
         self.n_prompt = len(self.request.prompt)
         self.limit = self.n_prompt + self.max_tokens
-        self.kind = kind_of(self.request.account, self.n_prompt, self.request.sampling.max_tokens)
+        max_tokens = self.request.sampling.max_tokens
+        self.kind = RequestClasses.of(self.request.account, self.n_prompt, max_tokens)
 
     @property
     def n_output(self) -> int:

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.scheduler.estimates import OutputLengths
-from jitney.engine.scheduler.kv_pages import PagePool, publish
+from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.promises import PlaceRate
 from jitney.engine.scheduler.queues import Backlog, Lane, RequestWork, WaitingQueue, overgrown
@@ -214,7 +214,7 @@ class SchedulerState:
         behind = (seq.scheduled - self.window + 1) // self.pool.page_size
         if behind <= seq.dropped:
             return False
-        publish(seq, self.pool)
+        self.pool.publish_known(seq)
         self.pool.release(seq.pages[seq.dropped : behind])
         seq.pages[seq.dropped : behind] = [0] * (behind - seq.dropped)
         seq.dropped = behind
@@ -428,7 +428,7 @@ class SchedulerState:
 
     def _unseat(self, seq: Sequence, *, ended: bool = True) -> None:
         if self.pool.retain:
-            publish(seq, self.pool, ended=ended)
+            self.pool.publish_known(seq, ended=ended)
         self.pool.release(seq.pages)
         lane = self.lane_of(seq)
         lane.most_pages -= seq.most_pages

@@ -18,7 +18,7 @@ import numpy as np
 
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import JitneyError
-from jitney.engine.scheduler.buckets import Bucket, Buckets, mixed_bucket
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.simulation.accuracy import closed_concurrency, errors
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.shipped_errors import shipped
@@ -74,7 +74,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
         if asked != (max(self.seat_buckets, default=0), max(self.token_buckets, default=0)):
             return None
         decode = [Bucket(size, size) for size in self.seat_buckets]
-        mixed = [mixed_bucket(size, settings.max_seats) for size in self.token_buckets]
+        mixed = [Bucket.mixed(size, settings.max_seats) for size in self.token_buckets]
         return Buckets(tuple(decode), tuple(mixed), self.padding_is_free)
 
 

@@ -20,7 +20,7 @@ from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult, work_of
+from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult, StepWork
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput, TokenLogprobs
 
@@ -116,7 +116,7 @@ class FakeRunner:
         assert [chunk.decode for chunk in plan.chunks] == sorted(
             (c.decode for c in plan.chunks), reverse=True
         )
-        assert plan.work == work_of(plan.chunks)
+        assert plan.work == StepWork.of(plan.chunks)
         assert plan.rows <= plan.bucket.tokens and len(plan.chunks) <= plan.bucket.seats
         assert sum(chunk.logit_rows for chunk in plan.chunks) <= plan.bucket.seats
         seats = [chunk.seq.seat for chunk in plan.chunks]

@@ -27,8 +27,8 @@ from jitney.engine.scheduler.estimates import (
     _PATIENCE,
     OutputLengths,
     PrefillBudget,
+    RequestClasses,
     StepTimeEstimate,
-    kind_of,
 )
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepResult
@@ -272,10 +272,10 @@ def test_answers_are_expected_as_long_as_those_before_them():
     lengths = OutputLengths()
 
     def expected(n_prompt: int, most: int = 10**6) -> int:
-        return lengths.expect(kind_of("a", n_prompt, None), most)
+        return lengths.expect(RequestClasses.of("a", n_prompt, None), most)
 
     def saw(n_prompt: int, n_output: int) -> None:
-        lengths.observe(kind_of("a", n_prompt, None), 0, n_output, by_itself=True)
+        lengths.observe(RequestClasses.of("a", n_prompt, None), 0, n_output, by_itself=True)
 
     assert expected(10) == pytest.approx(_FIRST_GUESS, rel=0.01) and expected(10, 40) == 40
     for _ in range(300):

@@ -22,7 +22,7 @@ from jitney.engine.process.supervisor import _with_seed
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
-from jitney.engine.scheduler.promises import _LONGEST_RETRY, PlaceRate, Promises, name_of
+from jitney.engine.scheduler.promises import _LONGEST_RETRY, PlaceRate, Promises
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import VirtualDevice, _FlyingStep, simulate
@@ -334,12 +334,12 @@ def test_nobody_is_told_more_than_the_longest_time():
 
 def test_requests_are_known_again_by_what_they_ask_for():
     names = [
-        name_of(make_request("a", [1, 2], tenant="x")),
-        name_of(make_request("a", [1, 2], tenant="y")),
-        name_of(make_request("a", [1, 3], tenant="x")),
-        name_of(make_request("a", [1, 2], tenant="x", n=2)),
+        Promises.name_of(make_request("a", [1, 2], tenant="x")),
+        Promises.name_of(make_request("a", [1, 2], tenant="y")),
+        Promises.name_of(make_request("a", [1, 3], tenant="x")),
+        Promises.name_of(make_request("a", [1, 2], tenant="x", n=2)),
     ]
     assert len(set(names)) == 4
-    assert names[0] == name_of(make_request("b", [1, 2], tenant="x", arrival=9.0))
+    assert names[0] == Promises.name_of(make_request("b", [1, 2], tenant="x", arrival=9.0))
     for _ in range(2):  # each time that it comes it is given a seed on its way to the core
-        assert names[0] == name_of(_with_seed(make_request("b", [1, 2], tenant="x")))
+        assert names[0] == Promises.name_of(_with_seed(make_request("b", [1, 2], tenant="x")))

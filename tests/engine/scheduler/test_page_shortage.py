@@ -17,9 +17,9 @@ from jitney.engine.scheduler.estimates import (
     _MOST_CLASSES,
     EDGES,
     OutputLengths,
+    RequestClasses,
     StepTimeEstimate,
     _bucket_of,
-    kind_of,
 )
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.page_demand import _times_ahead
@@ -188,7 +188,7 @@ def test_the_edges_of_lengths():
 
 def taught(lengths: OutputLengths, tenant: str, n_prompt: int, n_output: int, times: int) -> None:
     for _ in range(times):
-        lengths.observe(kind_of(tenant, n_prompt, None), 0, n_output, by_itself=True)
+        lengths.observe(RequestClasses.of(tenant, n_prompt, None), 0, n_output, by_itself=True)
 
 
 def test_tenants_and_shapes_are_told_apart_and_strangers_are_like_everybody():
@@ -197,7 +197,7 @@ def test_tenants_and_shapes_are_told_apart_and_strangers_are_like_everybody():
     taught(lengths, "long", 100, 600, 60)
     taught(lengths, "long", 5, 60, 60)
     expect = {
-        name: lengths.expect(kind_of(tenant, n_prompt, most), 10**6)
+        name: lengths.expect(RequestClasses.of(tenant, n_prompt, most), 10**6)
         for name, tenant, n_prompt, most in (
             ("short", "short", 100, None),
             ("long", "long", 100, None),
@@ -220,7 +220,7 @@ def test_what_was_cut_off_or_still_runs_counts_for_what_it_passed():
     no short answers.
     """
     cut, running = OutputLengths(), OutputLengths()
-    kind = kind_of("a", 10, None)
+    kind = RequestClasses.of("a", 10, None)
     for lengths in (cut, running):
         taught(lengths, "a", 10, 20, 50)
     for _ in range(50):
@@ -235,7 +235,7 @@ def test_old_answers_fade_and_old_classes_are_forgotten():
     lengths = OutputLengths()
     taught(lengths, "a", 10, 20, _HALVE_AT)
     taught(lengths, "a", 10, 300, 3 * _HALVE_AT)
-    assert lengths.expect(kind_of("a", 10, None), 10**6) == pytest.approx(300, rel=0.15)
+    assert lengths.expect(RequestClasses.of("a", 10, None), 10**6) == pytest.approx(300, rel=0.15)
     for number in range(2 * _MOST_CLASSES):
         taught(lengths, f"tenant {number}", 10, 20, 1)
     assert len(lengths) == _MOST_CLASSES

@@ -10,7 +10,7 @@ import pytest
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.scheduler.buckets import make_buckets, mixed_bucket
+from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.simulation.bucket_tuner import _best_sizes, _padding, _Seen, propose, seen_in
 
 
@@ -64,7 +64,7 @@ def exhaustive(seen: _Seen, seats: int, budget: int, executables: int) -> int:
 
 def holds(tokens: int, seats: int, rows: int, taken: int) -> bool:
     """Whether a mixed bucket of so many rows holds a step."""
-    bucket = mixed_bucket(tokens, seats)
+    bucket = Bucket.mixed(tokens, seats)
     return rows <= bucket.tokens and taken <= bucket.seats
 
 
