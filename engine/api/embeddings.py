@@ -17,9 +17,9 @@ from jitney.engine.api.context import context_of
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.formats import Format
 from jitney.engine.api.jsonio import LongJson, in_pieces
-from jitney.engine.api.request import check_model, embedding_request
+from jitney.engine.api.request import RequestBuilder
 from jitney.engine.api.routing import HttpRoute
-from jitney.engine.api.schema import Label, ModelBody, prompt_list
+from jitney.engine.api.schema import GenerationBody, Label, ModelBody, prompt_list
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
@@ -113,10 +113,12 @@ class _Base64Format(_Format):
 
 async def _embeddings(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, EmbeddingsBody)
-    check_model(service, body.model)
+    service.check_model(body.model)
     _check(body, service.info)
     fields = body.model_dump(exclude={"input", "encoding_format", "dimensions"}, exclude_none=True)
-    wanted = await embedding_request(service, fields, context_of(request), body.input)
+    shared = GenerationBody.model_validate(fields)
+    builder = RequestBuilder(service, shared, context_of(request))
+    wanted = await builder.embeddings(body.input)
     return GenerationAnswer(service, wanted, _format_of(body), headers)
 
 

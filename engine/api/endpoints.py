@@ -10,20 +10,19 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jitney.engine.api.blocks import EVENT_STREAM, BlockAnswer, send_body, start_of
 from jitney.engine.api.choices import Deltas
 from jitney.engine.api.context import context_of
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.formats import ChatFormat, CompletionFormat, Format
+from jitney.engine.api.formats import Format
 from jitney.engine.api.generation import Generation
 from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import read_object
-from jitney.engine.api.request import chat_request, completion_request
 from jitney.engine.api.routing import Handler
-from jitney.engine.api.schema import ChatBody, CompletionBody, ModelBody, parse_body
+from jitney.engine.api.schema import ModelBody, parse_body
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
@@ -33,18 +32,6 @@ from jitney.engine.types import JsonDict
 #: Names listed in x-ignored-params, and characters of each.
 _MOST_IGNORED = 20
 _IGNORED_CHARS = 64
-
-
-async def completions(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, CompletionBody)
-    wanted = await completion_request(service, body, context_of(request))
-    return GenerationAnswer(service, wanted, CompletionFormat, headers)
-
-
-async def chat_completions(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, ChatBody)
-    wanted = await chat_request(service, body, context_of(request))
-    return GenerationAnswer(service, wanted, ChatFormat, headers)
 
 
 async def read_body[B: ModelBody](

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace as with_fields
 
 from jitney.engine.api.context import Context
-from jitney.engine.api.errors import no_model
 from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.schema import (
     ChatBody,
@@ -33,13 +32,10 @@ from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams, Whole
 
 if TYPE_CHECKING:
-    from jitney.engine.text.fill_in import FillIn
     from jitney.engine.text.tokenizer import Tokenizer
 
 #: Most choices of one request, over all its prompts.
 _MAX_CHOICES = 128
-#: Times the context length: the longest text that is tokenised at all.
-_CHARS_PER_TOKEN = 8
 #: Characters that a chat template may add of its own.
 _TEMPLATE_CHARS = 1 << 16
 #: Characters of a prompt's end that are kept.
@@ -68,6 +64,17 @@ class RouteKind:
     #: Whether a max_tokens that is more than there is room for means: to the end of the context.
     clamps: bool = False
 
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Errors that blame a field of a chat blame what the route calls it."""
+        try:
+            yield
+        except RequestError as error:
+            name = self.names.get(error.info.param)
+            if name is None:
+                raise
+            raise error.blaming(name) from error
+
 
 _COMPLETION = RouteKind("cmpl-", "prompt", 16, "logprobs")
 _CHAT = RouteKind("chatcmpl-", "messages")
@@ -92,275 +99,314 @@ class Conversation:
     #: Whether its thoughts are shown.
     shows_reasoning: bool = True
 
+    @classmethod
+    async def of_chat(cls, service: Service, body: ChatBody) -> Conversation:
+        """What a chat's body makes the template read."""
+        messages = await service.slices.result(_template_messages(body.messages))
+        return cls(
+            kind=_CHAT,
+            messages=messages,
+            variables=body.chat_template_kwargs | _template_variables(body),
+            tools=_tool_use(body),
+            effort=body.reasoning_effort,
+            thinking_budget=body.thinking_token_budget,
+            shows_reasoning=body.include_reasoning is not False,
+        )
 
-async def completion_request(
-    service: Service, body: CompletionBody, context: Context
-) -> GenerationRequest:
-    info, tokenizer = service.ready()
-    check_model(service, body.model)
-    sampling = _completion_sampling(body, info)
-    _check_choices(len(body.prompt) * sampling.n, info)
-    lengths = [len(item) for item in body.prompt if isinstance(item, str)]
-    check_chars(max(lengths, default=0) + len(body.suffix or ""), info, "prompt")
-    if body.suffix:
-        sampling = with_ends(sampling, fill_in_of(tokenizer, "suffix"))
-    sampling = await _with_checked_grammar(service, body, sampling)
-    prompts = await _encoded(service, body.prompt, body.suffix)
-    request = await service.slices.result(
-        _generation_request(service, body, context, _COMPLETION, prompts, sampling)
-    )
-    return replace(
-        request,
-        top_logprobs=body.logprobs,
-        echo=bool(body.echo),
-        prompt_only=body.max_tokens == 0,
-    )
+    async def prompt(self, service: Service) -> EncodedPrompt:
+        """The tokens that the model reads. Raises RequestError."""
+        _, tokenizer = service.ready()
+        text = await self.text(service)
+        with self.kind.blaming():
+            return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
+
+    async def text(self, service: Service) -> str:
+        """What the chat template makes of it. Raises RequestError."""
+        _, tokenizer = service.ready()
+        chars = sum(len(str(message["content"])) for message in self.messages)
+        service.check_chars(chars, self.kind.prompt_field)
+        most_chars = service.most_chars + _TEMPLATE_CHARS
+        turns, use = service.turns, self.tools
+        with self.kind.blaming():
+            variables = self.variables | turns.effort_variables(self.effort)
+            if use is not None and turns.template_has_tools:
+                variables["tools"] = [tool.shown() for tool in use.tools]
+            messages = await service.slices.result(shaped_messages(self.messages, turns, use))
+            return await service.render_chat(messages, tokenizer, most_chars, variables)
 
 
-async def embedding_request(
-    service: Service, fields: JsonDict, context: Context, items: list[str | list[int]]
-) -> GenerationRequest:
-    """The request for one vector for each text or list of token ids. fields: of a GenerationBody.
-    Raises RequestError.
+@dataclass(frozen=True, slots=True)
+class RequestBuilder[B: GenerationBody]:
+    """Makes of one body what the engine is asked for. Its methods raise RequestError and HttpError
+    for what cannot be asked.
     """
-    info, _ = service.ready()
-    most = info.sizes.seats + info.queue.max_waiting_requests
-    if len(items) > most:
-        raise RequestError(f"at most {most} inputs come at once here", param="input")
-    lengths = [len(item) for item in items if isinstance(item, str)]
-    check_chars(max(lengths, default=0), info, "input")
-    with _blaming(_EMBEDDING):
-        prompts = await _encoded(service, items, None)
-    body = GenerationBody.model_validate(fields)
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    request = await service.slices.result(
-        _generation_request(service, body, context, _EMBEDDING, prompts, sampling)
-    )
-    wanted = [with_fields(each, pooling=info.model.pooling) for each in request.engine_requests]
-    return replace(request, engine_requests=wanted, prompt_only=True)
+
+    service: Service
+    body: B
+    context: Context
+
+    async def completion(self: RequestBuilder[CompletionBody]) -> GenerationRequest:
+        """The request that continues the prompts of a completion."""
+        service, body = self.service, self.body
+        info = service.info
+        service.check_model(body.model)
+        sampling = self._completion_sampling()
+        _check_choices(len(body.prompt) * sampling.n, info)
+        lengths = [len(item) for item in body.prompt if isinstance(item, str)]
+        service.check_chars(max(lengths, default=0) + len(body.suffix or ""), "prompt")
+        if body.suffix:
+            sampling = _with_ends(sampling, service.fill_in("suffix").ends)
+        sampling = await self._with_checked_grammar(sampling)
+        prompts = await _encoded(service, body.prompt, body.suffix)
+        request = await service.slices.result(self._request(_COMPLETION, prompts, sampling))
+        return replace(
+            request,
+            top_logprobs=body.logprobs,
+            echo=bool(body.echo),
+            prompt_only=body.max_tokens == 0,
+        )
+
+    def _completion_sampling(self: RequestBuilder[CompletionBody]) -> SamplingParams:
+        body = self.body
+        own: JsonDict = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+        if body.max_tokens == 0:
+            own["max_tokens"] = 1
+        if body.echo:
+            own["prompt_logprobs"] = _wider(body.logprobs, body.prompt_logprobs)
+        if body.best_of is not None:
+            own["n"] = body.best_of
+            if body.best_of > (body.n or 1) and body.logprobs is None:
+                own["logprobs"] = 0  # what the best are chosen by
+        return self.sampling(own)
+
+    async def embeddings(self, items: list[str | list[int]]) -> GenerationRequest:
+        """The request for one vector for each text or list of token ids."""
+        service, info = self.service, self.service.info
+        most = info.sizes.seats + info.queue.max_waiting_requests
+        if len(items) > most:
+            raise RequestError(f"at most {most} inputs come at once here", param="input")
+        lengths = [len(item) for item in items if isinstance(item, str)]
+        service.check_chars(max(lengths, default=0), "input")
+        with _EMBEDDING.blaming():
+            prompts = await _encoded(service, items, None)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        request = await service.slices.result(self._request(_EMBEDDING, prompts, sampling))
+        wanted = [with_fields(each, pooling=info.model.pooling) for each in request.engine_requests]
+        return replace(request, engine_requests=wanted, prompt_only=True)
+
+    async def chat(self: RequestBuilder[ChatBody]) -> GenerationRequest:
+        """The request that answers a chat."""
+        body = self.body
+        max_tokens = body.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = self.sampling({"max_tokens": max_tokens, "logprobs": logprobs})
+        return await self.answer(await Conversation.of_chat(self.service, body), sampling)
+
+    async def answer(
+        self, conversation: Conversation, sampling: SamplingParams
+    ) -> GenerationRequest:
+        """The request that continues a conversation."""
+        service = self.service
+        service.check_model(self.body.model)
+        _check_choices(sampling.n, service.info)
+        sampling = await self._with_checked_grammar(sampling)
+        prompt = await conversation.prompt(service)
+        use = conversation.tools
+        with conversation.kind.blaming():
+            sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
+        request = await service.slices.result(self._request(conversation.kind, [prompt], sampling))
+        names = frozenset() if use is None else use.names
+        is_forced = use is not None and use.is_required
+        turns = service.turns
+        return replace(
+            request,
+            top_logprobs=sampling.logprobs,
+            make_parser=lambda: turns.parser(prompt.tail, names, forced=is_forced),
+            seen_ids=service.marker_ids(names),
+            most_calls=None if use is None else use.most_calls,
+            shows_reasoning=conversation.shows_reasoning,
+        )
+
+    async def tokens(
+        self, kind: RouteKind, ids: list[int], sampling: SamplingParams
+    ) -> GenerationRequest:
+        """The request that continues a prompt of tokens."""
+        sampling = await self._with_checked_grammar(sampling)
+        return await self.service.slices.result(self._request(kind, [EncodedPrompt(ids)], sampling))
+
+    def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
+        """Sampling parameters, checked. A field that was not given has the model's default, or the
+        engine's. own: fields that the route has a meaning of its own for. ends: tokens that end the
+        text beside those that the body names.
+        """
+        body, info = self.body, self.service.info
+        fields: JsonDict = dict(info.model.sampling_defaults)
+        for name in _SAMPLING_FIELDS:
+            value = getattr(body, name)
+            if value is not None:
+                fields[name] = value
+        fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
+        fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
+        wanted = body.wanted_grammar
+        fields["grammar"] = None if wanted is None else wanted.grammar
+        params = SamplingParams(**(fields | own))
+        params.validate(info.model.vocab_size)
+        if params.top_k > info.model.vocab_size:
+            params = with_fields(params, top_k=info.model.vocab_size)
+        return _with_ends(params, ends)
+
+    async def _held_to_grammar(
+        self, conversation: Conversation, prompt: str, sampling: SamplingParams
+    ) -> SamplingParams:
+        """With the grammar of the whole turn, where calls are forced or strict, thoughts have a
+        budget, or the answer has a grammar of its own.
+        """
+        service = self.service
+        turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
+        grammar = turn_grammar(turn, conversation.tools, sampling.grammar)
+        if grammar is None or grammar == sampling.grammar:
+            return sampling
+        # The answer's own grammar has been checked by itself.
+        param = "tools" if conversation.tools is not None else self._grammar_field
+        grammar = await service.checked_grammar(grammar, param)
+        return with_fields(sampling, grammar=grammar)
+
+    async def _with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters with their grammar as the engine takes it. Raises RequestError, blamed on
+        the field that it came in, if it cannot be used.
+        """
+        if sampling.grammar is None:
+            return sampling
+        grammar = await self.service.checked_grammar(sampling.grammar, self._grammar_field)
+        return with_fields(sampling, grammar=grammar)
+
+    @property
+    def _grammar_field(self) -> str:
+        """The field to blame for a grammar; without one of its own, what forces a turn's form."""
+        wanted = self.body.wanted_grammar
+        return "tools" if wanted is None else wanted.param
+
+    def _request(
+        self, kind: RouteKind, prompts: list[EncodedPrompt], sampling: SamplingParams
+    ) -> Work[GenerationRequest]:
+        """Without what only one of the routes shows."""
+        body = self.body
+        info, tokenizer = self.service.ready()
+        banned = yield from _banned_sequences(body.bad_words or (), tokenizer)
+        if banned:
+            sampling = with_fields(sampling, banned_sequences=banned)
+        most = self._most_prompt_tokens(kind, sampling)
+        if most is not None:
+            for prompt in prompts:
+                _truncate(prompt, most)
+        self.context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        wanted = self._engine_request(sampling, len(prompts))
+        engine_requests: list[EngineRequest] = []
+        for number, prompt in enumerate(prompts):
+            engine_requests.append(_for_prompt(wanted, number, prompt.ids, info, kind))
+            yield
+        options = body.stream_options
+        return GenerationRequest(
+            id=kind.id_prefix + (body.request_id or wanted.id),
+            created=int(time.time()),
+            model=self.service.name_in_answers(body.model),
+            prompts=prompts,
+            engine_requests=engine_requests,
+            sampling=sampling,
+            n=body.n or 1,
+            stream=bool(body.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            return_token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs,
+            top_logprobs=None,
+        )
+
+    def _engine_request(self, sampling: SamplingParams, prompts: int) -> EngineRequest:
+        """What the engine requests of so many prompts share."""
+        body, context, info = self.body, self.context, self.service.info
+        if body.priority and info.queue.order != "priority":
+            raise RequestError(
+                "priority needs a server started with order priority", param="priority"
+            )
+        id = uuid.uuid4().hex
+        whole = None
+        if prompts > 1:
+            whole = Whole(id, prompts, context.prompt_tokens)
+        return EngineRequest(
+            id=id,
+            whole=whole,
+            prompt=[],
+            sampling=sampling,
+            arrival=context.started,
+            deadline=self._deadline,
+            priority=body.priority or 0,
+            tenant=context.tenant,
+            cache_salt=body.cache_salt or "",
+            user=body.user or "",
+            background=context.background,
+            adapter=self.service.adapter_number(body.model),
+        )
+
+    def _most_prompt_tokens(self, kind: RouteKind, sampling: SamplingParams) -> int | None:
+        """What a longer prompt is cut to; None: it is not cut."""
+        if self.body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
+            return self.body.truncate_prompt_tokens
+        answer = sampling.max_tokens or kind.default_tokens or 1
+        return max(1, self.service.info.request_limits.longest - answer)
+
+    @property
+    def _deadline(self) -> float | None:
+        """In seconds of time.monotonic(); the nearer of the server's and the client's. The server's
+        is not for what nobody waits for.
+        """
+        limits = [(self.body.timeout_ms or 0) / 1000]
+        if not self.context.background:
+            limits.append(self.service.settings.server.request_timeout_s)
+        limits = [limit for limit in limits if limit]
+        return self.context.started + min(limits) if limits else None
 
 
-async def chat_request(service: Service, body: ChatBody, context: Context) -> GenerationRequest:
-    sampling = _chat_sampling(body, service.info)
-    conversation = await chat_conversation(service, body)
-    return await conversation_request(service, body, context, conversation, sampling)
+def _with_ends(sampling: SamplingParams, ends: Iterable[int]) -> SamplingParams:
+    """The parameters, ended also by these tokens."""
+    all_ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
+    return with_fields(sampling, stop_token_ids=all_ends)
 
 
-async def chat_conversation(service: Service, body: ChatBody) -> Conversation:
-    """What a chat's body makes the template read."""
-    messages = await service.slices.result(_template_messages(body.messages))
-    return Conversation(
-        kind=_CHAT,
-        messages=messages,
-        variables=body.chat_template_kwargs | _template_variables(body),
-        tools=_tool_use(body),
-        effort=body.reasoning_effort,
-        thinking_budget=body.thinking_token_budget,
-        shows_reasoning=body.include_reasoning is not False,
-    )
+def _check_choices(choices: int, info: EngineInfo) -> None:
+    most = min(_MAX_CHOICES, info.sizes.seats + info.queue.max_waiting_requests)
+    if choices > most:
+        raise RequestError(f"prompts times n (or best_of) may be at most {most}", param="n")
 
 
-async def conversation_request(
-    service: Service,
-    body: GenerationBody,
-    context: Context,
-    conversation: Conversation,
-    sampling: SamplingParams,
-) -> GenerationRequest:
-    """The request that continues a conversation. Raises RequestError, HttpError."""
-    info = service.info
-    check_model(service, body.model)
-    _check_choices(sampling.n, info)
-    sampling = await _with_checked_grammar(service, body, sampling)
-    prompt = await conversation_prompt(service, conversation)
-    use = conversation.tools
-    with _blaming(conversation.kind):
-        sampling = await _held_to_grammar(service, body, conversation, prompt.tail, sampling)
-    request = await service.slices.result(
-        _generation_request(service, body, context, conversation.kind, [prompt], sampling)
-    )
-    names = frozenset() if use is None else use.names
-    is_forced = use is not None and use.is_required
-    turns = service.turns
-    return replace(
-        request,
-        top_logprobs=sampling.logprobs,
-        make_parser=lambda: turns.parser(prompt.tail, names, forced=is_forced),
-        seen_ids=service.marker_ids(names),
-        most_calls=None if use is None else use.most_calls,
-        shows_reasoning=conversation.shows_reasoning,
-    )
-
-
-async def _held_to_grammar(
-    service: Service,
-    body: GenerationBody,
-    conversation: Conversation,
-    prompt: str,
-    sampling: SamplingParams,
-) -> SamplingParams:
-    """With the grammar of the whole turn, where calls are forced or strict, thoughts have a budget,
-    or the answer has a grammar of its own.
+async def _encoded(
+    service: Service, items: Sequence[str | list[int]], suffix: str | None
+) -> list[EncodedPrompt]:
+    """Texts become tokens on a thread. Token ids need none: between cores that compute, it costs
+    more to wake one than to take them.
     """
-    turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
-    grammar = turn_grammar(turn, conversation.tools, sampling.grammar)
-    if grammar is None or grammar == sampling.grammar:
-        return sampling
-    # The answer's own grammar has been checked by itself.
-    param = "tools" if conversation.tools is not None else _grammar_field(body)
-    grammar = await service.checked_grammar(grammar, param)
-    return with_fields(sampling, grammar=grammar)
-
-
-def _tool_use(body: ChatBody) -> ToolUse | None:
-    """What the body says of tools."""
-    tools = [tool.function.as_tool() for tool in body.tools or ()]
-    parallel = body.parallel_tool_calls is not False and not body.names_one_tool
-    return chosen_tools(tools, body.tool_mode, body.chosen_names, parallel=parallel)
-
-
-def _template_variables(body: ChatBody) -> JsonDict:
-    """What a chat template is given beside the messages."""
-    goes_on = bool(body.continue_final_message)
-    begins = body.add_generation_prompt
-    if begins is None:
-        begins = not goes_on
-    return {"add_generation_prompt": begins, "continue_final_message": goes_on}
-
-
-async def conversation_prompt(service: Service, conversation: Conversation) -> EncodedPrompt:
-    """The tokens that the model reads. Raises RequestError."""
     _, tokenizer = service.ready()
-    text = await conversation_text(service, conversation)
-    with _blaming(conversation.kind):
-        return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
+
+    def encode() -> list[EncodedPrompt]:
+        return [_completion_prompt(item, suffix, tokenizer) for item in items]
+
+    if any(isinstance(item, str) for item in items):
+        return await service.off_loop(encode)
+    return encode()
 
 
-async def conversation_text(service: Service, conversation: Conversation) -> str:
-    """What the chat template makes of it. Raises RequestError."""
-    info, tokenizer = service.ready()
-    chars = sum(len(str(message["content"])) for message in conversation.messages)
-    check_chars(chars, info, conversation.kind.prompt_field)
-    most_chars = info.model.context_length * _CHARS_PER_TOKEN + _TEMPLATE_CHARS
-    turns, use = service.turns, conversation.tools
-    with _blaming(conversation.kind):
-        variables = conversation.variables | turns.effort_variables(conversation.effort)
-        if use is not None and turns.template_has_tools:
-            variables["tools"] = [tool.shown() for tool in use.tools]
-        messages = await service.slices.result(shaped_messages(conversation.messages, turns, use))
-        return await service.render_chat(messages, tokenizer, most_chars, variables)
-
-
-@contextmanager
-def _blaming(kind: RouteKind) -> Iterator[None]:
-    """Errors that blame a field of a chat blame what the route calls it."""
-    try:
-        yield
-    except RequestError as error:
-        name = kind.names.get(error.info.param)
-        if name is None:
-            raise
-        raise error.blaming(name) from error
-
-
-def _completion_sampling(body: CompletionBody, info: EngineInfo) -> SamplingParams:
-    own: JsonDict = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
-    if body.max_tokens == 0:
-        own["max_tokens"] = 1
-    if body.echo:
-        own["prompt_logprobs"] = _wider(body.logprobs, body.prompt_logprobs)
-    if body.best_of is not None:
-        own["n"] = body.best_of
-        if body.best_of > (body.n or 1) and body.logprobs is None:
-            own["logprobs"] = 0  # what the best are chosen by
-    return sampling_params(body, info, own)
-
-
-def _chat_sampling(body: ChatBody, info: EngineInfo) -> SamplingParams:
-    max_tokens = body.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = body.max_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return sampling_params(body, info, {"max_tokens": max_tokens, "logprobs": logprobs})
-
-
-def sampling_params(body: GenerationBody, info: EngineInfo, own: JsonDict) -> SamplingParams:
-    """Sampling parameters, checked. A field that was not given has the model's default, or the
-    engine's. own: fields that the route has a meaning of its own for.
-    """
-    fields: JsonDict = dict(info.model.sampling_defaults)
-    for name in _SAMPLING_FIELDS:
-        value = getattr(body, name)
-        if value is not None:
-            fields[name] = value
-    fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
-    fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
-    wanted = body.wanted_grammar
-    fields["grammar"] = None if wanted is None else wanted.grammar
-    params = SamplingParams(**(fields | own))
-    params.validate(info.model.vocab_size)
-    if params.top_k > info.model.vocab_size:
-        return with_fields(params, top_k=info.model.vocab_size)
-    return params
-
-
-async def _with_checked_grammar(
-    service: Service, body: GenerationBody, sampling: SamplingParams
-) -> SamplingParams:
-    """The parameters with their grammar as the engine takes it. Raises RequestError, blamed on the
-    field that it came in, if it cannot be used.
-    """
-    if sampling.grammar is None:
-        return sampling
-    grammar = await service.checked_grammar(sampling.grammar, _grammar_field(body))
-    return with_fields(sampling, grammar=grammar)
-
-
-def _grammar_field(body: GenerationBody) -> str:
-    """The field to blame for a grammar; without one of its own, what forces a turn's form."""
-    wanted = body.wanted_grammar
-    return "tools" if wanted is None else wanted.param
-
-
-def _generation_request(
-    service: Service,
-    body: GenerationBody,
-    context: Context,
-    kind: RouteKind,
-    prompts: list[EncodedPrompt],
-    sampling: SamplingParams,
-) -> Work[GenerationRequest]:
-    """Without what only one of the routes shows."""
-    info, tokenizer = service.ready()
-    banned = yield from _banned_sequences(body.bad_words or (), tokenizer)
-    if banned:
-        sampling = with_fields(sampling, banned_sequences=banned)
-    most = _most_prompt_tokens(body, info, kind, sampling)
-    if most is not None:
-        for prompt in prompts:
-            _truncate(prompt, most)
-    context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-    wanted = _engine_request(service, body, context, sampling, len(prompts))
-    engine_requests: list[EngineRequest] = []
-    for number, prompt in enumerate(prompts):
-        engine_requests.append(_for_prompt(wanted, number, prompt.ids, info, kind))
-        yield
-    options = body.stream_options
-    return GenerationRequest(
-        id=kind.id_prefix + (body.request_id or wanted.id),
-        created=int(time.time()),
-        model=service.name_in_answers(body.model),
-        prompts=prompts,
-        engine_requests=engine_requests,
-        sampling=sampling,
-        n=body.n or 1,
-        stream=bool(body.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
-        return_token_ids=bool(body.return_token_ids),
-        prompt_logprobs=body.prompt_logprobs,
-        top_logprobs=None,
-    )
+def _completion_prompt(
+    item: str | list[int], suffix: str | None, tokenizer: Tokenizer
+) -> EncodedPrompt:
+    if not isinstance(item, str):
+        return EncodedPrompt(item)
+    if suffix:
+        fill_in = tokenizer.fill_in
+        assert fill_in is not None  # `completion` has asked for it
+        return EncodedPrompt(fill_in.prompt(tokenizer, item, suffix), item)
+    return EncodedPrompt(tokenizer.encode(item), item)
 
 
 def _banned_sequences(
@@ -378,33 +424,6 @@ def _banned_sequences(
                 found[tuple(ids)] = None
         yield
     return tuple(found)
-
-
-def _engine_request(
-    service: Service, body: GenerationBody, context: Context, sampling: SamplingParams, prompts: int
-) -> EngineRequest:
-    """What the engine requests of so many prompts share."""
-    info = service.info
-    if body.priority and info.queue.order != "priority":
-        raise RequestError("priority needs a server started with order priority", param="priority")
-    id = uuid.uuid4().hex
-    whole = None
-    if prompts > 1:
-        whole = Whole(id, prompts, context.prompt_tokens)
-    return EngineRequest(
-        id=id,
-        whole=whole,
-        prompt=[],
-        sampling=sampling,
-        arrival=context.started,
-        deadline=_deadline(service, body, context),
-        priority=body.priority or 0,
-        tenant=context.tenant,
-        cache_salt=body.cache_salt or "",
-        user=body.user or "",
-        background=context.background,
-        adapter=service.adapter_number(body.model),
-    )
 
 
 def _for_prompt(
@@ -444,88 +463,6 @@ def _with_max_tokens(
     return with_fields(sampling, max_tokens=min(kind.default_tokens or room, room))
 
 
-def check_model(service: Service, name: str | None) -> None:
-    if name is not None and name not in (*service.model_names, *service.adapters):
-        raise no_model(name, "; /v1/models lists what there is")
-
-
-def _check_choices(choices: int, info: EngineInfo) -> None:
-    most = min(_MAX_CHOICES, info.sizes.seats + info.queue.max_waiting_requests)
-    if choices > most:
-        raise RequestError(f"prompts times n (or best_of) may be at most {most}", param="n")
-
-
-def check_chars(chars: int, info: EngineInfo, param: str) -> None:
-    """Refuse text that cannot fit before any time goes into tokenising it."""
-    most = info.model.context_length * _CHARS_PER_TOKEN
-    if chars > most:
-        raise RequestError(
-            f"the text has {chars} characters; at most {most} are tokenised here",
-            code="context_length_exceeded",
-            param=param,
-        )
-
-
-async def _encoded(
-    service: Service, items: Sequence[str | list[int]], suffix: str | None
-) -> list[EncodedPrompt]:
-    """Texts become tokens on a thread. Token ids need none: between cores that compute, it costs
-    more to wake one than to take them.
-    """
-    _, tokenizer = service.ready()
-
-    def encode() -> list[EncodedPrompt]:
-        return [_completion_prompt(item, suffix, tokenizer) for item in items]
-
-    if any(isinstance(item, str) for item in items):
-        return await service.off_loop(encode)
-    return encode()
-
-
-def _completion_prompt(
-    item: str | list[int], suffix: str | None, tokenizer: Tokenizer
-) -> EncodedPrompt:
-    if not isinstance(item, str):
-        return EncodedPrompt(item)
-    if suffix:
-        return EncodedPrompt(fill_in_of(tokenizer, "suffix").prompt(tokenizer, item, suffix), item)
-    return EncodedPrompt(tokenizer.encode(item), item)
-
-
-def fill_in_of(tokenizer: Tokenizer, param: str) -> FillIn:
-    """How the model is asked to fill in the middle. Raises RequestError naming the field that asks
-    for it.
-    """
-    if tokenizer.fill_in is None:
-        raise RequestError(
-            "this model was not taught to fill in the middle: its vocabulary has no tokens for it",
-            code="unsupported_parameter",
-            param=param,
-        )
-    return tokenizer.fill_in
-
-
-def with_ends(sampling: SamplingParams, fill_in: FillIn) -> SamplingParams:
-    """The parameters, ended also by what ends a middle that was filled in."""
-    ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *fill_in.ends)))
-    return with_fields(sampling, stop_token_ids=ends)
-
-
-async def ids_request(
-    service: Service,
-    body: GenerationBody,
-    context: Context,
-    kind: RouteKind,
-    ids: list[int],
-    sampling: SamplingParams,
-) -> GenerationRequest:
-    """The request that continues a prompt of tokens. Raises RequestError."""
-    sampling = await _with_checked_grammar(service, body, sampling)
-    return await service.slices.result(
-        _generation_request(service, body, context, kind, [EncodedPrompt(ids)], sampling)
-    )
-
-
 def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
     try:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -534,28 +471,20 @@ def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
         raise error.blaming(_CHAT.prompt_field) from error
 
 
-def _wider(one: int | None, other: int | None) -> int | None:
-    """The larger of two numbers of alternatives; None is none at all."""
-    if one is None or other is None:
-        return one if other is None else other
-    return max(one, other)
+def _tool_use(body: ChatBody) -> ToolUse | None:
+    """What the body says of tools."""
+    tools = [tool.function.as_tool() for tool in body.tools or ()]
+    parallel = body.parallel_tool_calls is not False and not body.names_one_tool
+    return chosen_tools(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 
 
-def _most_prompt_tokens(
-    body: GenerationBody, info: EngineInfo, kind: RouteKind, sampling: SamplingParams
-) -> int | None:
-    """What a longer prompt is cut to; None: it is not cut."""
-    if body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
-        return body.truncate_prompt_tokens
-    answer = sampling.max_tokens or kind.default_tokens or 1
-    return max(1, info.request_limits.longest - answer)
-
-
-def _truncate(prompt: EncodedPrompt, tokens: int) -> None:
-    """Keep the last tokens of a longer prompt."""
-    if len(prompt.ids) > tokens:
-        prompt.ids = prompt.ids[-tokens:]
-        prompt.text = None  # an echo shows what the model read
+def _template_variables(body: ChatBody) -> JsonDict:
+    """What a chat template is given beside the messages."""
+    goes_on = bool(body.continue_final_message)
+    begins = body.add_generation_prompt
+    if begins is None:
+        begins = not goes_on
+    return {"add_generation_prompt": begins, "continue_final_message": goes_on}
 
 
 def _template_messages(messages: Iterable[Message]) -> Work[list[JsonDict]]:
@@ -577,12 +506,15 @@ def _template_message(message: Message) -> JsonDict:
     return fields
 
 
-def _deadline(service: Service, body: GenerationBody, context: Context) -> float | None:
-    """In seconds of time.monotonic(); the nearer of the server's and the client's. The server's is
-    not for what nobody waits for.
-    """
-    limits = [(body.timeout_ms or 0) / 1000]
-    if not context.background:
-        limits.append(service.settings.server.request_timeout_s)
-    limits = [limit for limit in limits if limit]
-    return context.started + min(limits) if limits else None
+def _wider(one: int | None, other: int | None) -> int | None:
+    """The larger of two numbers of alternatives; None is none at all."""
+    if one is None or other is None:
+        return one if other is None else other
+    return max(one, other)
+
+
+def _truncate(prompt: EncodedPrompt, tokens: int) -> None:
+    """Keep the last tokens of a longer prompt."""
+    if len(prompt.ids) > tokens:
+        prompt.ids = prompt.ids[-tokens:]
+        prompt.text = None  # an echo shows what the model read

@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Scope
 
+from jitney.engine.api.answers import Status
+
 #: Reads a request and returns what answers it; its exceptions become error answers. Its first
 #: argument is what the routes of its table share: `engine.api.service.Service` for those of an
 #: engine.
@@ -65,6 +67,21 @@ class HttpRoute:
     status: int = 200
     #: Level of its line in the access log.
     log_level: int = logging.INFO
+
+    @classmethod
+    def probe(cls, path: str, handler: Handler, summary: str) -> HttpRoute:
+        """An orchestrator's probes carry no key, say nothing about requests, and come every second
+        or so, which would bury the rest of the log.
+        """
+        return cls(
+            path,
+            ("GET",),
+            handler,
+            summary,
+            role=Role.ANYBODY,
+            answer=Status,
+            log_level=logging.DEBUG,
+        )
 
 
 def route_path(scope: Scope) -> str:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.api.disconnect import until
+from jitney.engine.api.errors import no_model
 from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.quotas import Quotas
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
     from jitney.engine.api.own_requests import OwnRequests
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.config.layers import Layered
+    from jitney.engine.text.fill_in import FillIn
     from jitney.engine.text.tokenizer import Tokenizer
+
+#: Times the context length: the longest text that is tokenised at all.
+_CHARS_PER_TOKEN = 8
 
 
 class Service:
@@ -133,6 +138,11 @@ class Service:
             return 0
         return 1 + self.adapters.index(model)
 
+    def check_model(self, name: str | None) -> None:
+        """Raises HttpError 404 for a name that is none of the model's or of its adapters."""
+        if name is not None and name not in (*self.model_names, *self.adapters):
+            raise no_model(name, "; /v1/models lists what there is")
+
     def name_in_answers(self, model: str | None) -> str:
         """What the answer to a request that calls the model so calls it."""
         return model if model and self.adapter_number(model) else self.model_name
@@ -228,6 +238,35 @@ class Service:
         """Of the running engine. Raises RequestError when there is none."""
         info, _ = self.ready()
         return info
+
+    @property
+    def most_chars(self) -> int:
+        """Of a text that is tokenised at all."""
+        return self.info.model.context_length * _CHARS_PER_TOKEN
+
+    def check_chars(self, chars: int, param: str) -> None:
+        """Refuse text that cannot fit before any time goes into tokenising it."""
+        most = self.most_chars
+        if chars > most:
+            raise RequestError(
+                f"the text has {chars} characters; at most {most} are tokenised here",
+                code="context_length_exceeded",
+                param=param,
+            )
+
+    def fill_in(self, param: str) -> FillIn:
+        """How the model is asked to fill in the middle. Raises RequestError naming the field that
+        asks for it.
+        """
+        _, tokenizer = self.ready()
+        if tokenizer.fill_in is None:
+            raise RequestError(
+                "this model was not taught to fill in the middle: its vocabulary has no tokens for "
+                "it",
+                code="unsupported_parameter",
+                param=param,
+            )
+        return tokenizer.fill_in
 
     async def off_loop[T](self, work: Callable[[], T]) -> T:
         """Run blocking text work on a thread, for at most `tokenize_timeout_s`."""

@@ -27,7 +27,7 @@ from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.openapi import document
 from jitney.engine.api.own_requests import OwnRequests
-from jitney.engine.api.routes import ROUTES, probe
+from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.fleet.asked import Asked, asked_of
@@ -259,11 +259,11 @@ FLEET_ROUTES = (
     *_PASSED_ROUTES,
     HttpRoute("/v1/models", _GET, _list_models, "all models", answer=FleetModelList),
     HttpRoute("/v1/models/{model:path}", _GET, _show_model, "one model", answer=FleetModelCard),
-    probe("/livez", _livez, "this process answers"),
-    probe("/healthz", _livez, "the same as /livez"),
-    probe("/readyz", _readyz, "requests for some model would be answered"),
-    probe("/health", _readyz, "the same as /readyz"),
-    probe("/startupz", _startupz, "every model has been ready once"),
+    HttpRoute.probe("/livez", _livez, "this process answers"),
+    HttpRoute.probe("/healthz", _livez, "the same as /livez"),
+    HttpRoute.probe("/readyz", _readyz, "requests for some model would be answered"),
+    HttpRoute.probe("/health", _readyz, "the same as /readyz"),
+    HttpRoute.probe("/startupz", _startupz, "every model has been ready once"),
     HttpRoute("/version", _GET, _show_version, "the version", answer=answers.Version),
     HttpRoute(
         "/openapi.json",

@@ -17,11 +17,8 @@ from jitney.engine.api.context import context_of
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.request import (
+    RequestBuilder,
     RouteKind,
-    check_model,
-    conversation_prompt,
-    conversation_request,
-    sampling_params,
 )
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service
@@ -47,26 +44,25 @@ async def _create_message(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, MessagesBody)
     if body.metadata is not None:
         body = body.model_copy(update={"user": body.metadata.user_id})
-    info = service.info
+    builder = RequestBuilder(service, body, context_of(request))
     own = {
         "max_tokens": body.max_tokens,
         "stop": tuple(body.stop_sequences or ()),
     }
-    sampling = sampling_params(body, info, own)
+    sampling = builder.sampling(own)
     conversation = await service.slices.result(conversation_of(body, _KIND, service.turns))
-    context = context_of(request)
-    wanted = await conversation_request(service, body, context, conversation, sampling)
+    wanted = await builder.answer(conversation, sampling)
     return GenerationAnswer(service, wanted, partial(MessageFormat, body=body), headers)
 
 
 async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     _check_version(request)
     body, headers = await read_body(service, request, CountTokensBody)
-    check_model(service, body.model)
-    info = service.info
-    sampling_params(body, info, {})  # what a message is refused for is refused here too
+    service.check_model(body.model)
+    builder = RequestBuilder(service, body, context_of(request))
+    builder.sampling({})  # what a message is refused for is refused here too
     conversation = await service.slices.result(conversation_of(body, _KIND, service.turns))
-    prompt = await conversation_prompt(service, conversation)
+    prompt = await conversation.prompt(service)
     counted = orjson.dumps({"input_tokens": len(prompt.ids)})
     return Response(counted, headers=headers, media_type="application/json")
 

@@ -16,10 +16,8 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.api.queries import listed, read_query
 from jitney.engine.api.request import (
     Conversation,
+    RequestBuilder,
     RouteKind,
-    check_model,
-    conversation_request,
-    sampling_params,
 )
 from jitney.engine.api.responses.answers import DeletedResponse, InputItems, ResponseAnswer
 from jitney.engine.api.responses.format import RepeatedFields, ResponsesFormat
@@ -30,7 +28,7 @@ from jitney.engine.api.responses.store import KeptResponse, KeptTurn, ResponseSt
 from jitney.engine.api.responses.tools import tool_use
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service
-from jitney.engine.types import JsonDict, SamplingParams
+from jitney.engine.types import JsonDict
 
 _KIND = RouteKind(
     "resp_",
@@ -46,16 +44,17 @@ _KIND = RouteKind(
 async def _create_response(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, ResponsesBody)
     context = context_of(request)
-    check_model(service, body.model)
+    service.check_model(body.model)
     before = _previous(service, body, context.tenant)
-    sampling = _sampling(service, body)
+    builder = RequestBuilder(service, body, context)
+    sampling = builder.sampling(_own_sampling(body))
     earlier = await service.slices.result(earlier_items(before))
     items = await service.slices.result(kept_items(body.input, service.responses, context.tenant))
     messages = await service.slices.result(template_messages(body.instructions, earlier + items))
     conversation = Conversation(
         kind=_KIND, messages=messages, tools=tool_use(body), effort=body.effort
     )
-    wanted = await conversation_request(service, body, context, conversation, sampling)
+    wanted = await builder.answer(conversation, sampling)
     turn = KeptTurn(before, orjson.dumps(items))
     keep = _Keeper(service.responses, context.tenant, wanted.id, turn)
     asked = RepeatedFields(body, None if body.store is False else keep)
@@ -70,14 +69,10 @@ def _previous(service: Service, body: ResponsesBody, tenant: str) -> KeptTurn | 
     return kept.turn
 
 
-def _sampling(service: Service, body: ResponsesBody) -> SamplingParams:
-    info = service.info
+def _own_sampling(body: ResponsesBody) -> JsonDict:
+    """Fields that the route has a meaning of its own for."""
     logprobs = (body.top_logprobs or 0) if body.shows_logprobs else None
-    own = {
-        "max_tokens": body.max_output_tokens,
-        "logprobs": logprobs,
-    }
-    return sampling_params(body, info, own)
+    return {"max_tokens": body.max_output_tokens, "logprobs": logprobs}
 
 
 @dataclass(frozen=True, slots=True)

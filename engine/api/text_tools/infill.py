@@ -16,15 +16,7 @@ from jitney.engine.api.errors import error_event
 from jitney.engine.api.formats import Format, event_of
 from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import in_pieces
-from jitney.engine.api.request import (
-    RouteKind,
-    check_chars,
-    check_model,
-    fill_in_of,
-    ids_request,
-    sampling_params,
-    with_ends,
-)
+from jitney.engine.api.request import RequestBuilder, RouteKind
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import GenerationBody, Label, Part
 from jitney.engine.api.service import Service
@@ -97,20 +89,21 @@ async def _infill(service: Service, request: Request) -> ASGIApp:
 async def _infill_request(
     service: Service, body: InfillBody, context: Context
 ) -> GenerationRequest:
-    info, tokenizer = service.ready()
-    check_model(service, body.model)
-    fill_in = fill_in_of(tokenizer, "input_suffix")
+    _, tokenizer = service.ready()
+    service.check_model(body.model)
+    fill_in = service.fill_in("input_suffix")
     extra = body.input_extra or []
     texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(e.text for e in extra)]
-    check_chars(sum(map(len, texts)), info, _KIND.prompt_field)
+    service.check_chars(sum(map(len, texts)), _KIND.prompt_field)
     others = [OtherFile(each.filename or "file", each.text) for each in extra]
     before = body.input_prefix + (body.prompt or "")
     most = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
-    sampling = with_ends(sampling_params(body, info, {"max_tokens": most}), fill_in)
+    builder = RequestBuilder(service, body, context)
+    sampling = builder.sampling({"max_tokens": most}, fill_in.ends)
     ids = await service.off_loop(
         lambda: fill_in.prompt(tokenizer, before, body.input_suffix, others)
     )
-    return await ids_request(service, body, context, _KIND, ids, sampling)
+    return await builder.tokens(_KIND, ids, sampling)
 
 
 class _InfillFormat(Format):

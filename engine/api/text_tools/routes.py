@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.endpoints import ignored_header, read_body, read_raw
 from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
-from jitney.engine.api.request import chat_conversation, check_chars, check_model, conversation_text
+from jitney.engine.api.request import Conversation
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody, parse_body
 from jitney.engine.api.service import Service
@@ -38,7 +38,7 @@ async def _tokenize(service: Service, request: Request) -> ASGIApp:
     if raw.get("messages") is not None:
         return await _tokenize_chat(service, raw)
     body, ignored = parse_body(TextTokenizeBody, raw)
-    check_model(service, body.model)
+    service.check_model(body.model)
     if body.content is not None:
         ids = await _encode(service, body.content, "content", special=bool(body.add_special))
         tokens = _pieces(service, ids) if body.with_pieces else ids
@@ -57,7 +57,7 @@ async def _tokenize_chat(service: Service, raw: JsonDict) -> ASGIApp:
 
 async def _detokenize(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, DetokenizeBody)
-    check_model(service, body.model)
+    service.check_model(body.model)
     info, tokenizer = service.ready()
     if body.tokens and max(body.tokens) >= info.model.vocab_size:
         raise RequestError(f"token ids must be 0 to {info.model.vocab_size - 1}", param="tokens")
@@ -81,13 +81,14 @@ async def _apply_template(service: Service, request: Request) -> ASGIApp:
 
 
 async def _chat_text(service: Service, body: ChatBody) -> str:
-    check_model(service, body.model)
-    return await conversation_text(service, await chat_conversation(service, body))
+    service.check_model(body.model)
+    conversation = await Conversation.of_chat(service, body)
+    return await conversation.text(service)
 
 
 async def _encode(service: Service, text: str, param: str, *, special: bool) -> list[int]:
-    info, tokenizer = service.ready()
-    check_chars(len(text), info, param)
+    _, tokenizer = service.ready()
+    service.check_chars(len(text), param)
     try:
         return await service.off_loop(lambda: tokenizer.encode(text, add_special_tokens=special))
     except RequestError as error:
