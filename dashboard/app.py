@@ -24,10 +24,10 @@ from jitney.dashboard.queries import seconds, whole, word
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import core_seat_lists, page_cells, page_map
 from jitney.dashboard.view import View
-from jitney.engine.api.access import ApiKeys, identity_of
+from jitney.engine.api.access import ApiKeys, Identity
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.jsonio import in_pieces, long_list
+from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.process.client import EngineClient
@@ -101,7 +101,7 @@ class _Dashboard(PageRoutes):
         """
         seat_map = await self.client.seat_map()
         pages = page_map(page_cells(seat_map.page_states)) if seat_map.page_states else None
-        view = View(self.client.history, identity_of(request.scope))
+        view = View(self.client.history, Identity.of(request.scope))
         seats = core_seat_lists([view.seat(seat) for seat in seat_map.seats])
         return to_json({"t": time.monotonic(), "seats": seats, "pages": pages})
 
@@ -119,7 +119,7 @@ class _Dashboard(PageRoutes):
         now = time.monotonic()
         start, end = self._window(request, now)
         bins = whole(request, "bins", 120, 1, timeline.MAX_BINS)
-        identity = identity_of(request.scope)
+        identity = Identity.of(request.scope)
         return await self._answer(
             timeline.timeline(self.client.history, start, end, bins, now, identity=identity)
         )
@@ -156,7 +156,7 @@ class _Dashboard(PageRoutes):
             limit,
             cursor,
             time.monotonic(),
-            identity=identity_of(request.scope),
+            identity=Identity.of(request.scope),
         )
         return await self._answer(work)
 
@@ -164,7 +164,7 @@ class _Dashboard(PageRoutes):
         """One sequence in full, see `request_detail.detail`. 404 when it is not known, or not any
         more, or is somebody else's.
         """
-        identity = identity_of(request.scope)
+        identity = Identity.of(request.scope)
         index = whole(request, "index", 0, 0, MAX_N)
         record = self.client.history.find(request.path_params["id"], index)
         if record is None or not identity.may_see(record.tenant):
@@ -212,7 +212,7 @@ def _with_long_lists(value: Any) -> Any:
     """Lists in objects in it are written run by run."""
     if isinstance(value, dict):
         return {name: _with_long_lists(item) for name, item in value.items()}
-    return long_list(value) if isinstance(value, list) else value
+    return LongJson.of_list(value) if isinstance(value, list) else value
 
 
 def create_dashboard(

@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.dashboard.sessions import Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.api.access import EVERYBODY, AccessControl, Identity, identity_of
+from jitney.engine.api.access import EVERYBODY, AccessControl, Identity
 from jitney.engine.api.cross_site import is_navigation, refuse_other_sites
 from jitney.engine.api.disconnect import until_disconnect
-from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.api.routing import Role, route_path
 
 #: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from
@@ -74,7 +74,7 @@ class _PageGuard:
             self._check(scope)
             await self.app(scope, receive, send_with_headers)
         except HttpError as error:
-            refusal = error_response(error, "none")
+            refusal = ErrorReply.of(error, "none").response()
             await refusal(scope, receive, send_with_headers)
 
     def _check(self, scope: Scope) -> None:
@@ -141,7 +141,7 @@ class FeedEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         last_id = Request(scope).headers.get("last-event-id", "")
         try:
-            with self.feed.viewer(last_id, identity_of(scope)) as viewer:
+            with self.feed.viewer(last_id, Identity.of(scope)) as viewer:
                 await _start(send)
                 if scope["method"] != "HEAD":
                     await until_disconnect(receive, _send_all(viewer, send))

@@ -14,7 +14,7 @@ from jitney.dashboard.assets import PageFiles
 from jitney.dashboard.auth import PageLine
 from jitney.dashboard.sessions import COOKIE, LIFETIME_S, Sessions
 from jitney.engine.api.access import ApiKeys, address_of
-from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.api.routing import Role
 from jitney.engine.errors import JitneyError, RequestError
 from jitney.engine.types import JsonDict
@@ -144,7 +144,7 @@ def to_json(value: Any, status: int = 200) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """Errors in the endpoint's own form."""
     context = request.scope.get("jitney")
-    return error_response(error, context.request_id if context is not None else "none")
+    return ErrorReply.of(error, context.request_id if context is not None else "none").response()
 
 
 #: Which handler answers which error.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jitney.engine.api.access import identity_of
-from jitney.engine.api.context import context_of
+from jitney.engine.api.access import Identity
+from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError, echo
 
 #: Says that nobody waits for a request.
@@ -29,7 +29,7 @@ class BackgroundRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            context_of(scope).background = _is_background(scope)
+            Context.of(scope).background = _is_background(scope)
         await self.app(scope, receive, send)
 
 
@@ -39,7 +39,7 @@ def _is_background(scope: Scope) -> bool:
     given = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
     if not given:
         return False
-    if not identity_of(scope).is_admin:
+    if not Identity.of(scope).is_admin:
         raise HttpError(
             403,
             f"{BACKGROUND_HEADER} needs an administrator's key (admin_keys, admin_key_file)",

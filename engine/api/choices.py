@@ -137,6 +137,28 @@ class PromptEcho:
     #: They come with the first output token, and become `tokens.scores` and `scores`.
     logprobs: PromptLogprobs | None = None
 
+    @classmethod
+    def blank(cls, request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
+        """Its scores are those that are shown: `logprobs` counts for a prompt only with `echo`."""
+        shown = _scores(request.top_logprobs if request.echo else None)
+        return cls("", TokenList(prompt.ids, [], shown), _scores(request.prompt_logprobs))
+
+    def fill(
+        self, tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
+    ) -> Work[None]:
+        """The prompt's text and where each token begins in it; a character cut off at its end is
+        left to the output.
+        """
+        skips = request.sampling.skip_special_tokens
+        stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skips))
+        texts: list[str] = []
+        for start in range(0, len(prompt.ids), _ECHO_TOKENS):
+            decoded = stream.push(prompt.ids[start : start + _ECHO_TOKENS])
+            texts.append(decoded.text)
+            self.tokens.offsets += decoded.offsets
+            yield
+        self.text = "".join(texts) if prompt.text is None else prompt.text
+
     def take_scores(self) -> Work[None]:
         entries, self.logprobs = self.logprobs or (), None
         wanted = [scores for scores in (self.tokens.scores, self.scores) if scores is not None]
@@ -180,6 +202,31 @@ class Choice:
     tokens_at: float = 0.0
     #: Seconds that it waited for a seat; None before its first token.
     queued_s: float | None = None
+
+    @classmethod
+    def all_of(cls, request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
+        """The choices of all sequences, prompt by prompt."""
+        choices: list[Choice] = []
+        for prompt, engine_request in enumerate(request.engine_requests):
+            for sequence in range(request.sampling.n):
+                stream = TextStream(
+                    tokenizer, request.sampling, engine_request.prompt, request.seen_ids
+                )
+                unsent = TokenList.empty(request.top_logprobs)
+                parser = None if request.make_parser is None else request.make_parser()
+                choices.append(
+                    cls(
+                        index=len(choices),
+                        prompt=prompt,
+                        sequence=sequence,
+                        engine_request=engine_request,
+                        stream=stream,
+                        unsent=unsent,
+                        parser=parser,
+                        most_calls=request.most_calls,
+                    )
+                )
+        return choices
 
     @property
     def mean_logprob(self) -> float:
@@ -253,51 +300,3 @@ def _parts(output: SequenceOutput, *, one_by_one: bool) -> Iterator[SequenceOutp
         if place == last:
             part.finish, part.stop_token = output.finish, output.stop_token
         yield part
-
-
-def make_choices(request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:
-    """The choices of all sequences, prompt by prompt."""
-    choices: list[Choice] = []
-    for prompt, engine_request in enumerate(request.engine_requests):
-        for sequence in range(request.sampling.n):
-            stream = TextStream(
-                tokenizer, request.sampling, engine_request.prompt, request.seen_ids
-            )
-            unsent = TokenList.empty(request.top_logprobs)
-            parser = None if request.make_parser is None else request.make_parser()
-            choices.append(
-                Choice(
-                    index=len(choices),
-                    prompt=prompt,
-                    sequence=sequence,
-                    engine_request=engine_request,
-                    stream=stream,
-                    unsent=unsent,
-                    parser=parser,
-                    most_calls=request.most_calls,
-                )
-            )
-    return choices
-
-
-def blank_echo(request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
-    """Its scores are those that are shown: `logprobs` counts for a prompt only with `echo`."""
-    shown = _scores(request.top_logprobs if request.echo else None)
-    return PromptEcho("", TokenList(prompt.ids, [], shown), _scores(request.prompt_logprobs))
-
-
-def fill_echo(
-    echo: PromptEcho, tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt
-) -> Work[None]:
-    """The prompt's text and where each token begins in it; a character cut off at its end is left
-    to the output.
-    """
-    skips = request.sampling.skip_special_tokens
-    stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skips))
-    texts: list[str] = []
-    for start in range(0, len(prompt.ids), _ECHO_TOKENS):
-        decoded = stream.push(prompt.ids[start : start + _ECHO_TOKENS])
-        texts.append(decoded.text)
-        echo.tokens.offsets += decoded.offsets
-        yield
-    echo.text = "".join(texts) if prompt.text is None else prompt.text

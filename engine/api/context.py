@@ -44,11 +44,11 @@ class Context:
     #: Of OpenTelemetry; None where it is off.
     span: Span | None = None
 
+    @classmethod
+    def of(cls, scope: Mapping[str, Any]) -> Context:
+        """Of a request, or of its scope."""
+        return scope["jitney"]
+
     @property
     def elapsed_ms(self) -> float:
         return (time.monotonic() - self.started) * 1000
-
-
-def context_of(scope: Mapping[str, Any]) -> Context:
-    """Of a request, or of its scope."""
-    return scope["jitney"]

@@ -16,11 +16,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
-from jitney.engine.api.access import AccessControl, ApiKeys, Identify, Identity, bearer
+from jitney.engine.api.access import AccessControl, ApiKeys, Identity
 from jitney.engine.api.background import BackgroundRequests
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.cross_site import SiteGuard, cors
-from jitney.engine.api.errors import HttpError, echo, error_response
+from jitney.engine.api.errors import ErrorReply, HttpError, echo
 from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, RequestObserver
 from jitney.engine.api.routing import Role, RouteTable, route_path
 from jitney.engine.api.settings import ServerSettings
@@ -59,7 +59,7 @@ def _edge(
         Middleware(
             AccessControl,
             role_of=partial(_role_of, settings),
-            identify=_identify(ApiKeys(settings)),
+            identify=partial(_identify, ApiKeys(settings)),
             missing=_no_key,
         ),
         Middleware(BackgroundRequests),
@@ -71,7 +71,7 @@ def _role_of(settings: ServerSettings, scope: Scope) -> Role:
     """By the request's line in the table. Decides on the path alone: one rebuilt from the Host
     header can be made to look public.
     """
-    route = context_of(scope).route
+    route = Context.of(scope).route
     if route is not None:
         return route.role
     return Role.ANYBODY if _is_public(settings, route_path(scope)) else Role.USER
@@ -81,15 +81,10 @@ def _is_public(settings: ServerSettings, path: str) -> bool:
     return path in settings.public_paths or path.startswith(settings.public_prefixes)
 
 
-def _identify(keys: ApiKeys) -> Identify:
-    by_header = bearer(keys)
-
-    def identify(scope: Scope) -> Identity:
-        identity = by_header(scope)
-        context_of(scope).tenant = identity.tenant
-        return identity
-
-    return identify
+def _identify(keys: ApiKeys, scope: Scope) -> Identity:
+    identity = keys.of_request(scope)
+    Context.of(scope).tenant = identity.tenant
+    return identity
 
 
 def _no_key() -> HttpError:
@@ -110,9 +105,9 @@ def _no_route(path: str) -> HttpError:
 
 async def _answer_unrouted(table: RouteTable, request: Request, error: Exception) -> Response:
     """Answers to a path or method that no route takes."""
-    context = context_of(request)
+    context = Context.of(request)
     error = _router_error(table, route_path(request.scope), error)
-    return error_response(error, context.request_id, context.error_form)
+    return ErrorReply.of(error, context.request_id).response(context.error_form)
 
 
 def _router_error(table: RouteTable, path: str, error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from jitney.engine.api.answers import Described
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.formats import Format
 from jitney.engine.api.jsonio import LongJson, in_pieces
@@ -117,7 +117,7 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
     _check(body, service.info)
     fields = body.model_dump(exclude={"input", "encoding_format", "dimensions"}, exclude_none=True)
     shared = GenerationBody.model_validate(fields)
-    builder = RequestBuilder(service, shared, context_of(request))
+    builder = RequestBuilder(service, shared, Context.of(request))
     wanted = await builder.embeddings(body.input)
     return GenerationAnswer(service, wanted, _format_of(body), headers)
 

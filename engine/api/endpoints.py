@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jitney.engine.api.blocks import EVENT_STREAM, BlockAnswer, send_body, start_of
 from jitney.engine.api.choices import Deltas
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.formats import Format
@@ -22,7 +22,7 @@ from jitney.engine.api.generation import Generation
 from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import read_object
 from jitney.engine.api.routing import Handler
-from jitney.engine.api.schema import ModelBody, parse_body
+from jitney.engine.api.schema import ModelBody
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
@@ -38,7 +38,7 @@ async def read_body[B: ModelBody](
     service: Service, request: Request, kind: type[B]
 ) -> tuple[B, dict[str, str]]:
     """The checked body, and the header that lists what was ignored of it."""
-    body, ignored = parse_body(kind, await read_raw(service, request))
+    body, ignored = kind.parse(await read_raw(service, request))
     return body, ignored_header(ignored)
 
 
@@ -69,7 +69,7 @@ class GenerationAnswer:
     headers: dict[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = context_of(scope)
+        context = Context.of(scope)
         quotas, request = self.service.quotas, self.request
         with (
             quotas.open_rest(context.tenant, request.sequences),
@@ -78,7 +78,7 @@ class GenerationAnswer:
             await self._run(scope, receive, send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = context_of(scope)
+        context = Context.of(scope)
         _, tokenizer = self.service.ready()
         async with Generation(self.service, self.request, context) as generation:
             format = self.format(generation, tokenizer)
@@ -156,7 +156,7 @@ class GenerationEndpoint(Endpoint[Service]):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = context_of(scope)
+        context = Context.of(scope)
         request = Request(scope, receive)
         try:
             # Kept in the request, so that from here on `receive` waits for the client's leaving.

@@ -70,12 +70,12 @@ class ErrorForm(Enum):
     #: {"type": "error", "error": {"type", "message"}, "request_id"}
     ANTHROPIC = "anthropic"
 
-
-def error_form(path: str) -> ErrorForm:
-    """Of a path's answers, whether or not a route has it."""
-    if path == _MESSAGES or path.startswith(_MESSAGES + "/"):
-        return ErrorForm.ANTHROPIC
-    return ErrorForm.OPENAI
+    @classmethod
+    def of(cls, path: str) -> ErrorForm:
+        """Of a path's answers, whether or not a route has it."""
+        if path == _MESSAGES or path.startswith(_MESSAGES + "/"):
+            return cls.ANTHROPIC
+        return cls.OPENAI
 
 
 class HttpError(JitneyError):
@@ -101,16 +101,48 @@ class HttpError(JitneyError):
         if close:
             self.headers["connection"] = "close"
 
+    @classmethod
+    def no_model(cls, name: str, hint: str = "") -> HttpError:
+        """404. hint: what is said behind the name."""
+        return cls(404, f"no model {echo(name)}{hint}", code="model_not_found", param="model")
+
 
 @dataclass(slots=True)
-class _ErrorAnswer:
+class ErrorReply:
     """What any exception is answered with."""
 
+    request_id: str
     status: int
     message: str
     code: str | None
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: BaseException, request_id: str) -> ErrorReply:
+        """What we did not raise on purpose is a bare 500."""
+        match error:
+            case HttpError():
+                return cls(
+                    request_id, error.status, str(error), error.code, error.param, error.headers
+                )
+            case RequestError(info=info) if info.code != "internal_error":
+                return _refusal(info, request_id)
+            case HTTPException():
+                return _router_reply(error, request_id)
+        if not isinstance(error, RequestError):
+            _log.error("request %s failed", request_id, exc_info=error)
+        message = f"internal error; the log names it by request id {request_id}"
+        return cls(request_id, 500, message, "internal_error")
+
+    def response(self, form: ErrorForm = ErrorForm.OPENAI) -> Response:
+        """As a whole answer."""
+        body = self.openai() if form is ErrorForm.OPENAI else self.anthropic()
+        return Response(orjson.dumps(body), self.status, self.headers, "application/json")
+
+    def event(self) -> bytes:
+        """Inside a stream that has already begun: one SSE event."""
+        return b"data: " + orjson.dumps(self.openai()) + b"\n\n"
 
     def openai(self) -> JsonDict:
         return {
@@ -132,47 +164,19 @@ class _ErrorAnswer:
         other = ours if self.status >= 500 else "invalid_request_error"
         return types.get(self.status, other)
 
-    def anthropic(self, request_id: str) -> JsonDict:
+    def anthropic(self) -> JsonDict:
         """A form without a place for the field at fault, which its message names instead."""
         kind = self._type(_ANTHROPIC_TYPES, "api_error")
         error = {"type": kind, "message": self._naming_param()[:_MESSAGE_LIMIT]}
-        return {"type": "error", "error": error, "request_id": request_id}
+        return {"type": "error", "error": error, "request_id": self.request_id}
 
 
-def error_response(
-    error: BaseException, request_id: str, form: ErrorForm = ErrorForm.OPENAI
-) -> Response:
-    answer = answer_to(error, request_id)
-    body = answer.openai() if form is ErrorForm.OPENAI else answer.anthropic(request_id)
-    return Response(orjson.dumps(body), answer.status, answer.headers, "application/json")
-
-
-def error_event(error: BaseException, request_id: str) -> bytes:
-    """The same error inside a stream that has already begun: one SSE event."""
-    return b"data: " + orjson.dumps(answer_to(error, request_id).openai()) + b"\n\n"
-
-
-def answer_to(error: BaseException, request_id: str) -> _ErrorAnswer:
-    """What we did not raise on purpose is a bare 500."""
-    match error:
-        case HttpError():
-            return _ErrorAnswer(error.status, str(error), error.code, error.param, error.headers)
-        case RequestError(info=info) if info.code != "internal_error":
-            return _refusal(info)
-        case HTTPException():
-            return _router_answer(error)
-    if not isinstance(error, RequestError):
-        _log.error("request %s failed", request_id, exc_info=error)
-    message = f"internal error; the log names it by request id {request_id}"
-    return _ErrorAnswer(500, message, "internal_error")
-
-
-def _refusal(info: ErrorInfo) -> _ErrorAnswer:
+def _refusal(info: ErrorInfo, request_id: str) -> ErrorReply:
     status, code, pause = _CODES[info.code]
     if info.retry_after is not None:
         pause = info.retry_after
     headers = {} if pause is None else _retry_headers(pause)
-    return _ErrorAnswer(status, info.message, code, info.param, headers)
+    return ErrorReply(request_id, status, info.message, code, info.param, headers)
 
 
 def _retry_headers(pause_s: float) -> dict[str, str]:
@@ -193,31 +197,15 @@ def retry_after_s(headers: Mapping[str, str], default: float) -> float:
     return default
 
 
-def _router_answer(error: HTTPException) -> _ErrorAnswer:
+def _router_reply(error: HTTPException, request_id: str) -> ErrorReply:
     """The router lists the allowed methods in the order of a set; ours is the same on every run."""
     message, code = _ROUTER.get(error.status_code, (error.detail, None))
-    answer = _ErrorAnswer(error.status_code, message, code)
+    reply = ErrorReply(request_id, error.status_code, message, code)
     for name, value in (error.headers or {}).items():
         if name.lower() == "allow":
             value = ", ".join(sorted(value.split(", ")))
-        answer.headers[name.lower()] = value
-    return answer
-
-
-_NO_REASON = ("internal_error", "the engine gave no reason")
-#: Why a sequence ended -> code and message.
-_BAD_ENDS = {
-    "deadline": ("deadline_exceeded", "the request's time ran out"),
-    "abort": ("draining", "the server ended this request: it stops, or goes to sleep"),
-}
-
-
-def from_output(error: ErrorInfo | None, finish: str) -> RequestError:
-    """What a sequence's bad end means for its request."""
-    if error is not None:
-        return RequestError.from_info(error)
-    code, message = _BAD_ENDS.get(finish, _NO_REASON)
-    return RequestError(message, code=code)
+        reply.headers[name.lower()] = value
+    return reply
 
 
 def echo(value: object) -> str:
@@ -226,7 +214,3 @@ def echo(value: object) -> str:
         value = str(value)[:_ECHO_LIMIT]
     text = repr(value)
     return text if len(text) <= _ECHO_LIMIT else text[: _ECHO_LIMIT - 3] + "..."
-
-
-def no_model(name: str, hint: str = "") -> HttpError:
-    return HttpError(404, f"no model {echo(name)}{hint}", code="model_not_found", param="model")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jitney.engine.api.choices import Choice, ChoiceDelta, PromptEcho, Scores, TokenList
-from jitney.engine.api.errors import error_event
+from jitney.engine.api.errors import ErrorReply
 from jitney.engine.api.generation import Generation
-from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
+from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.slices import Pieces
 from jitney.engine.conversation.events import (
     AssistantEvent,
@@ -126,7 +126,7 @@ class Format:
 
     def failure(self, error: Exception, request_id: str) -> Pieces:
         """What follows the last chunk if something went wrong."""
-        yield error_event(error, request_id)
+        yield ErrorReply.of(error, request_id).event()
         yield _DONE
 
     def _frame(
@@ -137,7 +137,14 @@ class Format:
             body["usage"] = self.generation.usage()
         elif self.request.include_usage:
             body["usage"] = usage
-        return event_of(body)
+        return self._event(body)
+
+    @staticmethod
+    def _event(body: JsonDict) -> Iterator[bytes]:
+        """One of a stream."""
+        yield b"data: "
+        yield from in_pieces(body)
+        yield b"\n\n"
 
     def _best(self) -> list[Choice]:
         """The choices to return, prompt by prompt; with best_of > n those of highest mean
@@ -160,7 +167,7 @@ class Format:
         if scores is None:
             return {}
         ids = echo.tokens.ids
-        entries = json_list(
+        entries = LongJson.of(
             lambda place: self._ranked(scores, ids[place], place), len(scores.chosen)
         )
         return {"prompt_logprobs": entries}
@@ -190,13 +197,6 @@ class Format:
 
     def _entries(self, choice: Choice, delta: ChoiceDelta) -> list[JsonDict]:
         raise NotImplementedError
-
-
-def event_of(body: JsonDict) -> Iterator[bytes]:
-    """One of a stream."""
-    yield b"data: "
-    yield from in_pieces(body)
-    yield b"\n\n"
 
 
 class CompletionFormat(Format):
@@ -239,10 +239,10 @@ class CompletionFormat(Format):
     def _logprobs(self, tokens: TokenList) -> JsonDict:
         count = len(tokens)
         return {
-            "tokens": json_list(lambda place: self._texts[tokens.ids[place]], count),
-            "token_logprobs": json_list(lambda place: _logprob(tokens, place), count),
-            "top_logprobs": json_list(lambda place: self._top(tokens, place), count),
-            "text_offset": json_list(lambda place: tokens.offsets[place], count),
+            "tokens": LongJson.of(lambda place: self._texts[tokens.ids[place]], count),
+            "token_logprobs": LongJson.of(lambda place: _logprob(tokens, place), count),
+            "top_logprobs": LongJson.of(lambda place: self._top(tokens, place), count),
+            "text_offset": LongJson.of(lambda place: tokens.offsets[place], count),
         }
 
     def _top(self, tokens: TokenList, place: int) -> dict[str, float] | None:
@@ -318,7 +318,7 @@ class ChatFormat(Format):
     def _logprobs(self, tokens: TokenList) -> JsonDict | None:
         if self.request.top_logprobs is None:
             return None
-        content = json_list(lambda place: self._scores.entry(tokens, place), len(tokens))
+        content = LongJson.of(lambda place: self._scores.entry(tokens, place), len(tokens))
         return {"content": content, "refusal": None}
 
 

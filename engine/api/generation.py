@@ -7,22 +7,35 @@ gone), leaving it ends every sequence that is still open.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 
-from jitney.engine.api.choices import (
-    Choice,
-    ChoiceDelta,
-    Deltas,
-    blank_echo,
-    fill_echo,
-    make_choices,
-)
+from jitney.engine.api.choices import Choice, ChoiceDelta, Deltas, PromptEcho
 from jitney.engine.api.context import Context
-from jitney.engine.api.errors import from_output
 from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.mailbox import Mailbox
 from jitney.engine.api.service import Service
+from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.types import SequenceOutput
+
+_NO_REASON = ("internal_error", "the engine gave no reason")
+#: Why a sequence ended -> code and message.
+_BAD_ENDS = {
+    "deadline": ("deadline_exceeded", "the request's time ran out"),
+    "abort": ("draining", "the server ended this request: it stops, or goes to sleep"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenCounts:
+    """Tokens of a request."""
+
+    prompt: int
+    #: Of those, the tokens that came from the prefix cache.
+    cached: int
+    completion: int
+    #: Of those, thoughts.
+    reasoning: int
 
 
 class Generation:
@@ -36,9 +49,9 @@ class Generation:
     def __init__(self, service: Service, request: GenerationRequest, context: Context):
         _, tokenizer = service.ready()
         self.request = request
-        self.choices = make_choices(request, tokenizer)
+        self.choices = Choice.all_of(request, tokenizer)
         #: The prompts as they are repeated, if that is asked for.
-        self.echoes = [blank_echo(request, prompt) for prompt in request.prompts]
+        self.echoes = [PromptEcho.blank(request, prompt) for prompt in request.prompts]
         #: Tokens of each prompt that came from the prefix cache.
         self.cached_tokens = [0] * len(request.prompts)
         #: The vectors of the prompts, if they are asked for: float32 as bytes.
@@ -75,7 +88,7 @@ class Generation:
     async def _make_echoes(self) -> None:
         """While the engine reads the prompts."""
         for echo, prompt in zip(self.echoes, self.request.prompts, strict=True):
-            await self._slices.result(fill_echo(echo, self._tokenizer, self.request, prompt))
+            await self._slices.result(echo.fill(self._tokenizer, self.request, prompt))
 
     async def __aexit__(self, *exc: object) -> None:
         self._end()
@@ -97,6 +110,16 @@ class Generation:
         if self.request.make_parser is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
+
+    @property
+    def counts(self) -> _TokenCounts:
+        """As things stand now."""
+        return _TokenCounts(
+            prompt=sum(len(prompt.ids) for prompt in self.request.prompts),
+            cached=sum(self.cached_tokens),
+            completion=self.completion_tokens,
+            reasoning=self.reasoning_tokens,
+        )
 
     @property
     def reasoning_tokens(self) -> int:
@@ -140,7 +163,7 @@ class Generation:
         if output.finish in ("error", "deadline", "abort"):
             choice.finish = output.finish
             self._metrics.finished.labels(output.finish).inc()
-            raise from_output(output.error, output.finish)
+            raise _bad_end(output.error, output.finish)
         self._take_prompt_facts(number, output)
         delta = self._accept(choice, output)
         if delta is not None:
@@ -219,3 +242,11 @@ class Generation:
     def _still_open(self, prompt: int) -> int:
         """Sequences of a prompt that have not ended."""
         return sum(each.prompt == prompt and each.finish is None for each in self.choices)
+
+
+def _bad_end(error: ErrorInfo | None, finish: str) -> RequestError:
+    """What a sequence's bad end means for its request."""
+    if error is not None:
+        return RequestError.from_info(error)
+    code, message = _BAD_ENDS.get(finish, _NO_REASON)
+    return RequestError(message, code=code)

@@ -27,6 +27,36 @@ Choices = Annotated[
 Schema = JsonDict | bool | Annotated[str, Field(max_length=_MOST_CHARS)]
 
 
+class WantedGrammar(NamedTuple):
+    """What an answer is held to."""
+
+    #: The field that says so, to blame if it cannot be used.
+    param: str
+    grammar: Grammar
+
+    @classmethod
+    def of_fields(
+        cls,
+        prefix: str,
+        schema: JsonDict | bool | str | None,
+        regex: str | None,
+        choice: list[str] | None,
+        text: str | None,
+    ) -> list[WantedGrammar]:
+        """Those that are given. prefix: of the fields' names. Raises RequestError."""
+        found: list[WantedGrammar] = []
+        if schema is not None:
+            param = prefix + "json"
+            found.append(cls(param, _schema(schema, param)))
+        if regex is not None:
+            found.append(cls(prefix + "regex", Grammar("regex", regex)))
+        if choice is not None:
+            found.append(cls(prefix + "choice", grammar.choice(choice)))
+        if text is not None:
+            found.append(cls(prefix + "grammar", grammar.grammar(text)))
+        return found
+
+
 class _Exact(BaseModel):
     """Part of a body in which a field that nobody knows is an error: an answer is never held to
     less than was asked for.
@@ -50,6 +80,20 @@ class ResponseFormat(_Exact):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _NamedSchema | None = None
 
+    def grammars(self) -> list[WantedGrammar]:
+        """One, or none. Raises RequestError for a type and a schema that do not go together."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                "json_schema is needed with type json_schema, and with no other",
+                param="response_format.json_schema",
+            )
+        if self.json_schema is not None:
+            param = "response_format.json_schema.schema"
+            return [WantedGrammar(param, _schema(self.json_schema.json_schema, param))]
+        if self.type == "json_object":
+            return [WantedGrammar("response_format", grammar.ANY_OBJECT)]
+        return []
+
 
 class StructuredOutputs(_Exact):
     """vLLM's; exactly one of these."""
@@ -60,68 +104,19 @@ class StructuredOutputs(_Exact):
     choice: Choices | None = None
     grammar: Pattern | None = None
 
-
-class WantedGrammar(NamedTuple):
-    """What an answer is held to."""
-
-    #: The field that says so, to blame if it cannot be used.
-    param: str
-    grammar: Grammar
-
-
-def of_response_format(wanted: ResponseFormat | None) -> list[WantedGrammar]:
-    """Raises RequestError for a type and a schema that do not go together."""
-    if wanted is None:
-        return []
-    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        raise RequestError(
-            "json_schema is needed with type json_schema, and with no other",
-            param="response_format.json_schema",
+    def grammars(self) -> list[WantedGrammar]:
+        """One. Raises RequestError unless exactly one is given."""
+        found = WantedGrammar.of_fields(
+            "structured_outputs.", self.json_schema, self.regex, self.choice, self.grammar
         )
-    if wanted.json_schema is not None:
-        param = "response_format.json_schema.schema"
-        return [WantedGrammar(param, _schema(wanted.json_schema.json_schema, param))]
-    if wanted.type == "json_object":
-        return [WantedGrammar("response_format", grammar.ANY_OBJECT)]
-    return []
-
-
-def of_structured_outputs(wanted: StructuredOutputs | None) -> list[WantedGrammar]:
-    """Raises RequestError unless exactly one is given."""
-    if wanted is None:
-        return []
-    found = of_fields(
-        "structured_outputs.", wanted.json_schema, wanted.regex, wanted.choice, wanted.grammar
-    )
-    if wanted.json_object:
-        found.append(WantedGrammar("structured_outputs.json_object", grammar.ANY_OBJECT))
-    if len(found) != 1:
-        raise RequestError(
-            "exactly one of json, json_object, regex, choice and grammar is needed",
-            param="structured_outputs",
-        )
-    return found
-
-
-def of_fields(
-    prefix: str,
-    schema: JsonDict | bool | str | None,
-    regex: str | None,
-    choice: list[str] | None,
-    text: str | None,
-) -> list[WantedGrammar]:
-    """Those that are given. prefix: of the fields' names. Raises RequestError."""
-    found: list[WantedGrammar] = []
-    if schema is not None:
-        param = prefix + "json"
-        found.append(WantedGrammar(param, _schema(schema, param)))
-    if regex is not None:
-        found.append(WantedGrammar(prefix + "regex", Grammar("regex", regex)))
-    if choice is not None:
-        found.append(WantedGrammar(prefix + "choice", grammar.choice(choice)))
-    if text is not None:
-        found.append(WantedGrammar(prefix + "grammar", grammar.grammar(text)))
-    return found
+        if self.json_object:
+            found.append(WantedGrammar("structured_outputs.json_object", grammar.ANY_OBJECT))
+        if len(found) != 1:
+            raise RequestError(
+                "exactly one of json, json_object, regex, choice and grammar is needed",
+                param="structured_outputs",
+            )
+        return found
 
 
 def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:

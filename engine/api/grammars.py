@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 
 from jitney.engine.api.workers import WorkerKind, WorkerPool
-from jitney.engine.errors import ErrorInfo, RequestError
+from jitney.engine.errors import ErrorInfo
 from jitney.engine.lru import LruCache
 from jitney.engine.structured.setup import Checked, CheckerSetup
 from jitney.engine.types import Grammar
@@ -51,9 +51,7 @@ class Grammars:
         if found is None:
             # It goes on when the client leaves: others may wait for the same.
             found = await asyncio.shield(self._checks.get(grammar) or self._begin(grammar))
-        if found.grammar is None:
-            raise _refusal(found.error, param)
-        return found.grammar
+        return found.usable(param)
 
     def _begin(self, grammar: Grammar) -> asyncio.Task[Checked]:
         task = self._checks[grammar] = asyncio.create_task(self._check(grammar))
@@ -80,20 +78,3 @@ def _chars_of(grammar: Grammar) -> int:
 def _seen(check: asyncio.Task[Checked]) -> None:
     if not check.cancelled():
         check.exception()  # nobody may be left to ask for it
-
-
-def check_here(setup: CheckerSetup, grammar: Grammar, param: str) -> Grammar:
-    """As `Grammars.checked`, in this thread. Raises RequestError."""
-    from jitney.engine.structured.worker import Checker
-
-    found = Checker(setup).check(grammar)
-    if found.grammar is None:
-        raise _refusal(found.error, param)
-    return found.grammar
-
-
-def _refusal(error: ErrorInfo | None, param: str) -> RequestError:
-    """Why a grammar cannot be used, blamed on the field that it came in."""
-    if error is None:
-        return RequestError("the grammar cannot be used", param=param)
-    return RequestError(error.message, code=error.code, param=param)

@@ -117,6 +117,20 @@ class LongJson:
 
     pieces: Iterator[bytes]
 
+    @classmethod
+    def of[T](cls, make: Callable[[int], T], count: int) -> list[T] | LongJson:
+        """The list of make(0) to make(count - 1), made bit by bit if it is long."""
+        if count <= _GROUP:
+            return [make(place) for place in range(count)]
+        return cls(_groups(make, count))
+
+    @classmethod
+    def of_list[T](cls, values: list[T]) -> list[T] | LongJson:
+        """A list that is there already, and may be long."""
+        if len(values) <= _RUN:
+            return values
+        return cls(_runs(values))
+
 
 def in_pieces(value: object) -> Generator[bytes, None, None]:
     """The JSON text of `value`, written piece by piece where it is a LongJson."""
@@ -137,20 +151,6 @@ def in_pieces(value: object) -> Generator[bytes, None, None]:
     for item, part in zip(long, parts, strict=True):
         yield from item.pieces
         yield part
-
-
-def json_list[T](make: Callable[[int], T], count: int) -> list[T] | LongJson:
-    """The list of make(0) to make(count - 1), made bit by bit if it is long."""
-    if count <= _GROUP:
-        return [make(place) for place in range(count)]
-    return LongJson(_groups(make, count))
-
-
-def long_list[T](values: list[T]) -> list[T] | LongJson:
-    """A list that is there already, and may be long."""
-    if len(values) <= _RUN:
-        return values
-    return LongJson(_runs(values))
 
 
 def _runs(values: Sequence[object]) -> Iterator[bytes]:

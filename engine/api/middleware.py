@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jitney.engine.api.context import Context, context_of
-from jitney.engine.api.errors import ErrorForm, HttpError, echo, error_form, error_response
+from jitney.engine.api.context import Context
+from jitney.engine.api.errors import ErrorForm, ErrorReply, HttpError, echo
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable, route_path
 from jitney.engine.api.schema import SAFE_ID
 from jitney.engine.api.settings import ServerSettings
@@ -82,7 +82,7 @@ class ErrorMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope)
         route = self.table.find(path, scope["method"])
-        context = scope["jitney"] = Context(_request_id(scope), route, error_form(path))
+        context = scope["jitney"] = Context(_request_id(scope), route, ErrorForm.of(path))
         context.session_id = _safe_header(scope, b"x-session-id")
 
         async def send_marked(message: Message) -> None:
@@ -102,7 +102,7 @@ class ErrorMiddleware:
                     "request %s failed after its answer began", context.request_id, exc_info=error
                 )
                 raise
-            answer = error_response(error, context.request_id, context.error_form)
+            answer = ErrorReply.of(error, context.request_id).response(context.error_form)
             await answer(scope, receive, send_marked)
         finally:
             self._record(scope, context)
@@ -237,7 +237,7 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             _check_framing(scope)
-            route = context_of(scope).route
+            route = Context.of(scope).route
             if route is not None and route.uploads:
                 _check_type(scope, _FORM, "multipart/form-data")
                 receive = self._metered(scope, receive)
@@ -276,7 +276,7 @@ class BodyLimit:
         return metered
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
-        route = context_of(scope).route
+        route = Context.of(scope).route
         limit = (route.body_limit if route else 0) or self.settings.server.body_limit
         _check_length(scope, limit)
         first: Message | None = await self._first(receive, limit)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
 from jitney.engine.api.answers import AnthropicErrorAnswer, ErrorAnswer
-from jitney.engine.api.errors import ErrorForm, error_form
+from jitney.engine.api.errors import ErrorForm
 from jitney.engine.api.routing import HttpRoute, Role
 from jitney.engine.types import JsonDict
 
@@ -123,7 +123,7 @@ def _responses(route: HttpRoute) -> JsonDict:
 
 
 def _error_answer(route: HttpRoute) -> type[ErrorAnswer | AnthropicErrorAnswer]:
-    if error_form(route.path) is ErrorForm.OPENAI:
+    if ErrorForm.of(route.path) is ErrorForm.OPENAI:
         return ErrorAnswer
     return AnthropicErrorAnswer
 

@@ -19,7 +19,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jitney.engine.api.connections import Connections
-from jitney.engine.api.errors import HttpError, error_response
+from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.api.middleware import CROWDED
 from jitney.engine.api.settings import ServerSettings
 
@@ -229,7 +229,7 @@ class _BoundedProtocol(H11Protocol):
 
     def _write(self, error: HttpError) -> None:
         request_id = uuid.uuid4().hex
-        response = error_response(error, request_id)
+        response = ErrorReply.of(error, request_id).response()
         headers = [*response.raw_headers, (b"x-request-id", request_id.encode())]
         events = (
             h11.Response(status_code=response.status_code, headers=headers),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import Request
 
-from jitney.engine.api.schema import readable
+from jitney.engine.api.schema import checked
 from jitney.engine.types import JsonDict
 
 #: How clients mark the name of a list.
@@ -21,10 +21,7 @@ def read_query[Q: BaseModel](request: Request, kind: type[Q]) -> Q:
             given.setdefault(name, []).append(value)
         else:
             given[name] = value
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        raise readable(error) from None
+    return checked(kind, given)
 
 
 def listed(items: list[JsonDict], *, more: bool, none: str | None = None) -> JsonDict:

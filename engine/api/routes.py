@@ -17,10 +17,10 @@ from starlette.types import ASGIApp
 from jitney.engine.api import answers
 from jitney.engine.api.anthropic_messages.routes import MESSAGE_ROUTES
 from jitney.engine.api.batches.routes import BATCH_ROUTES
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.embeddings import EMBEDDING_ROUTES
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
-from jitney.engine.api.errors import HttpError, no_model
+from jitney.engine.api.errors import HttpError
 from jitney.engine.api.formats import ChatFormat, CompletionFormat
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer
@@ -72,13 +72,13 @@ class _SleepQuery(BaseModel):
 
 async def _completions(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, CompletionBody)
-    wanted = await RequestBuilder(service, body, context_of(request)).completion()
+    wanted = await RequestBuilder(service, body, Context.of(request)).completion()
     return GenerationAnswer(service, wanted, CompletionFormat, headers)
 
 
 async def _chat_completions(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, ChatBody)
-    wanted = await RequestBuilder(service, body, context_of(request)).chat()
+    wanted = await RequestBuilder(service, body, Context.of(request)).chat()
     return GenerationAnswer(service, wanted, ChatFormat, headers)
 
 
@@ -92,7 +92,7 @@ async def _show_model(service: Service, request: Request) -> Response:
     """One card; 404 for a name that is none of the model's or of its adapters."""
     name = request.path_params["model"]
     if name not in (*service.model_names, *service.adapters):
-        raise no_model(name)
+        raise HttpError.no_model(name)
     return json_answer(_model(service, name))
 
 

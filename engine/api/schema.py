@@ -346,6 +346,24 @@ class ModelBody(Part):
     #: None: the served model.
     model: Annotated[str, Field(min_length=1)] | None = None
 
+    @classmethod
+    def parse(cls, raw: JsonObject) -> tuple[Self, list[str]]:
+        """The body, and the names of fields nobody knows. Raises RequestError naming the first
+        field at fault.
+        """
+        refused = _refused_by(cls)
+        for name, neutral in refused.items():
+            if not _asks_for_nothing(raw.get(name), neutral):
+                raise RequestError(
+                    f"{name} is not supported here", code="unsupported_parameter", param=name
+                )
+        for name in cls.counted:
+            messages = raw.get(name)
+            if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
+                raise RequestError(f"{name} may hold at most {_MAX_MESSAGES}", param=name)
+        body = checked(cls, raw)
+        return body, _unknown(raw, {*cls.model_fields, *refused})
+
 
 _BadWord = Annotated[str, Field(min_length=1, max_length=_BAD_WORD_CHARS)]
 
@@ -409,17 +427,18 @@ class GenerationBody(ModelBody):
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
         """What the answer is held to. Raises RequestError for more than one."""
-        found = [
-            *grammar_fields.of_response_format(self.response_format),
-            *grammar_fields.of_structured_outputs(self.structured_outputs),
-            *grammar_fields.of_fields(
-                "guided_",
-                self.guided_json,
-                self.guided_regex,
-                self.guided_choice,
-                self.guided_grammar,
-            ),
-        ]
+        found: list[WantedGrammar] = []
+        if self.response_format is not None:
+            found += self.response_format.grammars()
+        if self.structured_outputs is not None:
+            found += self.structured_outputs.grammars()
+        found += WantedGrammar.of_fields(
+            "guided_",
+            self.guided_json,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+        )
         if len(found) > 1:
             raise RequestError(
                 f"an answer is held to one grammar, and {found[0].param} names another",
@@ -700,30 +719,12 @@ class ChatBody(GenerationBody):
         return isinstance(self.tool_choice, _NamedTool)
 
 
-def parse_body[B: ModelBody](kind: type[B], raw: JsonObject) -> tuple[B, list[str]]:
-    """The body, and the names of fields nobody knows. Raises RequestError naming the first field at
-    fault.
-    """
-    refused = _refused_by(kind)
-    for name, neutral in refused.items():
-        if not _asks_for_nothing(raw.get(name), neutral):
-            raise RequestError(
-                f"{name} is not supported here", code="unsupported_parameter", param=name
-            )
-    for name in kind.counted:
-        messages = raw.get(name)
-        if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
-            raise RequestError(f"{name} may hold at most {_MAX_MESSAGES}", param=name)
-    body = checked(kind, raw)
-    return body, _unknown(raw, {*kind.model_fields, *refused})
-
-
 def checked[M: BaseModel](kind: type[M], raw: JsonObject) -> M:
     """What was sent, in a model's form. Raises RequestError naming the first field at fault."""
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        raise readable(error) from None
+        raise _readable(error) from None
 
 
 def _refused_by(kind: type[ModelBody]) -> dict[str, tuple[JsonValue, ...]]:
@@ -758,7 +759,7 @@ def unsupported(reason: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason})
 
 
-def readable(error: ValidationError) -> RequestError:
+def _readable(error: ValidationError) -> RequestError:
     """At most 10 of the errors in one message, no input repeated but names; the first one is
     `param`.
     """

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.api.disconnect import until
-from jitney.engine.api.errors import no_model
+from jitney.engine.api.errors import HttpError
 from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.quotas import Quotas
@@ -141,7 +141,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises HttpError 404 for a name that is none of the model's or of its adapters."""
         if name is not None and name not in (*self.model_names, *self.adapters):
-            raise no_model(name, "; /v1/models lists what there is")
+            raise HttpError.no_model(name, "; /v1/models lists what there is")
 
     def name_in_answers(self, model: str | None) -> str:
         """What the answer to a request that calls the model so calls it."""
@@ -302,6 +302,7 @@ class Service:
 
 
 def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> Grammar:
-    from jitney.engine.api.grammars import check_here
+    """As `Grammars.checked`, in this thread. Raises RequestError."""
+    from jitney.engine.structured.worker import Checker
 
-    return check_here(setup, grammar, param)
+    return Checker(setup).check(grammar).usable(param)

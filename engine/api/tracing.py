@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from jitney.engine.api.context import Context, context_of
+from jitney.engine.api.context import Context
 from jitney.engine.config.extras import how_to_install
 from jitney.engine.errors import ConfigError
 from jitney.engine.telemetry.request_record import RequestRecord
@@ -74,7 +74,7 @@ class Tracing:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        context = context_of(scope)
+        context = Context.of(scope)
         assert context.route is not None  # it generates
         carrier = dict(_trace_headers(scope))
         above = TraceContextTextMapPropagator().extract(carrier)

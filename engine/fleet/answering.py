@@ -22,8 +22,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from jitney.engine.api.background import BACKGROUND_HEADER
-from jitney.engine.api.errors import HttpError, answer_to
-from jitney.engine.api.schema import ChatBody, CompletionBody, parse_body
+from jitney.engine.api.errors import ErrorReply, HttpError
+from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -123,7 +123,7 @@ class Question:
         if self._parsed is not None:
             return self._parsed
         kind = ChatBody if self.is_chat else CompletionBody
-        body, _ = parse_body(kind, self.body)
+        body, _ = kind.parse(self.body)
         return body
 
     def sent_body(self, model: str) -> JsonDict:
@@ -244,7 +244,7 @@ def named(error: HttpError | RequestError, stage: str, fields: Collection[str] =
     """A part's refusal, as the whole one's, with the part's name. fields: those that the part has
     from the client as they were; another is none of the client's, and is not blamed.
     """
-    known = answer_to(error, "")
+    known = ErrorReply.of(error, "")
     field = re.split(r"[.\[]", known.param or "")[0]
     param = known.param if field in fields else None
     headers = {name: known.headers[name] for name in _RETRY_HEADERS if name in known.headers}

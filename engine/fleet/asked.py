@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from jitney.engine.api.access import address_of
 from jitney.engine.api.background import BACKGROUND_MARK
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.types import JsonDict, JsonObject
 
 #: Headers of a client that an engine is told.
@@ -127,7 +127,7 @@ async def asked_of(request: Request, fields: JsonDict | None = None) -> Asked:
     query = scope["query_string"].decode("latin-1")
     raw = scope.get("raw_path") or quote(scope["path"]).encode()
     path = raw.decode("latin-1").removeprefix(scope.get("root_path", ""))
-    context = context_of(scope)
+    context = Context.of(scope)
     headers = [(name, value) for name, value in scope["headers"] if name in _PASSED]
     headers.append((b"x-request-id", context.request_id.encode()))
     headers.append((b"x-forwarded-for", address_of(scope).encode()))

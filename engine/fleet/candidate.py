@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import httpx
 
-from jitney.engine.api.errors import HttpError, answer_to
+from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked, prefix_key
 from jitney.engine.fleet.comparison import ARMS, ArmName, RequestOutcome
@@ -140,7 +140,7 @@ class ModelWithCandidate:
         try:
             answer, watch = await own.enter_async_context(self._watched(place, asked))
         except (RequestError, HttpError) as error:
-            if not is_failure(answer_to(error, asked.request_id).status):
+            if not is_failure(ErrorReply.of(error, asked.request_id).status):
                 raise
             return None
         if watch.failed:
@@ -172,7 +172,7 @@ class ModelWithCandidate:
             async with self.arm(place.arm).answer(asked) as answer:
                 yield await watch.of(answer), watch
         except (RequestError, HttpError) as error:
-            watch.refused(answer_to(error, asked.request_id).status)
+            watch.refused(ErrorReply.of(error, asked.request_id).status)
             raise
         finally:
             cost = costs.end(self.clock(), self._per_second(place.arm), begun)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import orjson
 
 from jitney.engine.api.blocks import EVENT_STREAM
-from jitney.engine.api.errors import HttpError, error_event
+from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.fleet.answering import (
     CHAT,
     COMPLETIONS,
@@ -167,7 +167,7 @@ class NamedComposition:
             if item is None:
                 break
             if isinstance(item, Exception):
-                yield error_event(item, request_id)
+                yield ErrorReply.of(item, request_id).event()
                 break
             yield b"data: " + orjson.dumps(item) + b"\n\n"
         yield _DONE

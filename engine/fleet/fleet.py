@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from jitney.engine.api.errors import HttpError, no_model
+from jitney.engine.api.errors import HttpError
 from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
@@ -69,7 +69,7 @@ class Fleet:
         if not isinstance(name, str) or not name:
             raise HttpError(400, "must name one of the models that /v1/models lists", param="model")
         if name not in self.models and name not in self.adapters:
-            raise no_model(name)
+            raise HttpError.no_model(name)
         return name
 
     async def keeper(self, asked: Asked, id: object) -> AnswerKeeper | None:

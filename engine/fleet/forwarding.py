@@ -20,13 +20,7 @@ from typing import Protocol
 import httpx
 import orjson
 
-from jitney.engine.api.errors import (
-    ErrorForm,
-    answer_to,
-    error_event,
-    error_form,
-    retry_after_s,
-)
+from jitney.engine.api.errors import ErrorForm, ErrorReply, retry_after_s
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked, RawHeaders
 from jitney.engine.fleet.repeating import (
@@ -426,13 +420,13 @@ class Exchange:
         if isinstance(error, CannotGoOn):
             error = RequestError(str(error), code="engine_dead")
         path = self.asked.route
-        if error_form(path) is ErrorForm.ANTHROPIC:
-            told = answer_to(error, self.asked.request_id).anthropic(self.asked.request_id)
+        if ErrorForm.of(path) is ErrorForm.ANTHROPIC:
+            told = ErrorReply.of(error, self.asked.request_id).anthropic()
             return b"event: error\ndata: " + orjson.dumps(told) + END
         if path.startswith("/v1/responses"):
-            told = answer_to(error, self.asked.request_id).openai()["error"] | {"type": "error"}
+            told = ErrorReply.of(error, self.asked.request_id).openai()["error"] | {"type": "error"}
             return b"event: error\ndata: " + orjson.dumps(told) + END
-        return error_event(error, self.asked.request_id) + _DONE
+        return ErrorReply.of(error, self.asked.request_id).event() + _DONE
 
 
 def _complete(status: int, headers: RawHeaders, body: bytes) -> ProxiedAnswer:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import orjson
 
-from jitney.engine.api.errors import HttpError, no_model
+from jitney.engine.api.errors import HttpError
 from jitney.engine.bench.client import RemoteEndpoint, events
 from jitney.engine.fleet.answering import EMBEDDINGS, ModelAnswer, ModelStream, Question
 from jitney.engine.types import JsonDict
@@ -63,7 +63,7 @@ class HttpEngines:
         """Raises HttpError, RequestError."""
         endpoint = self._endpoints.get(question.model)
         if endpoint is None:
-            raise no_model(question.model)
+            raise HttpError.no_model(question.model)
         headers = {**question.headers, **endpoint.headers, "content-type": "application/json"}
         return self._client.build_request(
             "POST",

@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jitney.engine.api import answers
 from jitney.engine.api.batches.routes import BATCH_ROUTES
 from jitney.engine.api.blocks import send_body
-from jitney.engine.api.context import Context, context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.edge import application
 from jitney.engine.api.endpoints import Endpoint
-from jitney.engine.api.errors import HttpError, echo, no_model
+from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.openapi import document
@@ -104,7 +104,7 @@ class _Sending:
     asked: Asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context, model = context_of(scope), self.fleet.models[self.model_name]
+        context, model = Context.of(scope), self.fleet.models[self.model_name]
         with self.fleet.quotas.holding(context.tenant, self.model_name, self.asked) as account:
             async with model.answer(self.asked) as answer:
                 await self._send(account.watched(answer), context, send)
@@ -163,7 +163,7 @@ class _Passing(Endpoint[Fleet]):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context, fleet = context_of(scope), self.service
+        context, fleet = Context.of(scope), self.service
         request = Request(scope, receive)
         try:
             await request.body()  # from here on `receive` waits for the client's leaving
@@ -183,7 +183,7 @@ async def _list_models(fleet: Fleet, request: Request) -> Response:
 async def _show_model(fleet: Fleet, request: Request) -> Response:
     name = request.path_params["model"]
     if name not in fleet.models and name not in fleet.adapters:
-        raise no_model(name)
+        raise HttpError.no_model(name)
     return json_answer(_card(fleet, name))
 
 

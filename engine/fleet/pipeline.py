@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
+from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody
 from jitney.engine.config.schema import Section
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.answering import (
@@ -317,7 +317,7 @@ def _check_fields(stage: _GenerateStage, kind: type[GenerationBody]) -> None:
     if kind is ChatBody:
         needed = {"messages": [{"role": "user", "content": "x"}]}
     try:
-        _, unknown = parse_body(kind, needed | stage.fields)
+        _, unknown = kind.parse(needed | stage.fields)
     except RequestError as error:
         raise ValueError(f"stage {stage.name}: fields: {error}") from None
     if unknown:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.routing import HttpRoute, Role
-from jitney.engine.api.schema import readable
+from jitney.engine.api.schema import checked
 from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.rollout import Action
-from jitney.engine.types import JsonDict
 
 
 class _Described(BaseModel):
@@ -132,16 +131,9 @@ async def _show_rollout(fleet: Fleet, request: Request) -> Response:
 
 async def _decide(fleet: Fleet, request: Request) -> Response:
     model = _found(fleet, request)
-    body = _read(await fleet.slices.result(read_object(await request.body())))
+    body = checked(RolloutBody, await fleet.slices.result(read_object(await request.body())))
     await model.decide(body.action)
     return json_answer(model.report())
-
-
-def _read(raw: JsonDict) -> RolloutBody:
-    try:
-        return RolloutBody.model_validate(raw)
-    except ValidationError as error:
-        raise readable(error) from None
 
 
 def _found(fleet: Fleet, request: Request) -> ModelWithCandidate:

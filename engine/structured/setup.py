@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jitney.engine.errors import ErrorInfo
+from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.types import Grammar
 
 
@@ -23,3 +23,13 @@ class Checked(msgspec.Struct, frozen=True):
     #: The grammar, in Lark if it was in GBNF; None if it cannot be used.
     grammar: Grammar | None
     error: ErrorInfo | None = None
+
+    def usable(self, param: str) -> Grammar:
+        """The grammar as the engine takes it. Raises RequestError, blamed on the field that it came
+        in, for one that cannot be used.
+        """
+        if self.grammar is not None:
+            return self.grammar
+        if self.error is None:
+            raise RequestError("the grammar cannot be used", param=param)
+        raise RequestError(self.error.message, code=self.error.code, param=param)

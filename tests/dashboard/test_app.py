@@ -18,9 +18,8 @@ from jitney.dashboard.auth import _POLICY
 from jitney.dashboard.sessions import _MAX_SESSIONS, COOKIE, LIFETIME_S, Sessions
 from jitney.dashboard.sse import _FEED_VERSION
 from jitney.dashboard.viewers import MAX_VIEWERS
-from jitney.engine.api.access import NOBODY, Identity
+from jitney.engine.api.access import _MOST_ALIKE, NOBODY, Identity
 from jitney.engine.api.app import create_app
-from jitney.engine.api.guesses import _MOST_ALIKE
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 

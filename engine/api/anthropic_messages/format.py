@@ -9,11 +9,10 @@ import orjson
 from jitney.engine.api.anthropic_messages.blocks import ContentBlocks, MessageEvent
 from jitney.engine.api.anthropic_messages.schema import MessagesBody
 from jitney.engine.api.choices import Choice, ChoiceDelta
-from jitney.engine.api.errors import answer_to
+from jitney.engine.api.errors import ErrorReply
 from jitney.engine.api.formats import Format
 from jitney.engine.api.generation import Generation
 from jitney.engine.api.slices import Pieces
-from jitney.engine.api.token_counts import counts_of
 from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict
 
@@ -51,7 +50,7 @@ class MessageFormat(Format):
         yield _frame({"type": "message_stop"})
 
     def failure(self, error: Exception, request_id: str) -> Pieces:
-        yield _frame(answer_to(error, request_id).anthropic(request_id))
+        yield _frame(ErrorReply.of(error, request_id).anthropic())
 
     def _message(self) -> JsonDict:
         """Without its content and its end."""
@@ -85,7 +84,7 @@ class MessageFormat(Format):
 
     def _usage(self) -> JsonDict:
         """As things stand now. Input tokens that were cached are no part of input_tokens."""
-        counts = counts_of(self.generation)
+        counts = self.generation.counts
         return {
             "input_tokens": counts.prompt - counts.cached,
             "cache_creation_input_tokens": 0,

@@ -13,7 +13,7 @@ from jitney.engine.api.anthropic_messages.answers import CountAnswer, MessageAns
 from jitney.engine.api.anthropic_messages.conversation import conversation_of
 from jitney.engine.api.anthropic_messages.format import MessageFormat
 from jitney.engine.api.anthropic_messages.schema import CountTokensBody, MessagesBody
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.request import (
@@ -44,7 +44,7 @@ async def _create_message(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, MessagesBody)
     if body.metadata is not None:
         body = body.model_copy(update={"user": body.metadata.user_id})
-    builder = RequestBuilder(service, body, context_of(request))
+    builder = RequestBuilder(service, body, Context.of(request))
     own = {
         "max_tokens": body.max_tokens,
         "stop": tuple(body.stop_sequences or ()),
@@ -59,7 +59,7 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     _check_version(request)
     body, headers = await read_body(service, request, CountTokensBody)
     service.check_model(body.model)
-    builder = RequestBuilder(service, body, context_of(request))
+    builder = RequestBuilder(service, body, Context.of(request))
     builder.sampling({})  # what a message is refused for is refused here too
     conversation = await service.slices.result(conversation_of(body, _KIND, service.turns))
     prompt = await conversation.prompt(service)

@@ -20,13 +20,7 @@ from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.lines import LineRequest, request_in
 from jitney.engine.api.batches.records import LineOutcome
 from jitney.engine.api.context import Context
-from jitney.engine.api.errors import (
-    HttpError,
-    echo,
-    error_form,
-    error_response,
-    retry_after_s,
-)
+from jitney.engine.api.errors import ErrorForm, ErrorReply, HttpError, echo, retry_after_s
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
@@ -174,7 +168,7 @@ def _check_size(request: LineRequest, route: HttpRoute, host: RequestHost) -> No
 
 def _refusal(error: Exception, request_id: str, path: str) -> _Reply:
     """An error as HTTP answers it."""
-    response: Response = error_response(error, request_id, error_form(path))
+    response: Response = ErrorReply.of(error, request_id).response(ErrorForm.of(path))
     headers = _texts(response.raw_headers)
     return _Reply(response.status_code, headers, bytearray(response.body))
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.store import BatchStore
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError, echo
 
 
@@ -23,7 +23,7 @@ async def find_or_404[T](
     """
     param = f"{kind}_id"
     id = request.path_params[param]
-    thing = await keeper.do(find, id, context_of(request.scope).tenant)
+    thing = await keeper.do(find, id, Context.of(request.scope).tenant)
     if thing is None:
         raise HttpError(404, f"no {kind} {echo(id)}", code="not_found", param=param)
     return thing

@@ -37,7 +37,7 @@ from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.batches.upload import Upload, receive_upload
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import BlockAnswer
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.jsonio import json_answer, read_object
@@ -58,7 +58,7 @@ _KEPT_BATCHES = 1000
 async def _upload_file(host: RequestHost, request: Request) -> Response:
     batches = _batches(host)
     keeper = await batches.keeper()
-    owner = context_of(request.scope).tenant
+    owner = Context.of(request.scope).tenant
     await _check_room(keeper, host.settings.server, owner)
     id = new_id("file-")
     async with batches.uploading():
@@ -80,7 +80,7 @@ async def _received(request: Request, path: Path, limit: int) -> Upload:
     try:
         return await receive_upload(request, path, limit)
     except ClientDisconnect:
-        context_of(request.scope).left = True
+        Context.of(request.scope).left = True
         raise HttpError(400, "the client left before its file was there", close=True) from None
 
 
@@ -116,7 +116,7 @@ async def _list_files(host: RequestHost, request: Request) -> Response:
     query = read_query(request, FileQuery)
     files, more = await keeper.do(
         BatchStore.files,
-        context_of(request.scope).tenant,
+        Context.of(request.scope).tenant,
         after=query.after,
         limit=query.limit,
         purpose=query.purpose or "",
@@ -167,7 +167,7 @@ async def _create_batch(host: RequestHost, request: Request) -> Response:
     body = checked(BatchBody, raw)
     batches.executor.route(body.endpoint, param="endpoint")
     keeper, runner = await batches.keeper(), await batches.runner()
-    batch = _new_batch(host, body, context_of(request.scope).tenant)
+    batch = _new_batch(host, body, Context.of(request.scope).tenant)
     await _check_batch(keeper, host.settings.server, batch)
     await keeper.do(BatchStore.forget_ended, batch.owner, _KEPT_BATCHES)
     await keeper.do(BatchStore.add_batch, batch)
@@ -215,7 +215,7 @@ async def _check_batch(keeper: StoreKeeper, server: ServerSection, batch: Batch)
 async def _list_batches(host: RequestHost, request: Request) -> Response:
     keeper = await _batches(host).keeper()
     query = read_query(request, BatchQuery)
-    owner = context_of(request.scope).tenant
+    owner = Context.of(request.scope).tenant
     batches, more = await keeper.do(BatchStore.batches, owner, after=query.after, limit=query.limit)
     return json_answer(shown_list([shown_batch(batch) for batch in batches], more=more))
 

@@ -21,7 +21,7 @@ from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.service import now
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import EVENT_STREAM, send_body, start_of
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError
@@ -52,7 +52,7 @@ async def _create_job(host: RequestHost, request: Request) -> Response:
     if body.body.get("stream"):
         raise RequestError("a job has no stream; see /v1/jobs/{job_id}/events", param="body.stream")
     keeper, runner = await jobs.keeper(), await jobs.runner()
-    job = _new_job(host, body, context_of(request.scope).tenant)
+    job = _new_job(host, body, Context.of(request.scope).tenant)
     asked = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
     ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
     most = host.settings.server.key_jobs
@@ -113,7 +113,7 @@ def _accepted(job: Job, headers: dict[str, str]) -> Response:
 async def _list_jobs(host: RequestHost, request: Request) -> Response:
     keeper = await _jobs(host).keeper()
     query = read_query(request, JobQuery)
-    owner = context_of(request.scope).tenant
+    owner = Context.of(request.scope).tenant
     jobs, more = await keeper.do(table.page, owner, after=query.after, limit=query.limit)
     return json_answer(shown_list([shown_job(job) for job in jobs], more=more))
 

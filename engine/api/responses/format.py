@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jitney.engine.api.choices import Choice, ChoiceDelta, TokenList
-from jitney.engine.api.errors import answer_to
+from jitney.engine.api.errors import ErrorReply
 from jitney.engine.api.formats import Format, TokenScores
 from jitney.engine.api.generation import Generation
-from jitney.engine.api.jsonio import in_pieces, json_list
+from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.responses.output import Output, ResponseEvent
 from jitney.engine.api.responses.schema import ResponsesBody
 from jitney.engine.api.slices import Pieces
-from jitney.engine.api.token_counts import counts_of
 from jitney.engine.conversation.events import ContentDelta
 from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict, SamplingParams
@@ -81,7 +80,7 @@ class ResponsesFormat(Format):
     def failure(self, error: Exception, request_id: str) -> Pieces:
         for event in self._output.close("incomplete"):
             yield from self._frame(event)
-        answer = answer_to(error, request_id)
+        answer = ErrorReply.of(error, request_id)
         code = "rate_limit_exceeded" if answer.status == 429 else "server_error"
         reason = {"code": code, "message": answer.message}
         failed = self._response("failed") | {"error": reason}
@@ -138,7 +137,7 @@ class ResponsesFormat(Format):
         }
 
     def _usage(self) -> JsonDict:
-        counts = counts_of(self.generation)
+        counts = self.generation.counts
         return {
             "input_tokens": counts.prompt,
             "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
@@ -149,7 +148,7 @@ class ResponsesFormat(Format):
 
     def _logprobs(self, tokens: TokenList, short: bool) -> Any:
         """As a value of JSON. short: without the tokens' bytes, as in events."""
-        return json_list(lambda place: self._scored(tokens, place, short), len(tokens))
+        return LongJson.of(lambda place: self._scored(tokens, place, short), len(tokens))
 
     def _scored(self, tokens: TokenList, place: int, short: bool) -> JsonDict:
         scored = self._scores.entry(tokens, place)

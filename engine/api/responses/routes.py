@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from jitney.engine.api.context import context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.queries import listed, read_query
@@ -43,7 +43,7 @@ _KIND = RouteKind(
 
 async def _create_response(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, ResponsesBody)
-    context = context_of(request)
+    context = Context.of(request)
     service.check_model(body.model)
     before = _previous(service, body, context.tenant)
     builder = RequestBuilder(service, body, context)
@@ -96,7 +96,7 @@ async def _show_response(service: Service, request: Request) -> Response:
 
 async def _delete_response(service: Service, request: Request) -> Response:
     kept = _kept(service, request)
-    service.responses.discard(context_of(request).tenant, kept.id)
+    service.responses.discard(Context.of(request).tenant, kept.id)
     return _written({"id": kept.id, "object": "response", "deleted": True})
 
 
@@ -117,7 +117,7 @@ async def _list_input_items(service: Service, request: Request) -> Response:
 
 
 def _kept(service: Service, request: Request) -> KeptResponse:
-    tenant = context_of(request).tenant
+    tenant = Context.of(request).tenant
     return service.responses.get(tenant, request.path_params["response_id"], "response_id")
 
 

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from jitney.engine.api.choices import Choice, ChoiceDelta
-from jitney.engine.api.context import Context, context_of
+from jitney.engine.api.context import Context
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
-from jitney.engine.api.errors import error_event
-from jitney.engine.api.formats import Format, event_of
+from jitney.engine.api.errors import ErrorReply
+from jitney.engine.api.formats import Format
 from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import in_pieces
 from jitney.engine.api.request import RequestBuilder, RouteKind
@@ -82,7 +82,7 @@ class InfillAnswer(BaseModel):
 
 async def _infill(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, InfillBody)
-    wanted = await _infill_request(service, body, context_of(request))
+    wanted = await _infill_request(service, body, Context.of(request))
     return GenerationAnswer(service, wanted, _InfillFormat, headers)
 
 
@@ -115,14 +115,14 @@ class _InfillFormat(Format):
 
     def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
         if delta.finish is not None:
-            return event_of(self._last(choice, delta))
-        return event_of(self._piece(choice, delta))
+            return self._event(self._last(choice, delta))
+        return self._event(self._piece(choice, delta))
 
     def tail(self) -> Pieces:
         yield from ()
 
     def failure(self, error: Exception, request_id: str) -> Pieces:
-        yield error_event(error, request_id)
+        yield ErrorReply.of(error, request_id).event()
 
     def _piece(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
         tokens = delta.tokens.ids if self.request.return_token_ids else []

@@ -9,10 +9,10 @@ from starlette.types import ASGIApp
 
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.endpoints import ignored_header, read_body, read_raw
-from jitney.engine.api.jsonio import LongJson, in_pieces, json_list
+from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.request import Conversation
 from jitney.engine.api.routing import HttpRoute
-from jitney.engine.api.schema import ChatBody, parse_body
+from jitney.engine.api.schema import ChatBody
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.api.text_tools.bodies import (
@@ -37,7 +37,7 @@ async def _tokenize(service: Service, request: Request) -> ASGIApp:
     raw = await read_raw(service, request)
     if raw.get("messages") is not None:
         return await _tokenize_chat(service, raw)
-    body, ignored = parse_body(TextTokenizeBody, raw)
+    body, ignored = TextTokenizeBody.parse(raw)
     service.check_model(body.model)
     if body.content is not None:
         ids = await _encode(service, body.content, "content", special=bool(body.add_special))
@@ -49,7 +49,7 @@ async def _tokenize(service: Service, request: Request) -> ASGIApp:
 
 
 async def _tokenize_chat(service: Service, raw: JsonDict) -> ASGIApp:
-    body, ignored = parse_body(ChatTokenizeBody, raw)
+    body, ignored = ChatTokenizeBody.parse(raw)
     text = await _chat_text(service, body)
     ids = await _encode(service, text, "messages", special=bool(body.add_special_tokens))
     return _answer(service, _counted(service, ids, strings=bool(body.return_token_strs)), ignored)
@@ -98,7 +98,7 @@ async def _encode(service: Service, text: str, param: str, *, special: bool) -> 
 def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
     """vLLM's answer."""
     info, tokenizer = service.ready()
-    spelled = json_list(lambda place: tokenizer.id_to_token(ids[place]), len(ids))
+    spelled = LongJson.of(lambda place: tokenizer.id_to_token(ids[place]), len(ids))
     return {
         "count": len(ids),
         "max_model_len": info.model.context_length,
@@ -110,7 +110,7 @@ def _counted(service: Service, ids: list[int], *, strings: bool) -> JsonDict:
 def _pieces(service: Service, ids: list[int]) -> list[JsonDict] | LongJson:
     """The tokens with their texts, in llama.cpp's form."""
     _, tokenizer = service.ready()
-    return json_list(lambda place: _piece(tokenizer, ids[place]), len(ids))
+    return LongJson.of(lambda place: _piece(tokenizer, ids[place]), len(ids))
 
 
 def _piece(tokenizer: TokenBytes, id: int) -> JsonDict:

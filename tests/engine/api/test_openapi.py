@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from jitney.engine.api import answers
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, Role
-from jitney.engine.api.schema import ChatBody, CompletionBody, parse_body
+from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.api.settings import digest_key
 from jitney.engine.api.text_tools.bodies import DetokenizeAnswer, TemplateAnswer, TokenizeAnswer
 from jitney.engine.errors import RequestError
@@ -83,9 +83,9 @@ def test_what_is_not_supported_is_said_to_be():
     plain = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     for name in refused:
         for neutral in properties[name]["enum"]:
-            parse_body(ChatBody, plain | {name: neutral})
+            ChatBody.parse(plain | {name: neutral})
         with pytest.raises(RequestError, match=name):
-            parse_body(ChatBody, plain | {name: ["something else"]})
+            ChatBody.parse(plain | {name: ["something else"]})
 
 
 def test_ranges_are_those_that_are_checked():

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 from api_fakes import FakeClient, call, make_app, run
 
-from jitney.engine.api.access import ApiKeys, Identity
+from jitney.engine.api.access import (
+    _MAX_REMEMBERED,
+    _MOST_ALIKE,
+    _MOST_OF_ADDRESS,
+    ApiKeys,
+    Identity,
+    _Guesses,
+)
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.guesses import _MAX_REMEMBERED, _MOST_ALIKE, _MOST_OF_ADDRESS, Guesses
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
 
@@ -24,7 +30,7 @@ class Clock:
 
 def test_alike_keys_of_one_address_are_counted_together():
     clock = Clock()
-    guesses = Guesses(clock)
+    guesses = _Guesses(clock)
     for number in range(_MOST_ALIKE):
         clock.now = float(number)
         assert guesses.wait(HERE, "sk-wrong-1") == 0
@@ -37,7 +43,7 @@ def test_alike_keys_of_one_address_are_counted_together():
 
 
 def test_an_address_has_only_so_many_wrong_keys_however_they_begin():
-    guesses = Guesses(Clock())
+    guesses = _Guesses(Clock())
     for number in range(_MOST_OF_ADDRESS):
         assert guesses.wait(HERE, f"{number:08}") == 0
         guesses.failed(HERE, f"{number:08}")
@@ -55,14 +61,14 @@ def test_an_address_has_only_so_many_wrong_keys_however_they_begin():
     ],
 )
 def test_an_ipv6_network_is_one_client(one: str, other: str, same: bool):
-    guesses = Guesses(Clock())
+    guesses = _Guesses(Clock())
     for _ in range(_MOST_ALIKE):
         guesses.failed(one, "guess")
     assert (guesses.wait(other, "guess") > 0) is same
 
 
 def test_what_is_remembered_is_bounded():
-    guesses = Guesses(Clock())
+    guesses = _Guesses(Clock())
     for _ in range(_MOST_ALIKE):
         guesses.failed(HERE, "guess")
     for number in range(_MAX_REMEMBERED // 2):
