@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from typing import Annotated
+
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from jitney.engine.api.schema import checked
@@ -10,6 +12,13 @@ from jitney.engine.types import JsonDict
 
 #: How clients mark the name of a list.
 _LIST_MARK = "[]"
+
+
+class PageQuery(BaseModel):
+    """Which batches or jobs are listed: those behind `after`, the newest first."""
+
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
 
 
 def read_query[Q: BaseModel](request: Request, kind: type[Q]) -> Q:

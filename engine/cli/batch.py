@@ -47,13 +47,12 @@ _COMMAND = Command(
 
 def run(arguments: Sequence[str]) -> int:
     """Exit status: 0 if every line was answered with a 200, else 1."""
-    from jitney.engine.api.batches.offline import OfflineBatch, lines_of
+    from jitney.engine.api.batches.offline import OfflineBatch
 
     args = _COMMAND.parse(arguments)
     config = config_from(args)
     check_platform(config.engine.platform)
-    path = Path(args.file)
-    work = OfflineBatch(path, lines_of(path, config.server.body_limit), Path(args.out))
+    work = OfflineBatch(Path(args.file), Path(args.out), config.server.body_limit)
     _answer_rest(config, work)
     counts = work.counts
     say(f"{counts.answered} lines answered in {args.out}, {counts.failed} of them with an error")

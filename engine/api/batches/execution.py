@@ -17,7 +17,7 @@ from starlette.types import Message, Scope
 
 from jitney.engine.api.access import Identity
 from jitney.engine.api.batches.host import RequestHost
-from jitney.engine.api.batches.lines import LineRequest, request_in
+from jitney.engine.api.batches.lines import LineRequest
 from jitney.engine.api.batches.records import LineOutcome
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import ErrorForm, ErrorReply, HttpError, echo, retry_after_s
@@ -36,7 +36,7 @@ type Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class LineAnswer:
+class _LineAnswer:
     """What a line brought, as a line of the output file or of the error file."""
 
     outcome: LineOutcome
@@ -83,13 +83,13 @@ class LineExecutor:
 
     async def answer(
         self, raw: bytes, custom_id: str, endpoint: str, owner: str, turn: Turn = nullcontext
-    ) -> LineAnswer:
-        """Answer a line, however long that takes. endpoint: see `request_in`; owner: digest of the
-        key that the batch came with; turn: see `answered`.
+    ) -> _LineAnswer:
+        """Answer a line, however long that takes. endpoint: see `LineRequest.read`; owner: digest
+        of the key that the batch came with; turn: see `answered`.
         """
         request_id = uuid.uuid4().hex
         try:
-            request = await asyncio.to_thread(request_in, raw, endpoint)
+            request = await asyncio.to_thread(LineRequest.read, raw, endpoint)
         except RequestError as error:
             reply = _refusal(error, request_id, endpoint)
         else:
@@ -194,7 +194,7 @@ def _scope_of(request: LineRequest, context: Context) -> Scope:
     }
 
 
-def _written(custom_id: str, request_id: str, reply: _Reply) -> LineAnswer:
+def _written(custom_id: str, request_id: str, reply: _Reply) -> _LineAnswer:
     """A line of the output file if its answer is a 200, else one of the error file. Blocks."""
     good = reply.status == 200
     text = orjson.dumps(
@@ -205,4 +205,4 @@ def _written(custom_id: str, request_id: str, reply: _Reply) -> LineAnswer:
             "error": None,
         }
     )
-    return LineAnswer(LineOutcome.COMPLETED if good else LineOutcome.FAILED, text)
+    return _LineAnswer(LineOutcome.COMPLETED if good else LineOutcome.FAILED, text)

@@ -7,16 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from jitney.engine.api.batches.records import Batch, StoredFile
-from jitney.engine.types import JsonDict
+from jitney.engine.api.answers import Described
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])\Z")
 _LONGEST_WINDOW_S = 7 * 86400
-_MOST_LISTED = 10_000
-
-#: The key of a batch's metadata that says where its end is told.
-WEBHOOK_KEY = "webhook_url"
 
 
 def window_s(text: str) -> int:
@@ -52,6 +47,11 @@ class BatchBody(BaseModel):
     #: Not supported: files stay until they are deleted.
     output_expires_after: None = None
 
+    @property
+    def webhook_url(self) -> str:
+        """Where the end is told; empty: nowhere."""
+        return (self.metadata or {}).get("webhook_url", "")
+
 
 class FileForm(BaseModel):
     """POST /v1/files, as multipart/form-data."""
@@ -61,27 +61,7 @@ class FileForm(BaseModel):
     purpose: Literal["batch"]
 
 
-class BatchQuery(BaseModel):
-    """Which batches are listed: those behind `after`, the newest first."""
-
-    after: str = ""
-    limit: Annotated[int, Field(ge=1, le=100)] = 20
-
-
-class FileQuery(BaseModel):
-    """Which files are listed: those behind `after`."""
-
-    after: str = ""
-    limit: Annotated[int, Field(ge=1, le=_MOST_LISTED)] = _MOST_LISTED
-    order: Literal["asc", "desc"] = "desc"
-    purpose: Literal["batch", "batch_output"] | None = None
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class FileAnswer(_Answer):
+class FileAnswer(Described):
     """A file, without its bytes."""
 
     id: str
@@ -94,7 +74,7 @@ class FileAnswer(_Answer):
     expires_at: None
 
 
-class FileList(_Answer):
+class FileList(Described):
     """GET /v1/files."""
 
     object: Literal["list"]
@@ -104,7 +84,7 @@ class FileList(_Answer):
     has_more: bool
 
 
-class FileDeleted(_Answer):
+class FileDeleted(Described):
     """DELETE /v1/files/{file_id}."""
 
     id: str
@@ -112,7 +92,7 @@ class FileDeleted(_Answer):
     deleted: Literal[True]
 
 
-class BatchFault(_Answer):
+class BatchFault(Described):
     """Why a batch's file cannot be worked on; line: counted from 1."""
 
     code: str
@@ -121,14 +101,14 @@ class BatchFault(_Answer):
     line: int | None
 
 
-class BatchFaults(_Answer):
+class BatchFaults(Described):
     """At most ten of them."""
 
     object: Literal["list"]
     data: list[BatchFault]
 
 
-class RequestCounts(_Answer):
+class RequestCounts(Described):
     """Lines in all, those answered with a 200, and those with anything else."""
 
     total: int
@@ -136,7 +116,7 @@ class RequestCounts(_Answer):
     failed: int
 
 
-class BatchAnswer(_Answer):
+class BatchAnswer(Described):
     """A batch."""
 
     id: str
@@ -170,7 +150,7 @@ class BatchAnswer(_Answer):
     metadata: dict[str, str] | None
 
 
-class BatchList(_Answer):
+class BatchList(Described):
     """GET /v1/batches."""
 
     object: Literal["list"]
@@ -178,68 +158,3 @@ class BatchList(_Answer):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-#: States whose time an answer tells, beside the times of coming and expiring.
-_TIMED = (
-    "in_progress",
-    "finalizing",
-    "completed",
-    "failed",
-    "expired",
-    "cancelling",
-    "cancelled",
-)
-
-
-def shown_file(file: StoredFile) -> JsonDict:
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": file.size,
-        "created_at": file.created_at,
-        "filename": file.name,
-        "purpose": file.purpose,
-        "status": "processed",
-        "expires_at": None,
-    }
-
-
-def shown_batch(batch: Batch) -> JsonDict:
-    faults = [
-        {"code": fault.code, "message": fault.message, "param": None, "line": fault.line}
-        for fault in batch.faults
-    ]
-    shown: JsonDict = {
-        "id": batch.id,
-        "object": "batch",
-        "endpoint": batch.endpoint,
-        "errors": {"object": "list", "data": faults} if faults else None,
-        "input_file_id": batch.input_file_id,
-        "completion_window": batch.completion_window,
-        "status": batch.status,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        "created_at": batch.created_at,
-        "expires_at": batch.expires_at,
-        "request_counts": {
-            "total": batch.total,
-            "completed": batch.completed,
-            "failed": batch.failed,
-        },
-        "metadata": batch.metadata or None,
-    }
-    for status in _TIMED:
-        shown[f"{status}_at"] = batch.times.get(status)
-    return shown
-
-
-def shown_list(items: list[JsonDict], *, more: bool) -> JsonDict:
-    """One page of a list."""
-    return {
-        "object": "list",
-        "data": items,
-        "first_id": items[0]["id"] if items else None,
-        "last_id": items[-1]["id"] if items else None,
-        "has_more": more,
-    }

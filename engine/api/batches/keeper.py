@@ -15,7 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate
 
+from starlette.requests import Request
+
 from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.context import Context
+from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.config.cache_folder import make_private
 from jitney.engine.errors import ConfigError
 
@@ -25,13 +29,31 @@ _PART = ".part"
 
 
 class StoreKeeper:
-    """The store, reached from the event loop, and the paths of files. Made by `open_keeper`."""
+    """The store, reached from the event loop, and the paths of files. Made by `open`."""
 
     def __init__(self, folder: Path, lock: int, store: BatchStore, thread: ThreadPoolExecutor):
         self.folder = folder
         self._lock = lock
         self._store = store
         self._thread = thread
+
+    @classmethod
+    async def open(cls, folder: Path) -> StoreKeeper:
+        """The folder, made if there is none. Raises ConfigError if it is not ours alone, or another
+        server's at this time.
+        """
+        thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(thread, _open, folder, thread)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+
+    @classmethod
+    def has_kept(cls, folder: Path) -> bool:
+        """Whether a server has kept batches here. Blocks."""
+        return (folder / _DATABASE).exists()
 
     async def do[**P, T](
         self, method: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs
@@ -43,6 +65,19 @@ class StoreKeeper:
         return await loop.run_in_executor(
             self._thread, lambda: method(self._store, *args, **kwargs)
         )
+
+    async def find_or_404[T](
+        self, request: Request, kind: str, find: Callable[[BatchStore, str, str], T | None]
+    ) -> T:
+        """The file, batch or job that the path of a request names, as `{kind}_id`. Raises HttpError
+        404 if it is not there, or not theirs.
+        """
+        param = f"{kind}_id"
+        id = request.path_params[param]
+        thing = await self.do(find, id, Context.of(request).tenant)
+        if thing is None:
+            raise HttpError(404, f"no {kind} {echo(id)}", code="not_found", param=param)
+        return thing
 
     def path(self, file_id: str) -> Path:
         """Where the bytes of a file lie. Only for ids of ours: those that the store knows."""
@@ -58,24 +93,6 @@ class StoreKeeper:
             await self.do(BatchStore.close)
         self._thread.shutdown(wait=False)
         os.close(self._lock)
-
-
-def has_batches(folder: Path) -> bool:
-    """Whether a server has kept batches here."""
-    return (folder / _DATABASE).exists()
-
-
-async def open_keeper(folder: Path) -> StoreKeeper:
-    """The folder, made if there is none. Raises ConfigError if it is not ours alone, or another
-    server's at this time.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-    loop = asyncio.get_running_loop()
-    try:
-        return await loop.run_in_executor(thread, _open, folder, thread)
-    except BaseException:
-        thread.shutdown(wait=False)
-        raise
 
 
 def _open(folder: Path, thread: ThreadPoolExecutor) -> StoreKeeper:

@@ -90,13 +90,6 @@ def _id_in(raw: bytes, number: int) -> str | Fault:
     return custom_id
 
 
-def read_line(path: Path, line: Line) -> bytes:
-    """The bytes of one line."""
-    with path.open("rb") as file:
-        file.seek(line.start)
-        return file.read(line.size)
-
-
 @dataclass(frozen=True, slots=True)
 class LineRequest:
     """What a line asks for."""
@@ -105,22 +98,24 @@ class LineRequest:
     #: JSON of an object.
     body: bytes
 
-
-def request_in(raw: bytes, endpoint: str) -> LineRequest:
-    """The request in a line that `LineReader` has found sound. endpoint: the route that it must
-    name; empty for any. Raises RequestError.
-    """
-    value: JsonDict = orjson.loads(raw)
-    if value.get("method") != "POST":
-        raise RequestError("method must be POST", param="method")
-    url = value.get("url")
-    if not isinstance(url, str):
-        raise RequestError("url must be the path of a route", param="url")
-    if endpoint and url != endpoint:
-        raise RequestError(f"url {echo(url)} is not the batch's endpoint {endpoint}", param="url")
-    body = value.get("body")
-    if not isinstance(body, dict):
-        raise RequestError("body must be an object", param="body")
-    if body.get("stream"):
-        raise RequestError("a line of a batch has no stream", param="stream")
-    return LineRequest(url, orjson.dumps(body))
+    @classmethod
+    def read(cls, raw: bytes, endpoint: str) -> LineRequest:
+        """The request in a line that `LineReader` has found sound. endpoint: the route that it must
+        name; empty for any. Raises RequestError.
+        """
+        value: JsonDict = orjson.loads(raw)
+        if value.get("method") != "POST":
+            raise RequestError("method must be POST", param="method")
+        url = value.get("url")
+        if not isinstance(url, str):
+            raise RequestError("url must be the path of a route", param="url")
+        if endpoint and url != endpoint:
+            raise RequestError(
+                f"url {echo(url)} is not the batch's endpoint {endpoint}", param="url"
+            )
+        body = value.get("body")
+        if not isinstance(body, dict):
+            raise RequestError("body must be an object", param="body")
+        if body.get("stream"):
+            raise RequestError("a line of a batch has no stream", param="stream")
+        return cls(url, orjson.dumps(body))

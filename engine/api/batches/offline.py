@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 import orjson
 
 from jitney.engine.api.batches.execution import LineExecutor
-from jitney.engine.api.batches.lines import LineReader, read_line
+from jitney.engine.api.batches.lines import LineReader
 from jitney.engine.api.batches.records import Fault, Line, LineOutcome
 from jitney.engine.errors import ConfigError
 
@@ -20,7 +20,7 @@ from jitney.engine.errors import ConfigError
 _MOST_FAULTS = 10
 
 
-class Counts(NamedTuple):
+class _Counts(NamedTuple):
     """How far a run is."""
 
     #: Lines of the file; those that have an answer by now, and how many of these are errors.
@@ -29,7 +29,7 @@ class Counts(NamedTuple):
     failed: int
 
 
-def lines_of(path: Path, most_bytes: int) -> list[Line]:
+def _lines_of(path: Path, most_bytes: int) -> list[Line]:
     """The lines of a file of requests. Raises ConfigError, which names those that are none.
     most_bytes: of a request's body.
     """
@@ -92,8 +92,11 @@ def _answered(path: Path, raw: bytes) -> tuple[str, bool]:
 class OfflineBatch:
     """Answers the lines of a file that have no answer yet."""
 
-    def __init__(self, path: Path, lines: list[Line], out: Path):
-        """Raises ConfigError if `out` has answers to other lines."""
+    def __init__(self, path: Path, out: Path, most_bytes: int):
+        """most_bytes: of a request's body. Raises ConfigError, which names the lines that are no
+        requests, or if `out` has answers to other lines.
+        """
+        lines = _lines_of(path, most_bytes)
         self._path = path
         self._out = out
         answered = _answered_in(out)
@@ -106,11 +109,11 @@ class OfflineBatch:
         self._failed = sum(answered.values())
 
     @property
-    def counts(self) -> Counts:
-        return Counts(self._total, self._answered, self._failed)
+    def counts(self) -> _Counts:
+        return _Counts(self._total, self._answered, self._failed)
 
     async def run(
-        self, executor: LineExecutor, in_flight: int, on_answer: Callable[[Counts], None]
+        self, executor: LineExecutor, in_flight: int, on_answer: Callable[[_Counts], None]
     ) -> None:
         """Until every line has its answer; so many at a time."""
         places = asyncio.Semaphore(in_flight)
@@ -126,9 +129,9 @@ class OfflineBatch:
         line: Line,
         executor: LineExecutor,
         out: BinaryIO,
-        on_answer: Callable[[Counts], None],
+        on_answer: Callable[[_Counts], None],
     ) -> None:
-        raw = await asyncio.to_thread(read_line, self._path, line)
+        raw = await asyncio.to_thread(line.read, self._path)
         answer = await executor.answer(raw, line.custom_id, endpoint="", owner="")
         out.write(answer.text + b"\n")
         self._answered += 1

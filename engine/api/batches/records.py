@@ -5,9 +5,22 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
+
+from jitney.engine.types import JsonDict
 
 #: Batches and jobs in these states are over, and change no more.
 ENDED = ("completed", "failed", "expired", "cancelled")
+#: States of a batch whose time an answer tells, beside the times of coming and expiring.
+_TIMED = (
+    "in_progress",
+    "finalizing",
+    "completed",
+    "failed",
+    "expired",
+    "cancelling",
+    "cancelled",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +39,19 @@ class StoredFile:
     #: Seconds since 1970.
     created_at: int
 
+    def shown(self) -> JsonDict:
+        """As clients see it."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.size,
+            "created_at": self.created_at,
+            "filename": self.name,
+            "purpose": self.purpose,
+            "status": "processed",
+            "expires_at": None,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -36,6 +62,10 @@ class Fault:
     message: str
     #: Of the file, counted from 1; None where it is not about one line.
     line: int | None = None
+
+    def shown(self) -> JsonDict:
+        """As clients see it."""
+        return {"code": self.code, "message": self.message, "param": None, "line": self.line}
 
 
 @dataclass(slots=True)
@@ -77,6 +107,32 @@ class Batch:
     def is_over(self) -> bool:
         return self.status in ENDED
 
+    def shown(self) -> JsonDict:
+        """As clients see it."""
+        faults = [fault.shown() for fault in self.faults]
+        shown: JsonDict = {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": faults} if faults else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
+            "metadata": self.metadata or None,
+        }
+        for status in _TIMED:
+            shown[f"{status}_at"] = self.times.get(status)
+        return shown
+
 
 class LineOutcome(IntEnum):
     """What became of a line."""
@@ -96,6 +152,12 @@ class Line:
     #: Its first byte in the file, and how many it has.
     start: int
     size: int
+
+    def read(self, path: Path) -> bytes:
+        """Its bytes in the file. Blocks."""
+        with path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.size)
 
 
 @dataclass(frozen=True, slots=True)

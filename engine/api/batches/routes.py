@@ -5,43 +5,39 @@ not there.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from jitney.engine.api.batches.find_or_404 import find_or_404
 from jitney.engine.api.batches.forms import (
-    WEBHOOK_KEY,
     BatchAnswer,
     BatchBody,
     BatchList,
-    BatchQuery,
     FileAnswer,
     FileDeleted,
     FileForm,
     FileList,
-    FileQuery,
-    shown_batch,
-    shown_file,
-    shown_list,
     window_s,
 )
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import Batch, StoredFile, new_id
-from jitney.engine.api.batches.service import Batches, now
+from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.batches.store import BatchStore
-from jitney.engine.api.batches.upload import Upload, receive_upload
+from jitney.engine.api.batches.upload import Upload
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.context import Context
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.jsonio import json_answer, read_object
-from jitney.engine.api.queries import read_query
+from jitney.engine.api.queries import PageQuery, listed, read_query
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import checked
 from jitney.engine.config.schema import ServerSection
@@ -53,6 +49,16 @@ _DELETE = ("DELETE",)
 _BLOCK = 1 << 16
 #: Batches that are over and are remembered, of one key.
 _KEPT_BATCHES = 1000
+_MOST_LISTED = 10_000
+
+
+class _FileQuery(BaseModel):
+    """Which files are listed: those behind `after`."""
+
+    after: str = ""
+    limit: Annotated[int, Field(ge=1, le=_MOST_LISTED)] = _MOST_LISTED
+    order: Literal["asc", "desc"] = "desc"
+    purpose: Literal["batch", "batch_output"] | None = None
 
 
 async def _upload_file(host: RequestHost, request: Request) -> Response:
@@ -66,19 +72,19 @@ async def _upload_file(host: RequestHost, request: Request) -> Response:
         try:
             _check_purpose(upload)
             await _check_room(keeper, host.settings.server, owner, upload.size)
-            file = StoredFile(id, owner, "batch", upload.name, upload.size, now())
+            file = StoredFile(id, owner, "batch", upload.name, upload.size, int(time.time()))
             await asyncio.to_thread(keeper.part(id).rename, keeper.path(id))
             await keeper.do(BatchStore.add_file, file)
         except BaseException:
             keeper.part(id).unlink(missing_ok=True)
             raise
     ignored = [name for name in upload.fields if name != "purpose"]
-    return json_answer(shown_file(file), ignored_header(ignored))
+    return json_answer(file.shown(), ignored_header(ignored))
 
 
 async def _received(request: Request, path: Path, limit: int) -> Upload:
     try:
-        return await receive_upload(request, path, limit)
+        return await Upload.receive(request, path, limit)
     except ClientDisconnect:
         Context.of(request.scope).left = True
         raise HttpError(400, "the client left before its file was there", close=True) from None
@@ -113,7 +119,7 @@ def _full(reason: str) -> HttpError:
 
 async def _list_files(host: RequestHost, request: Request) -> Response:
     keeper = await _batches(host).keeper()
-    query = read_query(request, FileQuery)
+    query = read_query(request, _FileQuery)
     files, more = await keeper.do(
         BatchStore.files,
         Context.of(request.scope).tenant,
@@ -122,12 +128,12 @@ async def _list_files(host: RequestHost, request: Request) -> Response:
         purpose=query.purpose or "",
         newest_first=query.order == "desc",
     )
-    return json_answer(shown_list([shown_file(file) for file in files], more=more))
+    return json_answer(listed([file.shown() for file in files], more=more))
 
 
 async def _show_file(host: RequestHost, request: Request) -> Response:
     keeper = await _batches(host).keeper()
-    return json_answer(shown_file(await _file(keeper, request)))
+    return json_answer((await _file(keeper, request)).shown())
 
 
 async def _file_content(host: RequestHost, request: Request) -> ASGIApp:
@@ -158,7 +164,7 @@ async def _delete_file(host: RequestHost, request: Request) -> Response:
 
 
 async def _file(keeper: StoreKeeper, request: Request) -> StoredFile:
-    return await find_or_404(keeper, request, "file", BatchStore.file)
+    return await keeper.find_or_404(request, "file", BatchStore.file)
 
 
 async def _create_batch(host: RequestHost, request: Request) -> Response:
@@ -173,23 +179,22 @@ async def _create_batch(host: RequestHost, request: Request) -> Response:
     await keeper.do(BatchStore.add_batch, batch)
     runner.begin(batch.id)
     ignored = [name for name in raw if name not in BatchBody.model_fields]
-    return json_answer(shown_batch(batch), ignored_header(ignored))
+    return json_answer(batch.shown(), ignored_header(ignored))
 
 
 def _new_batch(host: RequestHost, body: BatchBody, owner: str) -> Batch:
     host.check_background()
-    created_at = now()
-    metadata = body.metadata or {}
-    webhook_url = metadata.get(WEBHOOK_KEY, "")
-    check_webhook_url(host.settings.server.webhook_prefixes, webhook_url, f"metadata.{WEBHOOK_KEY}")
+    created_at = int(time.time())
+    prefixes = host.settings.server.webhook_prefixes
+    check_webhook_url(prefixes, body.webhook_url, "metadata.webhook_url")
     return Batch(
         id=new_id("batch_"),
         owner=owner,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
-        metadata=metadata,
-        webhook_url=webhook_url,
+        metadata=body.metadata or {},
+        webhook_url=body.webhook_url,
         created_at=created_at,
         expires_at=created_at + window_s(body.completion_window),
     )
@@ -214,15 +219,15 @@ async def _check_batch(keeper: StoreKeeper, server: ServerSection, batch: Batch)
 
 async def _list_batches(host: RequestHost, request: Request) -> Response:
     keeper = await _batches(host).keeper()
-    query = read_query(request, BatchQuery)
+    query = read_query(request, PageQuery)
     owner = Context.of(request.scope).tenant
     batches, more = await keeper.do(BatchStore.batches, owner, after=query.after, limit=query.limit)
-    return json_answer(shown_list([shown_batch(batch) for batch in batches], more=more))
+    return json_answer(listed([batch.shown() for batch in batches], more=more))
 
 
 async def _show_batch(host: RequestHost, request: Request) -> Response:
     keeper = await _batches(host).keeper()
-    return json_answer(shown_batch(await _batch(keeper, request)))
+    return json_answer((await _batch(keeper, request)).shown())
 
 
 async def _cancel_batch(host: RequestHost, request: Request) -> Response:
@@ -230,18 +235,18 @@ async def _cancel_batch(host: RequestHost, request: Request) -> Response:
     keeper, runner = await batches.keeper(), await batches.runner()
     batch = await _batch(keeper, request)
     sources = ("validating", "in_progress")
-    if await keeper.do(BatchStore.move, batch.id, sources, "cancelling", now()):
+    if await keeper.do(BatchStore.move, batch.id, sources, "cancelling", int(time.time())):
         runner.cancel(batch.id)
     batch = await _batch(keeper, request)
     if not batch.status.startswith("cancel"):
         raise HttpError(
             400, f"batch {batch.id} is {batch.status} and cannot be cancelled", code="batch_ended"
         )
-    return json_answer(shown_batch(batch))
+    return json_answer(batch.shown())
 
 
 async def _batch(keeper: StoreKeeper, request: Request) -> Batch:
-    return await find_or_404(keeper, request, "batch", BatchStore.batch)
+    return await keeper.find_or_404(request, "batch", BatchStore.batch)
 
 
 def _batches(host: RequestHost) -> Batches:
@@ -264,7 +269,7 @@ BATCH_ROUTES = (
         _GET,
         _list_files,
         "your files",
-        query=FileQuery,
+        query=_FileQuery,
         answer=FileList,
     ),
     HttpRoute(
@@ -301,7 +306,7 @@ BATCH_ROUTES = (
         _GET,
         _list_batches,
         "your batches",
-        query=BatchQuery,
+        query=PageQuery,
         answer=BatchList,
     ),
     HttpRoute(

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitney.engine.api.batches.deliveries import BATCH_ENDS, Deliveries
+import orjson
+
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.host import RequestHost
-from jitney.engine.api.batches.keeper import StoreKeeper, has_batches, open_keeper
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.runner import BatchRunner
-from jitney.engine.api.batches.webhooks import Webhooks
+from jitney.engine.api.batches.webhooks import Deliveries, Event, Webhooks
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.errors import JitneyError, RequestError
@@ -26,6 +27,13 @@ _log = logging.getLogger("jitney.api")
 
 #: Uploads at a time, over all keys.
 _MOST_UPLOADS = 8
+
+
+def _batch_event(row: sqlite3.Row) -> Event:
+    return Event.of_end(row["id"], row["status"], orjson.loads(row["times"]))
+
+
+_BATCH_ENDS = Deliveries("batches", _batch_event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class Batches:
     def __init__(self, host: RequestHost, table: RouteTable, others: Sequence[Deliveries] = ()):
         """others: what is told to URLs beside the ends of batches."""
         self._host = host
-        self._queues = (BATCH_ENDS, *others)
+        self._queues = (_BATCH_ENDS, *others)
         self.executor = LineExecutor(host, table, background=True)
         self._opening = asyncio.Lock()
         self._parts: _Open | None = None
@@ -54,7 +62,7 @@ class Batches:
     async def start(self) -> None:
         """Go on with what an earlier server has left; what is wrong with its folder is logged."""
         folder = self._host.settings.data_dir
-        if folder is None or not await asyncio.to_thread(has_batches, folder):
+        if folder is None or not await asyncio.to_thread(StoreKeeper.has_kept, folder):
             return
         try:
             await self._opened()
@@ -126,7 +134,7 @@ class Batches:
 
 async def _open_folder(folder: Path) -> StoreKeeper:
     try:
-        return await open_keeper(folder)
+        return await StoreKeeper.open(folder)
     except (JitneyError, OSError) as error:
         _log.warning("files cannot be kept: %s", error)
         raise _unavailable("files cannot be kept now; the server's log says why") from None
@@ -134,8 +142,3 @@ async def _open_folder(folder: Path) -> StoreKeeper:
 
 def _unavailable(message: str) -> HttpError:
     return HttpError(503, message, code="no_store")
-
-
-def now() -> int:
-    """Seconds since 1970."""
-    return int(time.time())

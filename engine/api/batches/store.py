@@ -15,7 +15,6 @@ from pathlib import Path
 
 import orjson
 
-from jitney.engine.api.batches import rows
 from jitney.engine.api.batches.records import (
     AnsweredLine,
     Batch,
@@ -24,6 +23,7 @@ from jitney.engine.api.batches.records import (
     LineOutcome,
     StoredFile,
 )
+from jitney.engine.api.batches.rows import OwnedTable
 from jitney.engine.errors import ConfigError
 
 _FIRST_TABLES = """
@@ -128,6 +128,8 @@ class BatchStore:
         self.db.execute("PRAGMA journal_mode = WAL")
         self.db.execute("PRAGMA synchronous = NORMAL")
         self._make_tables(path)
+        self._files = OwnedTable(self.db, "files")
+        self._batches = OwnedTable(self.db, "batches")
 
     def _make_tables(self, path: Path) -> None:
         [version] = self.db.execute("PRAGMA user_version").fetchone()
@@ -159,7 +161,7 @@ class BatchStore:
         return count, size
 
     def add_file(self, file: StoredFile) -> None:
-        rows.insert(self.db, "files", {name: getattr(file, name) for name in _FILE_FIELDS})
+        self._files.insert({name: getattr(file, name) for name in _FILE_FIELDS})
 
     def file(self, id: str, owner: str) -> StoredFile | None:
         """The file of that id, if it is this owner's."""
@@ -173,9 +175,7 @@ class BatchStore:
         """At most so many of an owner's files, those behind `after`, and whether there are more.
         purpose: only of this one; empty for all.
         """
-        page, more = rows.page(
-            self.db,
-            "files",
+        page, more = self._files.page(
             owner,
             after=after,
             limit=limit,
@@ -193,7 +193,7 @@ class BatchStore:
         """Forget a file, unless a batch still needs it: the id of that batch, else nothing."""
         with self.transaction():
             query = f"""SELECT id FROM batches WHERE input_file_id = ? AND owner = ?
-                AND {rows.OPEN}"""
+                AND {OwnedTable.OPEN}"""
             row = self.db.execute(query, (id, owner)).fetchone()
             if row is not None:
                 return row["id"]
@@ -204,7 +204,7 @@ class BatchStore:
 
     def open_batches(self, owner: str) -> int:
         """How many of an owner's batches are not over."""
-        return rows.n_open(self.db, "batches", owner)
+        return self._batches.n_open(owner)
 
     def add_batch(self, batch: Batch) -> None:
         columns = {name: getattr(batch, name) for name in _PLAIN}
@@ -213,27 +213,27 @@ class BatchStore:
             "times": orjson.dumps(batch.times),
             "faults": orjson.dumps(batch.faults),
         }
-        rows.insert(self.db, "batches", columns)
+        self._batches.insert(columns)
 
     def forget_ended(self, owner: str, keep: int) -> None:
         """Of an owner's batches that are over, and told, keep the newest."""
-        rows.forget_ended(self.db, "batches", owner, keep)
+        self._batches.forget_ended(owner, keep)
 
     def batch(self, id: str, owner: str | None = None) -> Batch | None:
         """The batch of that id, if it is this owner's; None: whoever has it."""
         row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
         if row is None or owner not in (None, row["owner"]):
             return None
-        return batch_of(row)
+        return _batch_of(row)
 
     def batches(self, owner: str, *, after: str, limit: int) -> tuple[list[Batch], bool]:
         """As `files`, the newest first."""
-        page, more = rows.page(self.db, "batches", owner, after=after, limit=limit)
-        return [batch_of(row) for row in page], more
+        page, more = self._batches.page(owner, after=after, limit=limit)
+        return [_batch_of(row) for row in page], more
 
     def unfinished(self) -> list[str]:
         """Ids of the batches that are not over, the oldest first."""
-        query = f"SELECT id FROM batches WHERE {rows.OPEN} ORDER BY number"
+        query = f"SELECT id FROM batches WHERE {OwnedTable.OPEN} ORDER BY number"
         return [row["id"] for row in self.db.execute(query)]
 
     def move(self, id: str, sources: Iterable[str], status: str, now: int) -> bool:
@@ -244,7 +244,7 @@ class BatchStore:
             row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
             if row is None or row["status"] not in tuple(sources):
                 return False
-            rows.set_status(self.db, "batches", row, status, now)
+            self._batches.set_status(row, status, now)
             return True
 
     def fail(self, id: str, faults: list[Fault], now: int) -> bool:
@@ -257,7 +257,7 @@ class BatchStore:
                 "UPDATE batches SET faults = ? WHERE id = ?", (orjson.dumps(faults), id)
             )
             self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
-            rows.set_status(self.db, "batches", row, "failed", now)
+            self._batches.set_status(row, "failed", now)
             return True
 
     def finish(
@@ -272,7 +272,7 @@ class BatchStore:
                     query = f"UPDATE batches SET {name} = ? WHERE id = ?"
                     self.db.execute(query, (file.id, id))
             self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
-            rows.set_status(self.db, "batches", row, status, now)
+            self._batches.set_status(row, status, now)
 
     # Lines.
 
@@ -303,7 +303,7 @@ class BatchStore:
             query = "SELECT COUNT(*) FROM lines WHERE batch_id = ?"
             [total] = self.db.execute(query, (id,)).fetchone()
             self.db.execute("UPDATE batches SET total = ? WHERE id = ?", (total, id))
-            rows.set_status(self.db, "batches", row, "in_progress", now)
+            self._batches.set_status(row, "in_progress", now)
             return True
 
     def open_lines(self, id: str, after: int, limit: int) -> list[Line]:
@@ -334,7 +334,7 @@ def _file_of(row: sqlite3.Row) -> StoredFile:
     return StoredFile(**{name: row[name] for name in _FILE_FIELDS})
 
 
-def batch_of(row: sqlite3.Row) -> Batch:
+def _batch_of(row: sqlite3.Row) -> Batch:
     """A row of the table of batches."""
     return Batch(
         **{name: row[name] for name in _PLAIN},

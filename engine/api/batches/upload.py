@@ -38,22 +38,22 @@ class Upload:
     #: The other fields of the form.
     fields: dict[str, str] = field(default_factory=dict[str, str])
 
-
-async def receive_upload(request: Request, path: Path, limit: int) -> Upload:
-    """Write the form's `file` to a path, which is removed again if anything goes wrong. Raises
-    RequestError, and HttpError 413 for a file of more than `limit` bytes.
-    """
-    file = await asyncio.to_thread(path.open, "wb")
-    try:
-        form = _Form(_boundary(request), limit)
-        async for block in _blocks(form, request):
-            await asyncio.to_thread(file.write, block)
-        await asyncio.to_thread(_settle, file)
-        return form.whole()
-    except BaseException:
-        file.close()
-        path.unlink(missing_ok=True)
-        raise
+    @classmethod
+    async def receive(cls, request: Request, path: Path, limit: int) -> Upload:
+        """Write the form's `file` to a path, which is removed again if anything goes wrong. Raises
+        RequestError, and HttpError 413 for a file of more than `limit` bytes.
+        """
+        file = await asyncio.to_thread(path.open, "wb")
+        try:
+            form = _Form(_boundary(request), limit)
+            async for block in _blocks(form, request):
+                await asyncio.to_thread(file.write, block)
+            await asyncio.to_thread(_settle, file)
+            return form.whole()
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _settle(file: BinaryIO) -> None:

@@ -1,4 +1,5 @@
-"""Telling the end of a batch or of a job to a URL, signed.
+"""Telling the end of a batch or of a job to a URL, signed: which ends are due, as rows of a table
+of the store, and how they are sent.
 
 The form of the message and of the signature is that of Standard Webhooks
 (https://github.com/standard-webhooks/standard-webhooks), which OpenAI's clients check too. Nothing
@@ -14,15 +15,19 @@ import hmac
 import logging
 import random
 import re
+import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
+import orjson
 
-from jitney.engine.api.batches.deliveries import Deliveries, Delivery
 from jitney.engine.api.batches.keeper import StoreKeeper
+from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.api")
 
@@ -38,7 +43,85 @@ _SECRET_PREFIX = "whsec_"
 _DOTS = re.compile(r"(?:\.|%2e){1,2}", re.IGNORECASE)
 
 
-def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What is told."""
+
+    #: The same at every try, so that the other side knows it again.
+    id: str
+    #: Such as "batch.completed".
+    type: str
+    #: Seconds since 1970.
+    created_at: int
+    data: JsonDict
+
+    @classmethod
+    def of_end(
+        cls, id: str, status: str, times: dict[str, int], more: JsonDict | None = None
+    ) -> Event:
+        """The end of a batch or of a job.
+
+        id: "batch_..." or "job_...", and the event's own begins with "evt_".
+        times: when each state was reached.
+        more: what is told beside the id.
+        """
+        kind, _, rest = id.partition("_")
+        return cls(f"evt_{rest}", f"{kind}.{status}", times[status], {"id": id} | (more or {}))
+
+    def text(self) -> bytes:
+        return orjson.dumps(
+            {
+                "object": "event",
+                "id": self.id,
+                "type": self.type,
+                "created_at": self.created_at,
+                "data": self.data,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """An event that has to be told to a URL."""
+
+    #: Of the row.
+    id: str
+    url: str
+    event: Event
+    #: How often it was tried already.
+    attempts: int
+
+
+class Deliveries:
+    """The rows of one table that have a `told_at`: when the next try is due. Every method blocks,
+    and runs on the store's thread.
+    """
+
+    def __init__(self, table: str, event_of: Callable[[sqlite3.Row], Event]):
+        """event_of: what is told of a row that is over."""
+        self._table = table
+        self._event_of = event_of
+
+    def next_at(self, store: BatchStore) -> float | None:
+        """When the next one is due; None if none is."""
+        [at] = store.db.execute(f"SELECT MIN(told_at) FROM {self._table}").fetchone()
+        return at
+
+    def due(self, store: BatchStore, now: float, limit: int) -> list[_Delivery]:
+        """Those that are to be told by now, at most so many."""
+        query = f"SELECT * FROM {self._table} WHERE told_at <= ? ORDER BY told_at LIMIT ?"
+        return [self._delivery(row) for row in store.db.execute(query, (now, limit))]
+
+    def _delivery(self, row: sqlite3.Row) -> _Delivery:
+        return _Delivery(row["id"], row["webhook_url"], self._event_of(row), row["attempts"])
+
+    def tried(self, store: BatchStore, id: str, again_at: float | None) -> None:
+        """An event was told, or is to be told again then."""
+        query = f"UPDATE {self._table} SET attempts = attempts + 1, told_at = ? WHERE id = ?"
+        store.db.execute(query, (again_at, id))
+
+
+def _is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
     """Whether a URL lies under one of the prefixes: the same scheme, host and port, and a path that
     begins with theirs, whole segments.
     """
@@ -64,7 +147,7 @@ def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
 
 def check_webhook_url(prefixes: tuple[str, ...], url: str, param: str) -> None:
     """Raise RequestError, blaming the field `param`, for a URL that is not allowed."""
-    if url and not is_allowed(url, prefixes):
+    if url and not _is_allowed(url, prefixes):
         raise RequestError("this server sends nothing to that URL (webhook_prefixes)", param=param)
 
 
@@ -141,7 +224,7 @@ class Webhooks:
             pass
 
     async def _deliver(
-        self, client: httpx.AsyncClient, queue: Deliveries, delivery: Delivery
+        self, client: httpx.AsyncClient, queue: Deliveries, delivery: _Delivery
     ) -> None:
         problem = await self._send(client, delivery)
         again_at = None
@@ -157,10 +240,10 @@ class Webhooks:
             )
         await self._keeper.do(queue.tried, delivery.id, again_at)
 
-    async def _send(self, client: httpx.AsyncClient, delivery: Delivery) -> str:
+    async def _send(self, client: httpx.AsyncClient, delivery: _Delivery) -> str:
         """One try; why it failed."""
         url, body = delivery.url, delivery.event.text()
-        if not self._secret or not is_allowed(url, self._prefixes):
+        if not self._secret or not _is_allowed(url, self._prefixes):
             return "its URL is not allowed any more"
         headers = _signed(self._secret, delivery.event.id, int(time.time()), body)
         try:

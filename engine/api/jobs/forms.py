@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from jitney.engine.api.answers import Described
 from jitney.engine.api.batches.forms import Metadata, check_window
-from jitney.engine.api.jobs.records import Job
-from jitney.engine.api.jobs.table import response_of
 from jitney.engine.types import JsonDict
 
 
@@ -28,18 +27,7 @@ class JobBody(BaseModel):
     metadata: Metadata | None = None
 
 
-class JobQuery(BaseModel):
-    """Which jobs are listed: those behind `after`, the newest first."""
-
-    after: str = ""
-    limit: Annotated[int, Field(ge=1, le=100)] = 20
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class JobResponse(_Answer):
+class JobResponse(Described):
     """What the route answered, as HTTP would have."""
 
     status_code: int
@@ -47,7 +35,7 @@ class JobResponse(_Answer):
     body: JsonDict
 
 
-class JobAnswer(_Answer):
+class JobAnswer(Described):
     """A job."""
 
     id: str
@@ -66,7 +54,7 @@ class JobAnswer(_Answer):
     response: JobResponse | None
 
 
-class JobList(_Answer):
+class JobList(Described):
     """GET /v1/jobs."""
 
     object: Literal["list"]
@@ -74,24 +62,3 @@ class JobList(_Answer):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-#: States whose time an answer tells, beside the times of coming and expiring.
-_TIMED = ("in_progress", "completed", "failed", "cancelled", "expired")
-
-
-def shown_job(job: Job) -> JsonDict:
-    shown: JsonDict = {
-        "id": job.id,
-        "object": "job",
-        "endpoint": job.endpoint,
-        "status": job.status,
-        "created_at": job.created_at,
-        "expires_at": job.expires_at,
-        "webhook_url": job.webhook_url or None,
-        "metadata": job.metadata or None,
-        "response": response_of(job),
-    }
-    for status in _TIMED:
-        shown[f"{status}_at"] = job.times.get(status)
-    return shown

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import orjson
+
 from jitney.engine.api.batches.records import ENDED
+from jitney.engine.types import JsonDict
+
+#: States whose time an answer tells, beside the times of coming and expiring.
+_TIMED = ("in_progress", "completed", "failed", "cancelled", "expired")
 
 
 @dataclass(slots=True)
@@ -34,6 +40,28 @@ class Job:
     @property
     def is_over(self) -> bool:
         return self.status in ENDED
+
+    @property
+    def response(self) -> orjson.Fragment | None:
+        """The answer as a part of a larger JSON text; None if there is none."""
+        return None if self.answer is None else orjson.Fragment(self.answer)
+
+    def shown(self) -> JsonDict:
+        """As clients see it."""
+        shown: JsonDict = {
+            "id": self.id,
+            "object": "job",
+            "endpoint": self.endpoint,
+            "status": self.status,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "webhook_url": self.webhook_url or None,
+            "metadata": self.metadata or None,
+            "response": self.response,
+        }
+        for status in _TIMED:
+            shown[f"{status}_at"] = self.times.get(status)
+        return shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,12 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jitney.engine.api.batches.find_or_404 import find_or_404
-from jitney.engine.api.batches.forms import shown_list, window_s
+from jitney.engine.api.batches.forms import window_s
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import new_id
-from jitney.engine.api.batches.service import now
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import EVENT_STREAM, send_body, start_of
 from jitney.engine.api.context import Context
@@ -26,12 +25,12 @@ from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jobs import table
-from jitney.engine.api.jobs.forms import JobAnswer, JobBody, JobList, JobQuery, shown_job
+from jitney.engine.api.jobs.forms import JobAnswer, JobBody, JobList
 from jitney.engine.api.jobs.records import Job, JobRequest, Repeated
 from jitney.engine.api.jobs.runner import JobRunner
 from jitney.engine.api.jobs.service import Jobs
 from jitney.engine.api.jsonio import json_answer, read_object
-from jitney.engine.api.queries import read_query
+from jitney.engine.api.queries import PageQuery, listed, read_query
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import checked
 from jitney.engine.errors import RequestError
@@ -65,7 +64,7 @@ async def _create_job(host: RequestHost, request: Request) -> Response:
 
 
 def _new_job(host: RequestHost, body: JobBody, owner: str) -> Job:
-    created_at = now()
+    created_at = int(time.time())
     url = body.webhook_url or ""
     check_webhook_url(host.settings.server.webhook_prefixes, url, "webhook_url")
     return Job(
@@ -107,20 +106,20 @@ def _check_same(known: Repeated, asked: JobRequest) -> None:
 
 def _accepted(job: Job, headers: dict[str, str]) -> Response:
     where = {"location": f"/v1/jobs/{job.id}"}
-    return json_answer(shown_job(job), headers | where, status=202)
+    return json_answer(job.shown(), headers | where, status=202)
 
 
 async def _list_jobs(host: RequestHost, request: Request) -> Response:
     keeper = await _jobs(host).keeper()
-    query = read_query(request, JobQuery)
+    query = read_query(request, PageQuery)
     owner = Context.of(request.scope).tenant
     jobs, more = await keeper.do(table.page, owner, after=query.after, limit=query.limit)
-    return json_answer(shown_list([shown_job(job) for job in jobs], more=more))
+    return json_answer(listed([job.shown() for job in jobs], more=more))
 
 
 async def _show_job(host: RequestHost, request: Request) -> Response:
     keeper = await _jobs(host).keeper()
-    return json_answer(shown_job(await _job(keeper, request)))
+    return json_answer((await _job(keeper, request)).shown())
 
 
 async def _cancel_job(host: RequestHost, request: Request) -> Response:
@@ -133,7 +132,7 @@ async def _cancel_job(host: RequestHost, request: Request) -> Response:
         raise HttpError(
             400, f"job {job.id} is {job.status} and cannot be cancelled", code="job_ended"
         )
-    return json_answer(shown_job(job))
+    return json_answer(job.shown())
 
 
 async def _job_events(host: RequestHost, request: Request) -> ASGIApp:
@@ -153,7 +152,7 @@ async def _events(
         job = await _job(keeper, request)
         if job.status != status:
             status = job.status
-            yield b"event: job.%s\ndata: %s\n\n" % (status.encode(), orjson.dumps(shown_job(job)))
+            yield b"event: job.%s\ndata: %s\n\n" % (status.encode(), orjson.dumps(job.shown()))
         if job.is_over:
             return
         try:
@@ -182,7 +181,7 @@ class _EventAnswer:
 
 
 async def _job(keeper: StoreKeeper, request: Request) -> Job:
-    return await find_or_404(keeper, request, "job", table.find)
+    return await keeper.find_or_404(request, "job", table.find)
 
 
 def _jobs(host: RequestHost) -> Jobs:
@@ -205,7 +204,7 @@ JOB_ROUTES = (
         _GET,
         _list_jobs,
         "your jobs",
-        query=JobQuery,
+        query=PageQuery,
         answer=JobList,
     ),
     HttpRoute(

@@ -8,14 +8,13 @@ killed is computed again.
 from __future__ import annotations
 
 import sqlite3
-from typing import Any
 
 import orjson
 
-from jitney.engine.api.batches import rows
-from jitney.engine.api.batches.deliveries import Deliveries, Event
 from jitney.engine.api.batches.records import ENDED
+from jitney.engine.api.batches.rows import OwnedTable
 from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.batches.webhooks import Deliveries, Event
 from jitney.engine.api.jobs.records import Job, JobRequest, Repeated
 from jitney.engine.errors import RequestError
 
@@ -45,13 +44,13 @@ def add(
         known = _find_repeated(store, job.owner, asked.repeat_key)
         if known is None:
             _check_room(store, job.owner, most_open)
-            rows.forget_ended(store.db, "jobs", job.owner, keep)
+            _rows(store).forget_ended(job.owner, keep)
             _insert(store, job, asked)
         return known
 
 
 def _check_room(store: BatchStore, owner: str, most_open: int) -> None:
-    if rows.n_open(store.db, "jobs", owner) >= most_open:
+    if _rows(store).n_open(owner) >= most_open:
         raise RequestError(
             f"one key may have {most_open} jobs under way (key_jobs)",
             code="rate_limit",
@@ -68,7 +67,7 @@ def _insert(store: BatchStore, job: Job, asked: JobRequest) -> None:
         "repeat_key": asked.repeat_key,
         "digest": asked.digest,
     }
-    rows.insert(store.db, "jobs", columns)
+    _rows(store).insert(columns)
 
 
 def _find_repeated(store: BatchStore, owner: str, repeat_key: str | None) -> Repeated | None:
@@ -91,13 +90,13 @@ def page(store: BatchStore, owner: str, *, after: str, limit: int) -> tuple[list
     """At most so many of an owner's jobs, those behind `after`, the newest first, and whether there
     are more.
     """
-    page, more = rows.page(store.db, "jobs", owner, after=after, limit=limit, columns=_COLUMNS)
+    page, more = _rows(store).page(owner, after=after, limit=limit, columns=_COLUMNS)
     return [_job_of(row) for row in page], more
 
 
 def unfinished(store: BatchStore) -> list[Job]:
     """The jobs that are not over, the oldest first."""
-    query = f"SELECT {_COLUMNS} FROM jobs WHERE {rows.OPEN} ORDER BY number"
+    query = f"SELECT {_COLUMNS} FROM jobs WHERE {OwnedTable.OPEN} ORDER BY number"
     return [_job_of(row) for row in store.db.execute(query)]
 
 
@@ -107,7 +106,7 @@ def begin(store: BatchStore, id: str, now: int) -> bytes | None:
         row = store.db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
         if row is None or row["status"] in ENDED:
             return None
-        rows.set_status(store.db, "jobs", row, "in_progress", now)
+        _rows(store).set_status(row, "in_progress", now)
         return row["body"]
 
 
@@ -119,13 +118,12 @@ def finish(store: BatchStore, id: str, status: str, answer: bytes | None, now: i
         if row is None or row["status"] in ENDED:
             return False
         store.db.execute("UPDATE jobs SET answer = ?, body = x'' WHERE id = ?", (answer, id))
-        rows.set_status(store.db, "jobs", row, status, now)
+        _rows(store).set_status(row, status, now)
         return True
 
 
-def response_of(job: Job) -> Any:
-    """The answer as a part of a larger JSON text; None if there is none."""
-    return None if job.answer is None else orjson.Fragment(job.answer)
+def _rows(store: BatchStore) -> OwnedTable:
+    return OwnedTable(store.db, "jobs")
 
 
 def _job_of(row: sqlite3.Row) -> Job:
@@ -139,7 +137,7 @@ def _job_of(row: sqlite3.Row) -> Job:
 def _job_event(row: sqlite3.Row) -> Event:
     """The end of a job, with its answer."""
     job = _job_of(row)
-    more = {"metadata": job.metadata or None, "response": response_of(job)}
+    more = {"metadata": job.metadata or None, "response": job.response}
     return Event.of_end(job.id, job.status, job.times, more)
 
 

@@ -30,7 +30,7 @@ from batch_process import serving_process
 from openai import OpenAI
 
 from jitney.engine.api.batches.execution import LineExecutor
-from jitney.engine.api.batches.offline import Counts, OfflineBatch, lines_of
+from jitney.engine.api.batches.offline import OfflineBatch, _Counts
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.errors import ConfigError
@@ -70,16 +70,16 @@ def test_killed_in_the_middle_each_line_is_answered_once(tmp_path: Path):
 
 def offline(
     path: Path, out: Path, engine: FakeClient, in_flight: int = 4, stop_after: int = 0
-) -> Counts:
+) -> _Counts:
     """Run a file; stop_after: be interrupted after so many answers."""
-    work = OfflineBatch(path, lines_of(path, 10_000), out)
+    work = OfflineBatch(path, out, 10_000)
 
     async def run() -> None:
         service = make_app(engine).state.service
         executor = LineExecutor(service, RouteTable(ROUTES), background=False)
         task: asyncio.Task[None]
 
-        def on_answer(counts: Counts) -> None:
+        def on_answer(counts: _Counts) -> None:
             if counts.answered == stop_after:
                 task.cancel()
 
@@ -103,21 +103,21 @@ def test_a_file_is_answered_without_a_server(tmp_path: Path):
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_bytes(jsonl([line("a"), line("b", CHATS), line("c", n=0), line("d")]))
     engine = FakeClient(Script(text="words"))
-    assert offline(path, out, engine) == Counts(4, 4, 1)
+    assert offline(path, out, engine) == _Counts(4, 4, 1)
     found = written(out)
     assert set(found) == {"a", "b", "c", "d"}
     assert found["a"]["response"]["body"]["object"] == "text_completion"
     assert found["b"]["response"]["body"]["object"] == "chat.completion"
     assert found["c"]["response"]["body"]["error"]["param"] == "n"
     assert not any(request.background for request in engine.requests)
-    assert offline(path, out, FakeClient()) == Counts(4, 4, 1), "an error stays one"
+    assert offline(path, out, FakeClient()) == _Counts(4, 4, 1), "an error stays one"
 
 
 def test_a_file_may_ask_for_vectors(tmp_path: Path):
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_bytes(jsonl([line("ab", EMBEDDINGS, encoding_format="base64"), line("b")]))
     engine = FakeClient(embedding_pooling="last", embedding_size=2)
-    assert offline(path, out, engine) == Counts(2, 2, 0)
+    assert offline(path, out, engine) == _Counts(2, 2, 0)
     body = written(out)["ab"]["response"]["body"]
     assert base64.b64decode(body["data"][0]["embedding"]) == struct.pack("<2f", 1.0, 2.0)
 
@@ -130,11 +130,11 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path):
     with out.open("ab") as file:
         file.write(b'{"custom_id": "r7", "resp')  # it was killed while it wrote
     second = FakeClient(Script(text="words"))
-    assert offline(path, out, second) == Counts(20, 20, 0)
+    assert offline(path, out, second) == _Counts(20, 20, 0)
     assert set(written(out)) == {f"r{number}" for number in range(20)}
     assert len(second.requests) == 13
     third = FakeClient()
-    assert offline(path, out, third) == Counts(20, 20, 0) and not third.requests
+    assert offline(path, out, third) == _Counts(20, 20, 0) and not third.requests
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_files_that_are_none_of_requests(tmp_path: Path, content: bytes | None, 
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
-        lines_of(path, 10_000)
+        OfflineBatch(path, tmp_path / "out.jsonl", 10_000)
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_files_of_somebody_elses_are_not_written_to(tmp_path: Path, content: byt
     path.write_bytes(jsonl([line("a", COMPLETIONS)]))
     out.write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
-        OfflineBatch(path, lines_of(path, 10_000), out)
+        OfflineBatch(path, out, 10_000)
     assert out.read_bytes() == content

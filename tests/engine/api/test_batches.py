@@ -24,7 +24,7 @@ from jitney.engine.api.batches import webhooks
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.records import Batch, Line, LineOutcome, StoredFile
 from jitney.engine.api.batches.store import BatchStore
-from jitney.engine.api.batches.webhooks import is_allowed
+from jitney.engine.api.batches.webhooks import _is_allowed
 from jitney.engine.api.errors import retry_after_s
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import RouteTable
@@ -503,7 +503,7 @@ def test_where_ends_may_be_told():
         "http://127.0.0.1:9/x",
         "http://127.0.0.1:9/x/y",
     ):
-        assert is_allowed(good, prefixes), good
+        assert _is_allowed(good, prefixes), good
     for bad in (
         "http://hooks.example.org/jitney/a",
         "https://hooks.example.org/jitneys",
@@ -524,8 +524,8 @@ def test_where_ends_may_be_told():
         "file:///etc/passwd",
         "x",
     ):
-        assert not is_allowed(bad, prefixes), bad
-    assert not is_allowed("https://hooks.example.org/", ())
+        assert not _is_allowed(bad, prefixes), bad
+    assert not _is_allowed("https://hooks.example.org/", ())
 
 
 def stored(folder: Path, batch: str = "b", lines: int = 3) -> BatchStore:
