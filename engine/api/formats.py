@@ -17,7 +17,6 @@ from jitney.engine.conversation.events import (
     ToolCallArguments,
     ToolCallStart,
     WrittenCall,
-    message_of,
 )
 from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict
@@ -270,7 +269,7 @@ class ChatFormat(Format):
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> JsonDict:
         entry = {
             "index": index,
-            "message": _message(message_of(self._shown(total.events))),
+            "message": _message(AssistantMessage.of(self._shown(total.events))),
             "finish_reason": _finish(choice, total),
             "logprobs": self._logprobs(total.tokens),
         }

@@ -25,9 +25,9 @@ from jitney.engine.api.schema import (
 )
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Work
-from jitney.engine.conversation.grammars import Turn, turn_grammar
+from jitney.engine.conversation.grammars import Turn
 from jitney.engine.conversation.messages import shaped_messages
-from jitney.engine.conversation.tools import ToolUse, chosen_tools
+from jitney.engine.conversation.tools import ToolUse
 from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams, Whole
 
@@ -265,7 +265,7 @@ class RequestBuilder[B: GenerationBody]:
         """
         service = self.service
         turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
-        grammar = turn_grammar(turn, conversation.tools, sampling.grammar)
+        grammar = turn.grammar(conversation.tools, sampling.grammar)
         if grammar is None or grammar == sampling.grammar:
             return sampling
         # The answer's own grammar has been checked by itself.
@@ -475,7 +475,7 @@ def _tool_use(body: ChatBody) -> ToolUse | None:
     """What the body says of tools."""
     tools = [tool.function.as_tool() for tool in body.tools or ()]
     parallel = body.parallel_tool_calls is not False and not body.names_one_tool
-    return chosen_tools(tools, body.tool_mode, body.chosen_names, parallel=parallel)
+    return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 
 
 def _template_variables(body: ChatBody) -> JsonDict:

@@ -20,7 +20,7 @@ from jitney.engine.api.responses.store import ResponseStore
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.api.text_threads import TextThreads
-from jitney.engine.conversation.formats import TurnFormat, turn_format
+from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.structured.setup import CheckerSetup
@@ -98,7 +98,7 @@ class Service:
         """See in the model's chat template how its turns are read: some 10 ms."""
         server = self.settings.server
         names = server.tool_call_parser, server.reasoning_parser
-        self._turns = turn_format(tokenizer.chat_template, *names)
+        self._turns = TurnFormat.of(tokenizer.chat_template, *names)
 
     def marker_ids(self, names: Collection[str]) -> frozenset[int]:
         """Special tokens that a parser must see. names: of the functions that may be called."""

@@ -42,7 +42,7 @@ class ToolCallArguments:
     text: str
 
 
-AssistantEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
+type AssistantEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
 
 
 class AssistantParser(Protocol):
@@ -86,26 +86,26 @@ class AssistantMessage:
     reasoning: str = ""
     tool_calls: list[WrittenCall] = field(default_factory=list)
 
-
-def message_of(events: Iterable[AssistantEvent]) -> AssistantMessage:
-    """The events of a whole turn, joined."""
-    message = AssistantMessage()
-    content: list[str] = []
-    reasoning: list[str] = []
-    arguments: list[list[str]] = []
-    for event in events:
-        match event:
-            case ContentDelta():
-                content.append(event.text)
-            case ReasoningDelta():
-                reasoning.append(event.text)
-            case ToolCallStart():
-                message.tool_calls.append(WrittenCall(event.id, event.name, ""))
-                arguments.append([])
-            case ToolCallArguments():
-                arguments[event.index].append(event.text)
-    message.content = "".join(content)
-    message.reasoning = "".join(reasoning)
-    for call, pieces in zip(message.tool_calls, arguments, strict=True):
-        call.arguments = "".join(pieces)
-    return message
+    @classmethod
+    def of(cls, events: Iterable[AssistantEvent]) -> AssistantMessage:
+        """The events of a whole turn, joined."""
+        message = cls()
+        content: list[str] = []
+        reasoning: list[str] = []
+        arguments: list[list[str]] = []
+        for event in events:
+            match event:
+                case ContentDelta():
+                    content.append(event.text)
+                case ReasoningDelta():
+                    reasoning.append(event.text)
+                case ToolCallStart():
+                    message.tool_calls.append(WrittenCall(event.id, event.name, ""))
+                    arguments.append([])
+                case ToolCallArguments():
+                    arguments[event.index].append(event.text)
+        message.content = "".join(content)
+        message.reasoning = "".join(reasoning)
+        for call, pieces in zip(message.tool_calls, arguments, strict=True):
+            call.arguments = "".join(pieces)
+        return message

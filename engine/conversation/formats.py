@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from jinja2 import Environment, TemplateError, meta
 
 from jitney.engine.conversation import harmony
+from jitney.engine.conversation.brace_calls import BraceCalls
 from jitney.engine.conversation.events import AssistantParser
 from jitney.engine.conversation.harmony import HarmonyReader
-from jitney.engine.conversation.reading import ContentReader, TextReader, new_short_id
+from jitney.engine.conversation.reading import ContentReader, TextReader
 from jitney.engine.conversation.thoughts import ThinkReader, TurnParser
 from jitney.engine.conversation.tool_calls import (
     BareCalls,
-    BraceCalls,
     MistralCalls,
     NamedCalls,
     NameMarkers,
@@ -84,6 +84,14 @@ class _ReasoningFormat:
     #: What a template must have for its model to think this way.
     signs: tuple[str, ...]
 
+    def is_open(self, prompt: str) -> bool:
+        """Whether a prompt ends with the beginning of the thoughts."""
+        return prompt.rstrip().endswith(self.start.rstrip())
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether a prompt ends with the end of the thoughts, so that none follow."""
+        return prompt.rstrip().endswith(self.end)
+
 
 def _tagged(start: str, end: str) -> _NewReader:
     return lambda names: TaggedCalls(start, end)
@@ -115,13 +123,13 @@ _TOOL_FORMATS = (
         ("openai", "gptoss"),
         lambda names: HarmonyReader(),
         CallText(
-            before_name=f"{harmony.CHANNEL}commentary to={harmony.FUNCTIONS}",
-            before_arguments=f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+            before_name=f"{harmony.Mark.CHANNEL}commentary to={harmony.FUNCTIONS}",
+            before_arguments=f" {harmony.Mark.CONSTRAIN}json{harmony.Mark.MESSAGE}",
             after="",
             is_alone=True,
         ),
-        markers=harmony.MARKERS,
-        signs=(harmony.CHANNEL,),
+        markers=tuple(harmony.Mark),
+        signs=(harmony.Mark.CHANNEL,),
     ),
     _ToolFormat(
         "deepseek_v31",
@@ -174,7 +182,7 @@ _TOOL_FORMATS = (
     _ToolFormat(
         "mistral_named",
         ("mistral_v11",),
-        lambda names: MistralCalls(_MISTRAL, new_short_id),
+        lambda names: MistralCalls(_MISTRAL),
         CallText(before_name=_MISTRAL, before_arguments="[ARGS]", after=""),
         markers=_MISTRAL_MARKERS,
         signs=("[ARGS]",),
@@ -182,7 +190,7 @@ _TOOL_FORMATS = (
     _ToolFormat(
         "mistral",
         (),
-        lambda names: MistralCalls(_MISTRAL, new_short_id),
+        lambda names: MistralCalls(_MISTRAL),
         CallText(
             first=f"{_MISTRAL} [",
             before_name='{"name": "',
@@ -277,6 +285,22 @@ class TurnFormat:
     #: What the chat template can be given.
     variables: frozenset[str] = frozenset()
 
+    @classmethod
+    def of(cls, template: str, tools: str = _AUTO, reasoning: str = _AUTO) -> TurnFormat:
+        """By a model's chat template. tools, reasoning: names; `AUTO` by the template's text."""
+        channels = reasoning in _HARMONY_NAMES
+        if reasoning == _AUTO:
+            channels = harmony.Mark.CHANNEL in template
+        thoughts = None
+        if not channels:
+            thoughts = _reasoning_format(template, reasoning)
+        return cls(
+            tools=_tool_format(template, tools),
+            reasoning=thoughts,
+            has_channels=channels,
+            variables=_template_variables(template),
+        )
+
     @property
     def template_has_tools(self) -> bool:
         """Whether the chat template shows tools to the model itself."""
@@ -289,7 +313,7 @@ class TurnFormat:
     def markers(self, *, with_calls: bool) -> tuple[str, ...]:
         """Texts that a parser must see even where they are special tokens."""
         if self.has_channels:
-            return harmony.MARKERS
+            return tuple(harmony.Mark)
         texts: tuple[str, ...] = ()
         if self.reasoning is not None:
             texts += (self.reasoning.start, self.reasoning.end)
@@ -333,13 +357,13 @@ class TurnFormat:
         answer: TextReader = ContentReader()
         if names:
             answer = self.forced_tools.new_reader(names) if forced else self._call_reader(names)
-        if self.reasoning is None or is_closed(prompt, self.reasoning):
+        if self.reasoning is None or self.reasoning.is_closed(prompt):
             return answer
         return ThinkReader(
             self.reasoning.start,
             self.reasoning.end,
             answer,
-            is_open=is_open(prompt, self.reasoning),
+            is_open=self.reasoning.is_open(prompt),
         )
 
     def _call_reader(self, names: frozenset[str]) -> TextReader:
@@ -351,32 +375,6 @@ class TurnFormat:
         if self.tools is None or self.tools.text is None:
             return _GENERIC
         return self.tools
-
-
-def is_open(prompt: str, reasoning: _ReasoningFormat) -> bool:
-    """Whether a prompt ends with the beginning of the thoughts."""
-    return prompt.rstrip().endswith(reasoning.start.rstrip())
-
-
-def is_closed(prompt: str, reasoning: _ReasoningFormat) -> bool:
-    """Whether a prompt ends with the end of the thoughts, so that none follow."""
-    return prompt.rstrip().endswith(reasoning.end)
-
-
-def turn_format(template: str, tools: str = _AUTO, reasoning: str = _AUTO) -> TurnFormat:
-    """How a model's turns are read. tools, reasoning: names, `AUTO` by the chat template's text."""
-    channels = reasoning in _HARMONY_NAMES
-    if reasoning == _AUTO:
-        channels = harmony.CHANNEL in template
-    thoughts = None
-    if not channels:
-        thoughts = _reasoning_format(template, reasoning)
-    return TurnFormat(
-        tools=_tool_format(template, tools),
-        reasoning=thoughts,
-        has_channels=channels,
-        variables=_template_variables(template),
-    )
 
 
 def _template_variables(template: str) -> frozenset[str]:

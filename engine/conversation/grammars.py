@@ -10,12 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jitney.engine.conversation import harmony
-from jitney.engine.conversation.formats import (
-    CallText,
-    TurnFormat,
-    is_closed,
-    is_open,
-)
+from jitney.engine.conversation.formats import CallText, TurnFormat
 from jitney.engine.conversation.tools import Tool, ToolUse
 from jitney.engine.errors import RequestError
 from jitney.engine.types import Grammar, JsonDict, JsonValue
@@ -47,23 +42,22 @@ class Turn:
     #: Tokens that it may think; None: as many as it likes.
     thinking_budget: int | None = None
 
-
-def turn_grammar(turn: Turn, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
-    """What a whole turn may be; None: anything. use: what it may call. answer: what its content
-    must be, if it says any. Raises RequestError.
-    """
-    _check_budget(turn)
-    if use is not None and answer is not None and not use.is_required:
-        return _calls_or_answer(turn, use, answer)
-    if use is not None:
-        return _tool_grammar(turn, use)
-    if answer is not None:
-        return _behind_thoughts(turn, answer)
-    if turn.thinking_budget is None:
-        return None
-    lark = _Lark(turn.special_ids)
-    thoughts = _thoughts(lark, turn)
-    return Grammar("lark", lark.written(f"{thoughts} {_content(lark, turn, 'ANY')}"))
+    def grammar(self, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
+        """What the whole turn may be; None: anything. use: what it may call. answer: what its
+        content must be, if it says any. Raises RequestError.
+        """
+        _check_budget(self)
+        if use is not None and answer is not None and not use.is_required:
+            return _calls_or_answer(self, use, answer)
+        if use is not None:
+            return _tool_grammar(self, use)
+        if answer is not None:
+            return _behind_thoughts(self, answer)
+        if self.thinking_budget is None:
+            return None
+        lark = _Lark(self.special_ids)
+        thoughts = _thoughts(lark, self)
+        return Grammar("lark", lark.written(f"{thoughts} {_content(lark, self, 'ANY')}"))
 
 
 def _check_budget(turn: Turn) -> None:
@@ -71,7 +65,7 @@ def _check_budget(turn: Turn) -> None:
     if turn.thinking_budget is None:
         return
     reasoning = turn.format.reasoning
-    end = harmony.END if reasoning is None else reasoning.end
+    end = harmony.Mark.END if reasoning is None else reasoning.end
     if not turn.format.thinks or end not in turn.special_ids:
         raise RequestError(
             "this model does not think, or marks the end of its thoughts with no token of its own",
@@ -158,7 +152,7 @@ def _content(lark: _Lark, turn: Turn, rule: str) -> str:
     """A rule of what is said, with the header that it has in some formats."""
     if not turn.format.has_channels:
         return rule
-    return f"{lark.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {rule}"
+    return f"{lark.literal(f'{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}')} {rule}"
 
 
 def _json_rule(schema: JsonValue) -> str:
@@ -172,7 +166,7 @@ def _answer(lark: _Lark, turns: TurnFormat, text: CallText, use: ToolUse) -> str
     if use.is_required:
         return lark.calls(text, use)
     if turns.has_channels:
-        final = lark.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
+        final = lark.literal(f"{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}")
         return f"({lark.calls(text, use)} | {final} ANY)"
     if not text.may_follow_text:
         return f"({lark.calls(text, use)} | NO_CALL)"
@@ -186,14 +180,14 @@ def _thoughts(lark: _Lark, turn: Turn) -> str:
     """What may come before the answer."""
     turns, budget = turn.format, turn.thinking_budget
     if turns.has_channels:
-        head = lark.literal(f"{harmony.CHANNEL}{harmony.THOUGHTS}{harmony.MESSAGE}")
-        behind = lark.literal(f"{harmony.START}assistant")
-        return f"({head} {lark.up_to(harmony.END, budget)} {behind})?"
+        head = lark.literal(f"{harmony.Mark.CHANNEL}{harmony.THOUGHTS}{harmony.Mark.MESSAGE}")
+        behind = lark.literal(f"{harmony.Mark.START}assistant")
+        return f"({head} {lark.up_to(harmony.Mark.END, budget)} {behind})?"
     reasoning = turns.reasoning
-    if reasoning is None or is_closed(turn.prompt, reasoning):
+    if reasoning is None or reasoning.is_closed(turn.prompt):
         return ""
     rest = f"{lark.up_to(reasoning.end, budget)} BLANKS"
-    if is_open(turn.prompt, reasoning):
+    if reasoning.is_open(turn.prompt):
         return rest
     return f"({lark.literal(reasoning.start)} {rest})?"
 

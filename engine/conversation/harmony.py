@@ -7,20 +7,30 @@ the markers are tokens of the served model anyway.
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 
 from jitney.engine.conversation.reading import Finding, Malformed, Reading, TextReader
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-CONSTRAIN = "<|constrain|>"
-END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
-MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, _RETURN, _CALL)
+
+class Mark(StrEnum):
+    """The markers between a turn's parts."""
+
+    START = "<|start|>"
+    CHANNEL = "<|channel|>"
+    MESSAGE = "<|message|>"
+    CONSTRAIN = "<|constrain|>"
+    END = "<|end|>"
+    RETURN = "<|return|>"
+    CALL = "<|call|>"
+
+
 #: The channel of thoughts, and how calls of a client's functions are addressed.
 THOUGHTS = "analysis"
 FUNCTIONS = "functions."
 
-_ENDS = (END, _RETURN, _CALL)
+_ENDS = (Mark.END, Mark.RETURN, Mark.CALL)
 #: What a header may begin with; a message whose end is missing ends there.
-_HEADS = (START, CHANNEL)
+_HEADS = (Mark.START, Mark.CHANNEL)
 #: The last one: before a header too, if a call's address comes before its channel.
 _OPENINGS = (*_HEADS, " to=")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
@@ -61,7 +71,7 @@ class HarmonyReader(TextReader):
 
     def _read_header(self, header: str) -> Finding[str]:
         """All of it from its opening, up to the message; empty if it is none."""
-        while header and not header.endswith(MESSAGE):
+        while header and not header.endswith(Mark.MESSAGE):
             header += yield from self.next_char()
             if len(header) > _MOST_HEADER:
                 self.give_back()

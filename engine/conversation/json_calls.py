@@ -187,21 +187,3 @@ class _Call:
         assert self.name is not None
         self.index = self._reader.begin_call(self.name)
         self._reader.add_arguments(self.index, "".join(self._early))
-
-
-def quoted(text: str) -> str:
-    """A string as JSON writes it."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def literal(word: str) -> str:
-    """A word as JSON: a number, true, false or null as it stands, else a string."""
-    try:
-        is_json = not isinstance(json.loads(word, parse_constant=_not_json), str)
-    except (json.JSONDecodeError, RecursionError):
-        is_json = False
-    return word if is_json else quoted(word)
-
-
-def _not_json(word: str) -> None:
-    raise json.JSONDecodeError("no JSON", word, 0)

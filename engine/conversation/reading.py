@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from jitney.engine.conversation.events import (
@@ -22,22 +22,8 @@ from jitney.engine.conversation.events import (
 type Reading = Generator[None, str, None]
 #: One that returns what it found.
 type Finding[T] = Generator[None, str, T]
-#: Makes the name of a call.
-type NewId = Callable[[], str]
-
 #: Blanks that are held back at most.
 _MOST_BLANKS = 64
-_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-
-
-def new_call_id() -> str:
-    """As OpenAI's look."""
-    return "call_" + secrets.token_hex(12)
-
-
-def new_short_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
 class Ended(Exception):
@@ -64,8 +50,7 @@ class TextReader:
     #: The marker that was found last.
     found = ""
 
-    def __init__(self, new_id: NewId = new_call_id):
-        self._new_id = new_id
+    def __init__(self) -> None:
         self._events: list[AssistantEvent] = []
         #: Characters to be read once more, before those that come.
         self._again: deque[str] = deque()
@@ -73,6 +58,10 @@ class TextReader:
         self._since_mark: list[str] = []
         self._reading = self._read_all()
         next(self._reading)
+
+    def new_id(self) -> str:
+        """Of a call, as OpenAI's look."""
+        return "call_" + secrets.token_hex(12)
 
     @property
     def is_unsure(self) -> bool:
@@ -169,7 +158,7 @@ class TextReader:
         """A call has begun: what was read of it is not content any more. Returns its index."""
         index = self._n_calls
         self._n_calls += 1
-        self._events.append(ToolCallStart(index, self._new_id(), name))
+        self._events.append(ToolCallStart(index, self.new_id(), name))
         self.mark()
         return index
 

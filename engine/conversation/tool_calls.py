@@ -4,30 +4,27 @@ of a form is data (`engine.conversation.formats`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import json
+import secrets
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
-from jitney.engine.conversation.json_calls import (
-    MOST_NAME,
-    JsonReader,
-    checked_name,
-    literal,
-    quoted,
-)
-from jitney.engine.conversation.python_calls import MOST_CHARS, python_calls
+from jitney.engine.conversation.json_calls import JsonReader, checked_name
 from jitney.engine.conversation.reading import (
     Ended,
     Finding,
     Malformed,
-    NewId,
     Reading,
     TextReader,
-    new_call_id,
 )
 
 #: What ends a name that stands without quotes, beside blanks.
 _BEHIND_NAME = '{[<"'
+_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+#: Most characters of one call in Python, whose parser takes time and memory for all at once.
+_MOST_CHARS = 1 << 14
 
 
 type _Markers = tuple[str, ...]
@@ -41,13 +38,12 @@ class _CallReader(TextReader):
         starts: _Markers,
         ends: _Markers = (),
         around: _Markers = (),
-        new_id: NewId = new_call_id,
     ):
         """starts, ends: markers before and after a call. around: others, which are read over."""
         self._starts = starts
         self._ends = ends
         self._around = around
-        super().__init__(new_id)
+        super().__init__()
 
     def read(self) -> Reading:
         passed = self._around
@@ -173,9 +169,13 @@ class MistralCalls(NamedCalls):
 
     _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 
-    def __init__(self, start: str, new_id: NewId):
+    def __init__(self, start: str):
         self._markers = NameMarkers(start)
-        _CallReader.__init__(self, (start,), new_id=new_id)
+        _CallReader.__init__(self, (start,))
+
+    def new_id(self) -> str:
+        """Nine letters and digits: Mistral's templates take no other."""
+        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     def read_calls(self) -> Reading:
         first = yield from self.peek_filled()
@@ -221,7 +221,7 @@ class PythonCalls(_CallReader):
         try:
             while not code.endswith(self._FENCE):
                 code += yield from self.next_char()
-                if len(code) > MOST_CHARS:
+                if len(code) > _MOST_CHARS:
                     raise Malformed
         except Ended:
             with suppress(Malformed):
@@ -231,106 +231,54 @@ class PythonCalls(_CallReader):
 
     def _call(self, code: str) -> None:
         """Say the calls of some code. Raises Malformed if it is none."""
-        for name, arguments in python_calls(code, self._names):
+        for name, arguments in _python_calls(code, self._names):
             self.add_arguments(self.begin_call(name), arguments)
 
 
-#: Reads a pair, or a value.
-type _Member = Callable[[], Reading]
-
-
-class BraceCalls(NamedCalls):
-    """FunctionGemma and Gemma 4: `call:name{key:value}` between two tags, strings between marks of
-    their own. The arguments are written as JSON here.
+def _python_calls(code: str, names: frozenset[str]) -> list[tuple[str, str]]:
+    """(name, arguments as JSON text) of each call in a line or a list of calls with keyword
+    arguments, with or without `print(...)` around it. Raises Malformed for anything else, and for
+    functions whose name is not among `names`.
     """
+    if len(code) > _MOST_CHARS:
+        raise Malformed
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes
+            parsed = ast.parse(code.strip())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Malformed from None
+    calls: list[tuple[str, str]] = []
+    for statement in parsed.body:
+        if not isinstance(statement, ast.Expr):
+            raise Malformed
+        for expression in _listed(statement.value):
+            calls.append(_python_call(expression, names))
+    if not calls:
+        raise Malformed
+    return calls
 
-    #: Of the call that is being read.
-    _index = -1
 
-    def __init__(self, start: str, quote: str, end: str):
-        self._quote = quote
-        super().__init__(NameMarkers(start, before_name="call:", end=end))
+def _listed(expression: ast.expr) -> list[ast.expr]:
+    if isinstance(expression, ast.List):
+        return expression.elts
+    return [expression]
 
-    def read_calls(self) -> Reading:
-        yield from self.expect_next(self._markers.before_name)
-        name = yield from self.read_name()
-        yield from self.look_for("{")
-        self._index = self.begin_call(name)
-        yield from self._read_members("}", self._read_pair)
-        yield from self.expect_next(self._markers.end)
 
-    def _write(self, text: str) -> None:
-        """More of the arguments."""
-        self.add_arguments(self._index, text)
-
-    def _read_members(self, end: str, read_member: _Member) -> Reading:
-        """From an opening bracket to the closing one."""
-        yield from self._copy_bracket()
-        while (yield from self.peek_filled()) != end:
-            yield from read_member()
-            yield from self._pass_comma(end)
-        yield from self._copy_bracket()
-
-    def _copy_bracket(self) -> Reading:
-        self._write((yield from self.next_char()))
-
-    def _pass_comma(self, end: str) -> Reading:
-        """What follows a value, unless it is the end."""
-        if (yield from self.peek_filled()) != end:
-            yield from self.expect(",")
-            self._write(", ")
-
-    def _read_pair(self) -> Reading:
-        if (yield from self.peek()) == self._quote[0]:
-            yield from self._read_text()
-            yield from self.expect(":")
-        else:
-            self._write(quoted((yield from self._bare_key())))
-        self._write(": ")
-        yield from self._read_value()
-
-    def _bare_key(self) -> Finding[str]:
-        """A key without marks, up to its colon."""
-        key = ""
-        while (char := (yield from self.next_char())) != ":":
-            key += char
-            if char in "{}[]," or len(key) > MOST_NAME:
+def _python_call(expression: ast.expr, names: frozenset[str]) -> tuple[str, str]:
+    if not isinstance(expression, ast.Call):
+        raise Malformed
+    name = ast.unparse(expression.func)
+    if name == "print" and "print" not in names and len(expression.args) == 1:
+        return _python_call(expression.args[0], names)
+    if expression.args or name not in names:
+        raise Malformed
+    arguments: dict[str, object] = {}
+    try:
+        for word in expression.keywords:
+            if word.arg is None:
                 raise Malformed
-        return key.strip()
-
-    def _read_value(self) -> Reading:
-        first = yield from self.peek_filled()
-        if first == "{":
-            yield from self._read_members("}", self._read_pair)
-        elif first == "[":
-            yield from self._read_members("]", self._read_value)
-        elif first == self._quote[0]:
-            yield from self._read_text()
-        else:
-            yield from self._read_word()
-
-    def _read_text(self) -> Reading:
-        """A string between marks."""
-        yield from self.expect(self._quote)
-        self._write('"')
-        held = ""
-        while held != self._quote:
-            held += yield from self.next_char()
-            held = self._without_text(held)
-        self._write('"')
-
-    def _without_text(self, held: str) -> str:
-        """What may be the beginning of a mark; the text before it is written."""
-        while not self._quote.startswith(held):
-            self._write(quoted(held[0])[1:-1])
-            held = held[1:]
-            self.mark(held)
-        return held
-
-    def _read_word(self) -> Reading:
-        """A number, true, false or null; anything else is a string without marks."""
-        word = ""
-        while (char := (yield from self.next_char())) not in ",}]":
-            word += char
-        self.unread(char)
-        self._write(literal(word.strip()))
+            arguments[word.arg] = ast.literal_eval(word.value)
+        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError):
+        raise Malformed from None

@@ -9,7 +9,7 @@ from typing import Literal
 from jitney.engine.types import JsonDict
 
 #: What a model may do with its tools: call them, not call them, or nothing else than call them.
-ToolMode = Literal["auto", "none", "required"]
+type ToolMode = Literal["auto", "none", "required"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,23 @@ class ToolUse:
     #: Calls after which it ends; None: as many as the model makes.
     most_calls: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        tools: Sequence[Tool],
+        mode: ToolMode,
+        only: Collection[str] | None,
+        *,
+        parallel: bool,
+    ) -> ToolUse | None:
+        """Of all tools those that may be called, None if none may. only: their names, where a
+        request says them. parallel: whether a turn may call more than once.
+        """
+        chosen = [tool for tool in tools if only is None or tool.name in only]
+        if mode == "none" or not chosen:
+            return None
+        return cls(tuple(chosen), mode == "required", None if parallel else 1)
+
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool.name for tool in self.tools)
-
-
-def chosen_tools(
-    tools: Sequence[Tool], mode: ToolMode, only: Collection[str] | None, *, parallel: bool
-) -> ToolUse | None:
-    """Of all tools those that may be called, None if none may. only: their names, where a request
-    says them. parallel: whether a turn may call more than once.
-    """
-    chosen = [tool for tool in tools if only is None or tool.name in only]
-    if mode == "none" or not chosen:
-        return None
-    return ToolUse(tuple(chosen), mode == "required", None if parallel else 1)

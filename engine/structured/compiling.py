@@ -5,7 +5,9 @@ All of it is bounded by llguidance's own limits; how long it may take is for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import orjson
@@ -13,10 +15,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jitney.engine.errors import RequestError
-from jitney.engine.structured.embedded_schemas import with_schemas
 from jitney.engine.structured.refusals import bad_grammar
 from jitney.engine.structured.schema_errors import place_of_error
-from jitney.engine.structured.schema_rules import kept_object, kept_to
+from jitney.engine.structured.schema_rules import kept_to
 from jitney.engine.types import Grammar, JsonDict, JsonValue
 
 #: Between two tokens of JSON. Without a bound a model can write blanks for ever; this much indents
@@ -38,6 +39,9 @@ _JSON_OPTIONS: Any = {
 #: not to keep more than some 40 MB of a lexer's states (2 kB each).
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _ANY_OBJECT = '{"type":"object"}'
+#: Schemas inside of a grammar in Lark, as those of tools' arguments are.
+_SCHEMA = re.compile(r"%json\s*(?=\{)")
+_DECODER = json.JSONDecoder()
 
 
 def token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
@@ -74,18 +78,43 @@ def new_matcher(grammar: Grammar, trie: LLTokenizer) -> LLMatcher:
 def _as_kept(grammar: Grammar) -> Grammar:
     """A grammar with its schemas as llguidance keeps to them. Raises RequestError."""
     if grammar.kind == "lark":
-        return Grammar("lark", with_schemas(grammar.text, _embedded))
+        return Grammar("lark", _with_schemas(grammar.text, _embedded))
     if grammar.kind != "json_schema":
         return grammar
     schema = kept_to(orjson.loads(grammar.text))
     return Grammar("json_schema", orjson.dumps(schema).decode())
 
 
+def _with_schemas(text: str, kept_to: Callable[[JsonDict], JsonDict]) -> str:
+    """A grammar in Lark, with each of its schemas as `kept_to` makes it. What is no JSON is left
+    for llguidance to refuse.
+    """
+    made: list[str] = []
+    at = 0
+    for found in _SCHEMA.finditer(text):
+        if found.start() < at or _is_quoted(text, found.start()):
+            continue
+        try:
+            schema, end = _DECODER.raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            continue
+        made += [text[at : found.end()], json.dumps(kept_to(schema), ensure_ascii=False)]
+        at = end
+    return "".join([*made, text[at:]])
+
+
+def _is_quoted(text: str, at: int) -> bool:
+    """Whether a place stands in a literal, which ends in the line where it began."""
+    line = text[text.rfind("\n", 0, at) + 1 : at]
+    return re.sub(r"\\.", "", line).count('"') % 2 == 1
+
+
 def _embedded(schema: JsonDict) -> JsonDict:
     """A schema that stands in a grammar in Lark, where its own "x-guidance" says how it is
     written.
     """
-    made = kept_object(schema)
+    made = kept_to(schema)
+    assert isinstance(made, dict)  # as the schema is
     style = made.get("x-guidance", {})
     if isinstance(style, dict):
         made["x-guidance"] = style | {"json_allowed_escapes": _ESCAPES}

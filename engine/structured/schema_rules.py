@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass, field
 
 from jitney.engine.errors import RequestError
-from jitney.engine.structured.patterns import rust_pattern
 from jitney.engine.structured.refusals import bad_grammar
 from jitney.engine.structured.schema_errors import escaped
 from jitney.engine.types import JsonValue
@@ -75,6 +74,24 @@ _FORMATS = {
     "date-time": f"^{_DATE}[tT]{_TIME}$",
 }
 
+#: White space and the ends of lines (ECMA-262, 12.2 and 12.3).
+_SPACES = r"\t-\r \u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
+_NO_END_OF_LINE = r"[^\n\r\u2028\u2029]"
+#: One word of a pattern, outside of brackets and in them.
+_OUTSIDE_BRACKETS = re.compile(r"\\.|\[\^?\]?|.|\\", re.DOTALL)
+_IN_BRACKETS = re.compile(r"\\.|&&|--|~~|.|\\", re.DOTALL)
+#: Words that Rust has another meaning for, outside of brackets: the empty set, and all but it.
+_OTHERWISE = {
+    ".": _NO_END_OF_LINE,
+    r"\<": "<",
+    r"\>": ">",
+    "[]": r"[^\x00-\x{10FFFF}]",
+    "[^]": r"[\x00-\x{10FFFF}]",
+}
+#: And in them: a set in a set, and the operators of sets.
+_OTHERWISE_IN_BRACKETS = {"[": r"\[", "&&": r"&\&", "~~": r"~\~", "--": r"-\-"}
+_SPACE_SETS = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
+
 
 def kept_to(schema: JsonValue) -> JsonValue:
     """A schema, an object or a boolean, that llguidance keeps to as this one says. Raises
@@ -83,11 +100,11 @@ def kept_to(schema: JsonValue) -> JsonValue:
     if isinstance(schema, bool):
         return {"allOf": [schema]}  # llguidance wants an object
     if isinstance(schema, dict):
-        return kept_object(schema)
+        return _kept_object(schema)
     return schema
 
 
-def kept_object(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _kept_object(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """`kept_to` of an object."""
     try:
         return _Rules(schema).members(schema, "#", _NEWEST)
@@ -136,7 +153,7 @@ class _Rules:
         if keyword in _ONE:
             return self.schema(value, place, draft)
         if keyword == "pattern" and isinstance(value, str):
-            return rust_pattern(value)
+            return _rust_pattern(value)
         return value
 
     def named(
@@ -144,7 +161,7 @@ class _Rules:
     ) -> JsonValue:
         made: dict[str, JsonValue] = {}
         for name, schema in schemas.items():
-            key = rust_pattern(name) if keyword == "patternProperties" else name
+            key = _rust_pattern(name) if keyword == "patternProperties" else name
             made[key] = self.schema(schema, f"{place}/{escaped(name)}", draft)
         return made
 
@@ -172,6 +189,34 @@ class _Rules:
         if isinstance(target, dict) and not target.keys() & {"$id", "$schema", "$anchor"}:
             return target
         return None
+
+
+def _rust_pattern(pattern: str) -> str:
+    """A pattern that Rust's `regex` matches as ECMAScript matches this one, where both know the
+    same words and mean something else. What Rust does not have (look-around, backreferences) is
+    left as it is, for Rust to refuse.
+    """
+    made: list[str] = []
+    inside = False
+    at = 0
+    while at < len(pattern):
+        found = (_IN_BRACKETS if inside else _OUTSIDE_BRACKETS).match(pattern, at)
+        assert found is not None  # any character is a word
+        word, at = found[0], found.end()
+        made.append(_rust_word(word, made[-1] if made else "", inside=inside))
+        inside = word != "]" if inside else word in ("[", "[^")
+    return "".join(made)
+
+
+def _rust_word(word: str, before: str, *, inside: bool) -> str:
+    """before: what was made of the word before."""
+    if word in _SPACE_SETS:
+        return _SPACE_SETS[word]
+    if not inside:
+        return _OTHERWISE.get(word, word)
+    if word == "--" and before in ("[", "[^"):
+        return r"\--"  # a range that begins with it; elsewhere it ends one
+    return _OTHERWISE_IN_BRACKETS.get(word, word)
 
 
 def _draft_of(schema: dict[str, JsonValue], outer: int) -> int:

@@ -65,7 +65,7 @@ class Checker:
         return Checked(ready)
 
 
-def main() -> int:
+def _main() -> int:
     """Check until standard input ends."""
     pipe = WorkerPipe()
     first = pipe.read()
@@ -83,4 +83,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jitney.engine.api.choices import Choice, ChoiceDelta, TokenList
@@ -25,25 +24,25 @@ from jitney.engine.types import JsonDict, SamplingParams
 type _Keep = Callable[[JsonDict, list[JsonDict]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedFields:
-    """What a response repeats of its request."""
-
-    body: ResponsesBody
-    #: Keeps the response, if it is to be kept.
-    keep: _Keep | None
-
-
 #: Events that a stream begins with.
 _OPENING = ("response.created", "response.in_progress")
 
 
 class ResponsesFormat(Format):
-    """One response. It has one choice."""
+    """One response, which repeats what its body asked for. It has one choice. keep: keeps the
+    response, if it is to be kept.
+    """
 
-    def __init__(self, generation: Generation, tokenizer: TokenBytes, asked: RepeatedFields):
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: TokenBytes,
+        body: ResponsesBody,
+        keep: _Keep | None,
+    ):
         super().__init__(generation, tokenizer)
-        self._asked = asked
+        self._body = body
+        self._keep_response = keep
         self._scores = TokenScores(tokenizer)
         scored = None if self.request.top_logprobs is None else self._logprobs
         self._output = Output(scored)
@@ -118,13 +117,13 @@ class ResponsesFormat(Format):
         return response | {"output": self._output.items()}
 
     def _keep(self, response: JsonDict) -> None:
-        if self._asked.keep is not None:
+        if self._keep_response is not None:
             items = [_without_logprobs(item) for item in self._output.items()]
-            self._asked.keep(response | {"output": items}, items)
+            self._keep_response(response | {"output": items}, items)
 
     def _response(self, status: str) -> JsonDict:
         """Without its output."""
-        return _repeated(self._asked.body, self.request.sampling) | {
+        return _repeated(self._body, self.request.sampling) | {
             "id": self.request.id,
             "object": "response",
             "created_at": self.request.created,

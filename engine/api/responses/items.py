@@ -5,11 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 
-import orjson
-
 from jitney.engine.api.errors import echo
 from jitney.engine.api.responses.schema import Item, ReferenceItem
-from jitney.engine.api.responses.store import KeptTurn, ResponseStore
+from jitney.engine.api.responses.store import ResponseStore
 from jitney.engine.api.slices import Work
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
@@ -53,16 +51,6 @@ def _referred(item: ReferenceItem, place: int, store: ResponseStore, tenant: str
             f"no item {echo(item.id)} in the responses that are kept", param=f"input[{place}].id"
         )
     return found
-
-
-def earlier_items(turn: KeptTurn | None) -> Work[list[JsonDict]]:
-    """All items of a conversation up to this turn."""
-    items: list[JsonDict] = []
-    for each in turn.turns() if turn is not None else ():
-        items += orjson.loads(each.input)
-        items += orjson.loads(each.output)
-        yield
-    return items
 
 
 def template_messages(instructions: str | None, items: Iterable[JsonDict]) -> Work[list[JsonDict]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
 import orjson
+from pydantic import AfterValidator, BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -20,14 +22,19 @@ from jitney.engine.api.request import (
     RouteKind,
 )
 from jitney.engine.api.responses.answers import DeletedResponse, InputItems, ResponseAnswer
-from jitney.engine.api.responses.format import RepeatedFields, ResponsesFormat
-from jitney.engine.api.responses.items import earlier_items, kept_items, template_messages
-from jitney.engine.api.responses.queries import InputItemsQuery, ResponseQuery
-from jitney.engine.api.responses.schema import ResponsesBody
+from jitney.engine.api.responses.format import ResponsesFormat
+from jitney.engine.api.responses.items import kept_items, template_messages
+from jitney.engine.api.responses.schema import (
+    AllowedTools,
+    NamedFunction,
+    ResponsesBody,
+    includable,
+)
 from jitney.engine.api.responses.store import KeptResponse, KeptTurn, ResponseStore
-from jitney.engine.api.responses.tools import tool_use
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service
+from jitney.engine.conversation.tools import ToolMode, ToolUse
+from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
 
 _KIND = RouteKind(
@@ -40,6 +47,36 @@ _KIND = RouteKind(
     },
 )
 
+_Include = Annotated[list[str], AfterValidator(includable)]
+
+
+class _ResponseQuery(BaseModel):
+    """GET /v1/responses/{response_id}. Log-probabilities are not kept, so they are not included."""
+
+    include: _Include = []
+    include_obfuscation: Literal["false"] | None = None
+
+
+class _InputItemsQuery(BaseModel):
+    """GET /v1/responses/{response_id}/input_items. after: the id of an item."""
+
+    include: _Include = []
+    after: Annotated[str, Field(max_length=512)] | None = None
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+
+    def page(self, items: list[JsonDict]) -> tuple[list[JsonDict], bool]:
+        """These items, and whether more follow. Raises RequestError."""
+        ordered = items if self.order == "asc" else items[::-1]
+        start = 0
+        if self.after is not None:
+            ids = [item["id"] for item in ordered]
+            if self.after not in ids:
+                raise RequestError("after must be the id of an item of the list", param="after")
+            start = ids.index(self.after) + 1
+        end = start + self.limit
+        return ordered[start:end], end < len(ordered)
+
 
 async def _create_response(service: Service, request: Request) -> ASGIApp:
     body, headers = await read_body(service, request, ResponsesBody)
@@ -48,17 +85,38 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     before = _previous(service, body, context.tenant)
     builder = RequestBuilder(service, body, context)
     sampling = builder.sampling(_own_sampling(body))
-    earlier = await service.slices.result(earlier_items(before))
+    earlier: list[JsonDict] = []
+    if before is not None:
+        earlier = await service.slices.result(before.all_items())
     items = await service.slices.result(kept_items(body.input, service.responses, context.tenant))
     messages = await service.slices.result(template_messages(body.instructions, earlier + items))
     conversation = Conversation(
-        kind=_KIND, messages=messages, tools=tool_use(body), effort=body.effort
+        kind=_KIND, messages=messages, tools=_tool_use(body), effort=body.effort
     )
     wanted = await builder.answer(conversation, sampling)
     turn = KeptTurn(before, orjson.dumps(items))
     keep = _Keeper(service.responses, context.tenant, wanted.id, turn)
-    asked = RepeatedFields(body, None if body.store is False else keep)
-    return GenerationAnswer(service, wanted, partial(ResponsesFormat, asked=asked), headers)
+    if body.store is False:
+        keep = None
+    format = partial(ResponsesFormat, body=body, keep=keep)
+    return GenerationAnswer(service, wanted, format, headers)
+
+
+def _tool_use(body: ResponsesBody) -> ToolUse | None:
+    """What the body says of tools, as every route of conversations has it."""
+    tools = [tool.as_tool() for tool in body.tools or ()]
+    names_one = isinstance(body.tool_choice, NamedFunction)
+    parallel = body.parallel_tool_calls is not False and not names_one
+    return ToolUse.of(tools, _mode(body), body.chosen_names, parallel=parallel)
+
+
+def _mode(body: ResponsesBody) -> ToolMode:
+    choice = body.tool_choice
+    if isinstance(choice, NamedFunction):
+        return "required"
+    if isinstance(choice, AllowedTools):
+        return choice.mode
+    return choice or "auto"
 
 
 def _previous(service: Service, body: ResponsesBody, tenant: str) -> KeptTurn | None:
@@ -90,7 +148,7 @@ class _Keeper:
 
 
 async def _show_response(service: Service, request: Request) -> Response:
-    read_query(request, ResponseQuery)
+    read_query(request, _ResponseQuery)
     return _json(_kept(service, request).body)
 
 
@@ -110,7 +168,7 @@ async def _cancel_response(service: Service, request: Request) -> Response:
 
 async def _list_input_items(service: Service, request: Request) -> Response:
     """What the response was asked with; not what came before it."""
-    query = read_query(request, InputItemsQuery)
+    query = read_query(request, _InputItemsQuery)
     items: list[JsonDict] = orjson.loads(_kept(service, request).turn.input)
     page, has_more = query.page(items)
     return _written(listed(page, more=has_more, none=""))
@@ -144,7 +202,7 @@ RESPONSE_ROUTES = (
         ("GET",),
         _show_response,
         "a response that is kept",
-        query=ResponseQuery,
+        query=_ResponseQuery,
         answer=ResponseAnswer,
     ),
     HttpRoute(
@@ -166,7 +224,7 @@ RESPONSE_ROUTES = (
         ("GET",),
         _list_input_items,
         "what a response was asked with",
-        query=InputItemsQuery,
+        query=_InputItemsQuery,
         answer=InputItems,
     ),
 )

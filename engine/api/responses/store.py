@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.slices import Work
 from jitney.engine.types import JsonDict
 
 #: Bytes of a response's place itself.
@@ -38,6 +39,15 @@ class KeptTurn:
     def turns(self) -> list[KeptTurn]:
         """From the first turn of the conversation to this one."""
         return list(_chain(self))[::-1]
+
+    def all_items(self) -> Work[list[JsonDict]]:
+        """All items of the conversation up to this turn."""
+        items: list[JsonDict] = []
+        for turn in self.turns():
+            items += orjson.loads(turn.input)
+            items += orjson.loads(turn.output)
+            yield
+        return items
 
 
 def _chain(turn: KeptTurn | None) -> Iterator[KeptTurn]:

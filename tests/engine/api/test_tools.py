@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from parser_names import REASONING_NAMES, TOOL_NAMES
 
 from jitney.engine.config.schema import _ReasoningParserName, _ToolParserName
-from jitney.engine.conversation.formats import turn_format
+from jitney.engine.conversation.formats import TurnFormat
 
 CHATS = "/v1/chat/completions"
 USER = {"role": "user", "content": "Weather?"}
@@ -419,7 +419,7 @@ def test_the_settings_know_every_name():
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_families_are_known_by_their_templates(family: str):
-    turns = turn_format(TEMPLATES[family])
+    turns = TurnFormat.of(TEMPLATES[family])
     named = {"plain": "hermes", "qwen3": "hermes"}.get(family, family)
     assert turns.tools is not None and turns.tools.name == named
     assert turns.template_has_tools == (family != "plain")

@@ -15,10 +15,10 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from jitney.engine.conversation import harmony
-from jitney.engine.conversation.events import message_of
-from jitney.engine.conversation.formats import TurnFormat, turn_format
-from jitney.engine.conversation.grammars import Turn, turn_grammar
-from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse, chosen_tools
+from jitney.engine.conversation.events import AssistantMessage
+from jitney.engine.conversation.formats import TurnFormat
+from jitney.engine.conversation.grammars import Turn
+from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.setup import CheckerSetup
 from jitney.engine.structured.worker import Checker
@@ -39,7 +39,7 @@ HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_
 
 
 def use_of(mode: ToolMode, *, parallel: bool = True) -> ToolUse:
-    use = chosen_tools([WEATHER, CLOCK], mode, None, parallel=parallel)
+    use = ToolUse.of([WEATHER, CLOCK], mode, None, parallel=parallel)
     assert use is not None
     return use
 
@@ -47,13 +47,13 @@ def use_of(mode: ToolMode, *, parallel: bool = True) -> ToolUse:
 def tool_grammar(
     turns: TurnFormat, use: ToolUse, prompt: str, special_ids: dict[str, int]
 ) -> Grammar | None:
-    return turn_grammar(Turn(turns, prompt, special_ids), use, None)
+    return Turn(turns, prompt, special_ids).grammar(use, None)
 
 
 def behind_thoughts(
     turns: TurnFormat, grammar: Grammar, prompt: str, special_ids: dict[str, int]
 ) -> Grammar | None:
-    return turn_grammar(Turn(turns, prompt, special_ids), None, grammar)
+    return Turn(turns, prompt, special_ids).grammar(None, grammar)
 
 
 def matcher(grammar: Grammar | None) -> LLMatcher:
@@ -76,7 +76,7 @@ PROMPTS = {"deepseek_v3": "<think>\n", "deepseek_v31": "<think>\n"}
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_a_forced_turn_is_a_call_that_fits(family: str):
     """Whatever the model would like to write."""
-    turns = turn_format(TEMPLATES[family])
+    turns = TurnFormat.of(TEMPLATES[family])
     prompt = PROMPTS.get(family, "<think>\n\n</think>\n\n")
     use = use_of("required", parallel=False)
     grammar = tool_grammar(turns, use, prompt, {})
@@ -87,7 +87,7 @@ def test_a_forced_turn_is_a_call_that_fits(family: str):
     for seed in range(12):
         turn = thoughts + _finish(inner.deep_copy(), seed)
         parser = turns.parser(prompt, use.names, forced=True)
-        message = message_of([*parser.push(turn, []), *parser.finish()])
+        message = AssistantMessage.of([*parser.push(turn, []), *parser.finish()])
         [made] = message.tool_calls
         arguments = json.loads(made.arguments)
         if made.name == "clock":
@@ -119,7 +119,7 @@ def _finish(inner: LLMatcher, seed: int) -> str:
 
 @pytest.mark.parametrize("family", ["plain", "hermes"])
 def test_strict_tools_leave_text_free_and_calls_not(family: str):
-    grammar = tool_grammar(turn_format(TEMPLATES[family]), use_of("auto"), "", {})
+    grammar = tool_grammar(TurnFormat.of(TEMPLATES[family]), use_of("auto"), "", {})
     for text in ("", "Hello.", "a <tool", f"So: {HERMES}", f"{HERMES}\n{HERMES} done."):
         assert takes(grammar, text), text
     for text in ("<tool_call>x", HERMES.replace("Paris", "Bonn"), HERMES.replace("get_", "put_")):
@@ -127,7 +127,7 @@ def test_strict_tools_leave_text_free_and_calls_not(family: str):
 
 
 def test_required_allows_no_other_text():
-    turns = turn_format(TEMPLATES["hermes"])
+    turns = TurnFormat.of(TEMPLATES["hermes"])
     several = tool_grammar(turns, use_of("required"), "", {})
     one = tool_grammar(turns, use_of("required", parallel=False), "", {})
     assert takes(several, HERMES) and takes(one, HERMES)
@@ -137,7 +137,7 @@ def test_required_allows_no_other_text():
 
 
 def test_thoughts_come_before_forced_calls():
-    turns = turn_format(TEMPLATES["qwen3"])
+    turns = TurnFormat.of(TEMPLATES["qwen3"])
     use = use_of("required")
     free = tool_grammar(turns, use, "assistant\n", {})
     assert takes(free, f"<think>\nHm <tool_call>.\n</think>\n\n{HERMES}") and takes(free, HERMES)
@@ -148,7 +148,7 @@ def test_thoughts_come_before_forced_calls():
 
 
 def test_llamas_text_begins_with_no_brace():
-    grammar = tool_grammar(turn_format(TEMPLATES["llama3_json"]), use_of("auto"), "", {})
+    grammar = tool_grammar(TurnFormat.of(TEMPLATES["llama3_json"]), use_of("auto"), "", {})
     call = f'{{"name": "get_weather", "parameters": {PARIS}}}'
     assert takes(grammar, call) and takes(grammar, "Hi {") and takes(grammar, "")
     assert not takes(grammar, '{"a": 1}') and not takes(grammar, ' {"a": 1}')
@@ -156,7 +156,7 @@ def test_llamas_text_begins_with_no_brace():
 
 def test_special_tokens_are_named_by_their_ids():
     grammar = tool_grammar(
-        turn_format(TEMPLATES["mistral"]), use_of("required"), "", {"[TOOL_CALLS]": 300}
+        TurnFormat.of(TEMPLATES["mistral"]), use_of("required"), "", {"[TOOL_CALLS]": 300}
     )
     assert grammar is not None and '<[300]> " ["' in grammar.text
     assert "[TOOL_CALLS]" not in grammar.text
@@ -166,19 +166,19 @@ def test_whoever_checks_grammars_knows_all_of_the_models_tokens():
     checker = Checker(CheckerSetup(("<|a|>",), 5000))
     for number, is_known in ((4999, True), (5000, False)):
         grammar = tool_grammar(
-            turn_format(TEMPLATES["mistral"]), use_of("required"), "", {"[TOOL_CALLS]": number}
+            TurnFormat.of(TEMPLATES["mistral"]), use_of("required"), "", {"[TOOL_CALLS]": number}
         )
         assert grammar is not None
         assert (checker.check(grammar).grammar is not None) == is_known
 
 
 def test_nothing_is_held_back_where_nothing_is_strict():
-    use = chosen_tools([CLOCK], "auto", None, parallel=True)
+    use = ToolUse.of([CLOCK], "auto", None, parallel=True)
     assert use is not None
-    assert tool_grammar(turn_format(TEMPLATES["hermes"]), use, "", {}) is None
-    assert tool_grammar(turn_format(TEMPLATES["gemma"]), use, "", {}) is None
+    assert tool_grammar(TurnFormat.of(TEMPLATES["hermes"]), use, "", {}) is None
+    assert tool_grammar(TurnFormat.of(TEMPLATES["gemma"]), use, "", {}) is None
     with pytest.raises(RequestError, match="cannot be held to a schema"):
-        tool_grammar(turn_format(TEMPLATES["gemma"]), use_of("auto"), "", {})
+        tool_grammar(TurnFormat.of(TEMPLATES["gemma"]), use_of("auto"), "", {})
 
 
 @pytest.mark.parametrize(
@@ -190,22 +190,22 @@ def test_nothing_is_held_back_where_nothing_is_strict():
     ],
 )
 def test_an_answers_grammar_begins_behind_the_thoughts(grammar: Grammar, good: str, bad: str):
-    turns = turn_format(TEMPLATES["qwen3"])
+    turns = TurnFormat.of(TEMPLATES["qwen3"])
     held = behind_thoughts(turns, grammar, "<think>\n", {})
     assert takes(held, f"Hm {bad}.</think>\n\n{good}")
     assert not takes(held, f"Hm.</think>{bad}") and not takes(held, good)
-    harmony = behind_thoughts(turn_format(TEMPLATES["harmony"]), grammar, "", {})
+    harmony = behind_thoughts(TurnFormat.of(TEMPLATES["harmony"]), grammar, "", {})
     final = f"<|channel|>final<|message|>{good}"
     assert takes(harmony, final)
     assert takes(harmony, f"<|channel|>analysis<|message|>x<|end|><|start|>assistant{final}")
     assert not takes(harmony, f"<|channel|>final<|message|>{bad}")
     closed = "<think>\n\n</think>\n\n"
     assert behind_thoughts(turns, grammar, closed, {}) is grammar
-    assert behind_thoughts(turn_format(TEMPLATES["plain"]), grammar, "", {}) is grammar
+    assert behind_thoughts(TurnFormat.of(TEMPLATES["plain"]), grammar, "", {}) is grammar
 
 
 def test_a_grammar_that_cannot_follow_thoughts_is_refused():
-    turns = turn_format(TEMPLATES["qwen3"])
+    turns = TurnFormat.of(TEMPLATES["qwen3"])
     with pytest.raises(RequestError, match="neither behind thoughts nor beside tools"):
         behind_thoughts(turns, Grammar("regex", "a+"), "", {})
 
@@ -220,29 +220,29 @@ def test_a_grammar_that_cannot_follow_thoughts_is_refused():
     ],
 )
 def test_beside_tools_a_turn_calls_or_says_what_its_grammar_allows(family: str, call: str):
-    turns = turn_format(TEMPLATES[family])
+    turns = TurnFormat.of(TEMPLATES[family])
     turn = Turn(turns, "<think>\n\n</think>\n\n", {})
     number = Grammar("json_schema", '{"type":"integer"}')
-    held = turn_grammar(turn, use_of("auto"), number)
+    held = turn.grammar(use_of("auto"), number)
     assert takes(held, "12") and takes(held, call)
     for text in ("Hello.", '"a"', "", f"12{call}", call.replace("Paris", "Bonn")):
         assert not takes(held, text), text
     # Who must call says nothing.
-    forced = turn_grammar(turn, use_of("required"), None)
-    assert turn_grammar(turn, use_of("required"), number) == forced
+    forced = turn.grammar(use_of("required"), None)
+    assert turn.grammar(use_of("required"), number) == forced
 
 
 def test_with_channels_a_grammar_of_the_answer_is_that_of_the_last_one():
-    turn = Turn(turn_format(TEMPLATES["harmony"]), "", {})
-    held = turn_grammar(turn, use_of("auto"), Grammar("json_object"))
-    final = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
+    turn = Turn(TurnFormat.of(TEMPLATES["harmony"]), "", {})
+    held = turn.grammar(use_of("auto"), Grammar("json_object"))
+    final = f"{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}"
     assert takes(held, final + "{}") and not takes(held, final + "[]")
 
 
 def test_calls_of_no_such_form_exclude_a_grammar_of_the_answer():
-    turn = Turn(turn_format(TEMPLATES["gemma"]), "", {})
+    turn = Turn(TurnFormat.of(TEMPLATES["gemma"]), "", {})
     with pytest.raises(RequestError, match="cannot be held to a schema"):
-        turn_grammar(turn, use_of("auto"), Grammar("json_object"))
+        turn.grammar(use_of("auto"), Grammar("json_object"))
 
 
 def test_schemas_are_closed_where_that_is_plain():
@@ -250,9 +250,9 @@ def test_schemas_are_closed_where_that_is_plain():
         "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}},
     }
     tool = Tool("f", None, open_ended, strict=True)
-    use = chosen_tools([tool], "required", None, parallel=False)
+    use = ToolUse.of([tool], "required", None, parallel=False)
     assert use is not None
-    grammar = tool_grammar(turn_format(""), use, "", {})
+    grammar = tool_grammar(TurnFormat.of(""), use, "", {})
 
     def call(arguments: str) -> str:
         return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
@@ -267,7 +267,13 @@ def thinker() -> tuple[LLTokenizer, dict[str, int], Any]:
     fast = tiny_fast()
     rust: Any = fast.backend_tokenizer
     rust.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
-    marks = [harmony.CHANNEL, harmony.MESSAGE, harmony.END, harmony.START, "<tool_call>"]
+    marks = [
+        harmony.Mark.CHANNEL,
+        harmony.Mark.MESSAGE,
+        harmony.Mark.END,
+        harmony.Mark.START,
+        "<tool_call>",
+    ]
     rust.add_special_tokens([AddedToken(text, special=True) for text in marks])
     ids = {text: rust.token_to_id(text) for text in (*marks, "<think>", "</think>")}
     size = rust.get_vocab_size(True)
@@ -298,11 +304,11 @@ def test_a_budget_ends_the_thoughts_to_the_token(thinker, budget: int, family: s
     """And the answer begins, whatever it must be. A model that never ends them by itself."""
     trie, ids, tokenizer = thinker
     prompt = "<think>\n" if family == "deepseek_v3" else "assistant\n"
-    turns = turn_format(TEMPLATES[family], "hermes" if family != "harmony" else "auto")
+    turns = TurnFormat.of(TEMPLATES[family], "hermes" if family != "harmony" else "auto")
     turn = Turn(turns, prompt, ids, budget)
     use = {"call": use_of("required"), "tools": use_of("auto")}.get(answer)
     content = Grammar("json_schema", '{"enum":["yes"]}') if answer == "json" else None
-    grammar = turn_grammar(turn, use, content)
+    grammar = turn.grammar(use, content)
     assert grammar is not None
     random = Random(budget)
     opening = {
@@ -311,7 +317,7 @@ def test_a_budget_ends_the_thoughts_to_the_token(thinker, budget: int, family: s
         "harmony": "<|channel|>analysis<|message|>",
     }[family]
     wanted = tokenizer.encode(opening, add_special_tokens=False)
-    end = ids[harmony.END if family == "harmony" else "</think>"]
+    end = ids[harmony.Mark.END if family == "harmony" else "</think>"]
     for _ in range(5):
         inner = LLMatcher(trie, LLMatcher.grammar_from_lark(grammar.text))
         assert not inner.is_error(), inner.get_error()
@@ -340,8 +346,8 @@ def test_a_budget_ends_the_thoughts_to_the_token(thinker, budget: int, family: s
 
 def test_a_model_may_end_its_thoughts_before_the_budget(thinker):
     trie, ids, tokenizer = thinker
-    turn = Turn(turn_format(TEMPLATES["qwen3"]), "<think>\n", ids, 50)
-    grammar = turn_grammar(turn, None, None)
+    turn = Turn(TurnFormat.of(TEMPLATES["qwen3"]), "<think>\n", ids, 50)
+    grammar = turn.grammar(None, None)
     assert grammar is not None
     inner = LLMatcher(trie, LLMatcher.grammar_from_lark(grammar.text))
     tokens = tokenizer.encode("Hm.</think>So, <b>it is</b>.", add_special_tokens=False)
@@ -350,6 +356,6 @@ def test_a_model_may_end_its_thoughts_before_the_budget(thinker):
 
 def test_a_budget_needs_a_token_to_end_the_thoughts():
     for family, ids in (("qwen3", {}), ("hermes", {"</think>": 5}), ("harmony", {})):
-        turn = Turn(turn_format(TEMPLATES[family]), "", ids, 5)
+        turn = Turn(TurnFormat.of(TEMPLATES[family]), "", ids, 5)
         with pytest.raises(RequestError, match="no token of its own"):
-            turn_grammar(turn, None, None)
+            turn.grammar(None, None)

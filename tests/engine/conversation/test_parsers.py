@@ -14,17 +14,13 @@ from parser_names import REASONING_NAMES, TOOL_NAMES
 
 from jitney.engine.conversation.events import (
     AssistantEvent,
+    AssistantMessage,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
-    message_of,
 )
-from jitney.engine.conversation.formats import (
-    _NONE,
-    _TOOL_FORMATS,
-    turn_format,
-)
+from jitney.engine.conversation.formats import _NONE, _TOOL_FORMATS, TurnFormat
 
 NAMES = frozenset({"f", "get_weather"})
 PARIS = '{"city": "Paris", "days": [1, 2], "more": {"a": "}\\"<"}}'
@@ -204,7 +200,7 @@ CASES = [
 
 
 def parsed(case: Case, pieces: list[str]) -> list[AssistantEvent]:
-    turns = turn_format("", case.tools, case.thinks)
+    turns = TurnFormat.of("", case.tools, case.thinks)
     parser = turns.parser(case.prompt, NAMES, forced=False)
     events: list[AssistantEvent] = []
     for piece in pieces:
@@ -242,7 +238,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.tools}: {case.text[:40]}")
 def test_families_are_read(case: Case):
     events = parsed(case, [case.text])
-    message = message_of(events)
+    message = AssistantMessage.of(events)
     calls = [(call.name, call.arguments) for call in message.tool_calls]
     assert (message.content, calls, message.reasoning) == (
         case.content,
@@ -282,13 +278,13 @@ def test_pieces_do_not_matter_whatever_is_written(tools, thinks, fragments, plac
     case = Case(tools, text, thinks=thinks)
     events = parsed(case, [text])
     assert joined(parsed(case, cut(text, places))) == joined(events)
-    message = message_of(events)
+    message = AssistantMessage.of(events)
     if not message.tool_calls and thinks == _NONE and not tools.startswith("deepseek"):
         assert message.content == text
 
 
 def test_text_is_held_back_no_longer_than_needed():
-    turns = turn_format("", "hermes", "qwen3")
+    turns = TurnFormat.of("", "hermes", "qwen3")
     parser = turns.parser("", NAMES, forced=False)
     pieces = ["Hi", " <", "b>", " <tool", "_box>", "."]
     said = [joined(parser.push(piece, [0])) for piece in pieces]
@@ -297,7 +293,7 @@ def test_text_is_held_back_no_longer_than_needed():
 
 
 def test_arguments_come_while_they_are_written():
-    parser = turn_format("", "hermes").parser("", NAMES, forced=False)
+    parser = TurnFormat.of("", "hermes").parser("", NAMES, forced=False)
     parser.push('<tool_call>\n{"name": "f", "arguments": ', [0])
     first = parser.push('{"te', [0])
     assert isinstance(first[0], ToolCallStart) and first[1] == ToolCallArguments(0, '{"te')
@@ -314,7 +310,7 @@ def test_thoughts_are_counted_by_token(thinks: str):
     else:
         tokens = ["<think>", "\n", "I ", "th", "ink", "\n", "</", "think", ">", "\n\n", "So"]
         expected = 5
-    parser = turn_format("", "hermes", thinks).parser("", NAMES, forced=False)
+    parser = TurnFormat.of("", "hermes", thinks).parser("", NAMES, forced=False)
     for number, token in enumerate(tokens):
         parser.push(token, [number])
     parser.finish()
@@ -329,7 +325,7 @@ def test_mistrals_names_of_calls_are_as_its_templates_want_them():
 
 @pytest.mark.parametrize("name", TOOL_NAMES)
 def test_every_name_is_known(name: str):
-    turns = turn_format("", name)
+    turns = TurnFormat.of("", name)
     assert (turns.tools is None) == (name == _NONE)
 
 
@@ -360,6 +356,6 @@ def test_any_arguments_come_through_unchanged(value):
         "deepseek_v31": f"{D[0]}{v31('f', arguments)}{D[1]}",
     }
     for tools, text in calls.items():
-        message = message_of(parsed(Case(tools, text), [text]))
+        message = AssistantMessage.of(parsed(Case(tools, text), [text]))
         assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", arguments)]
         assert message.content == ""
