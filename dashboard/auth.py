@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.routing import Mount, Route
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jitney.dashboard.sessions import Sessions
 from jitney.dashboard.viewers import TooManyViewers, Viewer
 from jitney.engine.api.access import EVERYBODY, AccessControl, Identity
-from jitney.engine.api.cross_site import is_navigation, refuse_other_sites
+from jitney.engine.api.cross_site import refuse_other_sites
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.api.routing import Role, route_path
@@ -81,8 +81,13 @@ class _PageGuard:
         """A person may come here by a link of another site; a script of it may not even start a
         feed, which it could not read but which takes a place.
         """
-        if scope["method"] != "GET" or not is_navigation(scope):
+        if scope["method"] != "GET" or not _is_navigation(scope):
             refuse_other_sites(scope, self.cors_origins)
+
+
+def _is_navigation(scope: Scope) -> bool:
+    """A person follows a link to here, or opens it: no script will see the answer."""
+    return Headers(scope=scope).get("sec-fetch-mode") == "navigate"
 
 
 def page_middleware(

@@ -7,6 +7,7 @@ of others' waiting are not asked (`engine.scheduler.entrance`). So not everybody
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,37 +15,37 @@ from jitney.engine.api.access import Identity
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError, echo
 
-#: Says that nobody waits for a request.
-BACKGROUND_HEADER = "x-jitney-background"
 _YES = "1"
-#: The header as it is sent.
-BACKGROUND_MARK = (BACKGROUND_HEADER.encode(), _YES.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundRequests:
     """Takes an administrator's word that nobody waits for a request; a user's is refused."""
 
+    #: Says that nobody waits for a request.
+    HEADER: ClassVar[str] = "x-jitney-background"
+    #: The header as it is sent.
+    MARK: ClassVar[tuple[bytes, bytes]] = (HEADER.encode(), _YES.encode())
+
     app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            Context.of(scope).background = _is_background(scope)
+            Context.of(scope).background = self._is_background(scope)
         await self.app(scope, receive, send)
 
-
-def _is_background(scope: Scope) -> bool:
-    """Raises HttpError."""
-    name = BACKGROUND_HEADER.encode()
-    given = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
-    if not given:
-        return False
-    if not Identity.of(scope).is_admin:
-        raise HttpError(
-            403,
-            f"{BACKGROUND_HEADER} needs an administrator's key (admin_keys, admin_key_file)",
-            code="admin_key_needed",
-        )
-    if given != [_YES]:
-        raise HttpError(400, f"{BACKGROUND_HEADER} must be {_YES}, not {echo(', '.join(given))}")
-    return True
+    def _is_background(self, scope: Scope) -> bool:
+        """Raises HttpError."""
+        name = self.HEADER.encode()
+        given = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+        if not given:
+            return False
+        if not Identity.of(scope).is_admin:
+            raise HttpError(
+                403,
+                f"{self.HEADER} needs an administrator's key (admin_keys, admin_key_file)",
+                code="admin_key_needed",
+            )
+        if given != [_YES]:
+            raise HttpError(400, f"{self.HEADER} must be {_YES}, not {echo(', '.join(given))}")
+        return True

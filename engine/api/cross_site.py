@@ -92,8 +92,3 @@ def _is_own(origin: str, host: str) -> bool:
     """
     _, _, authority = origin.partition("://")
     return bool(authority) and authority.lower() == host.lower()
-
-
-def is_navigation(scope: Scope) -> bool:
-    """A person follows a link to here, or opens it: no script will see the answer."""
-    return Headers(scope=scope).get("sec-fetch-mode") == "navigate"

@@ -27,7 +27,6 @@ from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
 from jitney.engine.text.detokenizer import TokenBytes
-from jitney.engine.types import JsonDict
 
 #: Names listed in x-ignored-params, and characters of each.
 _MOST_IGNORED = 20
@@ -38,14 +37,10 @@ async def read_body[B: ModelBody](
     service: Service, request: Request, kind: type[B]
 ) -> tuple[B, dict[str, str]]:
     """The checked body, and the header that lists what was ignored of it."""
-    body, ignored = kind.parse(await read_raw(service, request))
-    return body, ignored_header(ignored)
-
-
-async def read_raw(service: Service, request: Request) -> JsonDict:
-    """The body's fields as they came."""
     service.ready()
-    return await service.slices.result(read_object(await request.body()))
+    raw = await service.slices.result(read_object(await request.body()))
+    body, ignored = kind.parse(raw)
+    return body, ignored_header(ignored)
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:

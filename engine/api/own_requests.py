@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.service import Batches
 from jitney.engine.api.jobs.service import Jobs
-from jitney.engine.api.jobs.table import JOB_ENDS
+from jitney.engine.api.jobs.table import JOBS
 from jitney.engine.api.routing import RouteTable
 
 
@@ -18,7 +18,7 @@ class OwnRequests:
     """Those of one server. table: the routes that answer them."""
 
     def __init__(self, host: RequestHost, table: RouteTable):
-        self.batches = Batches(host, table, [JOB_ENDS])
+        self.batches = Batches(host, table, [JOBS])
         self.jobs = Jobs(host, table, self.batches)
 
     @asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from jitney.engine.conversation.json_calls import MOST_NAME
 from jitney.engine.conversation.reading import Finding, Malformed, Reading
 from jitney.engine.conversation.tool_calls import NamedCalls, NameMarkers
 
@@ -68,7 +67,7 @@ class BraceCalls(NamedCalls):
         key = ""
         while (char := (yield from self.next_char())) != ":":
             key += char
-            if char in "{}[]," or len(key) > MOST_NAME:
+            if char in "{}[]," or len(key) > self.most_name:
                 raise Malformed
         return key.strip()
 

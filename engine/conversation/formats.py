@@ -123,7 +123,7 @@ _TOOL_FORMATS = (
         ("openai", "gptoss"),
         lambda names: HarmonyReader(),
         CallText(
-            before_name=f"{harmony.Mark.CHANNEL}commentary to={harmony.FUNCTIONS}",
+            before_name=f"{harmony.Mark.CHANNEL}commentary to={HarmonyReader.FUNCTIONS}",
             before_arguments=f" {harmony.Mark.CONSTRAIN}json{harmony.Mark.MESSAGE}",
             after="",
             is_alone=True,

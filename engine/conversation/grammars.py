@@ -180,7 +180,9 @@ def _thoughts(lark: _Lark, turn: Turn) -> str:
     """What may come before the answer."""
     turns, budget = turn.format, turn.thinking_budget
     if turns.has_channels:
-        head = lark.literal(f"{harmony.Mark.CHANNEL}{harmony.THOUGHTS}{harmony.Mark.MESSAGE}")
+        head = lark.literal(
+            f"{harmony.Mark.CHANNEL}{harmony.HarmonyReader.THOUGHTS}{harmony.Mark.MESSAGE}"
+        )
         behind = lark.literal(f"{harmony.Mark.START}assistant")
         return f"({head} {lark.up_to(harmony.Mark.END, budget)} {behind})?"
     reasoning = turns.reasoning

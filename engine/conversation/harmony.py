@@ -24,10 +24,6 @@ class Mark(StrEnum):
     CALL = "<|call|>"
 
 
-#: The channel of thoughts, and how calls of a client's functions are addressed.
-THOUGHTS = "analysis"
-FUNCTIONS = "functions."
-
 _ENDS = (Mark.END, Mark.RETURN, Mark.CALL)
 #: What a header may begin with; a message whose end is missing ends there.
 _HEADS = (Mark.START, Mark.CHANNEL)
@@ -42,6 +38,9 @@ class HarmonyReader(TextReader):
     """Thoughts are what is on the analysis channel, calls what is addressed to somebody; all else,
     also text without a header, is content.
     """
+
+    #: The channel of thoughts, and how calls of a client's functions are addressed.
+    THOUGHTS, FUNCTIONS = "analysis", "functions."
 
     #: Of the call that is being read; -1: none is.
     _call = -1
@@ -83,8 +82,8 @@ class HarmonyReader(TextReader):
         """A message with this header begins."""
         recipient = _RECIPIENT.search(header)
         if recipient is not None:
-            self._call = self.begin_call(recipient[1].removeprefix(FUNCTIONS))
-        self.is_thinking = recipient is None and THOUGHTS in header
+            self._call = self.begin_call(recipient[1].removeprefix(self.FUNCTIONS))
+        self.is_thinking = recipient is None and self.THOUGHTS in header
 
     def _read_message(self, head: str) -> Finding[str]:
         """Returns the marker behind it."""

@@ -16,8 +16,6 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _OUTSIDE = frozenset('{}[]:,+-.0123456789truefalsnE" \t\r\n')
 #: Those that end a number or a word.
 _BEHIND = frozenset(",}] \t\r\n")
-#: Most characters of a name: longer ones are no names.
-MOST_NAME = 256
 
 
 class JsonReader(TextReader):
@@ -25,6 +23,14 @@ class JsonReader(TextReader):
 
     #: Names that a call may have; None: any.
     names: frozenset[str] | None = None
+    #: Most characters of a name: longer ones are no names.
+    most_name = 256
+
+    def checked_name(self, text: str) -> str:
+        """What is no name raises Malformed."""
+        if not 0 < len(text) <= self.most_name:
+            raise Malformed
+        return text
 
     def read_call(self) -> Reading:
         """An object with a name and arguments, in either order; other keys are read over."""
@@ -116,13 +122,6 @@ class JsonReader(TextReader):
             raise Malformed from None
 
 
-def checked_name(text: str) -> str:
-    """What is no name raises Malformed."""
-    if not 0 < len(text) <= MOST_NAME:
-        raise Malformed
-    return text
-
-
 def _tell(call: _Call | None, text: str) -> None:
     if call is not None:
         call.add_arguments(text)
@@ -155,7 +154,7 @@ class _Call:
         names = self._reader.names
         if names is not None and name not in names:
             raise Malformed
-        self.name = checked_name(name)
+        self.name = self._reader.checked_name(name)
         if self.has_arguments:
             self._begin()
 

@@ -11,7 +11,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
-from jitney.engine.conversation.json_calls import JsonReader, checked_name
+from jitney.engine.conversation.json_calls import JsonReader
 from jitney.engine.conversation.reading import (
     Ended,
     Finding,
@@ -157,7 +157,7 @@ class NamedCalls(_CallReader, JsonReader):
         while not _ends_name(char := (yield from self.next_char())):
             name += char
         self.unread(char)
-        return checked_name(name)
+        return self.checked_name(name)
 
 
 def _ends_name(char: str) -> bool:

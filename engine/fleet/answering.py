@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from jitney.engine.api.background import BACKGROUND_HEADER
+from jitney.engine.api.background import BackgroundRequests
 from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.errors import RequestError
@@ -95,11 +95,13 @@ class Question:
     @property
     def background(self) -> bool:
         """Nobody waits for the answer: it is a line of a batch."""
-        return BACKGROUND_HEADER in self.headers
+        return BackgroundRequests.HEADER in self.headers
 
     def for_people(self) -> Question:
         """The same, as somebody waits for it."""
-        kept = {name: text for name, text in self.headers.items() if name != BACKGROUND_HEADER}
+        kept = {
+            name: text for name, text in self.headers.items() if name != BackgroundRequests.HEADER
+        }
         return replace(self, headers=kept)
 
     @property

@@ -14,7 +14,7 @@ import orjson
 from starlette.requests import Request
 
 from jitney.engine.api.access import address_of
-from jitney.engine.api.background import BACKGROUND_MARK
+from jitney.engine.api.background import BackgroundRequests
 from jitney.engine.api.context import Context
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -76,7 +76,7 @@ class Asked:
     @property
     def background(self) -> bool:
         """Nobody waits for it: it is a line of a batch."""
-        return BACKGROUND_MARK in self.headers
+        return BackgroundRequests.MARK in self.headers
 
     @property
     def repeatable(self) -> bool:
@@ -132,7 +132,7 @@ async def asked_of(request: Request, fields: JsonDict | None = None) -> Asked:
     headers.append((b"x-request-id", context.request_id.encode()))
     headers.append((b"x-forwarded-for", address_of(scope).encode()))
     if context.background:
-        headers.append(BACKGROUND_MARK)
+        headers.append(BackgroundRequests.MARK)
     return Asked(
         scope["method"],
         f"{path}?{query}" if query else path,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -16,8 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.refusals import bad_grammar
-from jitney.engine.structured.schema_errors import place_of_error
-from jitney.engine.structured.schema_rules import kept_to
+from jitney.engine.structured.schema_rules import escaped, kept_to
 from jitney.engine.types import Grammar, JsonDict, JsonValue
 
 #: Between two tokens of JSON. Without a bound a model can write blanks for ever; this much indents
@@ -42,6 +42,13 @@ _ANY_OBJECT = '{"type":"object"}'
 #: Schemas inside of a grammar in Lark, as those of tools' arguments are.
 _SCHEMA = re.compile(r"%json\s*(?=\{)")
 _DECODER = json.JSONDecoder()
+#: Keywords whose value is a schema, a list of schemas, or schemas by name.
+_ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
+_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+#: Schemas looked at in all, and characters of the answer.
+_MOST_LOOKS = 200
+_MOST_PLACE = 120
 
 
 def token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
@@ -142,7 +149,7 @@ def _json_source(schema: str) -> str:
 def _refused(grammar: Grammar, reason: str) -> RequestError:
     if grammar.kind != "json_schema":
         return bad_grammar(reason)
-    place = place_of_error(orjson.loads(grammar.text), _schema_error)
+    place = _place_of_error(orjson.loads(grammar.text), _schema_error)
     return bad_grammar(f"at {place}: {reason}")
 
 
@@ -153,3 +160,71 @@ def _schema_error(schema: JsonValue) -> str:
     source = _json_source(orjson.dumps(schema).decode())
     is_error, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=_LIMITS)
     return messages[0] if is_error else ""
+
+
+def _place_of_error(schema: JsonValue, error_of: Callable[[JsonValue], str]) -> str:
+    """A pointer to the innermost schema that is wrong by itself in the same way, such as
+    "#/properties/a". error_of: what is wrong with a schema, "" if nothing is.
+    """
+    search = _Search(error_of, wanted=error_of(schema), shared=_shared(schema))
+    path = ["#"]
+    inner = schema
+    while (found := search.culprit_in(inner)) is not None:
+        steps, inner = found
+        path += steps
+    return _shortened("/".join(path))
+
+
+@dataclass(slots=True)
+class _Search:
+    #: What the compiler says of a schema; empty: nothing is wrong.
+    error_of: Callable[[JsonValue], str]
+    #: The error that is looked for.
+    wanted: str
+    #: What a part of the schema may refer to.
+    shared: dict[str, JsonValue]
+    #: Schemas that may still be tried.
+    looks_left: int = _MOST_LOOKS
+
+    def culprit_in(self, schema: JsonValue) -> tuple[list[str], JsonValue] | None:
+        """The first schema directly inside one that is wrong by itself, and the steps to it."""
+        for steps, child in _children(schema):
+            if not self.looks_left:
+                return None
+            self.looks_left -= 1
+            alone = self.shared | child if isinstance(child, dict) else child
+            if self.error_of(alone) == self.wanted:
+                return steps, child
+        return None
+
+
+def _shared(schema: JsonValue) -> dict[str, JsonValue]:
+    if not isinstance(schema, dict):
+        return {}
+    return {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
+
+
+def _children(schema: JsonValue) -> Iterator[tuple[list[str], JsonValue]]:
+    """(steps down from here, schema) of the schemas directly inside one."""
+    if not isinstance(schema, dict):
+        return
+    for name in _ONE:
+        inner = schema.get(name)
+        if isinstance(inner, dict):
+            yield [name], inner
+    for name in _LISTED:
+        listed = schema.get(name)
+        if isinstance(listed, list):
+            for number, child in enumerate(listed):
+                yield [name, str(number)], child
+    for name in _NAMED:
+        named = schema.get(name)
+        if isinstance(named, dict):
+            for key, child in named.items():
+                yield [name, escaped(key)], child
+
+
+def _shortened(place: str) -> str:
+    if len(place) <= _MOST_PLACE:
+        return place
+    return place[: _MOST_PLACE - 3] + "..."

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.refusals import bad_grammar
-from jitney.engine.structured.schema_errors import escaped
 from jitney.engine.types import JsonValue
 
 #: Keywords whose value is a schema, a list of schemas, or schemas by name.
@@ -217,6 +216,11 @@ def _rust_word(word: str, before: str, *, inside: bool) -> str:
     if word == "--" and before in ("[", "[^"):
         return r"\--"  # a range that begins with it; elsewhere it ends one
     return _OTHERWISE_IN_BRACKETS.get(word, word)
+
+
+def escaped(key: str) -> str:
+    """As a step of a JSON pointer (RFC 6901)."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _draft_of(schema: dict[str, JsonValue], outer: int) -> int:

@@ -24,11 +24,11 @@ from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.forms import JobAnswer, JobBody, JobList
 from jitney.engine.api.jobs.records import Job, JobRequest, Repeated
 from jitney.engine.api.jobs.runner import JobRunner
 from jitney.engine.api.jobs.service import Jobs
+from jitney.engine.api.jobs.table import JOBS
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import PageQuery, listed, read_query
 from jitney.engine.api.routing import HttpRoute
@@ -55,7 +55,7 @@ async def _create_job(host: RequestHost, request: Request) -> Response:
     asked = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
     ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
     most = host.settings.server.key_jobs
-    known = await keeper.do(table.add, job, asked, most_open=most, keep=_KEPT_JOBS)
+    known = await keeper.do(JOBS.add, job, asked, most_open=most, keep=_KEPT_JOBS)
     if known is None:
         runner.begin(job)
         return _accepted(job, ignored)
@@ -113,7 +113,7 @@ async def _list_jobs(host: RequestHost, request: Request) -> Response:
     keeper = await _jobs(host).keeper()
     query = read_query(request, PageQuery)
     owner = Context.of(request.scope).tenant
-    jobs, more = await keeper.do(table.page, owner, after=query.after, limit=query.limit)
+    jobs, more = await keeper.do(JOBS.page, owner, after=query.after, limit=query.limit)
     return json_answer(listed([job.shown() for job in jobs], more=more))
 
 
@@ -181,7 +181,7 @@ class _EventAnswer:
 
 
 async def _job(keeper: StoreKeeper, request: Request) -> Job:
-    return await keeper.find_or_404(request, "job", table.find)
+    return await keeper.find_or_404(request, "job", JOBS.find)
 
 
 def _jobs(host: RequestHost) -> Jobs:

@@ -17,8 +17,8 @@ from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineRequest
 from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.tasks import Tasks
-from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.records import Job
+from jitney.engine.api.jobs.table import JOBS
 
 
 class _Turns:
@@ -78,7 +78,7 @@ class JobRunner:
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
-        for job in await self._keeper.do(table.unfinished):
+        for job in await self._keeper.do(JOBS.unfinished):
             self.begin(job)
 
     def begin(self, job: Job) -> None:
@@ -95,7 +95,7 @@ class JobRunner:
 
     async def cancel(self, id: str) -> bool:
         """End a job without an answer; False if it was over."""
-        if not await self._keeper.do(table.finish, id, "cancelled", None, int(time.time())):
+        if not await self._keeper.do(JOBS.finish, id, "cancelled", None, int(time.time())):
             return False
         self._tasks.cancel(id)
         self._on_end()
@@ -112,7 +112,7 @@ class JobRunner:
     async def _work(self, job: Job) -> None:
         """One job to its end."""
         status, answer = await self._outcome(job)
-        await self._keeper.do(table.finish, job.id, status, answer, int(time.time()))
+        await self._keeper.do(JOBS.finish, job.id, status, answer, int(time.time()))
         self._on_end()
 
     async def _outcome(self, job: Job) -> tuple[str, bytes | None]:
@@ -133,7 +133,7 @@ class JobRunner:
             turns.release()
 
     async def _answer_in(self, turns: _Turns, job: Job) -> tuple[str, bytes | None]:
-        body = await self._keeper.do(table.begin, job.id, int(time.time()))
+        body = await self._keeper.do(JOBS.begin, job.id, int(time.time()))
         if body is None:
             return "cancelled", None
         self._changed(job.id)

@@ -1,5 +1,5 @@
-"""The table of jobs. Every function is one transaction, and blocks: it runs on the one thread that
-owns the store (`engine.api.batches.keeper`).
+"""The table of jobs. Its methods block: they run on the one thread that owns the store
+(`engine.api.batches.keeper`).
 
 A job ends once: what is over changes no more. One that was being computed when the process was
 killed is computed again.
@@ -33,97 +33,97 @@ _PLAIN = (
 _COLUMNS = ", ".join((*_PLAIN, "metadata", "times"))
 
 
-def add(
-    store: BatchStore, job: Job, asked: JobRequest, *, most_open: int, keep: int
-) -> Repeated | None:
-    """Keep a new job, unless its owner has one that is called so: that one is returned. Of the
-    owner's jobs that are over, the newest `keep` stay. Raises RequestError for an owner with
-    `most_open` jobs under way.
-    """
-    with store.transaction():
-        known = _find_repeated(store, job.owner, asked.repeat_key)
-        if known is None:
-            _check_room(store, job.owner, most_open)
-            _rows(store).forget_ended(job.owner, keep)
-            _insert(store, job, asked)
-        return known
+class _JobTable(Deliveries):
+    """Every method is one transaction."""
 
+    def add(
+        self, store: BatchStore, job: Job, asked: JobRequest, *, most_open: int, keep: int
+    ) -> Repeated | None:
+        """Keep a new job, unless its owner has one that is called so: that one is returned. Of the
+        owner's jobs that are over, the newest `keep` stay. Raises RequestError for an owner with
+        `most_open` jobs under way.
+        """
+        with store.transaction():
+            known = self._find_repeated(store, job.owner, asked.repeat_key)
+            if known is None:
+                self._check_room(store, job.owner, most_open)
+                self._rows(store).forget_ended(job.owner, keep)
+                self._insert(store, job, asked)
+            return known
 
-def _check_room(store: BatchStore, owner: str, most_open: int) -> None:
-    if _rows(store).n_open(owner) >= most_open:
-        raise RequestError(
-            f"one key may have {most_open} jobs under way (key_jobs)",
-            code="rate_limit",
-            retry_after=5.0,
-        )
+    def _check_room(self, store: BatchStore, owner: str, most_open: int) -> None:
+        if self._rows(store).n_open(owner) >= most_open:
+            raise RequestError(
+                f"one key may have {most_open} jobs under way (key_jobs)",
+                code="rate_limit",
+                retry_after=5.0,
+            )
 
+    def _insert(self, store: BatchStore, job: Job, asked: JobRequest) -> None:
+        columns = {name: getattr(job, name) for name in _PLAIN}
+        columns |= {
+            "metadata": orjson.dumps(job.metadata),
+            "times": orjson.dumps(job.times),
+            "body": asked.body,
+            "repeat_key": asked.repeat_key,
+            "digest": asked.digest,
+        }
+        self._rows(store).insert(columns)
 
-def _insert(store: BatchStore, job: Job, asked: JobRequest) -> None:
-    columns = {name: getattr(job, name) for name in _PLAIN}
-    columns |= {
-        "metadata": orjson.dumps(job.metadata),
-        "times": orjson.dumps(job.times),
-        "body": asked.body,
-        "repeat_key": asked.repeat_key,
-        "digest": asked.digest,
-    }
-    _rows(store).insert(columns)
-
-
-def _find_repeated(store: BatchStore, owner: str, repeat_key: str | None) -> Repeated | None:
-    """The job that an owner called so."""
-    if repeat_key is None:
-        return None
-    query = f"SELECT {_COLUMNS}, digest FROM jobs WHERE owner = ? AND repeat_key = ?"
-    row = store.db.execute(query, (owner, repeat_key)).fetchone()
-    return None if row is None else Repeated(_job_of(row), row["digest"])
-
-
-def find(store: BatchStore, id: str, owner: str) -> Job | None:
-    """The job of that id, if it is this owner's."""
-    query = f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
-    row = store.db.execute(query, (id, owner)).fetchone()
-    return None if row is None else _job_of(row)
-
-
-def page(store: BatchStore, owner: str, *, after: str, limit: int) -> tuple[list[Job], bool]:
-    """At most so many of an owner's jobs, those behind `after`, the newest first, and whether there
-    are more.
-    """
-    page, more = _rows(store).page(owner, after=after, limit=limit, columns=_COLUMNS)
-    return [_job_of(row) for row in page], more
-
-
-def unfinished(store: BatchStore) -> list[Job]:
-    """The jobs that are not over, the oldest first."""
-    query = f"SELECT {_COLUMNS} FROM jobs WHERE {OwnedTable.OPEN} ORDER BY number"
-    return [_job_of(row) for row in store.db.execute(query)]
-
-
-def begin(store: BatchStore, id: str, now: int) -> bytes | None:
-    """A job is taken up, again perhaps: the body of its request; None if it is over."""
-    with store.transaction():
-        row = store.db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
-        if row is None or row["status"] in ENDED:
+    def _find_repeated(
+        self, store: BatchStore, owner: str, repeat_key: str | None
+    ) -> Repeated | None:
+        """The job that an owner called so."""
+        if repeat_key is None:
             return None
-        _rows(store).set_status(row, "in_progress", now)
-        return row["body"]
+        query = f"SELECT {_COLUMNS}, digest FROM jobs WHERE owner = ? AND repeat_key = ?"
+        row = store.db.execute(query, (owner, repeat_key)).fetchone()
+        return None if row is None else Repeated(_job_of(row), row["digest"])
 
+    def find(self, store: BatchStore, id: str, owner: str) -> Job | None:
+        """The job of that id, if it is this owner's."""
+        query = f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
+        row = store.db.execute(query, (id, owner)).fetchone()
+        return None if row is None else _job_of(row)
 
-def finish(store: BatchStore, id: str, status: str, answer: bytes | None, now: int) -> bool:
-    """A job is over; its request is forgotten. False if it was over already."""
-    with store.transaction():
-        query = "SELECT id, webhook_url, status, times FROM jobs WHERE id = ?"
-        row = store.db.execute(query, (id,)).fetchone()
-        if row is None or row["status"] in ENDED:
-            return False
-        store.db.execute("UPDATE jobs SET answer = ?, body = x'' WHERE id = ?", (answer, id))
-        _rows(store).set_status(row, status, now)
-        return True
+    def page(
+        self, store: BatchStore, owner: str, *, after: str, limit: int
+    ) -> tuple[list[Job], bool]:
+        """At most so many of an owner's jobs, those behind `after`, the newest first, and whether
+        there are more.
+        """
+        page, more = self._rows(store).page(owner, after=after, limit=limit, columns=_COLUMNS)
+        return [_job_of(row) for row in page], more
 
+    def unfinished(self, store: BatchStore) -> list[Job]:
+        """The jobs that are not over, the oldest first."""
+        query = f"SELECT {_COLUMNS} FROM jobs WHERE {OwnedTable.OPEN} ORDER BY number"
+        return [_job_of(row) for row in store.db.execute(query)]
 
-def _rows(store: BatchStore) -> OwnedTable:
-    return OwnedTable(store.db, "jobs")
+    def begin(self, store: BatchStore, id: str, now: int) -> bytes | None:
+        """A job is taken up, again perhaps: the body of its request; None if it is over."""
+        with store.transaction():
+            row = store.db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
+            if row is None or row["status"] in ENDED:
+                return None
+            self._rows(store).set_status(row, "in_progress", now)
+            return row["body"]
+
+    def finish(
+        self, store: BatchStore, id: str, status: str, answer: bytes | None, now: int
+    ) -> bool:
+        """A job is over; its request is forgotten. False if it was over already."""
+        with store.transaction():
+            query = "SELECT id, webhook_url, status, times FROM jobs WHERE id = ?"
+            row = store.db.execute(query, (id,)).fetchone()
+            if row is None or row["status"] in ENDED:
+                return False
+            store.db.execute("UPDATE jobs SET answer = ?, body = x'' WHERE id = ?", (answer, id))
+            self._rows(store).set_status(row, status, now)
+            return True
+
+    def _rows(self, store: BatchStore) -> OwnedTable:
+        return OwnedTable(store.db, self._table)
 
 
 def _job_of(row: sqlite3.Row) -> Job:
@@ -141,4 +141,5 @@ def _job_event(row: sqlite3.Row) -> Event:
     return Event.of_end(job.id, job.status, job.times, more)
 
 
-JOB_ENDS = Deliveries("jobs", _job_event)
+#: Also of the ends that have to be told.
+JOBS = _JobTable("jobs", _job_event)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jitney.engine.api.choices import TokenList
-from jitney.engine.api.responses.items import new_item_id
 from jitney.engine.conversation.events import (
     AssistantEvent,
     ContentDelta,
@@ -17,10 +17,23 @@ from jitney.engine.conversation.events import (
 )
 from jitney.engine.types import JsonDict
 
+#: Type of an item -> how its ids begin.
+_ID_PREFIXES = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "reasoning": "rs_",
+}
+
 #: An event without its sequence number.
 type ResponseEvent = JsonDict
 #: The log-probabilities of tokens as a JSON value; the second answer is the shorter form of events.
 type _Scored = Callable[[TokenList, bool], Any]
+
+
+def new_item_id(kind: str) -> str:
+    """Of an item of this type. Nobody can guess it."""
+    return _ID_PREFIXES[kind] + uuid.uuid4().hex
 
 
 class _OpenItem:

@@ -1,7 +1,8 @@
-"""The routes of /v1/responses."""
+"""The routes of /v1/responses, and how its items become the messages that a chat template knows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp
 
 from jitney.engine.api.context import Context
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
-from jitney.engine.api.errors import HttpError
+from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.queries import listed, read_query
 from jitney.engine.api.request import (
     Conversation,
@@ -23,16 +24,18 @@ from jitney.engine.api.request import (
 )
 from jitney.engine.api.responses.answers import DeletedResponse, InputItems, ResponseAnswer
 from jitney.engine.api.responses.format import ResponsesFormat
-from jitney.engine.api.responses.items import kept_items, template_messages
+from jitney.engine.api.responses.output import new_item_id
 from jitney.engine.api.responses.schema import (
     AllowedTools,
     NamedFunction,
+    ReferenceItem,
     ResponsesBody,
     includable,
 )
 from jitney.engine.api.responses.store import KeptResponse, KeptTurn, ResponseStore
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service
+from jitney.engine.api.slices import Work
 from jitney.engine.conversation.tools import ToolMode, ToolUse
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
@@ -47,6 +50,8 @@ _KIND = RouteKind(
     },
 )
 
+#: Items between two stops of `Slices`.
+_GROUP = 64
 _Include = Annotated[list[str], AfterValidator(includable)]
 
 
@@ -88,8 +93,8 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     earlier: list[JsonDict] = []
     if before is not None:
         earlier = await service.slices.result(before.all_items())
-    items = await service.slices.result(kept_items(body.input, service.responses, context.tenant))
-    messages = await service.slices.result(template_messages(body.instructions, earlier + items))
+    items = await service.slices.result(_kept_items(body, service.responses, context.tenant))
+    messages = await service.slices.result(_template_messages(body.instructions, earlier + items))
     conversation = Conversation(
         kind=_KIND, messages=messages, tools=_tool_use(body), effort=body.effort
     )
@@ -125,6 +130,87 @@ def _previous(service: Service, body: ResponsesBody, tenant: str) -> KeptTurn | 
         return None
     kept = service.responses.get(tenant, body.previous_response_id, "previous_response_id")
     return kept.turn
+
+
+def _kept_items(body: ResponsesBody, store: ResponseStore, tenant: str) -> Work[list[JsonDict]]:
+    """The items of a body as they are kept: each has an id of ours, and references are what they
+    refer to. Raises RequestError.
+    """
+    kept: list[JsonDict] = []
+    for place, item in enumerate(body.input):
+        if isinstance(item, ReferenceItem):
+            kept.append(_referred(item, place, store, tenant))
+        else:
+            shown = item.shown()
+            kept.append({"id": new_item_id(shown["type"])} | shown)
+        if place % _GROUP == 0:
+            yield
+    return kept
+
+
+def _referred(item: ReferenceItem, place: int, store: ResponseStore, tenant: str) -> JsonDict:
+    found = store.item(tenant, item.id)
+    if found is None:
+        raise RequestError(
+            f"no item {echo(item.id)} in the responses that are kept", param=f"input[{place}].id"
+        )
+    return found
+
+
+def _template_messages(instructions: str | None, items: Iterable[JsonDict]) -> Work[list[JsonDict]]:
+    """The messages that items make. Thoughts, content and calls that follow one another are one
+    message of the assistant.
+    """
+    messages: list[JsonDict] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for place, item in enumerate(items):
+        _add(messages, item)
+        if place % _GROUP == 0:
+            yield
+    return messages
+
+
+def _add(messages: list[JsonDict], item: JsonDict) -> None:
+    match item["type"]:
+        case "message" if item["role"] == "assistant":
+            message = _assistant(messages, "content")
+            message["content"] = _text_of(item)
+        case "message":
+            role = "system" if item["role"] == "developer" else item["role"]
+            messages.append({"role": role, "content": _text_of(item)})
+        case "reasoning":
+            thoughts = "".join(thought["text"] for thought in item["content"])
+            if thoughts:
+                _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts
+        case "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            _assistant(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            messages.append(
+                {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+            )
+
+
+def _assistant(messages: list[JsonDict], field: str = "") -> JsonDict:
+    """The assistant's message that comes next: the last one, unless it has something in this field
+    already, or has called a tool and goes on to speak.
+    """
+    if not _goes_on(messages, field):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _goes_on(messages: list[JsonDict], field: str) -> bool:
+    """Whether the last message is the assistant's, and may get this field."""
+    last = messages[-1] if messages else {}
+    is_over = bool(last.get(field)) or (bool(field) and "tool_calls" in last)
+    return last.get("role") == "assistant" and not is_over
+
+
+def _text_of(item: JsonDict) -> str:
+    return "".join(part["text"] for part in item["content"])
 
 
 def _own_sampling(body: ResponsesBody) -> JsonDict:

@@ -174,7 +174,7 @@ class ReferenceItem(Part):
     id: Label
 
 
-Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | ReferenceItem
+_AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | ReferenceItem
 _ITEMS: dict[str, type[Part]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
@@ -346,8 +346,8 @@ class ResponsesBody(GenerationBody):
     }
 
     input: Annotated[
-        list[Annotated[Item, PlainValidator(_item, json_schema_input_type=Item)]],
-        BeforeValidator(_items, json_schema_input_type=str | list[Item]),
+        list[Annotated[_AnyItem, PlainValidator(_item, json_schema_input_type=_AnyItem)]],
+        BeforeValidator(_items, json_schema_input_type=str | list[_AnyItem]),
     ]
     instructions: str | None = None
     previous_response_id: Label | None = None

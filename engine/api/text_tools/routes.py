@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from jitney.engine.api.blocks import BlockAnswer
-from jitney.engine.api.endpoints import ignored_header, read_body, read_raw
-from jitney.engine.api.jsonio import LongJson, in_pieces
+from jitney.engine.api.endpoints import ignored_header, read_body
+from jitney.engine.api.jsonio import LongJson, in_pieces, read_object
 from jitney.engine.api.request import Conversation
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody
@@ -34,7 +34,8 @@ _POST = ("POST",)
 
 async def _tokenize(service: Service, request: Request) -> ASGIApp:
     """A chat if it has messages, else a text."""
-    raw = await read_raw(service, request)
+    service.ready()
+    raw = await service.slices.result(read_object(await request.body()))
     if raw.get("messages") is not None:
         return await _tokenize_chat(service, raw)
     body, ignored = TextTokenizeBody.parse(raw)

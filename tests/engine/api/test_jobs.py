@@ -21,8 +21,8 @@ from webhook_receiver import receiving
 
 from jitney.engine.api.batches import webhooks
 from jitney.engine.api.batches.store import BatchStore
-from jitney.engine.api.jobs import table
 from jitney.engine.api.jobs.records import Job, JobRequest
+from jitney.engine.api.jobs.table import JOBS
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.ports import free_port
@@ -31,7 +31,7 @@ from jitney.engine.types import EngineRequest
 
 CHATS = "/v1/chat/completions"
 #: Of one receiver.
-JOBS = 1_000
+MANY = 1_000
 OVER = ("completed", "failed", "cancelled", "expired")
 
 
@@ -290,10 +290,10 @@ def test_every_end_is_taken_once_by_a_receiver_that_often_fails(
     with receiving(lambda number: number % 3 == 0) as hooks:
         limits: dict[str, Any] = {"webhook_prefixes": (hooks.url,), "webhook_secret": "any text"}
         with serving(folder, engine, **limits) as http:
-            ids = [begin(http, asked(f"j{i}", webhook_url=hooks.url))["id"] for i in range(JOBS)]
-            until(lambda: len(hooks.taken) == JOBS, 200)
-        assert len({message.key for message in hooks.taken}) == JOBS, "none is taken twice"
-        assert len(hooks.came) >= JOBS * 1.4, "every third came again"
+            ids = [begin(http, asked(f"j{i}", webhook_url=hooks.url))["id"] for i in range(MANY)]
+            until(lambda: len(hooks.taken) == MANY, 200)
+        assert len({message.key for message in hooks.taken}) == MANY, "none is taken twice"
+        assert len(hooks.came) >= MANY * 1.4, "every third came again"
         told = {json.loads(message.body)["data"]["id"] for message in hooks.taken}
         assert told == set(ids)
         last = hooks.taken[-1]
@@ -318,26 +318,26 @@ def test_a_server_that_is_killed_goes_on_with_its_jobs(folder: Path):
 
 def _add(store: BatchStore, id: str) -> None:
     job = Job(id, "me", CHATS, {}, "https://example.org", 1, 9)
-    table.add(store, job, JobRequest(b"{}", None, "d"), most_open=9, keep=0)
+    JOBS.add(store, job, JobRequest(b"{}", None, "d"), most_open=9, keep=0)
 
 
 def test_a_job_ends_once(tmp_path: Path):
     store = BatchStore(tmp_path / "s.sqlite3")
     _add(store, "job_1")
-    assert table.begin(store, "job_1", 2) == b"{}" == table.begin(store, "job_1", 3)
-    assert table.finish(store, "job_1", "completed", b"{}", 4)
-    assert not table.finish(store, "job_1", "cancelled", None, 5)
-    assert table.begin(store, "job_1", 6) is None
-    found = table.find(store, "job_1", "me")
+    assert JOBS.begin(store, "job_1", 2) == b"{}" == JOBS.begin(store, "job_1", 3)
+    assert JOBS.finish(store, "job_1", "completed", b"{}", 4)
+    assert not JOBS.finish(store, "job_1", "cancelled", None, 5)
+    assert JOBS.begin(store, "job_1", 6) is None
+    found = JOBS.find(store, "job_1", "me")
     assert found and found.status == "completed" and found.answer == b"{}"
-    assert table.find(store, "job_1", "you") is None and not table.unfinished(store)
-    [due] = table.JOB_ENDS.due(store, 9.0, 5)
+    assert JOBS.find(store, "job_1", "you") is None and not JOBS.unfinished(store)
+    [due] = JOBS.due(store, 9.0, 5)
     assert (due.id, due.event.type, due.attempts) == ("job_1", "job.completed", 0)
     _add(store, "job_2")
-    assert table.find(store, "job_1", "me"), "its end has not been told"
-    table.JOB_ENDS.tried(store, "job_1", None)
+    assert JOBS.find(store, "job_1", "me"), "its end has not been told"
+    JOBS.tried(store, "job_1", None)
     _add(store, "job_3")
-    assert table.find(store, "job_1", "me") is None
+    assert JOBS.find(store, "job_1", "me") is None
 
 
 def test_tables_of_before_get_the_table_of_jobs(tmp_path: Path):
@@ -345,4 +345,4 @@ def test_tables_of_before_get_the_table_of_jobs(tmp_path: Path):
     store.db.executescript("DROP TABLE jobs; PRAGMA user_version = 1")
     store.close()
     store = BatchStore(tmp_path / "s.sqlite3")
-    assert table.unfinished(store) == []
+    assert JOBS.unfinished(store) == []
