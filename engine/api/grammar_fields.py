@@ -56,6 +56,13 @@ class WantedGrammar(NamedTuple):
             found.append(cls(prefix + "grammar", grammar.grammar(text)))
         return found
 
+    @classmethod
+    def of_schema(cls, param: str, schema: JsonDict | bool) -> WantedGrammar:
+        """Of an answer that fits the JSON schema in the field's `schema`. Raises RequestError for
+        one that is too long.
+        """
+        return cls(param, _of_schema(schema, f"{param}.schema"))
+
 
 class _Exact(BaseModel):
     """Part of a body in which a field that nobody knows is an error: an answer is never held to
@@ -91,7 +98,7 @@ class ResponseFormat(_Exact):
             param = "response_format.json_schema.schema"
             return [WantedGrammar(param, _schema(self.json_schema.json_schema, param))]
         if self.type == "json_object":
-            return [WantedGrammar("response_format", grammar.ANY_OBJECT)]
+            return [WantedGrammar("response_format", Grammar("json_object"))]
         return []
 
 
@@ -110,7 +117,7 @@ class StructuredOutputs(_Exact):
             "structured_outputs.", self.json_schema, self.regex, self.choice, self.grammar
         )
         if self.json_object:
-            found.append(WantedGrammar("structured_outputs.json_object", grammar.ANY_OBJECT))
+            found.append(WantedGrammar("structured_outputs.json_object", Grammar("json_object")))
         if len(found) != 1:
             raise RequestError(
                 "exactly one of json, json_object, regex, choice and grammar is needed",
@@ -127,10 +134,10 @@ def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:
             raise RequestError(f"the schema is no JSON: {error}", param=param) from None
     if not isinstance(schema, dict | bool):
         raise RequestError("the schema must be an object, true or false", param=param)
-    return of_schema(schema, param)
+    return _of_schema(schema, param)
 
 
-def of_schema(schema: JsonDict | bool, param: str) -> Grammar:
+def _of_schema(schema: JsonDict | bool, param: str) -> Grammar:
     """Of an answer that fits a JSON schema. Raises RequestError for one that is too long."""
     made = grammar.json_schema(schema)
     if len(made.text) > _MOST_CHARS:

@@ -9,7 +9,7 @@ combinations. A new sampling parameter is one field of `GenerationBody` under it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, Self, cast
 
 import orjson
@@ -285,19 +285,6 @@ def _is_token_list(value: JsonValue) -> bool:
     return isinstance(value, list) and _all_of(int, value)
 
 
-def check_tools(
-    names: list[str], needs_tools: bool, chosen: Iterable[str], what: str = "functions"
-) -> None:
-    """Raise a pydantic error unless tools of these names fit a choice of them."""
-    if len(set(names)) < len(names):
-        raise at_field("tools", f"must not have two {what} of one name")
-    if needs_tools and not names:
-        raise at_field("tool_choice", "is only allowed with tools")
-    for name in chosen:
-        if name not in names:
-            raise at_field("tool_choice", f"names {echo(name)}, which is not among the tools")
-
-
 def kind_of(value: JsonValue) -> str | None:
     """The type that an object says it has; None if it says none."""
     kind = value.get("type") if isinstance(value, dict) else None
@@ -332,7 +319,7 @@ def _safe_id(value: str | None) -> str | None:
 
 
 Label = Annotated[str, Field(max_length=_LABEL_CHARS)]
-_Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 
 class ModelBody(Part):
@@ -422,7 +409,7 @@ class GenerationBody(ModelBody):
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
-    metadata: _Metadata | None = None
+    metadata: Metadata | None = None
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
@@ -445,6 +432,21 @@ class GenerationBody(ModelBody):
                 param=found[1].param,
             )
         return found[0] if found else None
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The tools that a choice of them names; None if it names none."""
+        return None
+
+    def check_tools(self, names: list[str], *, needs_tools: bool, what: str = "functions") -> None:
+        """Raise a pydantic error unless tools of these names fit the choice of them."""
+        if len(set(names)) < len(names):
+            raise at_field("tools", f"must not have two {what} of one name")
+        if needs_tools and not names:
+            raise at_field("tool_choice", "is only allowed with tools")
+        for name in self.chosen_names or ():
+            if name not in names:
+                raise at_field("tool_choice", f"names {echo(name)}, which is not among the tools")
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
@@ -690,7 +692,7 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _chat_combinations(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
-        check_tools(names, self.tool_choice not in (None, "none"), self.chosen_names or ())
+        self.check_tools(names, needs_tools=self.tool_choice not in (None, "none"))
         if self.continue_final_message and self.add_generation_prompt:
             raise at_field("continue_final_message", "excludes add_generation_prompt")
         if self.top_logprobs is not None and not self.logprobs:

@@ -13,9 +13,6 @@ from jitney.engine.types import Grammar, JsonDict
 #: What a grammar in Lark has and one in GBNF has not: its directives, or a rule named start.
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 
-#: Any object of JSON.
-ANY_OBJECT = Grammar("json_object")
-
 
 def json_schema(schema: JsonDict | bool) -> Grammar:
     """Whatever a JSON schema allows. Raises RequestError for one that is no JSON, or has numbers of

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from jitney.engine.api.errors import echo
-from jitney.engine.api.grammar_fields import WantedGrammar, of_schema
+from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.api.schema import (
     MAX_STOPS,
     MAX_TOOLS,
@@ -16,7 +16,6 @@ from jitney.engine.api.schema import (
     Label,
     Part,
     at_field,
-    check_tools,
     kind_of,
     object_schema,
     ranged,
@@ -306,7 +305,7 @@ class CountTokensBody(GenerationBody):
         names = [tool.name for tool in self.tools or ()]
         choice = self.tool_choice
         needs_tools = choice is not None and choice.type != "none"
-        check_tools(names, needs_tools, self.chosen_names or (), "tools")
+        self.check_tools(names, needs_tools=needs_tools, what="tools")
         return self
 
     @property
@@ -319,9 +318,7 @@ class CountTokensBody(GenerationBody):
     def wanted_grammar(self) -> WantedGrammar | None:
         if self.output_config is None or self.output_config.format is None:
             return None
-        param = "output_config.format"
-        grammar = of_schema(self.output_config.format.schema_, f"{param}.schema")
-        return WantedGrammar(param, grammar)
+        return WantedGrammar.of_schema("output_config.format", self.output_config.format.schema_)
 
 
 class MessagesBody(CountTokensBody):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jitney.engine.api.answers import Described
+from jitney.engine.api.schema import Metadata
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])\Z")
@@ -27,11 +28,6 @@ def check_window(text: str) -> str:
     """Raise ValueError unless it is a completion window."""
     window_s(text)
     return text
-
-
-_Value = Annotated[str, Field(max_length=512)]
-#: What clients write down beside a batch or a job.
-Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], _Value], Field(max_length=16)]
 
 
 class BatchBody(BaseModel):

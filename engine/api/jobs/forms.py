@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from jitney.engine.api.answers import Described
-from jitney.engine.api.batches.forms import Metadata, check_window
+from jitney.engine.api.batches.forms import check_window
+from jitney.engine.api.schema import Metadata
 from jitney.engine.types import JsonDict
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from jitney.engine.api.errors import echo
-from jitney.engine.api.grammar_fields import WantedGrammar, of_schema
+from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.api.schema import (
     MAX_TOOLS,
     FunctionFields,
@@ -16,13 +16,11 @@ from jitney.engine.api.schema import (
     Part,
     ReasoningEffort,
     at_field,
-    check_tools,
     kind_of,
     ranged,
     text_content,
     unsupported,
 )
-from jitney.engine.structured.grammar import ANY_OBJECT
 from jitney.engine.types import Grammar, JsonDict, JsonValue
 
 #: What a response may be asked to show more of. Only the log-probabilities are ours to give: the
@@ -380,7 +378,7 @@ class ResponsesBody(GenerationBody):
     def _tools_fit(self) -> Self:
         names = [tool.name for tool in self.tools or ()]
         needs_tools = self.tool_choice not in (None, "none", "auto")
-        check_tools(names, needs_tools, self.chosen_names or ())
+        self.check_tools(names, needs_tools=needs_tools)
         return self
 
     @property
@@ -396,18 +394,13 @@ class ResponsesBody(GenerationBody):
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
-        grammar = self._grammar
-        return None if grammar is None else WantedGrammar("text.format", grammar)
-
-    @property
-    def _grammar(self) -> Grammar | None:
         """What the answer's text must be; None: any text."""
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.type == "text":
             return None
         if wanted.type == "json_object":
-            return ANY_OBJECT
-        return of_schema(wanted.schema_ or {}, "text.format.schema")
+            return WantedGrammar("text.format", Grammar("json_object"))
+        return WantedGrammar.of_schema("text.format", wanted.schema_ or {})
 
     @property
     def shows_logprobs(self) -> bool:

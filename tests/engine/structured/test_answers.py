@@ -104,7 +104,7 @@ def test_answers_follow_a_grammar(llm: LLM, text: str):
 
 
 def test_any_object(llm: LLM):
-    for finish, text in answers(llm, grammar.ANY_OBJECT, n=8, max_tokens=200):
+    for finish, text in answers(llm, Grammar("json_object"), n=8, max_tokens=200):
         if finish == "stop":
             assert isinstance(json.loads(text), dict)
 
