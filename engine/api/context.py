@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.api.errors import ErrorForm
-from jitney.engine.api.quotas import Spending
-from jitney.engine.api.routing import HttpRoute
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+    from jitney.engine.api.quotas import Spending
+    from jitney.engine.api.routing import HttpRoute
 
 
 @dataclass(slots=True)

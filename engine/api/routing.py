@@ -14,8 +14,6 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Scope
 
-from jitney.engine.api.answers import Status
-
 #: Reads a request and returns what answers it; its exceptions become error answers. Its first
 #: argument is what the routes of its table share: `engine.api.service.Service` for those of an
 #: engine.
@@ -69,7 +67,7 @@ class HttpRoute:
     log_level: int = logging.INFO
 
     @classmethod
-    def probe(cls, path: str, handler: Handler, summary: str) -> HttpRoute:
+    def probe(cls, path: str, handler: Handler, summary: str, answer: type[BaseModel]) -> HttpRoute:
         """An orchestrator's probes carry no key, say nothing about requests, and come every second
         or so, which would bury the rest of the log.
         """
@@ -79,7 +77,7 @@ class HttpRoute:
             handler,
             summary,
             role=Role.ANYBODY,
-            answer=Status,
+            answer=answer,
             log_level=logging.DEBUG,
         )
 

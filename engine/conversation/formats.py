@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from jinja2 import Environment, TemplateError, meta
 
 from jitney.engine.conversation import harmony
-from jitney.engine.conversation.brace_calls import BraceCalls
 from jitney.engine.conversation.events import AssistantParser
 from jitney.engine.conversation.harmony import HarmonyReader
+from jitney.engine.conversation.python_calls import PythonCalls
 from jitney.engine.conversation.reading import ContentReader, TextReader
 from jitney.engine.conversation.thoughts import ThinkReader, TurnParser
 from jitney.engine.conversation.tool_calls import (
     BareCalls,
+    BraceCalls,
     MistralCalls,
     NamedCalls,
     NameMarkers,
-    PythonCalls,
     TaggedCalls,
 )
 from jitney.engine.errors import RequestError

@@ -264,6 +264,47 @@ class ContentReader(TextReader):
         yield from self.next_char()
 
 
+class CallReader(TextReader):
+    """Content with calls between markers. What turns out to be no call is content."""
+
+    def __init__(
+        self,
+        starts: tuple[str, ...],
+        ends: tuple[str, ...] = (),
+        around: tuple[str, ...] = (),
+    ):
+        """starts, ends: markers before and after a call. around: others, which are read over."""
+        self._starts = starts
+        self._ends = ends
+        self._around = around
+        super().__init__()
+
+    def read(self) -> Reading:
+        passed = self._around
+        while True:
+            marker = yield from self.until(self._starts + passed)
+            passed = self._around
+            if marker in self._starts:
+                is_cut_short = yield from self.attempt()
+                if is_cut_short:  # its end is still to come
+                    passed += self._ends
+
+    def attempt(self) -> Finding[bool]:
+        """Read calls behind a marker. True: the last one had begun, and ended badly."""
+        n_before = self._n_calls
+        try:
+            yield from self.read_calls()
+            self.mark()
+            return False
+        except Malformed:
+            self.give_back()
+            return self._n_calls > n_before
+
+    def read_calls(self) -> Reading:
+        """What follows a marker. Raises Malformed."""
+        raise NotImplementedError
+
+
 def _place(event: AssistantEvent) -> int | None:
     """Of the call that an event belongs to."""
     return getattr(event, "index", None)

@@ -4,74 +4,20 @@ of a form is data (`engine.conversation.formats`).
 
 from __future__ import annotations
 
-import ast
 import json
 import secrets
-import warnings
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jitney.engine.conversation.json_calls import JsonReader
-from jitney.engine.conversation.reading import (
-    Ended,
-    Finding,
-    Malformed,
-    Reading,
-    TextReader,
-)
+from jitney.engine.conversation.reading import CallReader, Finding, Malformed, Reading
 
 #: What ends a name that stands without quotes, beside blanks.
 _BEHIND_NAME = '{[<"'
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-#: Most characters of one call in Python, whose parser takes time and memory for all at once.
-_MOST_CHARS = 1 << 14
 
 
-type _Markers = tuple[str, ...]
-
-
-class _CallReader(TextReader):
-    """Content with calls between markers. What turns out to be no call is content."""
-
-    def __init__(
-        self,
-        starts: _Markers,
-        ends: _Markers = (),
-        around: _Markers = (),
-    ):
-        """starts, ends: markers before and after a call. around: others, which are read over."""
-        self._starts = starts
-        self._ends = ends
-        self._around = around
-        super().__init__()
-
-    def read(self) -> Reading:
-        passed = self._around
-        while True:
-            marker = yield from self.until(self._starts + passed)
-            passed = self._around
-            if marker in self._starts:
-                is_cut_short = yield from self.attempt()
-                if is_cut_short:  # its end is still to come
-                    passed += self._ends
-
-    def attempt(self) -> Finding[bool]:
-        """Read calls behind a marker. True: the last one had begun, and ended badly."""
-        n_before = self._n_calls
-        try:
-            yield from self.read_calls()
-            self.mark()
-            return False
-        except Malformed:
-            self.give_back()
-            return self._n_calls > n_before
-
-    def read_calls(self) -> Reading:
-        """What follows a marker. Raises Malformed."""
-        raise NotImplementedError
-
-
-class TaggedCalls(_CallReader, JsonReader):
+class TaggedCalls(CallReader, JsonReader):
     """A JSON object between two tags."""
 
     def __init__(self, start: str, end: str):
@@ -84,7 +30,7 @@ class TaggedCalls(_CallReader, JsonReader):
         yield from self.expect_next(self._end)
 
 
-class BareCalls(_CallReader, JsonReader):
+class BareCalls(CallReader, JsonReader):
     """Llama: JSON objects that are the whole turn, separated by semicolons, with or without a tag
     before them. Without one only tools that were given can be called.
     """
@@ -129,7 +75,7 @@ class NameMarkers:
     around: tuple[str, ...] = ()
 
 
-class NamedCalls(_CallReader, JsonReader):
+class NamedCalls(CallReader, JsonReader):
     """DeepSeek: a name, then the arguments as JSON, with markers around them."""
 
     def __init__(self, markers: NameMarkers):
@@ -171,7 +117,7 @@ class MistralCalls(NamedCalls):
 
     def __init__(self, start: str):
         self._markers = NameMarkers(start)
-        _CallReader.__init__(self, (start,))
+        CallReader.__init__(self, (start,))
 
     def new_id(self) -> str:
         """Nine letters and digits: Mistral's templates take no other."""
@@ -207,78 +153,120 @@ class MistralCalls(NamedCalls):
             behind = yield from self.any_of((",", "]"))
 
 
-class PythonCalls(_CallReader):
-    """Gemma 3: Python in a fenced block. The arguments of a call come when the block ends."""
+#: Reads a pair, or a value.
+type _Member = Callable[[], Reading]
 
-    _FENCE = "```"
 
-    def __init__(self, start: str, names: frozenset[str]):
-        self._names = names
-        super().__init__((start,))
+class BraceCalls(NamedCalls):
+    """FunctionGemma and Gemma 4: `call:name{key:value}` between two tags, strings between marks of
+    their own. The arguments are written as JSON here.
+    """
+
+    #: Of the call that is being read.
+    _index = -1
+
+    def __init__(self, start: str, quote: str, end: str):
+        self._quote = quote
+        super().__init__(NameMarkers(start, before_name="call:", end=end))
 
     def read_calls(self) -> Reading:
-        code = ""
-        try:
-            while not code.endswith(self._FENCE):
-                code += yield from self.next_char()
-                if len(code) > _MOST_CHARS:
-                    raise Malformed
-        except Ended:
-            with suppress(Malformed):
-                self._call(code)  # the turn is over, and what there is may be whole
-            raise
-        self._call(code.removesuffix(self._FENCE))
+        yield from self.expect_next(self._markers.before_name)
+        name = yield from self.read_name()
+        yield from self.look_for("{")
+        self._index = self.begin_call(name)
+        yield from self._read_members("}", self._read_pair)
+        yield from self.expect_next(self._markers.end)
 
-    def _call(self, code: str) -> None:
-        """Say the calls of some code. Raises Malformed if it is none."""
-        for name, arguments in _python_calls(code, self._names):
-            self.add_arguments(self.begin_call(name), arguments)
+    def _write(self, text: str) -> None:
+        """More of the arguments."""
+        self.add_arguments(self._index, text)
 
+    def _read_members(self, end: str, read_member: _Member) -> Reading:
+        """From an opening bracket to the closing one."""
+        yield from self._copy_bracket()
+        while (yield from self.peek_filled()) != end:
+            yield from read_member()
+            yield from self._pass_comma(end)
+        yield from self._copy_bracket()
 
-def _python_calls(code: str, names: frozenset[str]) -> list[tuple[str, str]]:
-    """(name, arguments as JSON text) of each call in a line or a list of calls with keyword
-    arguments, with or without `print(...)` around it. Raises Malformed for anything else, and for
-    functions whose name is not among `names`.
-    """
-    if len(code) > _MOST_CHARS:
-        raise Malformed
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes
-            parsed = ast.parse(code.strip())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Malformed from None
-    calls: list[tuple[str, str]] = []
-    for statement in parsed.body:
-        if not isinstance(statement, ast.Expr):
-            raise Malformed
-        for expression in _listed(statement.value):
-            calls.append(_python_call(expression, names))
-    if not calls:
-        raise Malformed
-    return calls
+    def _copy_bracket(self) -> Reading:
+        self._write((yield from self.next_char()))
 
+    def _pass_comma(self, end: str) -> Reading:
+        """What follows a value, unless it is the end."""
+        if (yield from self.peek_filled()) != end:
+            yield from self.expect(",")
+            self._write(", ")
 
-def _listed(expression: ast.expr) -> list[ast.expr]:
-    if isinstance(expression, ast.List):
-        return expression.elts
-    return [expression]
+    def _read_pair(self) -> Reading:
+        if (yield from self.peek()) == self._quote[0]:
+            yield from self._read_text()
+            yield from self.expect(":")
+        else:
+            self._write(_quoted((yield from self._bare_key())))
+        self._write(": ")
+        yield from self._read_value()
 
-
-def _python_call(expression: ast.expr, names: frozenset[str]) -> tuple[str, str]:
-    if not isinstance(expression, ast.Call):
-        raise Malformed
-    name = ast.unparse(expression.func)
-    if name == "print" and "print" not in names and len(expression.args) == 1:
-        return _python_call(expression.args[0], names)
-    if expression.args or name not in names:
-        raise Malformed
-    arguments: dict[str, object] = {}
-    try:
-        for word in expression.keywords:
-            if word.arg is None:
+    def _bare_key(self) -> Finding[str]:
+        """A key without marks, up to its colon."""
+        key = ""
+        while (char := (yield from self.next_char())) != ":":
+            key += char
+            if char in "{}[]," or len(key) > self.most_name:
                 raise Malformed
-            arguments[word.arg] = ast.literal_eval(word.value)
-        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, RecursionError):
-        raise Malformed from None
+        return key.strip()
+
+    def _read_value(self) -> Reading:
+        first = yield from self.peek_filled()
+        if first == "{":
+            yield from self._read_members("}", self._read_pair)
+        elif first == "[":
+            yield from self._read_members("]", self._read_value)
+        elif first == self._quote[0]:
+            yield from self._read_text()
+        else:
+            yield from self._read_word()
+
+    def _read_text(self) -> Reading:
+        """A string between marks."""
+        yield from self.expect(self._quote)
+        self._write('"')
+        held = ""
+        while held != self._quote:
+            held += yield from self.next_char()
+            held = self._without_text(held)
+        self._write('"')
+
+    def _without_text(self, held: str) -> str:
+        """What may be the beginning of a mark; the text before it is written."""
+        while not self._quote.startswith(held):
+            self._write(_quoted(held[0])[1:-1])
+            held = held[1:]
+            self.mark(held)
+        return held
+
+    def _read_word(self) -> Reading:
+        """A number, true, false or null; anything else is a string without marks."""
+        word = ""
+        while (char := (yield from self.next_char())) not in ",}]":
+            word += char
+        self.unread(char)
+        self._write(_literal(word.strip()))
+
+
+def _quoted(text: str) -> str:
+    """A string as JSON writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _literal(word: str) -> str:
+    """A word as JSON: a number, true, false or null as it stands, else a string."""
+    try:
+        is_json = not isinstance(json.loads(word, parse_constant=_not_json), str)
+    except (json.JSONDecodeError, RecursionError):
+        is_json = False
+    return word if is_json else _quoted(word)
+
+
+def _not_json(word: str) -> None:
+    raise json.JSONDecodeError("no JSON", word, 0)

@@ -259,11 +259,13 @@ FLEET_ROUTES = (
     *_PASSED_ROUTES,
     HttpRoute("/v1/models", _GET, _list_models, "all models", answer=FleetModelList),
     HttpRoute("/v1/models/{model:path}", _GET, _show_model, "one model", answer=FleetModelCard),
-    HttpRoute.probe("/livez", _livez, "this process answers"),
-    HttpRoute.probe("/healthz", _livez, "the same as /livez"),
-    HttpRoute.probe("/readyz", _readyz, "requests for some model would be answered"),
-    HttpRoute.probe("/health", _readyz, "the same as /readyz"),
-    HttpRoute.probe("/startupz", _startupz, "every model has been ready once"),
+    HttpRoute.probe("/livez", _livez, "this process answers", answers.Status),
+    HttpRoute.probe("/healthz", _livez, "the same as /livez", answers.Status),
+    HttpRoute.probe(
+        "/readyz", _readyz, "requests for some model would be answered", answers.Status
+    ),
+    HttpRoute.probe("/health", _readyz, "the same as /readyz", answers.Status),
+    HttpRoute.probe("/startupz", _startupz, "every model has been ready once", answers.Status),
     HttpRoute("/version", _GET, _show_version, "the version", answer=answers.Version),
     HttpRoute(
         "/openapi.json",

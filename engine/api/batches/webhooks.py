@@ -19,15 +19,18 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
 import orjson
 
-from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
+
+if TYPE_CHECKING:
+    from jitney.engine.api.batches.keeper import StoreKeeper
 
 _log = logging.getLogger("jitney.api")
 
