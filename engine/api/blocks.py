@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from jitney.engine.api.disconnect import until_disconnect
 
@@ -17,6 +17,24 @@ EVENT_STREAM = {
     "cache-control": "no-store",
     "x-accel-buffering": "no",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParts:
+    """Sends a plain 200 part by part."""
+
+    send: Send
+
+    async def begin(self, headers: Mapping[str, str]) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def write(self, body: bytes, *, more: bool = True) -> None:
+        await self.send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def end(self) -> None:
+        """Nothing more comes."""
+        await self.write(b"", more=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +55,12 @@ class BlockAnswer:
             first = await anext(blocks)
             second = await anext(blocks, b"")
             length = {} if second else {"content-length": str(len(first))}
-            await send(start_of({**self.headers, **length}))
-            await send_body(send, first, more=bool(second))
+            parts = AnswerParts(send)
+            await parts.begin({**self.headers, **length})
+            await parts.write(first, more=bool(second))
             if not second:
                 return
-            await send_body(send, second)
+            await parts.write(second)
             async for block in blocks:
-                await send_body(send, block)
-            await send_body(send, b"", more=False)
-
-
-def start_of(headers: Mapping[str, str]) -> Message:
-    """The beginning of a 200."""
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": 200, "headers": raw}
-
-
-async def send_body(send: Send, body: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
+                await parts.write(block)
+            await parts.end()

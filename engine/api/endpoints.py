@@ -10,9 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from jitney.engine.api.blocks import EVENT_STREAM, BlockAnswer, send_body, start_of
+from jitney.engine.api.blocks import EVENT_STREAM, AnswerParts, BlockAnswer
 from jitney.engine.api.choices import Deltas
 from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
@@ -78,7 +78,7 @@ class GenerationAnswer:
         async with Generation(self.service, self.request, context) as generation:
             format = self.format(generation, tokenizer)
             if self.request.stream:
-                await self._stream(generation, format, context.request_id, send)
+                await self._stream(generation, format, context.request_id, AnswerParts(send))
             else:
                 while not generation.done:
                     for choice, delta in await generation.deltas(None):
@@ -88,41 +88,38 @@ class GenerationAnswer:
                 await BlockAnswer(blocks, headers).send(send)
 
     async def _stream(
-        self, generation: Generation, format: Format, request_id: str, send: Send
+        self, generation: Generation, format: Format, request_id: str, parts: AnswerParts
     ) -> None:
         """The engine's first output decides the status; what goes wrong later is an event in the
         stream.
         """
         settings = self.service.settings
         deltas = await generation.deltas(settings.header_wait_s)
-        await send(self._stream_start())
+        await parts.begin(self.headers | EVENT_STREAM)
         try:
             opening = format.opening()
             if opening:
-                await send_body(send, opening)
-            await self._send_frames(format, deltas, send)
+                await parts.write(opening)
+            await self._send_frames(format, deltas, parts)
             while not generation.done:
                 deltas = await generation.deltas(settings.comment_s)
-                await self._send_frames(format, deltas, send)
-            await self._send_pieces(format.tail(), send)
+                await self._send_frames(format, deltas, parts)
+            await self._send_pieces(format.tail(), parts)
         except Exception as error:
-            await self._send_pieces(format.failure(error, request_id), send)
-        await send_body(send, b"", more=False)
+            await self._send_pieces(format.failure(error, request_id), parts)
+        await parts.end()
 
-    async def _send_frames(self, format: Format, deltas: Deltas, send: Send) -> None:
+    async def _send_frames(self, format: Format, deltas: Deltas, parts: AnswerParts) -> None:
         """What these deltas have to say; a sign of life where it is nothing."""
         if deltas:
-            await self._send_pieces(_frames(format, deltas), send)
+            await self._send_pieces(_frames(format, deltas), parts)
         else:
-            await send_body(send, format.keep_alive)
+            await parts.write(format.keep_alive)
 
-    async def _send_pieces(self, pieces: Pieces, send: Send) -> None:
+    async def _send_pieces(self, pieces: Pieces, parts: AnswerParts) -> None:
         async with aclosing(self.service.slices.blocks(pieces)) as blocks:
             async for block in blocks:
-                await send_body(send, block)
-
-    def _stream_start(self) -> Message:
-        return start_of(self.headers | EVENT_STREAM)
+                await parts.write(block)
 
 
 def _frames(format: Format, deltas: Deltas) -> Pieces:

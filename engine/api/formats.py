@@ -16,7 +16,6 @@ from jitney.engine.conversation.events import (
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
-    WrittenCall,
 )
 from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict
@@ -344,7 +343,10 @@ def _finish(choice: Choice, delta: ChoiceDelta) -> str | None:
 
 def _message(message: AssistantMessage) -> JsonDict:
     """Of a whole answer. The content of one that only calls tools is null."""
-    calls = [_whole_call(call) for call in message.tool_calls]
+    calls: list[JsonDict] = []
+    for call in message.tool_calls:
+        function = {"name": call.name, "arguments": call.arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
     shown: JsonDict = {"role": "assistant", "content": message.content, "refusal": None}
     if message.reasoning:
         shown["reasoning_content"] = shown["reasoning"] = message.reasoning
@@ -352,11 +354,6 @@ def _message(message: AssistantMessage) -> JsonDict:
         shown["content"] = message.content or None
         shown["tool_calls"] = calls
     return shown
-
-
-def _whole_call(call: WrittenCall) -> JsonDict:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _said(event: AssistantEvent) -> JsonDict:

@@ -69,7 +69,7 @@ class AssistantParser(Protocol):
 
 
 @dataclass(slots=True)
-class WrittenCall:
+class _WrittenCall:
     """A whole call."""
 
     id: str
@@ -84,7 +84,7 @@ class AssistantMessage:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[WrittenCall] = field(default_factory=list)
+    tool_calls: list[_WrittenCall] = field(default_factory=list)
 
     @classmethod
     def of(cls, events: Iterable[AssistantEvent]) -> AssistantMessage:
@@ -100,7 +100,7 @@ class AssistantMessage:
                 case ReasoningDelta():
                     reasoning.append(event.text)
                 case ToolCallStart():
-                    message.tool_calls.append(WrittenCall(event.id, event.name, ""))
+                    message.tool_calls.append(_WrittenCall(event.id, event.name, ""))
                     arguments.append([])
                 case ToolCallArguments():
                     arguments[event.index].append(event.text)

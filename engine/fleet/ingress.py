@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api import answers
 from jitney.engine.api.batches.routes import BATCH_ROUTES
-from jitney.engine.api.blocks import send_body
+from jitney.engine.api.blocks import AnswerParts
 from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.edge import application
@@ -120,10 +120,11 @@ class _Sending:
             self.fleet.keepers.learn(self.model_name, _replica_of(answer), first)
         headers = answer.headers
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        await send_body(send, first)
+        parts = AnswerParts(send)
+        await parts.write(first)
         async for data in body:
-            await send_body(send, data)
-        await send_body(send, b"", more=False)
+            await parts.write(data)
+        await parts.end()
 
 
 def _replica_of(answer: ProxiedAnswer) -> str:

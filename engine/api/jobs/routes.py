@@ -19,7 +19,7 @@ from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.webhooks import check_webhook_url
-from jitney.engine.api.blocks import EVENT_STREAM, send_body, start_of
+from jitney.engine.api.blocks import EVENT_STREAM, AnswerParts
 from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
@@ -173,11 +173,12 @@ class _EventAnswer:
         await until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        await send(start_of(EVENT_STREAM))
+        parts = AnswerParts(send)
+        await parts.begin(EVENT_STREAM)
         async with aclosing(self.events) as events:
             async for event in events:
-                await send_body(send, event)
-        await send_body(send, b"", more=False)
+                await parts.write(event)
+        await parts.end()
 
 
 async def _job(keeper: StoreKeeper, request: Request) -> Job:
