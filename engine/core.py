@@ -319,7 +319,7 @@ class EngineCore:
             failure = self._try_choose(self._flight)
         if failure is not None:
             self._recover(failure)
-        outputs = outcome.outputs + self.scheduler.drain()
+        outputs = outcome.outputs + self.scheduler.take_outputs()
         return self._report(outputs, outcome.record, outcome.chunks)
 
     def _is_alone(self, plan: Plan, now: float) -> bool:

@@ -241,11 +241,11 @@ class Scheduler:
         self._results.commit(plan, result, now)
         self._judge(plan, now)
         plan.finished, self.state.finished = self.state.finished, 0
-        return self.drain()
+        return self.take_outputs()
 
-    def drain(self) -> list[SequenceOutput]:
+    def take_outputs(self) -> list[SequenceOutput]:
         """Outputs that have not been handed out yet."""
-        return self.state.drain()
+        return self.state.take_outputs()
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """A planned step took so long on the device; what is foreseen and promised rests on

@@ -276,7 +276,7 @@ class SchedulerState:
             for seq in list(group.open):
                 self.end(seq, "deadline")
 
-    def drain(self) -> list[SequenceOutput]:
+    def take_outputs(self) -> list[SequenceOutput]:
         """Outputs that have not been handed out yet."""
         outputs, self.outputs = self.outputs, []
         return outputs

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.text.fill_in import FillIn
-from jitney.engine.text.gguf_tokenizer import (
+from jitney.engine.text.fast_tokenizers import (
     byte_characters,
     fast_from_folder,
     fast_from_gguf,
     tiny_fast,
 )
+from jitney.engine.text.fill_in import FillIn
 from jitney.engine.text.template_worker import TemplateSource, reason_of
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from jitney.engine.api import workers
 from jitney.engine.api.chat_templates import ChatTemplates
 from jitney.engine.api.text_threads import TextThreads
 from jitney.engine.errors import RequestError
-from jitney.engine.text.gguf_tokenizer import tiny_fast
+from jitney.engine.text.fast_tokenizers import tiny_fast
 from jitney.engine.text.template_worker import TemplateSource, _render
 from jitney.engine.text.tokenizer import Tokenizer
 

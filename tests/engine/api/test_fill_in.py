@@ -8,8 +8,8 @@ import pytest
 from api_fakes import EOS, ByteTokenizer, FakeClient, Script, call, make_app, run
 from tokenizers import AddedToken
 
+from jitney.engine.text.fast_tokenizers import tiny_fast
 from jitney.engine.text.fill_in import FillIn, OtherFile
-from jitney.engine.text.gguf_tokenizer import tiny_fast
 from jitney.engine.text.tokenizer import Tokenizer
 
 PREFIX, SUFFIX, MIDDLE, END = 250, 251, 252, 253

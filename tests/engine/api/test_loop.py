@@ -16,7 +16,7 @@ from server_settings import server_settings
 from jitney.engine.api.app import create_app
 from jitney.engine.api.slices import Pieces, Slices
 from jitney.engine.errors import RequestError
-from jitney.engine.text.gguf_tokenizer import tiny_fast
+from jitney.engine.text.fast_tokenizers import tiny_fast
 from jitney.engine.text.tokenizer import Tokenizer
 
 #: Seconds of computing. All at once it took half a second to four; a slow machine that does other

@@ -22,7 +22,7 @@ from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.setup import CheckerSetup
 from jitney.engine.structured.worker import Checker
-from jitney.engine.text.gguf_tokenizer import tiny_fast
+from jitney.engine.text.fast_tokenizers import tiny_fast
 from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import Grammar
 

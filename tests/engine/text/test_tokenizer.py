@@ -19,7 +19,7 @@ from places import DATA
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError, RequestError
-from jitney.engine.text.gguf_tokenizer import (
+from jitney.engine.text.fast_tokenizers import (
     _PRE_TOKENIZERS,
     byte_characters,
     fast_from_gguf,
@@ -152,7 +152,7 @@ def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest
         monkeypatch.context() as patch,
         pytest.raises(ModelError, match=r"tokenizer\.json is larger than 0 MiB"),
     ):
-        patch.setattr("jitney.engine.text.gguf_tokenizer.MAX_TOKENIZER_BYTES", 1000)
+        patch.setattr("jitney.engine.text.fast_tokenizers.MAX_TOKENIZER_BYTES", 1000)
         Tokenizer.load(source)
     for text in ("", "{}", "[" * 10_000, '{"version": "1.0", "model": {"type": "BPE"}}'):
         path.write_text(text)
