@@ -110,7 +110,7 @@ class Metrics(TypedDict):
     waiting_tokens: int  # gauge: their prompt tokens
     predicted_wait_s: float  # gauge: of a request that came now
     pages_used: int  # gauge
-    steps: dict[str, int]  # by `STEP_KINDS`
+    steps: dict[str, int]  # decode and mixed
     rows: dict[str, int]  # by `ROW_KINDS`
     preemptions: int
     canary: _CanaryCounts

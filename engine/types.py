@@ -303,7 +303,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Whom the client says it asks for; in the fair order it tells apart those without a key.
     user: str = ""
     #: Nobody waits for it: it boards only where no other request wants the seat, and gives way to
-    #: them (`engine.scheduler.background`).
+    #: them (`Scheduler._plan_background` plans for it).
     background: bool = False
     #: What it is a part of, if it did not come alone. Its parts are submitted one after the other.
     whole: Whole | None = None

@@ -63,7 +63,9 @@ def paged_attention(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `jitney.kernels.interface.PagedAttention`; any floating dtype, sums in float32."""
+    """See `jitney.kernels.interface.Kernels.paged_attention`; any floating dtype, sums in
+    float32.
+    """
     kv = write_kv(kv, k, v, meta.write_rows, kv_scales)
     o = attend(q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales)
     return o, kv
@@ -79,7 +81,7 @@ def attend(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """See `jitney.kernels.interface.Attend`."""
+    """See `jitney.kernels.interface.Kernels.attend`."""
     keys, values = _head_factors(kv, kv_scales, q.shape[1])
     how = _Scoring(scale, window, softcap, keys, values)
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]

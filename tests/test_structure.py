@@ -347,11 +347,35 @@ def test_the_wheel_installs_the_program(wheel: zipfile.ZipFile):
     assert "jitney = jitney.engine.cli:main" in wheel.read(entry).decode()
 
 
-def test_the_architecture_page_names_files_and_names_that_exist():
+#: Of names on the pages, those that are Python's and pytest's.
+NAMES_OF_OTHERS = {"Any", "tmp_path", "__init__"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_a_page_for_newcomers_names_what_exists(page: str):
+    """Links and files; and of what is in backquotes, what has a capital or an underscore."""
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\((?!http)([^)#]+)", text)
+    quoted = set(re.findall(r"`([^`\s]+)`", text))
+    files = [name for name in quoted if "/" in name and not name.startswith("/")]
+    dotted = {name.removesuffix(".py") for name in quoted if re.fullmatch(r"\w[\w.]+", name)}
+    words = {word for name in dotted for word in name.split(".") if re.search("[A-Z_]", word)}
+    assert links or files
+    assert not [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    assert not [file for file in files if not list(ROOT.glob(file))]
+    assert words <= all_names() | NAMES_OF_OTHERS
+
+
+@functools.cache
+def all_names() -> frozenset[str]:
+    """What the modules of the product and of the tests are called, and what they define."""
+    files = [*FILES.values(), *(ROOT / "tests").rglob("*.py")]
+    return frozenset[str]().union({file.stem for file in files}, *map(defined_names, files))
+
+
+def test_the_architecture_page_answers_with_names_that_its_files_define():
     page = (ROOT / "docs" / "architecture.md").read_text()
-    files = set(re.findall(r"`((?:engine|kernels|dashboard|tests)/[\w/]*(?:\.py)?)`", page))
-    assert len(files) > 30
-    assert not [file for file in files if not (ROOT / file).exists()]
+    assert len(re.findall(r"`(?:engine|kernels|dashboard)/[\w/]*", page)) > 100
     answers = page.partition("## Where is ...?")[2].strip().splitlines()[2:]
     assert len(answers) > 50
     for row in answers:
@@ -361,6 +385,26 @@ def test_the_architecture_page_names_files_and_names_that_exist():
         assert files and names, row
         defined = set[str]().union(*(defined_names(ROOT / file) for file in files))
         assert set(names) <= defined, f"{files} have no {set(names) - defined}"
+
+
+def test_what_docstrings_and_comments_refer_to_exists():
+    """Of names in backquotes, those that begin with a package: a module, or what one defines."""
+    stale = [
+        f"{module} refers to {name}"
+        for module, file in FILES.items()
+        for name in re.findall(r"`(?:jitney\.)?((?:\w+\.)+\w+)`", file.read_text())
+        if name.partition(".")[0] in PACKAGES and not refers(f"jitney.{name}")
+    ]
+    assert not stale
+
+
+def refers(name: str) -> bool:
+    """Whether a dotted name is a module, or defined in the module that it begins with."""
+    module = max((each for each in MODULES if within(name, (each,))), key=len, default="")
+    rest = name.removeprefix(module).removeprefix(".")
+    if not rest:
+        return True
+    return module in FILES and rest in defined_names(FILES[module])
 
 
 def defined_names(file: Path) -> set[str]:
@@ -382,7 +426,7 @@ def names_of(node: ast.stmt) -> set[str]:
             return {name}
         case ast.Assign(targets=targets):
             return {target.id for target in targets if isinstance(target, ast.Name)}
-        case ast.AnnAssign(target=ast.Name(id=name)):
+        case ast.AnnAssign(target=ast.Name(id=name)) | ast.TypeAlias(name=ast.Name(id=name)):
             return {name}
         case _:
             return set()

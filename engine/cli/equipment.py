@@ -1,5 +1,5 @@
-"""What the endpoint needs beside an engine: the model's tokenizer, and processes that render chats
-and check grammars.
+"""What `jitney serve` brings together behind its port: the model's files, the engine's process, the
+tokenizer, and processes that render chats and check grammars.
 """
 
 from __future__ import annotations

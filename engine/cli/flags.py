@@ -122,7 +122,7 @@ class Command:
     usage: str | None = None
 
     def parse(self, arguments: Sequence[str]) -> Namespace:
-        """As `Parser.parse`."""
+        """As `_Parser.parse`."""
         return self.parser().parse(arguments)
 
     def parser(self) -> _Parser:

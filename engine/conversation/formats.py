@@ -60,7 +60,7 @@ class _ToolFormat:
     aliases: tuple[str, ...]
     new_reader: _NewReader
     #: How calls are forced; None: their arguments are not written as JSON, so that a schema cannot
-    #: be forced on them, and forced calls are written as `GENERIC` has it.
+    #: be forced on them, and forced calls are written as `_GENERIC` has it.
     text: CallText | None
     #: Special tokens that the reader must see.
     markers: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """The engine as the HTTP side sees it: an interface.
 
-Nothing here knows how the core is reached; `engine.process.main` implements `EngineClient` over
-IPC.
+Nothing here knows how the core is reached: `engine.process.supervisor.ProcessClient` is an
+`EngineClient` whose core has a process of its own.
 """
 
 from __future__ import annotations

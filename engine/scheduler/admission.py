@@ -28,7 +28,7 @@ class Admission:
     #: Tokens that end a sequence.
     eos_ids: frozenset[int]
     #: From a request and its expected output tokens to its class in the queue
-    #: (`engine.scheduler.policies.Order.key`).
+    #: (`engine.scheduler.policies.ORDERS`).
     class_of: Callable[[EngineRequest, int], float]
     lengths: OutputLengths
 

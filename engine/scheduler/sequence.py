@@ -11,7 +11,7 @@ from jitney.engine.scheduler.estimates import RequestClasses
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 
 #: (class, number of the request, index of the sequence); the class is a number too, see
-#: `engine.scheduler.policies.Order`.
+#: `engine.scheduler.policies.ORDERS`.
 type _Rank = tuple[float, int, int]
 
 

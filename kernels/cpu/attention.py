@@ -31,7 +31,7 @@ def paged_attention(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `jitney.kernels.interface.PagedAttention`."""
+    """See `jitney.kernels.interface.Kernels.paged_attention`."""
     kv = reference.write_kv(kv, k, v, meta.write_rows, kv_scales)
     o = attend(q, kv, meta, scale=scale, window=window, softcap=softcap, kv_scales=kv_scales)
     return o, kv
@@ -90,7 +90,7 @@ def attend(
     softcap: float = 0.0,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """See `jitney.kernels.interface.Attend`; padding rows are zero.
+    """See `jitney.kernels.interface.Kernels.attend`; padding rows are zero.
 
     q and pool of one dtype, bfloat16 or float32, and D a multiple of 16; the rest is the
     reference's.

@@ -64,8 +64,8 @@ class PallasKernels:
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """See `jitney.kernels.interface.PagedAttention`; sums in float32, rows of padding are
-        finite.
+        """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
+        are finite.
 
         kv may have the interface's shape, or that of `pool_layout.pool_shape`, which is used
         where it lies; the other one is copied there and back. Raises ValueError for what the kernel
@@ -99,7 +99,7 @@ class PallasKernels:
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
     ) -> jax.Array:
-        """See `jitney.kernels.interface.Attend`; kv of that shape, [N, page, 2K, D]."""
+        """See `jitney.kernels.interface.Kernels.attend`; kv of that shape, [N, page, 2K, D]."""
         layout = PoolLayout.of(kv.shape[2] // 2, kv.shape[3], kv.dtype.itemsize)
         scales = scales_of(kv, kv_scales)
         own_layout = kv.shape[2:] == (layout.rows, layout.width)

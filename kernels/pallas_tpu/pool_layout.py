@@ -84,6 +84,6 @@ def _whole_tiles(rows: int, packing: int) -> int:
 def pool_shape(
     n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
 ) -> tuple[int, int, int, int]:
-    """See `jitney.kernels.interface.PoolShape`: [N, page, R, W]."""
+    """See `jitney.kernels.interface.Kernels.pool_shape`: [N, page, R, W]."""
     layout = PoolLayout.of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)
     return n_pages, page_size, layout.rows, layout.width

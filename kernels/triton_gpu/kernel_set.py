@@ -85,8 +85,8 @@ class TritonKernels:
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """See `jitney.kernels.interface.PagedAttention`; sums in float32, rows of padding are
-        zero.
+        """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
+        are zero.
         """
         kv = self.write(k, v, kv, meta, kv_scales=kv_scales)
         o = self.attend(
@@ -181,8 +181,8 @@ class TritonKernels:
         softcap: float = 0.0,
         kv_scales: jax.Array | None = None,
     ) -> jax.Array:
-        """See `jitney.kernels.interface.Attend`. A bucket with as many rows as sequences is one of
-        decode only.
+        """See `jitney.kernels.interface.Kernels.attend`. A bucket with as many rows as sequences is
+        one of decode only.
         """
         _check_rows(q)
         scales, limit = self.pool_scales(kv, kv_scales)
@@ -377,8 +377,8 @@ class TritonKernels:
         )
 
     def matmul(self, x: jax.Array, w: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """See `jitney.kernels.interface.Matmul`: XLA's product, but for the fp8 weights that it
-        would write out.
+        """See `jitney.kernels.interface.Kernels.matmul`: XLA's product, but for the fp8 weights
+        that it would write out.
 
         On Hopper it widens them inside the product. On sm_80 and sm_89 it makes a bfloat16 copy of
         every weight in every step: 4.9 times the bytes of a decode step of Llama-3.1-8B.

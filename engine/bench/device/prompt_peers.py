@@ -1,9 +1,9 @@
 """Attention of one prompt by other people's kernels, where the device has them: FlashInfer's, as
 the kernel set `flashinfer` calls them, and cuDNN's over pages, which jax carries.
 
-They are measured beside ours (`kernels.attention`), at the same sizes, so that a device says whose
-are the quickest for its heads (`prompt_choice`). cuDNN's cannot serve: it has keys and values in
-pools of their own, and takes every prompt from its first token on.
+They are measured beside ours (`engine.bench.device.kernels`), at the same sizes, so that a device
+says whose are the quickest for its heads (`prompt_choice`). cuDNN's cannot serve: it has keys and
+values in pools of their own, and takes every prompt from its first token on.
 """
 
 from __future__ import annotations
