@@ -40,34 +40,37 @@ type _Counts = dict[int, Any]
 
 
 def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Rows of the hidden size at every row count, alone and added to the same in another order, and
-    heads where they are normed.
+    """Rows of the hidden size at every row count, alone and added to the same in another order;
+    heads where they are normed, and rows of other widths.
     """
     rng = np.random.default_rng(5)
     weight = _random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
     x = _random_rows(rng, shapes, shapes.hidden_size)
     turned = np.ascontiguousarray(x[:, ::-1])
-    heads: list[tuple[np.ndarray, np.ndarray]] = []
+    sizes = [(shapes.steps.decode[-1], width) for width in shapes.norms.widths]
     if shapes.attention.qk_norm:
-        size = shapes.steps.decode[-1] * shapes.attention.n_heads, shapes.attention.head_dim
-        head_weight = _random_array(rng, (shapes.attention.head_dim,), shapes.norms.dtype)
-        heads.append((_random_array(rng, size, shapes.dtype), head_weight))
+        n_heads, head_dim = shapes.attention.n_heads, shapes.attention.head_dim
+        sizes.append((shapes.steps.decode[-1] * n_heads, head_dim))
+    others: list[tuple[np.ndarray, np.ndarray]] = []
+    for size in sizes:
+        own_weight = _random_array(rng, size[1:], shapes.norms.dtype)
+        others.append((_random_array(rng, size, shapes.dtype), own_weight))
 
-    def call_all(rows: Any, added: Any, weight: Any, heads: Any) -> tuple[list[Any], ...]:
+    def call_all(rows: Any, added: Any, weight: Any, others: Any) -> tuple[list[Any], ...]:
         normed = [kernels.rms_norm(given, weight, shapes.norms.eps) for given in rows]
-        of_heads = [kernels.rms_norm(given, own, shapes.norms.eps) for given, own in heads]
+        of_others = [kernels.rms_norm(given, own, shapes.norms.eps) for given, own in others]
         pairs = zip(rows, added, strict=True)
         sums = [kernels.norm_sum(one, other, weight, shapes.norms.eps) for one, other in pairs]
-        return normed, of_heads, sums
+        return normed, of_others, sums
 
     rows, added = (
         _of_each_count(x, shapes.steps.product_rows),
         _of_each_count(turned, shapes.steps.product_rows),
     )
-    normed, of_heads, sums = jax.jit(call_all)(rows, added, weight, heads)
+    normed, of_others, sums = jax.jit(call_all)(rows, added, weight, others)
     wanted = definitions.rms_norm(x, weight, shapes.norms.eps)
     yield from _distances(normed, wanted)
-    for got, given in zip(of_heads, heads, strict=True):
+    for got, given in zip(of_others, others, strict=True):
         yield distance(got, definitions.rms_norm(*given, shapes.norms.eps))
     total = (x.astype(np.float32) + turned.astype(np.float32)).astype(x.dtype)
     wanted = definitions.rms_norm(total, weight, shapes.norms.eps)

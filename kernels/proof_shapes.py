@@ -56,6 +56,7 @@ class NormShapes:
 
     eps: float  # added to the mean square
     dtype: str  # of their weights
+    widths: tuple[int, ...] = ()  # of other rows than those of the hidden size, and than heads
 
 
 @dataclass(frozen=True)

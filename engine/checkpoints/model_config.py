@@ -138,6 +138,8 @@ class ModelConfig:
     mlp_bias: bool = False
     #: Query and key heads are normed before they are rotated.
     qk_norm: bool = False
+    #: Queries, and keys, are normed over all heads at once, before they are parted into heads.
+    wide_qk_norm: bool = False
     #: What gates the MLP.
     activation: Activation = "silu"
     #: None: one feed-forward for every token.

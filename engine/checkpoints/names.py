@@ -55,8 +55,8 @@ class WeightMap:
 
     @classmethod
     def of(cls, config: ModelConfig, names: Dialect) -> WeightMap:
-        """Every weight of a `Llama`, `Gemma` or `Mixture`. A tied model may carry its redundant
-        output head.
+        """Every weight of a `Llama`, or of what is made from it. A tied model may carry its
+        redundant output head.
         """
         vocab, size = config.vocab_size, config.hidden_size
         embed = Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),))
@@ -115,7 +115,7 @@ class Dialect:
     lm_head: str
     #: With `{i}`; the names from here on follow it.
     layer: str
-    #: Before attention and MLP.
+    #: Before attention and MLP; empty where there are none.
     attention_norm: str
     mlp_norm: str
     #: Projections of attention: queries, keys, values, and the one behind it.
@@ -123,7 +123,7 @@ class Dialect:
     k: str
     v: str
     o: str
-    #: Of each head, before it is rotated.
+    #: Of each query and key head, or of all at once, before they are rotated.
     q_norm: str
     k_norm: str
     #: Of the MLP.
@@ -200,6 +200,9 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
     if config.qk_norm:
         norms.append((("attention", "q_norm"), names.q_norm, dim))
         norms.append((("attention", "k_norm"), names.k_norm, dim))
+    if config.wide_qk_norm:
+        norms.append((("attention", "wide_q_norm"), names.q_norm, config.n_heads * dim))
+        norms.append((("attention", "wide_k_norm"), names.k_norm, config.n_kv_heads * dim))
     prefix = names.layer.format(i=layer)
     for path, name, length in norms:
         if name:

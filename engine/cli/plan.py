@@ -304,8 +304,11 @@ def _steady_state(demand: Demand) -> str:
 
 
 def _exchange(roofline: Roofline) -> str:
+    norms = ""
+    if roofline.hops > 2:
+        norms = "; a third one of two numbers a row for the norms of queries and keys"
     return (
         f"tensor parallel: two ring all-reduces a layer over {roofline.device.link / 1e9:g} GB/s "
-        f"one way, {1e6 * roofline.assumed.hop_s:g} us each, not overlapped; KV divided over "
-        f"{roofline.kv_split}"
+        f"one way, {1e6 * roofline.assumed.hop_s:g} us each, not overlapped{norms}; KV divided "
+        f"over {roofline.kv_split}"
     )

@@ -89,12 +89,9 @@ def served_by(
     if own.tie_embeddings:
         table = own.vocab_share
     activations = jnp.dtype(dtype).name
-    norm_dtype = activations
-    if own.float32_norms:
-        norm_dtype = "float32"
     return ServedShapes(
         attention=_attention_shapes(own, sizes),
-        norms=NormShapes(own.rms_eps, norm_dtype),
+        norms=_norm_shapes(own, activations),
         steps=StepShapes(
             decode=tuple(bucket.seats for bucket in buckets.decode),
             mixed=tuple(bucket.tokens for bucket in buckets.mixed),
@@ -108,6 +105,16 @@ def served_by(
         table=table,
         mixtures=_mixtures_of(model, own),
     )
+
+
+def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
+    dtype = activations
+    if own.float32_norms:
+        dtype = "float32"
+    widths: tuple[int, ...] = ()
+    if own.wide_qk_norm and own.shards == 1:  # no kernel norms what is split over devices
+        widths = (own.n_heads * own.head_dim, own.n_kv_heads * own.head_dim)
+    return NormShapes(own.rms_eps, dtype, widths)
 
 
 def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> AttentionShapes:

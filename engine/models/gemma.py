@@ -10,17 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.engine.models.hidden import Hidden
-from jitney.engine.models.layers import RMSNorm, RowFacts
-from jitney.engine.models.llama import Block, Llama
+from jitney.engine.models.llama import Llama, PostNormBlock
 from jitney.engine.models.rope import Rope
-from jitney.kernels.interface import AttentionMeta, Kernels
+from jitney.kernels.interface import Kernels
 
 _HF = replace(
     HF,
@@ -33,26 +30,6 @@ _HF = replace(
 _GGUF = replace(GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
 
 
-class _GemmaBlock(Block):
-    """One layer: attention and MLP, each normed before and after, then added."""
-
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.attention_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
-        self.mlp_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
-
-    def attended(
-        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array, Array]:
-        """See `Block.attended`."""
-        x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
-        return x, self.attention_post_norm(o, kernels), kv
-
-    def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """See `Block.fed_forward`."""
-        return self.mlp_post_norm(super().fed_forward(normed, kernels, rows), kernels)
-
-
 def _capped(logits: Array, cap: float) -> Array:
     if not cap:
         return logits
@@ -62,7 +39,7 @@ def _capped(logits: Array, cap: float) -> Array:
 class Gemma(Llama):
     """See `Llama`."""
 
-    block = _GemmaBlock
+    block = PostNormBlock
 
     def embedded(self, tokens: Array) -> Array:
         """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""

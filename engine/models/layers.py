@@ -8,6 +8,7 @@ out; sums and norms are computed in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -225,6 +226,41 @@ class RMSNorm(nnx.Module):
     def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
         """x and added [T, E] -> (their sum, the same normed) in x's dtype."""
         return kernels.norm_sum(x, added, self.weight[...], self.eps)
+
+
+class NoNorm(nnx.Module):
+    """In a norm's place, where rows are taken as they are; see `RMSNorm`."""
+
+    def __call__(self, x: Array, kernels: Kernels) -> Array:
+        return x
+
+    def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
+        """x and added [T, E] -> (their sum, the same), in x's dtype.
+
+        XLA leaves out the rounding where what reads the sum is fused with it, which differs from
+        bucket to bucket (docs/decisions, 0033): said once more, it stays.
+        """
+        numbers = jnp.finfo(x.dtype)
+        total = jax.lax.reduce_precision(x + added, numbers.nexp, numbers.nmant)
+        return total, total
+
+
+def normed_shares(shares: Sequence[Array], norms: Sequence[RMSNorm], devices: int) -> list[Array]:
+    """Rows that are split over devices, each [T, C] of T rows of some kind, normed over all of
+    their devices' columns; norms: with this device's share of each kind's weights.
+
+    Devices that share columns have as many each, so the mean of their means is that of all. One sum
+    over the devices serves all kinds. Inside the step only.
+    """
+    wide = [rows.astype(jnp.float32) for rows in shares]
+    own = jnp.stack([jnp.mean(rows * rows, axis=-1) for rows in wide], axis=-1)
+    means = TENSOR.total(own) / devices
+    normed: list[Array] = []
+    for kind, norm in enumerate(norms):
+        rows = wide[kind] * jax.lax.rsqrt(means[:, kind, None] + norm.eps)
+        weight = norm.weight[...].astype(jnp.float32)
+        normed.append((rows * weight).astype(shares[kind].dtype))
+    return normed
 
 
 class RowFacts(NamedTuple):

@@ -23,7 +23,7 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap
 from jitney.engine.models.attention import Attention
 from jitney.engine.models.hidden import Hidden
-from jitney.engine.models.layers import MLP, Linear, RMSNorm, RowFacts, normal
+from jitney.engine.models.layers import MLP, Linear, NoNorm, RMSNorm, RowFacts, normal
 from jitney.engine.models.rope import Rope
 from jitney.engine.models.sharding import TENSOR
 from jitney.kernels.interface import AttentionMeta, Kernels
@@ -32,13 +32,14 @@ from jitney.kernels.interface import AttentionMeta, Kernels
 class Block(nnx.Module):
     """One layer: attention and MLP, each normed before and added after."""
 
-    #: What follows the attention.
+    #: What the halves are made of.
+    attention_class: type[Attention] = Attention
     mlp_class: type[MLP] = MLP
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm.of(config.hidden_size, config, dtype)
-        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm.of(config.hidden_size, config, dtype)
+        self.attention_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
+        self.attention = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
         self.mlp = self.mlp_class(config, dtype=dtype, rngs=rngs)
 
     def __call__(
@@ -74,6 +75,26 @@ class Block(nnx.Module):
         self.attention.qkv.arrange(kernels)
         self.attention.o.arrange(kernels)
         self.mlp.arrange(kernels)
+
+
+class PostNormBlock(Block):
+    """One layer: what attention and MLP give is normed, too, before it is added."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.attention_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
+        self.mlp_post_norm = RMSNorm.of(config.hidden_size, config, dtype)
+
+    def attended(
+        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+    ) -> tuple[Array, Array, Array]:
+        """See `Block.attended`."""
+        x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
+        return x, self.attention_post_norm(o, kernels), kv
+
+    def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+        """See `Block.fed_forward`."""
+        return self.mlp_post_norm(super().fed_forward(normed, kernels, rows), kernels)
 
 
 class Llama(nnx.Module):

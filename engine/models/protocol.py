@@ -6,8 +6,9 @@ an `nnx.Module` with these members.
 
 Weights are addressed by their path in the module's flat state. Two of its parts have a meaning
 elsewhere: `jitney.engine.models.sharding` splits the outputs of modules named qkv, gate_up and
-lm_head, the inputs of those named o and down, and the rows of `embed`; and the last part of a
-`Linear`'s matrix is `kernel`.
+lm_head, the weights of norms named wide_q_norm and wide_k_norm, the inputs of modules named o and
+down, and the rows of `embed`; and the last part of a `Linear`'s matrix is `kernel`. Every other
+weight is whole on each device.
 
 Axes: T tokens, E embed, R rows that need logits, V vocabulary, L layers, N pages, K KV heads, D
 head dim.

@@ -78,7 +78,8 @@ TENSOR, DATA = _Axis("tensor"), _Axis("data")
 WHOLE = PartitionSpec()
 #: Modules whose outputs are split (their last axis is outputs), and whose inputs are (the axis
 #: before it, of a matrix).
-_BY_OUTPUTS, BY_INPUTS = ("qkv", "gate_up", "lm_head"), ("o", "down")
+_BY_OUTPUTS = ("qkv", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm")
+BY_INPUTS = ("o", "down")
 
 
 def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
@@ -266,6 +267,10 @@ class Shares:
             return [_run(2 * self._first_kv(device), 2 * own.n_kv_heads)]
         if "qkv" in path:
             return self._heads(device)
+        if "wide_q_norm" in path:
+            return [self._queries(device)]
+        if "wide_k_norm" in path:
+            return [self._keys(device)]
         if "gate_up" in path:
             return self._gates(device)
         parts = own.shards
@@ -285,15 +290,25 @@ class Shares:
 
     def _heads(self, device: int) -> list[slice]:
         """Columns of the fused query, key and value projection."""
-        own, whole = self.own, self.config
-        dim = whole.head_dim
-        keys = whole.n_heads + self._first_kv(device)
-        values = keys + whole.n_kv_heads
+        whole, keys = self.config, self._keys(device)
+        count = keys.stop - keys.start
+        first_key = whole.n_heads * whole.head_dim
+        first_value = first_key + whole.n_kv_heads * whole.head_dim
         return [
-            _run(device % self.shards * own.n_heads * dim, own.n_heads * dim),
-            _run(keys * dim, own.n_kv_heads * dim),
-            _run(values * dim, own.n_kv_heads * dim),
+            self._queries(device),
+            _run(first_key + keys.start, count),
+            _run(first_value + keys.start, count),
         ]
+
+    def _queries(self, device: int) -> slice:
+        """Columns of all query heads that are the device's."""
+        count = self.own.n_heads * self.own.head_dim
+        return _run(device % self.shards * count, count)
+
+    def _keys(self, device: int) -> slice:
+        """The same of all key heads, or of all value heads."""
+        dim = self.own.head_dim
+        return _run(self._first_kv(device) * dim, self.own.n_kv_heads * dim)
 
     def _gates(self, device: int) -> list[slice]:
         """Columns of the fused gate and up projection; of a mixture, of every expert's."""

@@ -262,7 +262,8 @@ class Roofline:
 
     Weights and heads are divided evenly; KV heads at most as often as there are any, then they are
     replicated. Each layer ends in two all-reduces of [rows, E] bfloat16, by rings: 2 (n - 1) / n of
-    the bytes over the link, and a hop.
+    the bytes over the link, and a hop. Queries and keys that are normed over all heads wait for a
+    third one, of two numbers a row: a hop.
     """
 
     cost: ModelCost
@@ -323,7 +324,12 @@ class Roofline:
             return 0.0
         config = self.cost.config
         volume = 2 * (self.count - 1) / self.count * rows * config.hidden_size * _BYTES["bf16"]
-        return 2 * config.n_layers * (self.assumed.hop_s + volume / self.device.link)
+        return config.n_layers * (self.hops * self.assumed.hop_s + 2 * volume / self.device.link)
+
+    @property
+    def hops(self) -> int:
+        """All-reduces of a layer that a step waits for."""
+        return 3 if self.cost.config.wide_qk_norm else 2
 
     @property
     def kv_split(self) -> int:

@@ -342,6 +342,17 @@ def test_a_wrong_norm_and_a_wrong_head_are_found():
     assert list(errors(changed(rms_norm=rms_norm, project=project))) == ["norm", "head"]
 
 
+def test_a_norm_that_is_wrong_in_another_width_is_found():
+    def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+        normed = reference.rms_norm(x, weight, eps)
+        return normed.at[-1, 16:32].set(0) if x.shape[-1] == 96 else normed
+
+    assert not errors(changed(rms_norm=rms_norm))
+    served = replace(SERVED, norms=replace(SERVED.norms, widths=(192, 96)))
+    assert list(errors(changed(rms_norm=rms_norm), served)) == ["norm"]
+    assert not errors(changed(rms_norm=same(reference.rms_norm)), served)
+
+
 @pytest.mark.parametrize("part", ["sum", "norm"])
 def test_a_wrong_norm_of_a_sum_is_found(part: str):
     """The sum goes on to the next layer, its norm into the next product."""

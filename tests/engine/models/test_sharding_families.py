@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from places import SUPPORT
 
-from jitney.engine.checkpoints.families import FAMILIES
+from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 
 NAMES = [family.name for family in FAMILIES.values()]
 
@@ -60,8 +60,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_of_any_family_sends_two_sums(results: dict[str, np.ndarray], name: str):
+    """And a third one of two numbers a row, where queries and keys are normed over all heads."""
     reduces, gathers, widest, pools, aliased, scatters = results[name]
-    assert reduces == 2 * 2 + 1  # two layers, and one for the embedding
+    sums = 3 if tiny_config(name).wide_qk_norm else 2
+    assert reduces == sums * 2 + 1  # two layers, and one for the embedding
     assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
     assert scatters == 0
     assert aliased >= pools

@@ -340,7 +340,11 @@ def test_two_chips_share_weights_and_talk():
     one, two = (Roofline(cost, DEVICES["h100"], n, Assumptions(1, 1, 0, 1e-5)) for n in (1, 2))
     assert two.memory_seconds(bucket, work) == pytest.approx(one.memory_seconds(bucket, work) / 2)
     assert one.link_seconds(64) == 0
-    assert two.link_seconds(64) == pytest.approx(2 * 32 * (1e-5 + 64 * 4096 * 2 / 450e9))
+    exchanged = 2 * 32 * (1e-5 + 64 * 4096 * 2 / 450e9)
+    assert two.link_seconds(64) == pytest.approx(exchanged)
+    over_all_heads = ModelCost(replace(cost.config, wide_qk_norm=True))  # two numbers a row more
+    waited = replace(two, cost=over_all_heads).link_seconds(64)
+    assert waited == pytest.approx(exchanged + 32 * 1e-5)
     assert Roofline(cost, DEVICES["v5e"], 16).kv_split == 8  # no more KV heads than that
 
 
