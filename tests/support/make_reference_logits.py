@@ -1,15 +1,17 @@
 """Make tests/data/reference_logits.json: logits of tiny random models as transformers computes
 them.
 
-Run where PyTorch is installed (it is not a dependency of Jitney): `python
-tests/support/make_reference_logits.py`. Written with torch 2.13.0 and transformers 5.23.0
-(mixtures of experts: 5.19.0). The weights are not stored: both sides draw them with
+Run where PyTorch and transformers are installed (PyTorch is not a dependency of Jitney): `python
+tests/support/make_reference_logits.py NAME ...` makes the cases of these names anew and keeps the
+others; without names it makes all. Written with torch 2.13.0 and transformers 5.23.0 (mixtures of
+experts: 5.19.0). The weights are not stored: both sides draw them with
 `random_tensor`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -228,10 +230,18 @@ def reference(name: str, prefix: str, settings: dict) -> dict:
     return case
 
 
-def main() -> None:
-    cases = {name: reference(name, *case) for name, case in CASES.items()}
+def main(names: list[str]) -> None:
+    """Make the cases of these names, or all; the file has all cases in the order of CASES."""
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        raise SystemExit(f"no case {', '.join(unknown)}; known: {', '.join(CASES)}")
+    cases: dict[str, dict] = {}
+    if names:
+        cases = json.loads(OUTPUT.read_text())["cases"]
+    cases |= {name: reference(name, *CASES[name]) for name in names or CASES}
+    cases = {name: cases[name] for name in CASES if name in cases}
     OUTPUT.write_text(json.dumps({"rows": ROWS, "cases": cases}, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
