@@ -171,6 +171,11 @@ def _mixtral(values: JsonObject) -> ModelConfig:
     return replace(config, windows=(_window(fields),) * config.n_layers, experts=experts)
 
 
+def _olmo2(values: JsonObject) -> ModelConfig:
+    _, config = _read_decoder(values, max_position_embeddings=2048, rms_norm_eps=1e-5)
+    return replace(config, o_bias=config.qkv_bias, wide_qk_norm=True)
+
+
 def _gemma2(values: JsonObject) -> ModelConfig:
     defaults = {
         "max_position_embeddings": 8192,
@@ -330,6 +335,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family(
         "gemma3", _gemma3, _gguf_gemma3, _TINY_GEMMA | {"qk_norm": True, "local_rope_theta": 100.0}
     ),
+    "Olmo2ForCausalLM": Family("olmo2", _olmo2, None, {"wide_qk_norm": True}),
 }
 
 

@@ -28,6 +28,7 @@ _MODELS: dict[str, str] = {
     "MixtralForCausalLM": "jitney.engine.models.mixture:Mixture",
     "Gemma2ForCausalLM": "jitney.engine.models.gemma:Gemma",
     "Gemma3ForCausalLM": "jitney.engine.models.gemma:Gemma",
+    "Olmo2ForCausalLM": "jitney.engine.models.olmo:Olmo",
 }
 #: Keys and values of random models stay within this, quantised or not.
 _RANDOM_KV = 16.0

@@ -4,7 +4,7 @@ them.
 Run where PyTorch and transformers are installed (PyTorch is not a dependency of Jitney): `python
 tests/support/make_reference_logits.py NAME ...` makes the cases of these names anew and keeps the
 others; without names it makes all. Written with torch 2.13.0 and transformers 5.23.0 (mixtures of
-experts: 5.19.0). The weights are not stored: both sides draw them with
+experts: 5.19.0; OLMo 2: 5.24.0). The weights are not stored: both sides draw them with
 `random_tensor`.
 """
 
@@ -145,11 +145,13 @@ CASES = {
             },
         },
     ),
+    "olmo2": ("Olmo2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
+    "olmo2_biases": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
 }
 #: Prefix of a configuration's class -> that of its model's, where they differ.
 MODELS = {"Gemma3Text": "Gemma3"}
 #: Cases with greedy continuations, and of how many tokens: past every window of 8.
-GREEDY = {"gemma2": 16, "gemma3": 16}
+GREEDY = {"gemma2": 16, "gemma3": 16, "olmo2": 16}
 #: Spread of the embeddings of some: Gemma scales them up, and would repeat a token for ever.
 SPREADS = {"gemma2": 0.2, "gemma3": 0.15}
 #: Lengths of the prompts that are continued.

@@ -121,7 +121,7 @@ def test_doctor_runs_the_proof(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @pytest.mark.parametrize("scheme", ["plain", "int8", "int4"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "olmo2"])
 def test_shapes_without_weights_are_those_of_the_loaded_model(family: str, scheme: str):
     source = ModelSource.resolve(f"tiny-random:{family}")
     storage = WeightStorage(scheme)
@@ -129,6 +129,16 @@ def test_shapes_without_weights_are_those_of_the_loaded_model(family: str, schem
     shapes = load_shapes(source, source.config, 1, jnp.float32, storage)
     assert shapes_served(shapes, source.config) == shapes_served(loaded, source.config)
     assert {matrix.scheme for matrix in shapes_served(shapes, source.config).matrices} == {scheme}
+
+
+@pytest.mark.parametrize(("devices", "widths"), [(1, (64, 32)), (2, ())])
+def test_norms_over_all_heads_are_proved_where_a_kernel_computes_them(
+    devices: int, widths: tuple[int, ...]
+):
+    """Over several devices none does: each has a share of a row."""
+    source = resolve("tiny-random:olmo2")
+    shapes = load_shapes(source, source.config, devices, jnp.float32, WeightStorage())
+    assert shapes_served(shapes, source.config.local(devices)).norms.widths == widths
 
 
 def test_a_checkpoint_that_stays_in_4_bits_is_known_by_its_first_layer(smollm2: ModelSource):

@@ -1,4 +1,4 @@
-"""The seam for families of models: Gemma through the engine against transformers, published sizes,
+"""The seam for families of models: some through the engine against transformers, published sizes,
 and a family that only this test knows.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import gguf_files
@@ -59,8 +60,8 @@ def write_folder(folder: Path, case: dict) -> Path:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_gemma_writes_what_transformers_writes(name: str, kernels: str, tmp_path: Path):
+@pytest.mark.parametrize("name", SCRIPT.GREEDY)
+def test_a_family_writes_what_transformers_writes(name: str, kernels: str, tmp_path: Path):
     """Greedy tokens in float32: prompts in chunks of 16 rows, past windows of 8 over pages of 8,
     one by one and together.
     """
@@ -76,6 +77,18 @@ def test_gemma_writes_what_transformers_writes(name: str, kernels: str, tmp_path
     assert answers(prompts) == wanted
     assert [answers([prompt])[0] for prompt in prompts] == wanted
     llm.core.check()
+
+
+def test_sums_that_no_norm_reads_are_rounded_alike_in_every_bucket():
+    """OLMo 2's products read the sums themselves; those of int4 are XLA's, which may fuse both."""
+    settings: dict[str, Any] = SMALL | {"dtype": "bfloat16", "weights": "int4"}
+    llm = LLM("tiny-random:olmo2", **settings)
+    prompts = [list(range(4, 4 + length)) for length in (3, 17, 40, 9)]
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
+    together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    assert together == alone
+    assert len(set(map(tuple, alone))) == len(prompts)
 
 
 def write_gguf(path: Path, case: dict, **keys: float) -> Path:
@@ -168,6 +181,38 @@ def test_published_gemmas_have_their_number_of_weights(size: str):
     assert config.window == 0  # some layer sees all, so pages behind the windows stay
     assert config.attention_scale == 1 / 16 and config.tie_embeddings
     assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+
+
+OLMO2 = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "vocab_size": 100352,
+    "max_position_embeddings": 4096,
+    "rope_theta": 500000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+#: As above: E, F, L, H, K.
+PUBLISHED_OLMO2 = {
+    "1b": ((2048, 8192, 16, 16, 16), 1_484_916_736),
+    "7b": ((4096, 11008, 32, 32, 32), 7_298_617_344),
+    "32b": ((5120, 27648, 64, 40, 8), 32_234_279_936),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED_OLMO2)
+def test_published_olmos_have_their_number_of_weights(size: str):
+    (hidden, inner, layers, heads, kv_heads), wanted = PUBLISHED_OLMO2[size]
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+    config = read_hf_config(OLMO2 | shape)
+    leaves = jax.tree.leaves(nnx.state(abstract_model(config)))
+    assert sum(leaf.size for leaf in leaves) == wanted
+    assert config.wide_qk_norm and not config.qk_norm and not config.tie_embeddings
 
 
 def test_every_family_has_a_model():

@@ -42,13 +42,15 @@ from jitney.engine.models.sharding import TENSOR, Shares
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.kernels import definitions
 
-#: Biases, a tied head, a tied head with biases and windows, and norms of query and key heads; 4
-#: query and 2 KV heads, so that two of four devices share a KV head.
+#: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, and norms
+#: over all of them; 4 query and 2 KV heads, so that two of four devices share a KV head.
 CASES = (
     ("llama2_biases", 4),
     ("llama3", 2),
     ("qwen2", 4),
     ("qwen3", 2),
+    ("olmo2", 2),
+    ("olmo2", 4),
     ("qwen3_moe", 4),
     ("mixtral", 2),
 )
@@ -393,6 +395,17 @@ QKV = np.array([[0, 1, 10, 11, 20, 21, 30, 31, 100, 101, 110, 111, 200, 201, 210
             [[1, 2], [1, 2], [3, 4], [3, 4]],
         ),
         (("layers", 0, "attention_norm", "weight"), np.array([5, 6]), [[5, 6], [5, 6]]),
+        (
+            ("layers", 0, "attention", "wide_q_norm", "weight"),
+            QKV[0, :8],
+            [[0, 1], [10, 11], [20, 21], [30, 31]],
+        ),
+        (
+            ("layers", 0, "attention", "wide_k_norm", "weight"),
+            QKV[0, 8:12],
+            [[100, 101], [100, 101], [110, 111], [110, 111]],
+        ),
+        (("layers", 0, "attention", "k_norm", "weight"), np.array([1, 2]), [[1, 2], [1, 2]]),
         (("embed",), np.array([[0], [1], [2], [3]]), [[0, 1], [2, 3]]),
         (("lm_head", "kernel"), np.array([[0, 1, 2, 3]]), [[0, 1], [2, 3]]),
     ],
