@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import HF, Dialect, FileFormat
 from jitney.engine.models.attention import WideNormAttention
-from jitney.engine.models.layers import DType, NoNorm
+from jitney.engine.models.layers import NoNorm
 from jitney.engine.models.llama import Llama, PostNormBlock
 
 _HF = replace(
@@ -30,7 +31,7 @@ class _OlmoBlock(PostNormBlock):
 
     attention_class = WideNormAttention
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: DType, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
         self.attention_norm = NoNorm()
         self.mlp_norm = NoNorm()
