@@ -9,9 +9,11 @@ library in its place.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +86,8 @@ def check_rotation(heads: tuple[int, int, int], dtype: str, norms: str = "") -> 
     rope = np.cos(angles), np.sin(angles)
     weights = None
     if norms:
-        query, key = rng.random((2, heads[2])) + 0.5
-        weights = jnp.asarray(query, norms), jnp.asarray(key, norms)
+        query, key = (rng.random((2, heads[2])) + 0.5).astype(norms)
+        weights = jax.device_put(query), jax.device_put(key)
 
     def turned(x: np.ndarray, number: int) -> np.ndarray:
         x = np.asarray(x, np.float32)
@@ -100,7 +102,7 @@ def check_rotation(heads: tuple[int, int, int], dtype: str, norms: str = "") -> 
         q, kv = call(everything[rows], (cos[rows], sin[rows]), batch.kv, meta)
         return np.asarray(q, np.float32), np.asarray(kv, np.float32)
 
-    everything = jnp.concatenate([batch.q, batch.k, batch.v], axis=1)
+    everything = np.concatenate([batch.q, batch.k, batch.v], axis=1)
     q, kv = run(slice(None))
     exact = {"k": turned(batch.k, 1), "v": np.asarray(batch.v, np.float32)}
     pool = written(replace(batch, kv=np.asarray(batch.kv, np.float32), **exact))
@@ -116,7 +118,17 @@ def check_rotation(heads: tuple[int, int, int], dtype: str, norms: str = "") -> 
 
 
 def numbers(seed: int, dtype: str, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    # Rounded by numpy, and only put there: jax compiles a program for each shape otherwise.
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+
+
+def of_each(call: Callable[..., Any], batches: list[np.ndarray], *weights: Any) -> list[Any]:
+    """What a product makes of each of several batches, all in one program, since a hundred small
+    ones take seconds to compile.
+    """
+    return jax.jit(lambda batches, *weights: [call(x, *weights) for x in batches])(
+        batches, *weights
+    )
 
 
 def check_products(size_in: int, size_out: int, dtype: str) -> None:
@@ -125,16 +137,19 @@ def check_products(size_in: int, size_out: int, dtype: str) -> None:
     wide = np.asarray(w, np.float64)
     laid_out = products.arrange(w)
     in_parts = products.arrange(w, 2)
-    for rows in (1, 3, 8, 9, 130):
-        x = numbers(2, dtype, rows, size_in)
+    batches = [np.asarray(numbers(2, dtype, rows, size_in)) for rows in (1, 3, 8, 9, 130)]
+    as_it_comes = of_each(OURS.matmul, batches, w)
+    arranged = of_each(OURS.matmul, batches, laid_out)
+    gated = of_each(OURS.gated, batches, in_parts)
+    rounding = 2**-8 if dtype == "bfloat16" else 1e-5
+    for i, x in enumerate(batches):
         exact = np.asarray(x, np.float64) @ wide
         close = 1e-5 * np.abs(exact).max()
-        for weights in (w, laid_out):
-            np.testing.assert_allclose(jax.jit(OURS.matmul)(x, weights), exact, rtol=0, atol=close)
+        for found in (as_it_comes[i], arranged[i]):
+            np.testing.assert_allclose(found, exact, rtol=0, atol=close)
         gates, ups = np.split(exact, 2, axis=1)
         silu = gates / (1 + np.exp(-gates)) * ups
-        rounding = 2**-8 if dtype == "bfloat16" else 1e-5
-        result = np.asarray(jax.jit(OURS.gated)(x, in_parts), np.float64)
+        result = np.asarray(gated[i], np.float64)
         np.testing.assert_allclose(result, silu, rtol=rounding, atol=close * np.abs(ups).max())
 
 
@@ -150,11 +165,14 @@ def check_int8(size_in: int, size_out: int, dtype: str) -> None:
     and in every crowd. Rows of zeros and of numbers so small that their steps vanish are 0.
     """
     codes, scale = int8_weights(7, size_in, size_out)
-    x = numbers(8, dtype, 133, size_in).at[2].set(0).at[3].multiply(1e-36)
-    wanted = definitions.matmul_int8(np.asarray(x), codes, scale)
-    gated = definitions.gated_int8(np.asarray(x), codes, scale)
-    plain_weights = Int8(products.arrange_int8(jnp.asarray(codes)), jnp.asarray(scale))
-    split_weights = Int8(products.arrange_int8(jnp.asarray(codes), 2), jnp.asarray(scale))
+    x = np.array(numbers(8, dtype, 133, size_in))
+    x[2] = 0
+    x[3] *= np.asarray(1e-36, x.dtype)
+    wanted = definitions.matmul_int8(x, codes, scale)
+    gated = definitions.gated_int8(x, codes, scale)
+    arranged = jax.jit(products.arrange_int8, static_argnums=1)
+    plain_weights = Int8(arranged(codes, 1), jax.device_put(scale))
+    split_weights = Int8(arranged(codes, 2), jax.device_put(scale))
     assert plain_weights.kernel.ndim == split_weights.kernel.ndim == 4
     whole = np.asarray(jax.jit(products.matmul_int8)(x, plain_weights))
     np.testing.assert_array_equal(whole, wanted)
@@ -162,11 +180,11 @@ def check_int8(size_in: int, size_out: int, dtype: str) -> None:
     rounding = 2**-8 if dtype == "bfloat16" else 1e-5
     whole_gated = np.asarray(jax.jit(products.gated_int8)(x, split_weights))
     np.testing.assert_allclose(whole_gated.astype(np.float32), gated, rtol=rounding, atol=1e-6)
-    for rows in (1, 2, 3, 5, 8, 13, 128, 129):
-        some = jax.jit(products.matmul_int8)(x[:rows], plain_weights)
-        np.testing.assert_array_equal(some, whole[:rows])
-        some = jax.jit(products.gated_int8)(x[:rows], split_weights)
-        np.testing.assert_array_equal(some, whole_gated[:rows])
+    crowds = [x[:rows] for rows in (1, 2, 3, 5, 8, 13, 128, 129)]
+    for some in of_each(products.matmul_int8, crowds, plain_weights):
+        np.testing.assert_array_equal(some, whole[: len(some)])
+    for some in of_each(products.gated_int8, crowds, split_weights):
+        np.testing.assert_array_equal(some, whole_gated[: len(some)])
 
 
 def check_padding(dtype: str) -> None:
@@ -175,8 +193,8 @@ def check_padding(dtype: str) -> None:
     """
     size_in, size_out, most = 576, 192, 133
     ours = products.up_to(most)
-    x, w = numbers(9, dtype, most, size_in), numbers(10, dtype, size_in, size_out)
-    codes, scale = (jnp.asarray(part) for part in int8_weights(11, size_in, size_out))
+    x, w = np.asarray(numbers(9, dtype, most, size_in)), numbers(10, dtype, size_in, size_out)
+    codes, scale = (jax.device_put(part) for part in int8_weights(11, size_in, size_out))
     calls = [
         (ours.matmul, w),
         (ours.matmul, products.arrange(w)),
@@ -190,7 +208,8 @@ def check_padding(dtype: str) -> None:
         whole = np.asarray(jax.jit(product)(x, weights))
         counted = jax.jit(lambda x, weights, count, call=product: call(x, weights, count=count))
         for count in (0, 1, 7, 8, 13, 100, 128, most):
-            strange = x.at[count:].set(jnp.nan)
+            strange = x.copy()
+            strange[count:] = np.nan
             found = np.asarray(counted(strange, weights, jnp.int32(count)))
             np.testing.assert_array_equal(found[:count], whole[:count])
             assert (found[count:] == 0).all()
@@ -199,10 +218,9 @@ def check_padding(dtype: str) -> None:
 def check_projection(words: int, size: int, dtype: str) -> None:
     """The output head, for few rows and many."""
     table = numbers(3, dtype, words, size)
-    for rows in (1, 2, 3, 4, 7, 8, 21):
-        x = numbers(4, dtype, rows, size)
+    batches = [np.asarray(numbers(4, dtype, rows, size)) for rows in (1, 2, 3, 4, 7, 8, 21)]
+    for x, result in zip(batches, of_each(OURS.project, batches, table), strict=True):
         exact = np.asarray(x, np.float64) @ np.asarray(table, np.float64).T
-        result = jax.jit(OURS.project)(x, table)
         np.testing.assert_allclose(result, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
 
 
