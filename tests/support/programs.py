@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from jitney.engine.executor.choices import Choices
 from jitney.engine.executor.runner import Runner
 from jitney.engine.scheduler.buckets import Bucket
 
@@ -20,6 +22,34 @@ class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):
         return self[kind]
 
 
+class ChoicesWhenUsed(Choices):
+    """The same programs, all of them compiled when one is first wanted: an engine whose requests
+    choose nothing behind a step never compiles a second sampler.
+    """
+
+    def compile(self, *arguments: Any) -> None:
+        def compile_all() -> None:
+            self.programs, self.picks = {}, {}
+            Choices.compile(self, *arguments)
+
+        self.programs = _Awaited(lambda rows: self.programs[rows], compile_all)
+        self.picks = _Awaited(lambda sizes: self.picks[sizes], compile_all)
+
+
+class _Awaited(dict[Any, Any]):
+    """Empty; who asks for something has all compiled, and gets what `found` then finds."""
+
+    def __init__(self, found: Callable[[Any], Any], compile_all: Callable[[], None]):
+        super().__init__()
+        self.found = found
+        self.compile_all = compile_all
+
+    def __missing__(self, key: Any) -> Any:
+        self.compile_all()
+        return self.found(key)
+
+
 def await_use(runner: Runner, _report: object) -> None:
     """In place of compiling all programs of a runner."""
     runner.executables = ProgramsWhenUsed(runner)
+    runner.choices = ChoicesWhenUsed(runner.choices.sizes[-1])
