@@ -18,6 +18,7 @@ from outputs import Outputs
 from jitney.engine import LLM
 from jitney.engine.config.layers import load_config
 from jitney.engine.ports import free_port
+from jitney.engine.process.main import BUILDER
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
@@ -62,10 +63,13 @@ async def tokens_of(stream: Outputs) -> list[int]:
 
 
 @asynccontextmanager
-async def two_processes(settings: Mapping[str, Any]) -> AsyncIterator[list[ProcessClient]]:
+async def two_processes(
+    settings: Mapping[str, Any], builder: str = BUILDER
+) -> AsyncIterator[list[ProcessClient]]:
     """Supervisors of both, as `jitney serve` is on each of two hosts; host 0 first."""
     both = {**settings, "n_hosts": 2, "coordinator": f"127.0.0.1:{free_port()}"}
-    clients = [ProcessClient(load_config(flags=both | {"host_id": number})) for number in range(2)]
+    configs = [load_config(flags=both | {"host_id": number}) for number in range(2)]
+    clients = [ProcessClient(config, builder=builder) for config in configs]
     try:
         for client in clients:
             await client.start()

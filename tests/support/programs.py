@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+from jitney.engine.build import build_engine
+from jitney.engine.core import EngineCore
 from jitney.engine.executor.choices import Choices
 from jitney.engine.executor.runner import Runner
 from jitney.engine.scheduler.buckets import Bucket
+from jitney.engine.types import EngineInfo
 
 
 class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):
@@ -53,3 +57,11 @@ def await_use(runner: Runner, _report: object) -> None:
     """In place of compiling all programs of a runner."""
     runner.executables = ProgramsWhenUsed(runner)
     runner.choices = ChoicesWhenUsed(runner.choices.sizes[-1])
+
+
+def build_awaiting(*arguments: Any) -> tuple[EngineCore, EngineInfo]:
+    """As `build_engine`, for a process of its own that runs few of its programs:
+    `ProcessClient(builder="programs:build_awaiting")`.
+    """
+    with mock.patch.object(Runner, "_compile_steps", await_use):
+        return build_engine(*arguments)

@@ -5,6 +5,7 @@ answers with the tokens of an engine alone that has the same.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,6 @@ from adapter_files import write_adapter
 from joint_processes import (
     LIMIT_S,
     TINY,
-    alone_in_a_hurry,
     compiled_once,
     drawn_prompts,
     request,
@@ -23,6 +23,7 @@ from joint_processes import (
     two_processes,
 )
 from outputs import Outputs
+from places import SUPPORT
 
 from jitney.engine import LLM
 from jitney.engine.checkpoints.sources import ModelSource
@@ -59,10 +60,13 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @pytest.fixture(scope="module")
 def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Two processes start."""
-    with compiled_once(
-        tmp_path_factory.mktemp("cache"), "--xla_force_host_platform_device_count=2"
+    """Two processes start, which find `programs` on their path."""
+    paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    with (
+        compiled_once(tmp_path_factory.mktemp("cache"), "--xla_force_host_platform_device_count=2"),
+        pytest.MonkeyPatch.context() as patch,
     ):
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         yield
 
 
@@ -75,7 +79,9 @@ def story(settings: dict[str, Any], quickly: None) -> Story:
 
 async def live(story: Story, settings: dict[str, Any]) -> None:
     several = {"tensor_parallel": 2, "expert_parallel": 2, "data_parallel": 2}
-    async with two_processes(settings | several) as clients:
+    # All answers are greedy: half of the programs are for others.
+    builder = "programs:build_awaiting"
+    async with two_processes(settings | several, builder) as clients:
         for client in clients:
             info = await client.wait_ready()
             assert (info.model.adapters, info.formats.kv_dtype) == (("fr", "de"), "int8")
@@ -91,9 +97,9 @@ async def live(story: Story, settings: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(settings: dict[str, Any]) -> LLM:
+def alone(settings: dict[str, Any], programs_when_used: None, compiled_in_a_hurry: None) -> LLM:
     """The same model in one process."""
-    return alone_in_a_hurry(settings)
+    return LLM(**settings, compilation_cache=False)
 
 
 @pytest.mark.parametrize("engine", range(2))
