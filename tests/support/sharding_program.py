@@ -277,7 +277,11 @@ def tokens(llm: LLM) -> np.ndarray:
 
 def adapted(devices: int) -> np.ndarray:
     """Greedy tokens of prompts, each with one of two adapters or none; int32 [6, 12]."""
-    with many_heads(), tempfile.TemporaryDirectory() as folder:
+    with (
+        many_heads(),
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(Runner, "_compile_steps", await_use),
+    ):
         config = ModelSource.resolve("tiny-random").config
         fr = write_adapter(Path(folder) / "fr", config, 1)
         de = write_adapter(Path(folder) / "de", config, 2, rank=8, modules=("o_proj", "up_proj"))

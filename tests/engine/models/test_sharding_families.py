@@ -21,6 +21,8 @@ from places import SUPPORT
 from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 
 NAMES = [family.name for family in FAMILIES.values()]
+#: Families whose rows are rounded to fp8, over so many devices.
+IN_FP8 = (("qwen3", 4), ("mixtral", 2))
 
 
 def run(folder: Path, jobs: list[tuple[str, str, list[Any]]]) -> dict[str, np.ndarray]:
@@ -58,6 +60,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     return run(tmp_path_factory.mktemp("families"), jobs)
 
 
+@pytest.fixture(scope="module")
+def products(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What engines answer whose products are multiplied in other ways, on several devices and on
+    one. All in one process, which takes seconds to start.
+    """
+    jobs: list[tuple[str, str, list[Any]]] = [
+        ("loop", "served", ["qwen3_moe", 1]),
+        ("at once", "served_at_once", ["qwen3_moe", 4]),
+    ]
+    for family, devices in IN_FP8:
+        jobs.append((f"{family} over", "in_fp8", [family, devices, 1]))
+        jobs.append((f"{family} on one", "in_fp8", [family, 1, devices]))
+    return run(tmp_path_factory.mktemp("products"), jobs)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_of_any_family_sends_two_sums(results: dict[str, np.ndarray], name: str):
     """And a third one of two numbers a row, where queries and keys are normed over all heads."""
@@ -88,25 +105,22 @@ def test_adapters_on_four_devices_answer_like_those_on_one(results: dict[str, np
 
 
 def test_experts_all_at_once_on_four_devices_choose_the_tokens_of_one_after_the_other_on_one(
-    tmp_path: Path,
+    products: dict[str, np.ndarray],
 ):
     """Each device has a share of every expert."""
-    jobs = [("loop", "served", ["qwen3_moe", 1]), ("at once", "served_at_once", ["qwen3_moe", 4])]
-    found = run(tmp_path, jobs)
-    assert found["at once calls"] > 0
+    assert products["at once calls"] > 0
     for kind in ("text", "tokens"):
-        np.testing.assert_array_equal(found[f"at once {kind}"], found[f"loop {kind}"])
+        np.testing.assert_array_equal(products[f"at once {kind}"], products[f"loop {kind}"])
 
 
-@pytest.mark.parametrize(("family", "devices"), [("qwen3", 4), ("mixtral", 2)])
+@pytest.mark.parametrize(("family", "devices"), IN_FP8)
 def test_rows_in_fp8_over_devices_choose_the_tokens_of_shares_rounded_on_one(
-    family: str, devices: int, tmp_path: Path
+    products: dict[str, np.ndarray], family: str, devices: int
 ):
     """One device multiplies each share of a row with its own part of the matrix, turned back to
     [I, O], and adds them up. The experts of a mixture go one after the other here.
     """
-    jobs = [("over", "in_fp8", [family, devices, 1]), ("on one", "in_fp8", [family, 1, devices])]
-    found = run(tmp_path, jobs)
-    assert found["over calls"] > 0 and found["on one calls"] > 0
-    assert found["over proved"].tolist() == [True]
-    np.testing.assert_array_equal(found["over tokens"], found["on one tokens"])
+    over, on_one = f"{family} over", f"{family} on one"
+    assert products[f"{over} calls"] > 0 and products[f"{on_one} calls"] > 0
+    assert products[f"{over} proved"].tolist() == [True]
+    np.testing.assert_array_equal(products[f"{over} tokens"], products[f"{on_one} tokens"])
