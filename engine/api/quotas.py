@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jitney.engine.errors import RequestError
-from jitney.engine.scheduler.estimates import OutputLengths, RequestClasses, kind_of
+from jitney.engine.scheduler.estimates import OutputLengths, RequestClasses
 from jitney.engine.types import EngineRequest
 
 _MINUTE_S = 60.0
@@ -170,11 +170,13 @@ class Quotas:
 
     def expect(self, key: str, n_prompt: int, max_tokens: int | None, most: int) -> int:
         """Output tokens of one sequence, at most so many. max_tokens: as the client gave it."""
-        return self._lengths.expect(kind_of(key, n_prompt, max_tokens), most)
+        return self._lengths.expect(RequestClasses.of(key, n_prompt, max_tokens), most)
 
     def seen(self, key: str, n_prompt: int, max_tokens: int | None, n_output: int) -> None:
         """A sequence ended after so many tokens."""
-        self._lengths.observe(kind_of(key, n_prompt, max_tokens), 0, n_output, by_itself=True)
+        self._lengths.observe(
+            RequestClasses.of(key, n_prompt, max_tokens), 0, n_output, by_itself=True
+        )
 
     def _expected(self, kind: RequestClasses, request: EngineRequest) -> int:
         """Output tokens of all its sequences."""
@@ -222,4 +224,4 @@ class Quotas:
 
 
 def _kind(key: str, request: EngineRequest) -> RequestClasses:
-    return kind_of(key, len(request.prompt), request.sampling.max_tokens)
+    return RequestClasses.of(key, len(request.prompt), request.sampling.max_tokens)
