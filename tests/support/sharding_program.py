@@ -435,7 +435,7 @@ def program(
     assert text is not None and memory is not None
     gathers = [
         np.prod([int(n) for n in re.findall(r"\d+", shape)])
-        for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-TENSOR.side_by_side(?:-start)?\(", text)
+        for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
     ]
     pools = config.n_layers * 16 * 16 * 2 * config.n_kv_heads * config.head_dim * 4 // devices
     return np.array(
