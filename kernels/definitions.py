@@ -78,12 +78,6 @@ def matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return x.astype(np.float32) @ w.astype(np.float32)
 
 
-def gated(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """x [T, I] times w [I, 2F] -> silu(first half) * second half, [T, F]."""
-    gates, ups = np.split(matmul(x, w), 2, axis=-1)
-    return gates / (1 + np.exp(-gates)) * ups
-
-
 def matmul_int8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """x [T, I], each row in whole steps of 1/127 of its greatest magnitude, times w [I, O] with a
     scale for each output [O].
@@ -96,9 +90,9 @@ def matmul_int8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return sums.astype(np.float32) * (most / np.float32(127)) * scale
 
 
-def gated_int8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """x [T, I] times w [I, 2F] in the same way -> silu(first half) * second half, [T, F]."""
-    gates, ups = np.split(matmul_int8(x, w, scale), 2, axis=-1)
+def gated(sums: np.ndarray) -> np.ndarray:
+    """sums [T, 2F] of a product -> silu(first half) * second half, [T, F]."""
+    gates, ups = np.split(sums, 2, axis=-1)
     return gates / (1 + np.exp(-gates)) * ups
 
 

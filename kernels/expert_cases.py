@@ -36,6 +36,17 @@ class ExpertCase:
     dtype: str = "float32"  # of the activations
     empty: bool = False  # no row goes anywhere
 
+    def errors(self, experts: ExpertProducts) -> Iterator[float]:
+        """How far the answers are from their definition, where rows stand."""
+        given = _make_inputs(self)
+        found = jax.jit(experts, static_argnums=4)(
+            given.x, given.opening, given.closing, given.blocks, self.activation
+        )
+        wanted = definitions.experts(
+            given.x, given.opening, given.closing, given.blocks, self.activation
+        )
+        yield distance(np.asarray(found)[given.real], wanted[given.real])
+
 
 #: What tests interpret and a bench runs: sizes that are no whole tiles, both activations, every way
 #: to keep weights, blocks of few and of many rows.
@@ -50,20 +61,6 @@ CASES = {
     "fp8": ExpertCase(schemes=("fp8", "fp8"), size=128, inner=96),
     "fp8 and plain, gelu": ExpertCase(schemes=("fp8", "plain"), activation="gelu_tanh"),
     "nobody": ExpertCase(empty=True),
-}
-#: Published mixtures, with four experts of a layer: in blocks of a decode step and of a prompt's,
-#: on one device and on one of several.
-PUBLISHED = {
-    f"{name}, blocks of {block}, {scheme}": ExpertCase(
-        size, inner, block + 3, block, 4, (scheme, scheme)
-    )
-    for name, size, inner in (
-        ("Qwen3-30B-A3B", 2048, 768),
-        ("an eighth of Qwen3-30B-A3B", 2048, 96),
-        ("a fourth of Mixtral-8x7B", 4096, 3584),
-    )
-    for block in (16, 64)
-    for scheme in ("plain", "int8", "fp8")
 }
 
 
@@ -132,15 +129,3 @@ def _blocks(rng: np.random.Generator, case: ExpertCase) -> ExpertBlocks:
     owners += [case.n_experts] * _EMPTY
     arrays = np.concatenate(rows), np.array(owners), np.array(count)
     return ExpertBlocks(*(array.astype(np.int32) for array in arrays))  # pyright: ignore[reportArgumentType]
-
-
-def case_errors(experts: ExpertProducts, case: ExpertCase) -> Iterator[float]:
-    """How far the answers are from their definition, where rows stand."""
-    given = _make_inputs(case)
-    found = jax.jit(experts, static_argnums=4)(
-        given.x, given.opening, given.closing, given.blocks, case.activation
-    )
-    wanted = definitions.experts(
-        given.x, given.opening, given.closing, given.blocks, case.activation
-    )
-    yield distance(np.asarray(found)[given.real], wanted[given.real])

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from jitney.kernels import expert_cases
 from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import KernelSet
@@ -66,6 +65,20 @@ class Proof:
     limit: float  # the error it may have
     reason: str = ""  # why it could not run
 
+    @classmethod
+    def of_attention(cls, kernels: KernelSet, case: AttentionCase) -> Proof:
+        """Compare attention with its definition in one case, on this device; never raises."""
+        (proof,) = _compared("attention", case.shapes(), lambda: case_errors(kernels, case))
+        return proof
+
+    @classmethod
+    def of_experts(cls, kernels: KernelSet, case: ExpertCase) -> Proof:
+        """As `of_attention`, products with experts; of a set that multiplies them all at once."""
+        assert kernels.experts is not None
+        at_once, limit = kernels.experts, _LIMITS[case.dtype]
+        (proof,) = _judged("experts", limit, lambda: case.errors(at_once))
+        return proof
+
     @property
     def ok(self) -> bool:
         """True if the kernel may serve."""
@@ -97,20 +110,6 @@ def prove(kernels: KernelSet, shapes: ServedShapes) -> tuple[Proof, ...]:
 def _replaces_reference(kernels: KernelSet, kernel: str) -> bool:
     plain = reference()
     return any(getattr(kernels, field) is not getattr(plain, field) for field in _FIELDS[kernel])
-
-
-def prove_case(kernels: KernelSet, case: AttentionCase) -> Proof:
-    """Compare attention with its definition in one case, on this device; never raises."""
-    (proof,) = _compared("attention", case.shapes(), lambda: case_errors(kernels, case))
-    return proof
-
-
-def prove_experts(kernels: KernelSet, case: ExpertCase) -> Proof:
-    """As `prove_case`, products with experts; of a set that multiplies them all at once."""
-    assert kernels.experts is not None
-    at_once, limit = kernels.experts, _LIMITS[case.dtype]
-    (proof,) = _judged("experts", limit, lambda: expert_cases.case_errors(at_once, case))
-    return proof
 
 
 def _proved(kernel: str, kernels: KernelSet, shapes: ServedShapes) -> list[Proof]:

@@ -17,7 +17,6 @@ from jitney.kernels import definitions
 from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof_shapes import (
-    MOST_ROWS,
     ServedShapes,
     distance,
 )
@@ -25,6 +24,8 @@ from jitney.kernels.scales import limit_of
 
 #: Most sequences of a step whose contexts are long; the others have a page or two.
 _LONG = 8
+#: Rows of prompts in a step, at most: more are more of the same tiles.
+_PROMPT_ROWS = 256
 #: Rows of a prompt behind the longest context.
 _LATE_ROWS = 5
 #: Tokens, and at least pages, that long contexts share: of as many different ones as a context has
@@ -280,7 +281,7 @@ def _mixed_step(shapes: ServedShapes, rows: int, seqs: int) -> _AttentionStep:
     decoding = _context_lengths(shapes, max(0, min(_LONG, seqs - 3, rows // 2)))
     starts = [0, shapes.attention.page_size - 1, 3 * shapes.attention.page_size + 5]
     starts = starts[: max(1, seqs - len(decoding))]
-    left = min(rows - len(decoding) - 1, MOST_ROWS)  # a row of padding at the end
+    left = min(rows - len(decoding) - 1, _PROMPT_ROWS)  # a row of padding at the end
     share = max(1, left // len(starts))
     prompts = []
     for start in starts:

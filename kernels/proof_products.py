@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.expert_cases import ExpertCase, case_errors
+from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.int8 import Int8
@@ -149,25 +149,36 @@ def _in_floats(kernels: KernelSet, matrix: Matrix) -> _Product:
             lambda x, w, scale: kernels.matmul(x, w),
             lambda x, w, scale: definitions.matmul(x, w),
         )
-    multiply, define = kernels.matmul, definitions.matmul
     if matrix.gated:
-        multiply, define = kernels.gated, definitions.gated
+        return _Product(
+            matrix,
+            kernels.arrange,
+            lambda x, w, scale: kernels.gated(x, w),
+            lambda x, w, scale: definitions.gated(definitions.matmul(x, w)),
+        )
     return _Product(
         matrix,
         kernels.arrange,
-        lambda x, w, scale: multiply(x, w),
-        lambda x, w, scale: define(x, w),
+        lambda x, w, scale: kernels.matmul(x, w),
+        lambda x, w, scale: definitions.matmul(x, w),
     )
 
 
 def _in_int8(kernels: KernelSet, matrix: Matrix) -> _Product:
     products = kernels.int8
     assert products is not None
-    multiply, define = products.matmul, definitions.matmul_int8
     if matrix.gated:
-        multiply, define = products.gated, definitions.gated_int8
+        return _Product(
+            matrix,
+            products.arrange,
+            lambda x, w, scale: products.gated(x, Int8(w, scale)),
+            lambda x, w, scale: definitions.gated(definitions.matmul_int8(x, w, scale)),
+        )
     return _Product(
-        matrix, products.arrange, lambda x, w, scale: multiply(x, Int8(w, scale)), define
+        matrix,
+        products.arrange,
+        lambda x, w, scale: products.matmul(x, Int8(w, scale)),
+        definitions.matmul_int8,
     )
 
 
@@ -315,7 +326,7 @@ def _at_once_errors(
             activation=mixture.activation,
             dtype=shapes.dtype,
         )
-        yield from case_errors(experts, case)
+        yield from case.errors(experts)
 
 
 def _one_by_one_errors(

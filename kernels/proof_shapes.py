@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-#: Rows of a product, and of prompts in a step, up to which each count is compared: more are more of
-#: the same tiles, and only the most of them are.
-MOST_ROWS = 256
+#: Rows of a product up to which each count is compared: more are more of the same tiles, and only
+#: the most of them are.
+_MOST_ROWS = 256
 #: Most rows of a product, as many as a CPU is given (`jitney.engine.bench.sizes`).
 _LARGEST = 2048
 
@@ -80,7 +80,7 @@ class StepShapes:
     def product_rows(self) -> tuple[int, ...]:
         """Row counts at which products are compared, ascending."""
         served = (*self.decode, *self.mixed, *self.blocks)
-        counts = {min(rows, MOST_ROWS) for rows in served}
+        counts = {min(rows, _MOST_ROWS) for rows in served}
         return tuple(sorted({*counts, min(max(served), _LARGEST)}))
 
 

@@ -12,12 +12,12 @@ import argparse
 from pathlib import Path
 
 from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.text.tokenizer import _fast_of
+from jitney.engine.text.gguf_tokenizer import fast_tokenizer
 
 
 def save_tokenizer(model: str, folder: Path) -> None:
     """Write tokenizer.json, its configuration and the chat template into the folder."""
-    _fast_of(ModelSource.resolve(model)).save_pretrained(str(folder))
+    fast_tokenizer(ModelSource.resolve(model)).save_pretrained(str(folder))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,51 +113,58 @@ def _check_sha256(path: Path) -> None:
         )
 
 
-def cached_hub(repository: str, revision: str | None) -> Path | None:
-    """Folder of a repository's snapshot, if its configuration is in the cache; fetches nothing."""
-    from huggingface_hub import try_to_load_from_cache
+@dataclass(frozen=True)
+class Repository:
+    """A model on the Hugging Face hub."""
 
-    cached = try_to_load_from_cache(repository, "config.json", revision=revision)
-    return Path(cached).parent if isinstance(cached, str) else None
+    #: owner/name.
+    name: str
+    #: Branch, tag or commit; None: the newest.
+    revision: str | None
 
+    def cached(self) -> Path | None:
+        """Folder of its snapshot, if its configuration is in the cache; fetches nothing."""
+        from huggingface_hub import try_to_load_from_cache
 
-def fetch_hub(
-    repository: str, revision: str | None, folder: Path | None, progress: Progress
-) -> Path:
-    """Folder of a repository's snapshot, fetched by huggingface_hub unless cached; ModelError if it
-    cannot be had.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+        cached = try_to_load_from_cache(self.name, "config.json", revision=self.revision)
+        return Path(cached).parent if isinstance(cached, str) else None
 
-    progress("download", 0, 0, repository)
-    try:
-        path = snapshot_download(
-            repository,
-            revision=revision,
-            cache_dir=folder,
-            allow_patterns=_HUB_FILES,
-            ignore_patterns=_HUB_IGNORED,
-            tqdm_class=_reporting_bar(repository, progress),
+    def fetch(self, folder: Path | None, progress: Progress) -> Path:
+        """Folder of its snapshot, fetched by huggingface_hub unless cached; ModelError if it
+        cannot be had.
+        """
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
         )
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{repository} is gated: accept its terms on the hub and set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{repository} has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{repository} is not on the Hugging Face hub, or is private and needs HF_TOKEN"
-        ) from error
-    except Exception as error:  # the hub client's errors, its HTTP client's, and the file system's
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ModelError(f"{repository} could not be fetched: {reason}") from error
-    return Path(path)
+
+        progress("download", 0, 0, self.name)
+        try:
+            path = snapshot_download(
+                self.name,
+                revision=self.revision,
+                cache_dir=folder,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_IGNORED,
+                tqdm_class=_reporting_bar(self.name, progress),
+            )
+        except GatedRepoError as error:
+            raise ModelError(
+                f"{self.name} is gated: accept its terms on the hub and set HF_TOKEN"
+            ) from error
+        except RevisionNotFoundError as error:
+            raise ModelError(f"{self.name} has no revision {self.revision!r}") from error
+        except RepositoryNotFoundError as error:
+            raise ModelError(
+                f"{self.name} is not on the Hugging Face hub, or is private and needs HF_TOKEN"
+            ) from error
+        except Exception as error:
+            # The hub client's errors, its HTTP client's, and the file system's.
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise ModelError(f"{self.name} could not be fetched: {reason}") from error
+        return Path(path)
 
 
 def _reporting_bar(repository: str, progress: Progress) -> Any:

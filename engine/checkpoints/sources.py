@@ -18,8 +18,7 @@ from typing import Literal
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.fetch import (
     Progress,
-    cached_hub,
-    fetch_hub,
+    Repository,
     fetch_smollm2,
     fetched_smollm2,
     no_progress,
@@ -88,7 +87,7 @@ class ModelSource:
         Raises ModelError in one line.
         """
         folder = None if cache_dir is None else Path(cache_dir)
-        if revision is not None and not is_repository(model):
+        if revision is not None and not _is_repository(model):
             raise ModelError(
                 "a revision is only meaningful with a Hugging Face repository id, not with "
                 f"{model!r}"
@@ -103,8 +102,8 @@ class ModelSource:
             return _hf_source(path, path.resolve().name)
         if path.is_file():
             return _gguf_source(path, path.stem)
-        if is_repository(model):
-            return _hf_source(fetch_hub(model, revision, folder, progress), model)
+        if _is_repository(model):
+            return _hf_source(Repository(model, revision).fetch(folder, progress), model)
         raise ModelError(
             f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
             "a Hugging Face repository id (owner/name) or tiny-random"
@@ -117,9 +116,21 @@ class ModelSource:
 
         Raises ModelError in one line.
         """
-        if is_repository(model) or (model == DEFAULT_MODEL and fetched_smollm2() is None):
+        if _is_repository(model) or (model == DEFAULT_MODEL and fetched_smollm2() is None):
             return None
         return cls.resolve(model)
+
+    @classmethod
+    def is_here(cls, model: str, revision: str | None = None) -> bool:
+        """True when running the model needs no network. Raises ModelError if there can be no such
+        model.
+        """
+        if model == DEFAULT_MODEL:
+            return fetched_smollm2() is not None
+        if _is_repository(model):
+            return Repository(model, revision).cached() is not None
+        cls.resolve(model)
+        return True
 
     @classmethod
     def of_shapes(cls, model: str, revision: str | None = None) -> ModelSource | None:
@@ -128,8 +139,8 @@ class ModelSource:
         Of the default model before it is fetched: one without a file, so that nobody knows in which
         types its matrices are stored. Raises ModelError in one line.
         """
-        if is_repository(model):
-            folder = cached_hub(model, revision)
+        if _is_repository(model):
+            folder = Repository(model, revision).cached()
             return None if folder is None else _hf_source(folder, model)
         if model == DEFAULT_MODEL and fetched_smollm2() is None:
             return cls("tiny", "", DEFAULT_MODEL, _DEFAULT_CONFIG)
@@ -152,7 +163,7 @@ class ModelSource:
         return total.hexdigest()
 
 
-def is_repository(model: str) -> bool:
+def _is_repository(model: str) -> bool:
     """True for owner/name with nothing of that name on this machine."""
     return (
         _REPOSITORY.fullmatch(model) is not None

@@ -202,7 +202,9 @@ def _port(config: Config) -> Iterator[_Finding]:
 
 
 def model(config: Config) -> Iterator[_Finding]:
-    is_here = _is_here(config.model.id, config.model.revision)
+    from jitney.engine.checkpoints.sources import ModelSource
+
+    is_here = ModelSource.is_here(config.model.id, config.model.revision or None)
     where = "on this machine" if is_here else "to be fetched"
     yield _Finding("model", f"{config.model.id}: {where}")
     if is_here and config.engine.tensor_parallel * config.engine.data_parallel > 1:
@@ -216,31 +218,15 @@ def _split(config: Config) -> Iterator[_Finding]:
     """Whether the model can be divided; nothing of a repository's, whose resolution might fetch its
     weights.
     """
-    from jitney.engine.checkpoints.sources import ModelSource, is_repository
+    from jitney.engine.checkpoints.sources import ModelSource
 
-    name, parts = config.model.id, config.engine.tensor_parallel
-    if not is_repository(name):
-        engine = config.engine
-        config_of_all = ModelSource.resolve(name).config
-        whole = config_of_all.in_groups(engine.expert_parallel, engine.data_parallel)
-        own = whole.local(parts)
+    engine = config.engine
+    source = ModelSource.local(config.model.id)
+    if source is not None:
+        whole = source.config.in_groups(engine.expert_parallel, engine.data_parallel)
+        own = whole.local(engine.tensor_parallel)
         heads = f"{own.n_heads} query and {own.n_kv_heads} key-value heads"
         yield _Finding("model on each", heads, True)
-
-
-def _is_here(name: str, revision: str) -> bool:
-    """True when running the model needs no network. Raises ModelError if there can be no such
-    model.
-    """
-    from jitney.engine.checkpoints.fetch import cached_hub, fetched_smollm2
-    from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource, is_repository
-
-    if name == DEFAULT_MODEL:
-        return fetched_smollm2() is not None
-    if is_repository(name):
-        return cached_hub(name, revision or None) is not None
-    ModelSource.resolve(name)
-    return True
 
 
 def kernels(config: Config) -> Iterator[_Finding]:

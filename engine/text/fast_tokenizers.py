@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
+from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonObject
 
@@ -46,6 +48,19 @@ _TINY_TEMPLATE = (
 )
 
 
+def fast_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer of a model; ModelError if its files are missing, too large or of an
+    unknown kind.
+    """
+    match source.kind:
+        case "tiny":
+            return _tiny_fast()
+        case "gguf":
+            return _fast_from_gguf(GGUFFile(source.path).metadata)
+        case "hf":
+            return _fast_from_folder(Path(source.path))
+
+
 def _fast_class() -> type[PreTrainedTokenizerFast]:
     """transformers' wrapper of a Rust tokenizer, imported late and without its advice to install
     PyTorch.
@@ -67,7 +82,7 @@ def byte_characters() -> dict[int, str]:
     return spelling
 
 
-def fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
+def _fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
     """tokenizer.json as it stands, with the special tokens and chat template of the files beside
     it.
 
@@ -95,7 +110,7 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def tiny_fast() -> PreTrainedTokenizerFast:
+def _tiny_fast() -> PreTrainedTokenizerFast:
     """256 bytes, 4 special tokens and 252 pairs of letters: 512 tokens, every text encodable, every
     id decodable.
     """
@@ -124,7 +139,7 @@ def _ids(tokens: list[str]) -> dict[str, int]:
     return dict(zip(tokens, range(len(tokens)), strict=True))
 
 
-def fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
+def _fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
     """The tokenizer that GGUF key-values describe; ModelError for kinds that would be tokenised
     wrongly.
     """

@@ -15,14 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.text.fast_tokenizers import (
     byte_characters,
-    fast_from_folder,
-    fast_from_gguf,
-    tiny_fast,
+    fast_tokenizer,
 )
 from jitney.engine.text.fill_in import FillIn
 from jitney.engine.text.template_worker import TemplateSource, reason_of
@@ -70,7 +67,7 @@ class Tokenizer:
         own; ConfigError if it cannot be read.
         """
         given = _read_template(chat_template) if chat_template else ""
-        fast = _fast_of(source)
+        fast = fast_tokenizer(source)
         if given:
             fast.chat_template = given
         return cls(fast, source.config.eos_ids)
@@ -250,17 +247,6 @@ def _is_tokenizers_own(error: BaseException) -> bool:
     takes too many steps, is no Exception, and its class has no name that could be imported.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _fast_of(source: ModelSource) -> PreTrainedTokenizerFast:
-    """transformers' tokenizer of a model; ModelError as of `Tokenizer.load`."""
-    match source.kind:
-        case "tiny":
-            return tiny_fast()
-        case "gguf":
-            return fast_from_gguf(GGUFFile(source.path).metadata)
-        case "hf":
-            return fast_from_folder(Path(source.path))
 
 
 def _read_template(file: str) -> str:

@@ -169,7 +169,7 @@ def check_int8(size_in: int, size_out: int, dtype: str) -> None:
     x[2] = 0
     x[3] *= np.asarray(1e-36, x.dtype)
     wanted = definitions.matmul_int8(x, codes, scale)
-    gated = definitions.gated_int8(x, codes, scale)
+    gated = definitions.gated(definitions.matmul_int8(x, codes, scale))
     arranged = jax.jit(products.arrange_int8, static_argnums=1)
     plain_weights = Int8(arranged(codes, 1), jax.device_put(scale))
     split_weights = Int8(arranged(codes, 2), jax.device_put(scale))

@@ -30,9 +30,9 @@ from jitney.engine.models.registry import abstract_model
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.kernels.attention_cases import CASES, AttentionCase
 from jitney.kernels.expert_cases import CASES as EXPERTS
-from jitney.kernels.expert_cases import PUBLISHED, ExpertCase
+from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
-from jitney.kernels.proof import Proof, prove, prove_case, prove_experts
+from jitney.kernels.proof import Proof, prove
 from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import ServedHeads, reference_of
@@ -49,6 +49,20 @@ _TOKEN_LIMIT = {2: 0.25, 4: 0.02}
 _ROUNDED_LIMIT = 0.25
 #: Positions that a sequence may have where kernels are proved.
 _CONTEXT = 4096
+#: Published mixtures, with four experts of a layer: in blocks of a decode step and of a prompt's,
+#: on one device and on one of several.
+_PUBLISHED = {
+    f"{name}, blocks of {block}, {scheme}": ExpertCase(
+        size, inner, block + 3, block, 4, (scheme, scheme)
+    )
+    for name, size, inner in (
+        ("Qwen3-30B-A3B", 2048, 768),
+        ("an eighth of Qwen3-30B-A3B", 2048, 96),
+        ("a fourth of Mixtral-8x7B", 4096, 3584),
+    )
+    for block in (16, 64)
+    for scheme in ("plain", "int8", "fp8")
+}
 
 
 def checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
@@ -103,16 +117,16 @@ def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row
     if reason:
         yield noted(row, f"not for these kernels: {reason}")
         return
-    yield _judged(row, prove_case(kernels, case))
+    yield _judged(row, Proof.of_attention(kernels, case))
 
 
 def _expert_cases(kernels: KernelSet) -> dict[str, ExpertCase]:
     """None for a set that multiplies a mixture's blocks one after the other."""
-    return {} if kernels.experts is None else EXPERTS | PUBLISHED
+    return {} if kernels.experts is None else EXPERTS | _PUBLISHED
 
 
 def _expert_row(kernels: KernelSet, case: ExpertCase, row: Row) -> Iterator[Row]:
-    yield _judged(row, prove_experts(kernels, case))
+    yield _judged(row, Proof.of_experts(kernels, case))
 
 
 def _judged(row: Row, proof: Proof) -> Row:

@@ -24,7 +24,7 @@ from jitney.engine.api import workers
 from jitney.engine.api.chat_templates import ChatTemplates
 from jitney.engine.api.text_threads import TextThreads
 from jitney.engine.errors import RequestError
-from jitney.engine.text.fast_tokenizers import tiny_fast
+from jitney.engine.text.fast_tokenizers import _tiny_fast
 from jitney.engine.text.template_worker import TemplateSource, _render
 from jitney.engine.text.tokenizer import Tokenizer
 
@@ -364,7 +364,7 @@ def test_a_panic_in_decoding_is_ours_too(monkeypatch: pytest.MonkeyPatch):
         def decode(self, ids, skip_special_tokens):
             raise PanicException("index out of bounds")
 
-    tokenizer = Tokenizer(tiny_fast())
+    tokenizer = Tokenizer(_tiny_fast())
     monkeypatch.setattr(tokenizer, "_rust", Rust())
     with pytest.raises(RequestError) as caught:
         tokenizer.decode([1, 2])
@@ -372,7 +372,7 @@ def test_a_panic_in_decoding_is_ours_too(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_source_of_a_template_has_what_it_needs():
-    tokenizer = Tokenizer(tiny_fast())
+    tokenizer = Tokenizer(_tiny_fast())
     source = tokenizer.template_source
     assert source is not None
     assert _render(source, said("hi"), add_generation_prompt=True) == tokenizer.apply_chat_template(

@@ -8,7 +8,7 @@ import pytest
 from api_fakes import EOS, ByteTokenizer, FakeClient, Script, call, make_app, run
 from tokenizers import AddedToken
 
-from jitney.engine.text.fast_tokenizers import tiny_fast
+from jitney.engine.text.fast_tokenizers import _tiny_fast
 from jitney.engine.text.fill_in import FillIn, OtherFile
 from jitney.engine.text.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ def wrapped(before: bytes, after: bytes) -> list[int]:
 
 
 def tokenizer_with(*names: str) -> Tokenizer:
-    fast = tiny_fast()
+    fast = _tiny_fast()
     tokens = [AddedToken(name, special=True, normalized=False) for name in names]
     fast.backend_tokenizer.add_special_tokens(tokens)
     return Tokenizer(fast)

@@ -16,7 +16,7 @@ from server_settings import server_settings
 from jitney.engine.api.app import create_app
 from jitney.engine.api.slices import Pieces, Slices
 from jitney.engine.errors import RequestError
-from jitney.engine.text.fast_tokenizers import tiny_fast
+from jitney.engine.text.fast_tokenizers import _tiny_fast
 from jitney.engine.text.tokenizer import Tokenizer
 
 #: Seconds of computing. All at once it took half a second to four; a slow machine that does other
@@ -35,7 +35,7 @@ _MANY = {"model": "m", "prompt": [1, 2], "logprobs": 20, "n": 16, "max_tokens": 
 
 def make_app(script: Script | None = None):
     client = FakeClient(script, context_length=4096, pages=1024, vocab_size=512)
-    return create_app(client, Tokenizer(tiny_fast()), server_settings(body_limit=1 << 23), "m")
+    return create_app(client, Tokenizer(_tiny_fast()), server_settings(body_limit=1 << 23), "m")
 
 
 async def ask(app, path: str, body: dict[str, Any]) -> tuple[Reply, float]:

@@ -22,7 +22,7 @@ from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.setup import CheckerSetup
 from jitney.engine.structured.worker import Checker
-from jitney.engine.text.fast_tokenizers import tiny_fast
+from jitney.engine.text.fast_tokenizers import _tiny_fast
 from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import Grammar
 
@@ -264,7 +264,7 @@ def test_schemas_are_closed_where_that_is_plain():
 @pytest.fixture(scope="module")
 def thinker() -> tuple[LLTokenizer, dict[str, int], Any]:
     """A tokenizer whose markers are tokens: one special, one shown as text."""
-    fast = tiny_fast()
+    fast = _tiny_fast()
     rust: Any = fast.backend_tokenizer
     rust.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
     marks = [

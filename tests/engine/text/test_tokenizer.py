@@ -21,9 +21,9 @@ from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError, RequestError
 from jitney.engine.text.fast_tokenizers import (
     _PRE_TOKENIZERS,
+    _fast_from_gguf,
+    _tiny_fast,
     byte_characters,
-    fast_from_gguf,
-    tiny_fast,
 )
 from jitney.engine.text.tokenizer import Tokenizer
 
@@ -84,7 +84,7 @@ def test_tiny_fits_its_model(tiny: Tokenizer):
 
 @given(st.text(max_size=60))
 def test_every_text_comes_back(text: str):
-    tokenizer = Tokenizer(tiny_fast())
+    tokenizer = Tokenizer(_tiny_fast())
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert b"".join(tokenizer.token_bytes(id) for id in ids) == text.encode()
@@ -110,7 +110,7 @@ def test_threads_share_a_tokenizer(tiny: Tokenizer):
 
 
 def save_folder(folder: Path, **options) -> ModelSource:
-    fast = tiny_fast()
+    fast = _tiny_fast()
     for name, value in options.items():
         setattr(fast, name, value)
     fast.save_pretrained(str(folder))
@@ -280,7 +280,7 @@ CUTS = {
 
 @pytest.mark.parametrize("pre", CUTS)
 def test_words_are_cut_as_the_pre_tokenizer_says(pre: str):
-    rust = fast_from_gguf(byte_metadata(pre)).backend_tokenizer
+    rust = _fast_from_gguf(byte_metadata(pre)).backend_tokenizer
     back = {character: byte for byte, character in byte_characters().items()}
     words = [
         bytes(back[c] for c in word).decode()
@@ -290,22 +290,22 @@ def test_words_are_cut_as_the_pre_tokenizer_says(pre: str):
 
 
 def test_qwen_composes_characters():
-    tokenizer = Tokenizer(fast_from_gguf(byte_metadata("qwen2")))
+    tokenizer = Tokenizer(_fast_from_gguf(byte_metadata("qwen2")))
     assert tokenizer.encode("e\u0301") == list("é".encode())
-    assert Tokenizer(fast_from_gguf(byte_metadata("gpt-2"))).encode("e\u0301") == list(
+    assert Tokenizer(_fast_from_gguf(byte_metadata("gpt-2"))).encode("e\u0301") == list(
         "e\u0301".encode()
     )
 
 
 def test_special_tokens_of_gguf_files():
-    tokenizer = Tokenizer(fast_from_gguf(byte_metadata("llama-bpe")), eos_ids=(5,))
+    tokenizer = Tokenizer(_fast_from_gguf(byte_metadata("llama-bpe")), eos_ids=(5,))
     assert tokenizer.encode("a</s><tool>") == [256, 97, 257, 258]
     assert tokenizer.encode("a", add_special_tokens=False) == [97]
     assert tokenizer.decode([256, 97, 258, 257]) == "a<tool>"
     assert (tokenizer.special_ids, tokenizer.eos_ids) == (frozenset({256, 257}), (5, 257))
     quiet = byte_metadata("llama-bpe", ggml__add_bos_token=False, ggml__add_eos_token=True)
-    assert Tokenizer(fast_from_gguf(quiet)).encode("a") == [97, 257]
-    assert Tokenizer(fast_from_gguf(byte_metadata("gpt-2"))).encode("a") == [97]
+    assert Tokenizer(_fast_from_gguf(quiet)).encode("a") == [97, 257]
+    assert Tokenizer(_fast_from_gguf(byte_metadata("gpt-2"))).encode("a") == [97]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_special_tokens_of_gguf_files():
 )
 def test_gguf_tokenizers_that_would_be_wrong_are_refused(changes: dict, words: str):
     with pytest.raises(ModelError, match=words) as caught:
-        fast_from_gguf(byte_metadata("gpt-2", **changes))
+        _fast_from_gguf(byte_metadata("gpt-2", **changes))
     assert "\n" not in str(caught.value)
 
 
@@ -335,7 +335,7 @@ def test_sentencepiece_ids_equal_sentencepiece(turned: bool):
     last = len(SENTENCEPIECE["tokens"]) - 1
     place = (lambda id: last - id) if turned else (lambda id: id)
     tokenizer = Tokenizer(
-        fast_from_gguf(
+        _fast_from_gguf(
             {
                 "tokenizer.ggml.model": "llama",
                 "tokenizer.ggml.bos_token_id": place(1),
@@ -383,7 +383,7 @@ def test_smollm2_equals_the_reference(smollm2, reference):
 def test_every_pre_tokenizer_is_reachable():
     assert {"gpt-2", "default", "smollm", "llama-bpe", "qwen2"} <= set(_PRE_TOKENIZERS)
     for pre in [*_PRE_TOKENIZERS, None]:
-        assert Tokenizer(fast_from_gguf(byte_metadata(pre))).decode(list(b"ok")) == "ok"
+        assert Tokenizer(_fast_from_gguf(byte_metadata(pre))).decode(list(b"ok")) == "ok"
 
 
 def test_importing_the_tokenizer_is_light():

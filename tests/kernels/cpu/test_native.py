@@ -369,7 +369,7 @@ def test_int8_that_is_no_whole_vectors_is_the_references(size_in: int, size_out:
     np.testing.assert_allclose(products.matmul_int8(x, weights), wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
         products.gated_int8(x, weights),
-        definitions.gated_int8(np.asarray(x), codes, scale),
+        definitions.gated(definitions.matmul_int8(np.asarray(x), codes, scale)),
         rtol=1e-5,
         atol=1e-6,
     )
