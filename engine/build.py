@@ -37,11 +37,10 @@ from jitney.engine.executor.autotuning import programs_folder
 from jitney.engine.executor.hosts import Follower, JoinedRunner, LeadingRunner
 from jitney.engine.executor.memory import (
     GIB,
+    PoolRoom,
     claim_memory,
-    free_bytes,
     in_one_line,
     likely_temp_bytes,
-    page_count,
 )
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import proofs_of, proven, served_by
@@ -643,7 +642,7 @@ def _sized_runner(
     temporaries of the largest step should take. make: from a number of pages to a runner. hosts:
     the others, whose pools are as large.
     """
-    room = _PoolRoom(settings, sizes, devices, page_bytes, hosts)
+    room = PoolRoom(settings, sizes, devices, page_bytes, hosts)
     runner = make(room.pages(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known once it is compiled, and it is compiled for one size of
@@ -653,46 +652,6 @@ def _sized_runner(
             runner = make(fit)
     _log_pool(runner.n_pages, sizes, page_bytes, len(devices))
     return runner
-
-
-@dataclass(frozen=True)
-class _PoolRoom:
-    """How many pages there is room for; fields as for `_sized_runner`."""
-
-    settings: EngineSection
-    sizes: StateSizes
-    devices: Sequence[Any]
-    page_bytes: int
-    hosts: Hosts | None
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.devices[0].platform == "cpu"
-
-    def pages(self, temp_bytes: int) -> int:
-        """As many on each device of each host; a CPU's temporaries lie beside its pool's limit."""
-        useful = sys.maxsize
-        if self.on_cpu:
-            temp_bytes = 0
-            useful = self.sizes.seats * self.sizes.pages_per_seat + 1
-        own = page_count(
-            wanted=self.settings.pages,
-            limit_bytes=self._limit(temp_bytes),
-            page_bytes=self.page_bytes,
-            useful=useful,
-        )
-        if self.hosts is None:
-            return own
-        return self.hosts.least("pages", own)
-
-    def _limit(self, temp_bytes: int) -> int:
-        """Bytes that the pool may take on each device; 0 where its pages are counted."""
-        if self.settings.pages:
-            return 0
-        if self.settings.memory_gib:
-            return int(self.settings.memory_gib * GIB)
-        share = self.settings.memory_share
-        return min([free_bytes(device, temp_bytes, share) for device in self.devices])
 
 
 def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) -> None:

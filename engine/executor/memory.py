@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, MutableMapping
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Buckets
+
+if TYPE_CHECKING:
+    from jitney.engine.executor.program import StateSizes
+    from jitney.engine.hosts.link import Hosts
 
 GIB = 1 << 30
 #: Share of a GPU's memory that jax may take, 0.75 if nobody says so: what is left is for the
@@ -75,7 +82,50 @@ def in_one_line(what: str) -> Iterator[None]:
         ) from error
 
 
-def free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
+@dataclass(frozen=True)
+class PoolRoom:
+    """How many KV pages there is room for."""
+
+    settings: EngineSection
+    sizes: StateSizes
+    #: jax's, of this host.
+    devices: Sequence[Any]
+    #: Of a page of all layers, on one device.
+    page_bytes: int
+    #: The others, whose pools are as large; None if there are none.
+    hosts: Hosts | None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.devices[0].platform == "cpu"
+
+    def pages(self, temp_bytes: int) -> int:
+        """As many on each device of each host; a CPU's temporaries lie beside its pool's limit."""
+        useful = sys.maxsize
+        if self.on_cpu:
+            temp_bytes = 0
+            useful = self.sizes.seats * self.sizes.pages_per_seat + 1
+        own = _page_count(
+            wanted=self.settings.pages,
+            limit_bytes=self._limit(temp_bytes),
+            page_bytes=self.page_bytes,
+            useful=useful,
+        )
+        if self.hosts is None:
+            return own
+        return self.hosts.least("pages", own)
+
+    def _limit(self, temp_bytes: int) -> int:
+        """Bytes that the pool may take on each device; 0 where its pages are counted."""
+        if self.settings.pages:
+            return 0
+        if self.settings.memory_gib:
+            return int(self.settings.memory_gib * GIB)
+        share = self.settings.memory_share
+        return min([_free_bytes(device, temp_bytes, share) for device in self.devices])
+
+
+def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
     """Bytes the KV pool may take on a jax device whose weights are loaded and whose steps need
     temp_bytes. share: of the memory, as the settings name it; 0: none.
     """
@@ -112,7 +162,7 @@ def _available_host_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def page_count(*, wanted: int, limit_bytes: int, page_bytes: int, useful: int) -> int:
+def _page_count(*, wanted: int, limit_bytes: int, page_bytes: int, useful: int) -> int:
     """Pages of the pool, the trash page included.
 
     wanted: an explicit number (0: none given). useful: pages beyond which every seat could hold a

@@ -74,8 +74,8 @@ class Level:
     #: start of a server does.
     measured: bool = True
 
-    @staticmethod
-    def of_machine() -> list[Level]:
+    @classmethod
+    def of_machine(cls) -> list[Level]:
         """The levels that CPUs of this kind may run, greatest first. Raises BuildError if there
         are none.
         """

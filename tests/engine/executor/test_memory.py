@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.executor.memory import claim_memory, free_bytes, in_one_line, page_count
+from jitney.engine.executor.memory import _free_bytes, _page_count, claim_memory, in_one_line
 
 
 @pytest.mark.parametrize(
@@ -27,16 +27,16 @@ def test_the_user_s_share_of_a_gpu_stands(before: dict[str, str], after: dict[st
 def test_the_pool_gets_what_weights_temporaries_and_the_reserve_leave():
     stats = {"bytes_limit": 1000, "bytes_in_use": 300}
     device = SimpleNamespace(platform="gpu", device_kind="card", memory_stats=lambda: stats)
-    assert free_bytes(device, 100) == 1000 - 300 - 100 - 40
-    assert page_count(wanted=0, limit_bytes=560, page_bytes=100, useful=1 << 30) == 5
+    assert _free_bytes(device, 100) == 1000 - 300 - 100 - 40
+    assert _page_count(wanted=0, limit_bytes=560, page_bytes=100, useful=1 << 30) == 5
     with pytest.raises(ConfigError, match="no memory left for KV pages"):
-        page_count(wanted=0, limit_bytes=free_bytes(device, 600), page_bytes=100, useful=1 << 30)
+        _page_count(wanted=0, limit_bytes=_free_bytes(device, 600), page_bytes=100, useful=1 << 30)
 
 
 def test_a_device_that_does_not_say_needs_a_size():
     device = SimpleNamespace(platform="tpu", device_kind="chip", memory_stats=lambda: None)
     with pytest.raises(ConfigError, match=r"chip does not say .*: set pages or memory_gib"):
-        free_bytes(device, 0)
+        _free_bytes(device, 0)
 
 
 def test_a_full_memory_is_one_line_and_anything_else_stays_what_it_is():
