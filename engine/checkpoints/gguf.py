@@ -246,13 +246,3 @@ def _as_stored(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """
     floats = {"F32": np.float32, "F16": np.float16}
     return rows.view(floats.get(kind.name, np.uint8))
-
-
-def half_split(size: int, heads: int) -> np.ndarray:
-    """Which rows of query or key matrices [size, ...] stand where, as llama.cpp orders them.
-
-    Its `llama` files pair rotated rows (2j, 2j + 1) of a head; ours, like Hugging Face's, pair (j,
-    j + D/2).
-    """
-    pairs = np.arange(size).reshape(heads, -1, 2)
-    return pairs.swapaxes(1, 2).ravel()

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
@@ -28,8 +30,20 @@ class Piece:
     name: str
     #: Row-major, as stored.
     shape: tuple[int, ...]
-    #: Its rows are those of so many heads, in llama.cpp's order (`gguf.half_split`); 0: in ours.
+    #: Its rows are those of so many heads, in llama.cpp's order; 0: in ours.
     paired_heads: int = 0
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """Which stored rows of query or key matrices stand where, [rows]; None: as they are stored.
+
+        llama.cpp's `llama` files pair rotated rows (2j, 2j + 1) of a head; ours, like Hugging
+        Face's, pair (j, j + D/2).
+        """
+        if not self.paired_heads:
+            return None
+        pairs = np.arange(self.shape[0]).reshape(self.paired_heads, -1, 2)
+        return pairs.swapaxes(1, 2).ravel()
 
 
 @dataclass(frozen=True, slots=True)

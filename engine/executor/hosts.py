@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.executor.inputs import MaskedRows
-from jitney.engine.executor.program import StepOutput, shape_on
+from jitney.engine.executor.program import StepOutput
 from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.sampling import Sampled
 from jitney.engine.hosts import messages
@@ -188,7 +188,7 @@ class JoinedRunner(_RunnerWithOthers):
 
     def run(self, bucket: Bucket, plain: bool, packed: Any) -> tuple[StepOutput, Any]:
         own = jax.device_put(packed, NamedSharding(self._own_mesh, WHOLE))
-        shape = shape_on(self.program.mesh, packed.shape, packed.dtype, WHOLE)
+        shape = self.program.whole(packed.shape, packed.dtype)
         whole: Any = _of_all(own, shape)
         output, logits = super().run(bucket, plain, whole)
         if logits is not None:

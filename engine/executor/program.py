@@ -176,13 +176,13 @@ class StateSizes:
         pool = (pages, page, rows * config.shards, width)
         small = jax.eval_shape(partial(SeatState.empty, self.seats, config.vocab_size))
         return DeviceState(
-            kv=[shape_on(mesh, pool, self.kv_dtype, _POOL)] * config.n_layers,
-            last_token=shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
-            seats=jax.tree.map(lambda x: shape_on(mesh, x.shape, x.dtype, WHOLE), small),
+            kv=[_shape_on(mesh, pool, self.kv_dtype, _POOL)] * config.n_layers,
+            last_token=_shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
+            seats=jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small),
         )
 
 
-def shape_on(
+def _shape_on(
     mesh: Mesh | None, shape: Shape, dtype: DTypeLike, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
     """A shape on the mesh, or on the default device. shape, spec: of one engine; on a mesh of
@@ -386,14 +386,14 @@ class Program:
         has_adapters: bool,
     ) -> jax.stages.Lowered:
         """`pool` behind a step of this bucket; width, dtype: of the hidden states."""
-        states: Any = self._whole((bucket.tokens, width), dtype)
+        states: Any = self.whole((bucket.tokens, width), dtype)
         adapted: Any = None
         if has_adapters:
-            adapted = self._whole((bucket.tokens,), jnp.int32)
+            adapted = self.whole((bucket.tokens,), jnp.int32)
         args = (
             leaves,
             Hidden(states, adapted),
-            self._whole((bucket.seats + 1,), jnp.int32),
+            self.whole((bucket.seats + 1,), jnp.int32),
         )
         pool = self.pool
         if self.split:
@@ -421,7 +421,7 @@ class Program:
     ) -> jax.stages.Lowered:
         """The step of one executable, for weights and state as arrays or shapes; all of the state
         is donated, so addresses stay the same from step to step."""
-        packed = shape_on(self.mesh, (layout.size,), jnp.int32, WHOLE)
+        packed = self.whole((layout.size,), jnp.int32)
         if layout.plain:
             step = partial(self.plain, layout)
             args = leaves, state.kv, state.last_token, packed
@@ -443,11 +443,11 @@ class Program:
         """`choose` for so many rows."""
         vocab = state.seats.counts.shape[1]
         args = (
-            shape_on(self.mesh, (rows, vocab), jnp.float32, _COLUMNS),
+            _shape_on(self.mesh, (rows, vocab), jnp.float32, _COLUMNS),
             state.last_token,
             state.seats,
-            self._whole((rows, masked_head_words()), jnp.int32),
-            self._whole((rows, mask_words(vocab)), jnp.int32),
+            self.whole((rows, masked_head_words()), jnp.int32),
+            self.whole((rows, mask_words(vocab)), jnp.int32),
         )
         choose = self.choose
         if self.split:
@@ -459,16 +459,16 @@ class Program:
         bring any of them.
         """
         vocab = state.seats.counts.shape[1]
-        logits = shape_on(self.mesh, (logit_rows, vocab), jnp.float32, _COLUMNS)
-        args = logits, self._whole((rows,), jnp.int32)
+        logits = _shape_on(self.mesh, (logit_rows, vocab), jnp.float32, _COLUMNS)
+        args = logits, self.whole((rows,), jnp.int32)
         pick = partial(jnp.take, axis=0, mode="clip")
         if self.split:
             pick = self._on_every_device(pick, args, _COLUMNS)
         return jax.jit(pick).lower(*args)
 
-    def _whole(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    def whole(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """The shape of an array that every device has."""
-        return shape_on(self.mesh, shape, dtype, WHOLE)
+        return _shape_on(self.mesh, shape, dtype, WHOLE)
 
     def _on_every_device(self, step: Callable[..., Any], args: Any, results: Any) -> Any:
         # Unchecked: kernels are opaque to the analysis that would prove the results alike on all

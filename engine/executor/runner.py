@@ -33,12 +33,11 @@ from jitney.engine.executor.program import (
     StateSizes,
     StepCall,
     StepOutput,
-    shape_on,
 )
 from jitney.engine.executor.sampling import Sampled, SeatState
 from jitney.engine.executor.step_parts import StepParts
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.sharding import WHOLE, own_mesh
+from jitney.engine.models.sharding import own_mesh
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.sequence import Sequence
@@ -284,14 +283,14 @@ class Runner:
 
     def _compile_board(self) -> None:
         """The small program that installs a boarding sequence's sampling state."""
-        mesh, seats = self.own_program.mesh, self.own_shapes.seats
-        row = [shape_on(mesh, column.shape[1:], column.dtype, WHOLE) for column in seats]
+        whole, seats = self.own_program.whole, self.own_shapes.seats
+        row = [whole(column.shape[1:], column.dtype) for column in seats]
         board = jax.jit(
             _board_seat,
             donate_argnums=0,
             out_shardings=jax.tree.map(lambda column: column.sharding, seats),
         )
-        self._board = board.lower(seats, shape_on(mesh, (), jnp.int32, WHOLE), *row).compile()
+        self._board = board.lower(seats, whole((), jnp.int32), *row).compile()
 
     def _compile_pools(self) -> None:
         """The programs of vectors, if the engine makes any: one for each bucket with prompts."""

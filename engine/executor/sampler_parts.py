@@ -166,10 +166,10 @@ class SamplerParts:
         """By the names that `RowSampler` has for them."""
         state, sampler = self._state, self._program.sampler
         vocab = state.seats.counts.shape[1]
-        logits, tokens = _floats(rows, vocab), words(rows)
+        logits, tokens = _floats(rows, vocab), _words(rows)
         given = LogitRows(logits, tokens, tokens)
-        sampling = words(rows, SAMPLING.words)
-        masks = words(rows, mask_words(vocab))
+        sampling = _words(rows, SAMPLING.words)
+        masks = _words(rows, mask_words(vocab))
         choose = partial(_choose, sampler)
 
         def replacing(part: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
@@ -186,7 +186,7 @@ class SamplerParts:
         }
 
 
-def words(*shape: int) -> jax.ShapeDtypeStruct:
+def _words(*shape: int) -> jax.ShapeDtypeStruct:
     """An int32 array to be."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 

@@ -33,7 +33,7 @@ from jitney.engine.executor.program import (
     StepCall,
     StepOutput,
 )
-from jitney.engine.executor.sampler_parts import LogitRows, RowSampler, SamplerParts, words
+from jitney.engine.executor.sampler_parts import LogitRows, RowSampler, SamplerParts
 from jitney.engine.executor.sampling import (
     RowScores,
     SeatState,
@@ -126,7 +126,8 @@ class StepParts:
     def _start_model(self, pool: Executor, bucket: Bucket) -> None:
         layout, state = self._layout_of(bucket, True), self._state
         model = jax.jit(partial(_run_model, self._program, layout), donate_argnums=1)
-        lowered = model.lower(self._leaves, state.kv, state.last_token, words(layout.size))
+        upload = self._program.whole((layout.size,), jnp.int32)
+        lowered = model.lower(self._leaves, state.kv, state.last_token, upload)
         self._models[bucket] = self._submit(pool, lowered)
         if not bucket.decode_only:
             _, output = lowered.out_info
@@ -143,7 +144,8 @@ class StepParts:
     def _lower_scores(self, bucket: Bucket, hidden: Any) -> jax.stages.Lowered:
         layout = self._layout_of(bucket, False)
         score = jax.jit(partial(_score, self._program, layout, self._vocab))
-        return score.lower(self._leaves, _shapes_of(hidden), words(layout.size))
+        upload = self._program.whole((layout.size,), jnp.int32)
+        return score.lower(self._leaves, _shapes_of(hidden), upload)
 
     @property
     def _vocab(self) -> int:

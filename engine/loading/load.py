@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.fetch import Progress, no_progress
-from jitney.engine.checkpoints.gguf import half_split
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Path, Piece, Target, WeightMap
 from jitney.engine.checkpoints.sources import ModelSource
@@ -240,16 +239,18 @@ class _Loader:
 def _sliced(checkpoint: Checkpoint, piece: Piece) -> Sliceable:
     """A tensor as floats, its rows in our order, left in its file where that can be."""
     stored = checkpoint.sliced(piece.name)
-    if not piece.paired_heads:
+    order = piece.order
+    if order is None:
         return stored
-    return Reordered(stored, half_split(stored.shape[0], piece.paired_heads))
+    return Reordered(stored, order)
 
 
 def _reordered(matrix: StoredMatrix, piece: Piece) -> StoredMatrix:
     """A piece with its outputs in our order."""
-    if not piece.paired_heads:
+    order = piece.order
+    if order is None:
         return matrix
-    return matrix.reordered(half_split(piece.shape[0], piece.paired_heads))
+    return matrix.reordered(order)
 
 
 def _in_shares(path: Path, matrices: list[StoredMatrix], shares: Shares) -> _Arrays:

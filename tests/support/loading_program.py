@@ -22,7 +22,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.gguf import half_split
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Target
 from jitney.engine.checkpoints.sources import ModelSource
@@ -110,9 +109,7 @@ class MadeUp:
         self.count = Count()
         self.shapes = {name: piece.shape for name, piece in weights.pieces.items()}
         self.orders = {
-            name: half_split(piece.shape[0], piece.paired_heads)
-            for name, piece in weights.pieces.items()
-            if piece.paired_heads
+            name: piece.order for name, piece in weights.pieces.items() if piece.order is not None
         }
         self.rng = np.random.default_rng(2)
         self.arrays: dict[str, np.ndarray] = {}

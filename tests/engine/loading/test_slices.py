@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.checkpoints.gguf import half_split
+from jitney.engine.checkpoints.names import Piece
 from jitney.engine.loading.slices import DecodedTensor, Reordered, Stacked, StoredTensor
 from jitney.engine.models.sharding import TENSOR, Shares
 
@@ -82,7 +82,8 @@ def test_a_part_of_what_is_decoded():
 
 def test_a_part_of_rows_in_another_order():
     """Of the rows behind those asked for, and what lies between them, no more is read."""
-    order = half_split(12, 3)
+    order = Piece("q", (12,), paired_heads=3).order
+    assert order is not None
     part = Counted(matrices(12)[0])
     tensor = Reordered(part, order)
     np.testing.assert_array_equal(tensor[slice(4, 8), slice(1, 3)], part[...][order][4:8, 1:3])
