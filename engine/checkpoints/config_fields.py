@@ -33,6 +33,11 @@ class Fields:
         self.values = values
         self.where = where
 
+    def under(self, prefix: str, where: str) -> Fields:
+        """The values under keys with this prefix, without it."""
+        keys = [key for key in self.values if key.startswith(prefix)]
+        return Fields({key.removeprefix(prefix): self.values[key] for key in keys}, where)
+
     def get(self, key: str, default: Any = None) -> Any:
         value = self.values.get(key)
         return default if value is None else value
@@ -82,8 +87,3 @@ class Fields:
     def reject(self, key: str, value: object, wanted: str) -> None:
         """Raise ModelError for a value."""
         raise ModelError(f"{self.where}: {key} must be {wanted}, found {str(value)[:60]!r}")
-
-
-def behind(prefix: str, values: JsonObject) -> JsonObject:
-    """The values under keys with this prefix, without it."""
-    return {key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}

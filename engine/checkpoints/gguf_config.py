@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from jitney.engine.checkpoints.config_fields import (
     MOST,
     Fields,
-    behind,
 )
 from jitney.engine.checkpoints.families import FAMILIES, Family
 from jitney.engine.checkpoints.gguf import GGUFFile
@@ -88,7 +87,7 @@ def _family_named(name: object) -> tuple[str, Family]:
 
 def _fields_of(metadata: JsonObject, name: str) -> Fields:
     """The keys of the architecture, without its name."""
-    fields = Fields(behind(f"{name}.", metadata), f"GGUF {name}")
+    fields = Fields(metadata, "GGUF").under(f"{name}.", f"GGUF {name}")
     if fields.get("expert_count", 0):
         raise ModelError("GGUF: mixture-of-experts models are not supported")
     return fields

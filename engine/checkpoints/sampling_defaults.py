@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from jitney.engine.checkpoints.config_fields import behind
+from jitney.engine.checkpoints.config_fields import Fields
 from jitney.engine.checkpoints.files import read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
@@ -121,8 +121,9 @@ def _from_model(source: ModelSource) -> _Defaults:
 
 
 def _from_gguf(path: Path) -> _Defaults:
-    own = behind(_GGUF_PREFIX, GGUFFile(path).metadata)
-    return _from_values(own, f"{path.name} ({_GGUF_PREFIX}*)", _GGUF_NAMES, _GGUF_OTHERS)
+    where = f"{path.name} ({_GGUF_PREFIX}*)"
+    own = Fields(GGUFFile(path).metadata, path.name).under(_GGUF_PREFIX, where)
+    return _from_values(own.values, own.where, _GGUF_NAMES, _GGUF_OTHERS)
 
 
 def _from_path(path: Path) -> _Defaults:
