@@ -16,10 +16,9 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.experts import ExpertBlocks, Stack
-from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4, matmul_int4
-from jitney.kernels.int8 import Int8
 
 
 class AttentionMeta(NamedTuple):
@@ -204,7 +203,7 @@ class _PoolShape(Protocol):
 
 
 class _MatmulInt8(Protocol):
-    """A product of rows rounded to int8 with weights in int8, see `jitney.kernels.int8`."""
+    """A product of rows rounded to int8 with weights in int8, see `jitney.kernels.eight_bits`."""
 
     def __call__(self, x: jax.Array, w: Int8, /, dtype: DTypeLike = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""
@@ -255,7 +254,7 @@ class Int8Products:
 
 
 class _MatmulFp8(Protocol):
-    """A product of rows rounded to fp8 with weights in fp8, see `jitney.kernels.fp8`."""
+    """A product of rows rounded to fp8 with weights in fp8, see `jitney.kernels.eight_bits`."""
 
     def __call__(self, x: jax.Array, w: Fp8, /, dtype: DTypeLike = ...) -> jax.Array:
         """x [T, I] -> [T, O] in `dtype`, which is float32 unless given."""

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
+from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.expert_cases import ExpertCase
-from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import Int4, matmul_int4
-from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Arrange, ExpertProducts, KernelSet, OneOf
 from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes, distance
 

@@ -151,12 +151,12 @@ def _triton_for(sm: int) -> KernelSet:
 
 def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
     """These kernels as a set."""
-    from jitney.kernels import fp8
+    from jitney.kernels import eight_bits
     from jitney.kernels import reference as plain
 
     products = None
     if sm >= _FP8_SINCE:
-        products = Fp8Products(fp8.arrange, fp8.matmul)
+        products = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
     return replace(
         reference(),
         name="triton",

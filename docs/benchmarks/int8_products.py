@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jitney.engine.machine import cpu_name
-from jitney.kernels.int8 import Int8
+from jitney.kernels.eight_bits import Int8
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import select
 

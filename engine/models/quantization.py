@@ -20,10 +20,9 @@ from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import Activation
 from jitney.engine.errors import ConfigError
+from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.experts import ACTIVATIONS, gate
-from jitney.kernels.fp8 import Fp8
 from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4
-from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Kernels
 
 #: Names of the schemes; plain is the model's own dtype.

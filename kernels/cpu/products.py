@@ -25,8 +25,8 @@ from jax.typing import DTypeLike
 
 from jitney.kernels import reference
 from jitney.kernels.cpu import library
+from jitney.kernels.eight_bits import Int8
 from jitney.kernels.experts import gate
-from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import OneOf
 
 #: Most rows that are multiplied with weights as they come, where this machine's steps were not

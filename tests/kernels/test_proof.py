@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from ragged import Case, attention, make
 
-from jitney.kernels import definitions, fp8, proof, reference
+from jitney.kernels import definitions, eight_bits, proof, reference
 from jitney.kernels import experts as plain_experts
+from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.experts import gate
-from jitney.kernels.fp8 import Fp8
-from jitney.kernels.int8 import Int8
 from jitney.kernels.interface import Fp8Products, Int8Products, KernelSet, OneOf
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
 from jitney.kernels.proof_attention import _long_steps
@@ -447,7 +446,9 @@ def test_rows_in_fp8_are_proved_and_widened_ones_are_found(dtype: str):
 
     served = serving(SERVED, matrices=(Matrix(192, 288, "fp8"),), dtype=dtype)
     assert not errors(changed(fp8=Fp8Products(arrange, reference.matmul_fp8)), served)
-    assert not errors(changed(fp8=Fp8Products(fp8.arrange, fp8.matmul)), served)
+    assert not errors(
+        changed(fp8=Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)), served
+    )
     if dtype == "float32":  # in 16 bits the two are as close as rounding
         wrong = changed(fp8=Fp8Products(arrange, widened))
         assert list(errors(wrong, served)) == ["fp8 product"]
@@ -459,13 +460,13 @@ def test_a_row_in_fp8_has_its_own_units_alone_and_among_others():
     rows = (
         rng.standard_normal((8, 64), np.float32) * np.logspace(-6, 6, 8, dtype=np.float32)[:, None]
     )
-    codes, units = fp8.round_rows(jnp.asarray(rows))
+    codes, units = eight_bits.round_to_fp8(jnp.asarray(rows))
     for at in range(8):
-        alone, unit = fp8.round_rows(jnp.asarray(rows[at : at + 1]))
+        alone, unit = eight_bits.round_to_fp8(jnp.asarray(rows[at : at + 1]))
         assert np.array_equal(alone.view(jnp.uint8), codes[at : at + 1].view(jnp.uint8))
         assert unit[0, 0] == units[at, 0]
-    assert float(jnp.max(jnp.abs(codes.astype(jnp.float32)))) == fp8._GREATEST
-    spoilt, unit = fp8.round_rows(jnp.asarray([[1.0, jnp.inf], [0.0, 0.0]]))
+    assert float(jnp.max(jnp.abs(codes.astype(jnp.float32)))) == eight_bits._GREATEST_FP8
+    spoilt, unit = eight_bits.round_to_fp8(jnp.asarray([[1.0, jnp.inf], [0.0, 0.0]]))
     assert np.isnan(unit[0, 0]) and not np.any(spoilt[1].astype(jnp.float32))
 
 
@@ -473,7 +474,7 @@ def test_only_cards_with_fp8_units_multiply_fp8():
     pytest.importorskip("jax_triton")
     assert _triton_for(80).fp8 is None
     for sm in (89, 90, 100, 120):
-        assert _triton_for(sm).fp8 == Fp8Products(fp8.arrange, fp8.matmul)
+        assert _triton_for(sm).fp8 == Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
 
 
 def test_weights_of_four_bits_are_proved_too():

@@ -38,7 +38,7 @@ from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
-from jitney.kernels import fp8
+from jitney.kernels import eight_bits
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import _pallas_set, _triton_for
 
@@ -163,7 +163,7 @@ def _lay_out(model: Model, kernels: KernelSet) -> None:
             size_in, columns = kernel.shape
             apart = linear.n_experts, size_in, columns // linear.n_experts
             linear.kernel = nnx.Param(jax.ShapeDtypeStruct(apart, kernel.dtype))
-        elif kernels.fp8 is not None and kernel.dtype == fp8._DTYPE:
+        elif kernels.fp8 is not None and kernel.dtype == eight_bits._FP8:
             linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.arrange, kernel))
 
 

@@ -23,7 +23,7 @@ from ragged import Batch, Case, attention, make, written
 from jitney.kernels import definitions
 from jitney.kernels.cpu import library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
-from jitney.kernels.int8 import Int8
+from jitney.kernels.eight_bits import Int8
 
 #: As they are where no machine was asked.
 OURS = products.up_to(products.USUAL_ROWS)

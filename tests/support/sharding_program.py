@@ -54,7 +54,7 @@ from jitney.engine.models.sharding import (
 )
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.types import Grammar
-from jitney.kernels import experts, fp8
+from jitney.kernels import eight_bits, experts
 from jitney.kernels.interface import Fp8Products
 from jitney.kernels.reference import matmul_fp8
 from jitney.kernels.select import select
@@ -73,7 +73,7 @@ _FEW_SIZES: dict[str, Any] = {
     "compilation_cache": "off",
 }
 #: What GPUs multiply fp8 by; XLA's products, which a CPU runs too.
-FP8 = Fp8Products(fp8.arrange, fp8.matmul)
+FP8 = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
 
 
 def logits(
@@ -306,19 +306,20 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
     """
     calls = []
 
-    def counted(x: jax.Array, w: fp8.Fp8, dtype: Any = jnp.float32) -> jax.Array:
+    def counted(x: jax.Array, w: eight_bits.Fp8, dtype: Any = jnp.float32) -> jax.Array:
         calls.append(w)
         if shares == 1:
-            return fp8.matmul(x, w, dtype)
+            return eight_bits.matmul_fp8(x, w, dtype)
         parts = shares if x.shape[1] != families._TINY.hidden_size else 1
         rows = jnp.split(x, parts, axis=1)
         weights = jnp.split(w.kernel[0].T, parts, axis=0)
         products = [
-            matmul_fp8(x, fp8.Fp8(kernel, w.scale)) for x, kernel in zip(rows, weights, strict=True)
+            matmul_fp8(x, eight_bits.Fp8(kernel, w.scale))
+            for x, kernel in zip(rows, weights, strict=True)
         ]
         return sum(products[1:], start=products[0]).astype(dtype)
 
-    products = Fp8Products(fp8.arrange, counted)
+    products = Fp8Products(eight_bits.arrange_fp8, counted)
     kernels = replace(select("cpu", "reference"), fp8=products)
     with contextlib.ExitStack() as stack:
         stack.enter_context(many_heads())

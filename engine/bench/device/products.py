@@ -20,7 +20,7 @@ from jitney.engine.bench.device.timing import chained, copies_for, distance, tim
 from jitney.engine.executor.sampling import threshold
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
 from jitney.engine.types import JsonDict
-from jitney.kernels import fp8, int8
+from jitney.kernels import eight_bits
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
@@ -94,10 +94,10 @@ def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
 def _as_multiplied(x: jax.Array, scheme: str, kernels: KernelSet) -> jax.Array:
     """The rows as the kernel takes them, in float32."""
     if scheme == "int8" and kernels.int8 is not None:
-        codes, steps = int8.round_rows(x)
+        codes, steps = eight_bits.round_to_int8(x)
         return codes * steps
     if scheme == "fp8" and kernels.fp8 is not None:
-        codes, units = fp8.round_rows(x)
+        codes, units = eight_bits.round_to_fp8(x)
         return codes.astype(jnp.float32) * units
     return x.astype(jnp.float32)
 

@@ -31,7 +31,7 @@ from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.engine.types import EngineRequest
-from jitney.kernels import experts, fp8
+from jitney.kernels import eight_bits, experts
 from jitney.kernels.interface import Fp8Products
 from jitney.kernels.pallas_tpu import experts as pallas_experts
 from jitney.kernels.proof_shapes import MixtureShape
@@ -257,7 +257,7 @@ def test_experts_that_no_kernel_of_fp8_is_for_are_laid_out_for_all_at_once():
     """A set that multiplies rows in fp8 turns its matrices; those of experts stay [X, I, O]."""
     layer, x = layer_of("mixtral", "fp8")
     expected = np.asarray(layer(x, reference(), real(40)))
-    products = Fp8Products(fp8.arrange, fp8.matmul)
+    products = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
     kernels = replace(reference(), fp8=products, experts=experts.experts)
     layer.arrange(kernels)
     np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
@@ -267,7 +267,7 @@ def test_experts_of_which_half_is_in_four_bits_are_laid_out_for_one_after_the_ot
     layer, x = layer_of("mixtral", "fp8")
     wide = widened(layer.down.packed)
     layer.down.set_matrix(quantise(wide, scheme="int4", dtype=jnp.float32))
-    products = Fp8Products(fp8.arrange, fp8.matmul)
+    products = Fp8Products(eight_bits.arrange_fp8, eight_bits.matmul_fp8)
     without = replace(reference(), fp8=products)
     given = nnx.clone(layer)
     given.arrange(without)

@@ -19,7 +19,7 @@ from ragged import Case, attention, make, written
 from jitney.kernels import definitions, reference
 from jitney.kernels.cpu import library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
-from jitney.kernels.int8 import Int8
+from jitney.kernels.eight_bits import Int8
 from jitney.kernels.interface import KernelError, OneOf
 from jitney.kernels.select import select
 
