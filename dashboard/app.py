@@ -107,7 +107,7 @@ class _Dashboard(PageRoutes):
 
     async def step_records(self, request: Request) -> BlockAnswer:
         """Step records after step `from` up to step `to` (default: all that are kept), at most
-        `timeline.MAX_RECORDS`.
+        `timeline._MAX_RECORDS`.
         """
         after = whole(request, "from", -1)
         until = whole(request, "to", 2**62)

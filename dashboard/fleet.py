@@ -40,7 +40,7 @@ _FLEET_VERSION = 1
 #: Frames a second, at most, and bytes that a viewer is sent in one, key frames of newcomers aside:
 #: a large frame is followed by a longer pause.
 _HZ = 2.0
-MOST_BYTES_PER_S = 64_000
+_MOST_BYTES_PER_S = 64_000
 #: Seconds without a change after which a frame goes out all the same.
 _HEARTBEAT_S = 1.0
 #: Seconds that replicas are watched for somebody who had a glance, and that such a one waits for
@@ -296,7 +296,7 @@ class FleetView:
         try:
             while True:
                 n_bytes = self._tell_once()
-                await asyncio.sleep(max(1 / _HZ, n_bytes / MOST_BYTES_PER_S))
+                await asyncio.sleep(max(1 / _HZ, n_bytes / _MOST_BYTES_PER_S))
         except Exception:
             _log.exception("the fleet's feed failed")
         for viewer in self._viewers:

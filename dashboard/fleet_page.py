@@ -27,7 +27,7 @@ _DECISION_FORM = 'a decision is JSON: {"action": "promote"}, "roll_back" or "res
 _REPLICA = "/r/{name}"
 
 
-class Rollouts(Protocol):
+class _Rollouts(Protocol):
     """Candidates that run beside their models, and what becomes of them."""
 
     def reports(self) -> list[JsonDict]:
@@ -56,7 +56,7 @@ class _FleetPage(PageRoutes):
 
     index = "fleet.html"
 
-    def __init__(self, fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None):
+    def __init__(self, fleet: FleetView, settings: ServerSettings, rollouts: _Rollouts | None):
         super().__init__(ApiKeys(settings))
         self.fleet = fleet
         self.rollouts = rollouts
@@ -71,7 +71,7 @@ class _FleetPage(PageRoutes):
             lines += self._rollout_lines(self.rollouts)
         return [*lines, *self._replica_lines()]
 
-    def _rollout_lines(self, rollouts: Rollouts) -> list[PageLine]:
+    def _rollout_lines(self, rollouts: _Rollouts) -> list[PageLine]:
         """As the endpoint has it, how arms compare is for administrators, decisions anyway."""
 
         async def show(request: Request) -> Response:
@@ -158,7 +158,7 @@ class _ReplicaFeed:
 
 
 def mounted_fleet_page(
-    fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None = None
+    fleet: FleetView, settings: ServerSettings, rollouts: _Rollouts | None = None
 ) -> Starlette:
     """The page of these replicas, to be mounted under a path of its own: see `page_to_mount`. Who
     mounts it closes `fleet`.
@@ -168,7 +168,7 @@ def mounted_fleet_page(
 
 
 def create_fleet_page(
-    fleet: FleetView, settings: ServerSettings, rollouts: Rollouts | None = None
+    fleet: FleetView, settings: ServerSettings, rollouts: _Rollouts | None = None
 ) -> Starlette:
     """The page of these replicas by itself: see `page_by_itself`. `fleet` is closed with it."""
     page = _FleetPage(fleet, settings, rollouts)

@@ -181,7 +181,7 @@ class Lab:
                 "the engine is not ready, so there is nothing to simulate", code="loading"
             )
         settings = self.settings()
-        check(experiment, settings)
+        _check(experiment, settings)
         traffic = yield from _recorded(self.client.history, experiment.minutes)
         job = yield from _job(experiment, traffic, info, settings)
         basis = yield from _basis(experiment, traffic, info)
@@ -344,7 +344,7 @@ def _basis(
     }
 
 
-def check(experiment: Experiment, settings: EngineSection) -> None:
+def _check(experiment: Experiment, settings: EngineSection) -> None:
     """Raise RequestError naming the field unless the experiment makes sense, beside the engine's
     own settings.
     """

@@ -116,7 +116,7 @@ def _useful_rows(rows: Mapping[str, int]) -> int:
     return sum(rows[kind.name] for kind in ROW_KIND_TABLE.values() if kind.useful)
 
 
-def pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -> Pulse:
+def _pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -> Pulse:
     """How the engine is; with_levels: see `_seat_letters`."""
     counters, info = client.counters, client.info
     model, pages, seats = "", 0, ""
@@ -182,7 +182,7 @@ class Pulses:
                 self._beating = None
 
     def _encoded(self, identity: Identity, now: float) -> bytes:
-        pulse = pulse_of(self.client, self.run, now, with_levels=identity.is_admin)
+        pulse = _pulse_of(self.client, self.run, now, with_levels=identity.is_admin)
         return sse.encode("pulse", pulse)
 
     async def _beat(self) -> None:
@@ -199,7 +199,7 @@ class Pulses:
         before, sent_at = None, 0.0
         while True:
             now = time.monotonic()
-            pulse = pulse_of(self.client, self.run, now, with_levels=True)
+            pulse = _pulse_of(self.client, self.run, now, with_levels=True)
             same = before is not None and msgspec.structs.replace(before, t=pulse.t) == pulse
             if not same or now - sent_at >= _HEARTBEAT_S:
                 self._send(sse.encode("pulse", pulse), now)

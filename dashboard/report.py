@@ -214,7 +214,7 @@ def _chart_sections(shown: JsonObject) -> Iterator[PageSection]:
 
 
 class _ChartBins:
-    """The columns of `timeline.binned`, as charts show them."""
+    """The columns of `timeline._binned`, as charts show them."""
 
     def __init__(self, shown: JsonObject):
         bins = shown["bins"]

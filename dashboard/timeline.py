@@ -21,7 +21,7 @@ from jitney.engine.types import JsonDict
 MAX_BINS = 600
 _MAX_STAYS = 20_000
 #: Most step records in one answer.
-MAX_RECORDS = 4096
+_MAX_RECORDS = 4096
 #: Most steps in one trace.
 _MAX_TRACED = 50_000
 #: Records of steps that are copied, and requests, stays, bins and steps that are told of, between
@@ -50,7 +50,7 @@ _TRACED = ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")
 
 
 def record_columns(history: History, after: int, until: int, now: float) -> Work:
-    """The newest MAX_RECORDS of the steps after < step <= until: one list per field of STEP_DTYPE,
+    """The newest _MAX_RECORDS of the steps after < step <= until: one list per field of STEP_DTYPE,
     seconds to the microsecond, and `ready`, when each step was done. left_out: how many older ones
     were asked for and are not here.
     """
@@ -58,13 +58,13 @@ def record_columns(history: History, after: int, until: int, now: float) -> Work
     records, ready = kept
     columns: dict[str, list[Any]] = {}
     for name in FIELDS:
-        columns[name] = _column(records[-MAX_RECORDS:][name])
+        columns[name] = _column(records[-_MAX_RECORDS:][name])
         yield
-    columns["ready"] = _column(ready[-MAX_RECORDS:])
+    columns["ready"] = _column(ready[-_MAX_RECORDS:])
     return {
         "t": round(now, 4),
         "row_kinds": ROW_KINDS,
-        "left_out": max(0, len(records) - MAX_RECORDS),
+        "left_out": max(0, len(records) - _MAX_RECORDS),
         "columns": columns,
     }
 
@@ -109,7 +109,7 @@ def timeline(
         "to": round(end, 4),
         "kept_from": round(history.kept_from, 4),
         "seats": len(history.seats),
-        "bins": (yield from binned(history, start, end, bins)),
+        "bins": (yield from _binned(history, start, end, bins)),
         "stays": columns,
         "stays_left_out": left_out,
         "outages": msgspec.to_builtins(list(history.outages)),
@@ -167,7 +167,7 @@ def _passenger(request: RequestRecord, stay: Stay, identity: Identity) -> JsonDi
     }
 
 
-def binned(history: History, start: float, end: float, bins: int) -> Work:
+def _binned(history: History, start: float, end: float, bins: int) -> Work:
     """Steps by the time they were done: sums, and the highest or mean of what is not a sum (null
     without steps).
     """

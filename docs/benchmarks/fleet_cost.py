@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from page_replicas import FakeReplica, engines_app  # noqa: E402
 
-from jitney.dashboard.fleet import MOST_BYTES_PER_S, FleetView  # noqa: E402
+from jitney.dashboard.fleet import _MOST_BYTES_PER_S, FleetView  # noqa: E402
 from jitney.dashboard.fleet_page import create_fleet_page  # noqa: E402
-from jitney.dashboard.pulse import pulse_of  # noqa: E402
+from jitney.dashboard.pulse import _pulse_of  # noqa: E402
 from jitney.dashboard.remote import RemoteEngine  # noqa: E402
 from jitney.dashboard.sse import encode  # noqa: E402
 from jitney.engine.api.settings import ServerSettings  # noqa: E402
@@ -101,7 +101,7 @@ async def _measure_page(fleet: FleetView, n: int, viewers: int, seconds: float) 
     print(
         f"{n} replicas, {viewers} viewers: {1000 * spent:.1f} ms of CPU a second, "
         f"{read / viewers / 1000:.1f} kB a second to each viewer "
-        f"(at most {MOST_BYTES_PER_S / 1000:g})",
+        f"(at most {_MOST_BYTES_PER_S / 1000:g})",
         flush=True,
     )
 
@@ -123,7 +123,7 @@ def measure_pulse(seats: int, times: int = 200) -> None:
         replica.move()
     began = time.process_time()
     for _ in range(times):
-        size = len(encode("pulse", pulse_of(replica, "run", 0.0, with_levels=True)))  # type: ignore[arg-type]
+        size = len(encode("pulse", _pulse_of(replica, "run", 0.0, with_levels=True)))  # type: ignore[arg-type]
     each = (time.process_time() - began) / times
     print(f"one pulse of {seats} seats: {1e6 * each:.0f} us of CPU, {size} bytes, twice a second")
 

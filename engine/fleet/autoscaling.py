@@ -21,7 +21,7 @@ class EngineLoad:
     seats: float
 
 
-def wanted_engines(loads: Sequence[EngineLoad], target_wait_s: float) -> int:
+def _wanted_engines(loads: Sequence[EngineLoad], target_wait_s: float) -> int:
     """One more engine where even the shortest wait is beyond the target; one less where nobody
     waits and the others would have seats to spare; else as many as there are.
     """
@@ -36,7 +36,7 @@ def wanted_engines(loads: Sequence[EngineLoad], target_wait_s: float) -> int:
     return count
 
 
-class ScalingContext(Protocol):
+class _ScalingContext(Protocol):
     """What Ray Serve tells a policy: of engines that run, and how many there may be."""
 
     @property
@@ -52,18 +52,18 @@ class ScalingContext(Protocol):
 
 
 class WaitPolicy:
-    """Ray Serve's policy for the number of engines of a model: `wanted_engines` of what they
+    """Ray Serve's policy for the number of engines of a model: `_wanted_engines` of what they
     reported over Serve's look-back. target_wait_s: seconds.
     """
 
     def __init__(self, target_wait_s: float):
         self._target_wait_s = target_wait_s
 
-    def __call__(self, context: ScalingContext) -> tuple[int, dict[str, object]]:
+    def __call__(self, context: _ScalingContext) -> tuple[int, dict[str, object]]:
         loads = _loads(context.aggregated_metrics or {})
         wanted = context.target_num_replicas
         if len(loads) == context.current_num_replicas:  # those that just came have said nothing yet
-            wanted = wanted_engines(loads, self._target_wait_s)
+            wanted = _wanted_engines(loads, self._target_wait_s)
         low = context.capacity_adjusted_min_replicas
         return max(low, min(context.capacity_adjusted_max_replicas, wanted)), {}
 

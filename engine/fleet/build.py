@@ -102,7 +102,7 @@ def _composed(parts: FleetParts, name: str, section: Section) -> NamedCompositio
     return NamedComposition(name, parts.composed, parts.models, parts.metrics)
 
 
-#: How the model of each section of `config.KINDS` is made.
+#: How the model of each section of `config._KINDS` is made.
 _MAKERS: dict[type[Section], _Maker] = {
     ReplicasSection: _replicated,
     **dict.fromkeys(COMPOSED_KINDS.values(), _composed),

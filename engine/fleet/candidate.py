@@ -111,7 +111,7 @@ class ModelWithCandidate:
         kept = self._keeping(asked)
         if kept is not None:
             return await stack.enter_async_context(self.arm(kept).answer(asked))
-        place = self.rollout.place(key_of(asked))
+        place = self.rollout.place(_key_of(asked))
         if place.arm == "candidate":
             answer = await self._of_candidate(stack, place, asked)
             if answer is not None:
@@ -198,7 +198,7 @@ class ModelWithCandidate:
         return report
 
 
-def key_of(asked: Asked) -> bytes:
+def _key_of(asked: Asked) -> bytes:
     """What sticks to an arm: who asks, by the request's own word (`user`, `safety_identifier`,
     `metadata.user_id`), else its conversation (`prompt_cache_key`, the header x-session-id), else
     the beginning of its prompt.

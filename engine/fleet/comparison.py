@@ -122,7 +122,7 @@ FIGURES: Mapping[str, Figure] = {
 
 
 @dataclass(slots=True)
-class Sums:
+class _Sums:
     """One figure of one arm, by clusters of keys."""
 
     #: Requests, and the sum of their values (logarithms for a ratio): [CLUSTERS] f8.
@@ -191,8 +191,8 @@ class Comparison:
     """Everything that is known of two arms. Constant memory."""
 
     #: By arm and figure.
-    sums: dict[ArmName, dict[str, Sums]] = field(
-        default_factory=lambda: {arm: {name: Sums() for name in FIGURES} for arm in ARMS}
+    sums: dict[ArmName, dict[str, _Sums]] = field(
+        default_factory=lambda: {arm: {name: _Sums() for name in FIGURES} for arm in ARMS}
     )
     #: Output tokens that clients got, by arm.
     tokens: dict[ArmName, int] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
@@ -224,7 +224,7 @@ class Comparison:
         figure = FIGURES[name]
         variance = _variance(figure, stable, candidate)
         difference = candidate.mean - stable.mean
-        half = half_width(variance, figure.scale, ALPHA / len(FIGURES))
+        half = _half_width(variance, figure.scale, ALPHA / len(FIGURES))
         low, high = difference - half, difference + half
         if figure.is_ratio:
             return Interval(math.exp(difference), math.exp(low), math.exp(high))
@@ -249,13 +249,13 @@ class Comparison:
             restored.tokens[arm] = int(saved["tokens"][arm])
             for name in FIGURES:
                 kept = saved["sums"][arm][name]
-                restored.sums[arm][name] = Sums(
+                restored.sums[arm][name] = _Sums(
                     _clustered(kept["count"]), _clustered(kept["total"])
                 )
         return restored
 
 
-def half_width(variance: float, scale: float, alpha: float) -> float:
+def _half_width(variance: float, scale: float, alpha: float) -> float:
     """Of an interval around an estimate with this variance that holds at all times at once with
     probability 1 - alpha. scale: standard deviation of the mixture.
     """
@@ -266,7 +266,7 @@ def half_width(variance: float, scale: float, alpha: float) -> float:
     return math.sqrt(2 * variance * mixed / (scale * scale) * bound)
 
 
-def _variance(figure: Figure, stable: Sums, candidate: Sums) -> float:
+def _variance(figure: Figure, stable: _Sums, candidate: _Sums) -> float:
     """Of the difference of two means."""
     variance = stable.variance + candidate.variance
     if figure.is_ratio:
@@ -274,7 +274,7 @@ def _variance(figure: Figure, stable: Sums, candidate: Sums) -> float:
     return max(variance, _binomial_variance(stable, candidate))
 
 
-def _binomial_variance(stable: Sums, candidate: Sums) -> float:
+def _binomial_variance(stable: _Sums, candidate: _Sums) -> float:
     """The least that a difference of shares can vary. Errors are rare, so that what was seen of
     them may be none: each arm gets one request more that failed and one that did not (A. Agresti,
     B. Caffo, "Simple and Effective Confidence Intervals for Proportions", The American

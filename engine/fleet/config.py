@@ -31,7 +31,7 @@ from jitney.engine.fleet.sections import FleetSection, ReplicasSection
 from jitney.engine.types import JsonDict, JsonObject
 
 #: Fields of [fleet] that are those of a server's [server]: there they are described.
-AS_OF_A_SERVER = (
+_AS_OF_A_SERVER = (
     "host",
     "port",
     "api_key_file",
@@ -99,10 +99,10 @@ _KEY_LIMITS = ("key_max_concurrent", "key_tokens_per_minute")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 #: What a model can be, by its `kind`. A new kind is a section, its line here and its line in
 #: `engine.fleet.build`.
-KINDS: dict[str, type[Section]] = {"replicas": ReplicasSection, **COMPOSED_KINDS}
+_KINDS: dict[str, type[Section]] = {"replicas": ReplicasSection, **COMPOSED_KINDS}
 
 
-class FleetArm(NamedTuple):
+class _FleetArm(NamedTuple):
     """Engines that answer alike: a model's own, or its candidate's."""
 
     #: What requests call the model.
@@ -119,7 +119,7 @@ class FleetConfig:
     #: The endpoint, as that of one engine.
     server: ServerSection
     fleet: FleetSection
-    #: By the names that requests call them; each is one of `KINDS`.
+    #: By the names that requests call them; each is one of `_KINDS`.
     models: Mapping[str, Section]
     #: Names of adapters -> the model whose engines hold them.
     adapters: Mapping[str, str] = MappingProxyType({})
@@ -129,17 +129,17 @@ class FleetConfig:
         return self.file.parent / Path(name).expanduser()
 
     @property
-    def arms(self) -> dict[str, FleetArm]:
+    def arms(self) -> dict[str, _FleetArm]:
         """What engines stand behind, by its name: a model's is the model's own, a candidate's has
         `.candidate` behind that.
         """
-        found: dict[str, FleetArm] = {}
+        found: dict[str, _FleetArm] = {}
         for name, section in self.models.items():
             if not isinstance(section, ReplicasSection):
                 continue
-            found[name] = FleetArm(name, section)
+            found[name] = _FleetArm(name, section)
             if section.candidate is not None:
-                found[candidate_arm(name)] = FleetArm(name, section.candidate)
+                found[candidate_arm(name)] = _FleetArm(name, section.candidate)
         return found
 
     @property
@@ -168,9 +168,9 @@ def read_fleet(
         if name not in ("fleet", "models") or not isinstance(table, dict):
             raise ConfigError(f"{file}: {unknown_word(f'[{name}]', ['[fleet]', '[models.NAME]'])}")
     fields = _keys_of(environ or {}) | tables.get("fleet", {}) | dict(flags or {})
-    own = {name: value for name, value in fields.items() if name not in AS_OF_A_SERVER}
-    served = {name: value for name, value in fields.items() if name in AS_OF_A_SERVER}
-    names = [*FleetSection.model_fields, *AS_OF_A_SERVER]
+    own = {name: value for name, value in fields.items() if name not in _AS_OF_A_SERVER}
+    served = {name: value for name, value in fields.items() if name in _AS_OF_A_SERVER}
+    names = [*FleetSection.model_fields, *_AS_OF_A_SERVER]
     models = _models(file, tables.get("models", {}))
     _check_environ(environ or {}, models)
     return FleetConfig(
@@ -261,9 +261,9 @@ def _model(file: str | Path, name: str, table: object) -> Section:
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: [{where}] must be a table")
     kind = table.get("kind", "replicas")
-    if kind not in KINDS:
-        raise ConfigError(f"{file}: [{where}] kind: {unknown_word(str(kind), list(KINDS))}")
-    section = _checked(file, where, KINDS[kind], table, list(KINDS[kind].model_fields))
+    if kind not in _KINDS:
+        raise ConfigError(f"{file}: [{where}] kind: {unknown_word(str(kind), list(_KINDS))}")
+    section = _checked(file, where, _KINDS[kind], table, list(_KINDS[kind].model_fields))
     if isinstance(section, ReplicasSection):
         _check_settings(file, name, section)
     return section

@@ -79,7 +79,7 @@ class ProxiedAnswer:
     body: AsyncIterator[bytes]
 
 
-class Choosing(Protocol):
+class _Choosing(Protocol):
     """Where a request may go, and who hears of it."""
 
     def order(self, asked: Asked) -> Iterator[Replica]:
@@ -163,7 +163,7 @@ class Exchange:
     """One request, from the first replica that is asked to the end of its answer."""
 
     client: httpx.AsyncClient
-    choosing: Choosing
+    choosing: _Choosing
     asked: Asked
     patience: Patience = field(default_factory=Patience)
     #: What of a stream the client has.

@@ -44,7 +44,7 @@ async def meet(
             watch.begin([replica])
 
 
-async def addresses(name: str, port: int) -> list[str]:
+async def _addresses(name: str, port: int) -> list[str]:
     """All that a name has now, each as HOST:PORT. Raises OSError where it has none."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -88,7 +88,7 @@ class FoundEngines:
         for url in self.urls:
             parts = urlsplit(url)
             try:
-                found = await addresses(parts.hostname or "", parts.port or _HTTP_PORT)
+                found = await _addresses(parts.hostname or "", parts.port or _HTTP_PORT)
             except OSError as error:
                 _log.warning("%s: its engines are not found: %s", url, error)
                 return

@@ -256,7 +256,7 @@ _PASSED_ROUTES = (
     _other("/v1/rerank", "texts in the order of their fitness, where the engines have that"),
     _other("/v1/score", "the fitness of texts, where the engines have that"),
 )
-FLEET_ROUTES = (
+_FLEET_ROUTES = (
     *_PASSED_ROUTES,
     HttpRoute("/v1/models", _GET, _list_models, "all models", answer=FleetModelList),
     HttpRoute("/v1/models/{model:path}", _GET, _show_model, "one model", answer=FleetModelCard),
@@ -295,7 +295,7 @@ def create_ingress(
     fleet: Fleet,
     settings: ServerSettings,
     *,
-    routes: Sequence[HttpRoute] = FLEET_ROUTES,
+    routes: Sequence[HttpRoute] = _FLEET_ROUTES,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The application; `app.state.fleet` is the fleet. extra_routes stand behind the same keys and

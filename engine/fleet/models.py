@@ -138,7 +138,7 @@ class ReplicatedModel:
         self._known.given(prompt, replica.name)
 
     def attempted(self, replica: Replica, outcome: str) -> None:
-        """See `forwarding.Choosing`."""
+        """See `forwarding._Choosing`."""
         self.metrics.attempts.labels(self.name, replica.name, outcome).inc()
         if outcome == "answered":
             replica.answered += 1
@@ -191,7 +191,7 @@ class ReplicatedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """Where one request may go; see `forwarding.Choosing`. prompt: its beginnings."""
+    """Where one request may go; see `forwarding._Choosing`. prompt: its beginnings."""
 
     model: ReplicatedModel
     prompt: Sequence[bytes]

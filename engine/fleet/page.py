@@ -44,7 +44,7 @@ def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
 
 
 class _Candidates:
-    """See `fleet_page.Rollouts`."""
+    """See `fleet_page._Rollouts`."""
 
     def __init__(self, fleet: Fleet):
         self.fleet = fleet

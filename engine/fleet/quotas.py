@@ -65,25 +65,25 @@ class FleetQuotas:
         self._quotas = Quotas(self.max_concurrent, self.tokens_per_minute, self.clock)
 
     @contextmanager
-    def holding(self, key: str, model: str, asked: Asked) -> Iterator[Account]:
+    def holding(self, key: str, model: str, asked: Asked) -> Iterator[_Account]:
         """A request of this key is under way. Raises RequestError rate_limit, or invalid_value if
         it has more sequences than the key may ever have.
         """
         if asked.route not in _WRITING | _READING or asked.method != "POST":
-            yield Account(None)
+            yield _Account(None)
             return
-        sequences = sequences_of(asked)
+        sequences = _sequences_of(asked)
         with self._quotas.open(key), self._quotas.open_rest(key, sequences):
             if not self.tokens_per_minute:
-                yield Account(None)
+                yield _Account(None)
                 return
             with self._charged(key, model, asked, sequences) as account:
                 yield account
 
     @contextmanager
-    def _charged(self, key: str, model: str, asked: Asked, sequences: int) -> Iterator[Account]:
+    def _charged(self, key: str, model: str, asked: Asked, sequences: int) -> Iterator[_Account]:
         """What it is expected to use is charged, and what it did use in the end."""
-        n_ids, n_chars = prompt_size(asked.fields)
+        n_ids, n_chars = _prompt_size(asked.fields)
         chars_per_token = self._chars_per_token.get(model, _FIRST_CHARS)
         n_prompt = round(n_ids + n_chars / chars_per_token)
         most = _limit_of(asked.fields)
@@ -91,7 +91,7 @@ class FleetQuotas:
         if asked.route in _WRITING:
             expected = sequences * self._quotas.expect(key, n_prompt, most, most or _MOST_OUTPUT)
         with self._quotas.charging(key, n_prompt, expected) as spending:
-            account = Account(spending)
+            account = _Account(spending)
             try:
                 yield account
             finally:
@@ -109,7 +109,7 @@ class FleetQuotas:
 
 
 @dataclass(slots=True)
-class Account:
+class _Account:
     """What one request uses. spending: None where tokens are not limited."""
 
     spending: Spending | None
@@ -143,7 +143,7 @@ class Account:
         self.spending.spend(self.usage.tokens)
 
 
-def sequences_of(asked: Asked) -> int:
+def _sequences_of(asked: Asked) -> int:
     """Answers that a request wants, of all its prompts. What is no number counts as 1: the engine
     refuses it.
     """
@@ -157,7 +157,7 @@ def sequences_of(asked: Asked) -> int:
     return each
 
 
-def prompt_size(fields: JsonObject) -> tuple[int, int]:
+def _prompt_size(fields: JsonObject) -> tuple[int, int]:
     """(token ids, characters of text) of a prompt."""
     ids = chars = 0
     left = [fields.get(name) for name in _PROMPTS]

@@ -5,7 +5,7 @@ Requests go from the ingress to the engines over HTTP, past Serve's own router: 
 nothing of prefixes and of a stream that is gone on with elsewhere. Where the engines are, they tell
 a named actor, the directory, once a second; who is silent for a while is struck off. Serve starts,
 places, watches and replaces the actors, and scales them by the predicted wait that they report
-(`autoscaling.wanted_engines`, by Serve's custom metrics and policies).
+(`autoscaling.WaitPolicy`, by Serve's custom metrics and policies).
 
 An application's deployments are its for as long as it runs, so that a candidate that is rolled back
 keeps its actors; its engines drain and end, and start again when it is to have requests again.
@@ -61,7 +61,7 @@ _HEALTH_S = 1.0
 _PAGE = "/dashboard"
 
 
-class IngressApp:
+class _IngressApp:
     """The ingress as an ASGI application that is made where it runs: its fleet lives from the
     lifespan's start to its end.
     """
@@ -135,7 +135,7 @@ def _ingress_deployment(fleet: RayFleet, engines: Sequence[Any]) -> Any:
         max_ongoing_requests=fleet.settings.max_connections,
         graceful_shutdown_timeout_s=fleet.config.server.drain_s + GRACE_S,
     )
-    return deployment(serve.ingress(lambda: IngressApp(fleet))(Ingress)).bind(*engines)
+    return deployment(serve.ingress(lambda: _IngressApp(fleet))(Ingress)).bind(*engines)
 
 
 def _engines_deployment(fleet: RayFleet, arm: str) -> Any:

@@ -65,7 +65,7 @@ class RayFleet:
     host: str = ""
 
 
-class Directory:
+class _Directory:
     """Where the engines are: name -> (arm, URL, when it last said so); and which arms rest."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def the_directory() -> Any:
     """The one of this cluster; made if there is none. Outside any placement group: that of the
     engine that makes it ends with that engine.
     """
-    actor: Any = ray.remote(Directory)
+    actor: Any = ray.remote(_Directory)
     no_group: Any = None  # as documented; the annotation does without
     return actor.options(
         num_cpus=0,
@@ -178,7 +178,7 @@ class _EngineChild:
         await end_child(process)
 
 
-class HostActor:
+class _HostActor:
     """One of a replica's hosts, but its first."""
 
     def __init__(self, fleet: RayFleet, arm: str, name: str, place: ReplicaHost):
@@ -251,7 +251,7 @@ class EngineActor:
 
     def _make_host(self, place: ReplicaHost) -> Any:
         """An actor for another host, in its bundle of the replica's group."""
-        actor: Any = ray.remote(HostActor)
+        actor: Any = ray.remote(_HostActor)
         group = get_current_placement_group()
         assert group is not None  # `build_application` saw to that
         return actor.options(

@@ -61,7 +61,7 @@ class Ring:
                 return
 
 
-def most_load(total: float, replicas: int, brake: float = BRAKE) -> int:
+def _most_load(total: float, replicas: int, brake: float = BRAKE) -> int:
     """Requests that one of so many replicas may have once one more has come to `total`."""
     return math.ceil(brake * (total + 1) / replicas)
 
@@ -88,7 +88,7 @@ def by_prefix(
     prompt would be computed again. A prompt that nobody is known to have had does not wait while
     some replica has a free seat: who has none comes after those that have one.
     """
-    most = max(spare, most_load(total, max(1, len(loads)), brake))
+    most = max(spare, _most_load(total, max(1, len(loads)), brake))
     if known is None and total < seats * len(loads):
         most = min(most, seats)
     full: list[str] = []

@@ -17,7 +17,7 @@ _NEW_SHARE = 0.1
 _RETRY_S = 1.0
 
 
-def in_flight(seats: Mapping[str, int], seconds: Mapping[str, float]) -> int:
+def _in_flight(seats: Mapping[str, int], seconds: Mapping[str, float]) -> int:
     """Requests that keep all seats of the slowest model busy while others are at the other models
     (Little's law): its seats, times the time of all over its own. The slowest is the one that the
     fewest requests a second get through.
@@ -59,7 +59,7 @@ class StageBudget:
         seconds = dict.fromkeys(self._seats, 0.0)
         for model, stage_s in zip(self._models, self._stage_s, strict=True):
             seconds[model] += stage_s
-        return in_flight(self._seats, seconds)
+        return _in_flight(self._seats, seconds)
 
     def spent(self, stage: int, seconds: float) -> None:
         """A request has spent this time in a stage, counted from 0."""

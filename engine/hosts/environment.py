@@ -18,7 +18,7 @@ _SLURM_NODES = re.compile(r"(?P<prefix>[^\[,]+)(?:\[(?P<first>[0-9]+)[^\]]*\])?"
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlace:
+class _HostPlace:
     """This host among those of its engine."""
 
     first: str  #: the first one's name or address
@@ -31,7 +31,7 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
     engine = config.engine
     if engine.coordinator != AUTO:
         return config
-    place = find_place(environ)
+    place = _find_place(environ)
     if place.n_hosts == 1:
         update: dict[str, object] = {"coordinator": ""}
     else:
@@ -48,7 +48,7 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
     return config.model_copy(update={"engine": engine})
 
 
-def find_place(environ: Mapping[str, str]) -> HostPlace:
+def _find_place(environ: Mapping[str, str]) -> _HostPlace:
     """Raises ConfigError if the environment does not say, or not in whole."""
     for find in (_of_leader_worker_set, _of_tpu_slice, _of_slurm):
         place = find(environ)
@@ -60,25 +60,25 @@ def find_place(environ: Mapping[str, str]) -> HostPlace:
     )
 
 
-def _of_tpu_slice(environ: Mapping[str, str]) -> HostPlace | None:
+def _of_tpu_slice(environ: Mapping[str, str]) -> _HostPlace | None:
     """As Google's Kubernetes engine has it."""
     names = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
     if not names:
         return None
-    return HostPlace(names[0], len(names), _number(environ, "TPU_WORKER_ID"))
+    return _HostPlace(names[0], len(names), _number(environ, "TPU_WORKER_ID"))
 
 
-def _of_leader_worker_set(environ: Mapping[str, str]) -> HostPlace | None:
+def _of_leader_worker_set(environ: Mapping[str, str]) -> _HostPlace | None:
     """As Kubernetes' LeaderWorkerSet has it."""
     leader = environ.get("LWS_LEADER_ADDRESS")
     if not leader:
         return None
-    return HostPlace(
+    return _HostPlace(
         leader, _number(environ, "LWS_GROUP_SIZE"), _number(environ, "LWS_WORKER_INDEX")
     )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> HostPlace | None:
+def _of_slurm(environ: Mapping[str, str]) -> _HostPlace | None:
     """As srun has it, with one task on each node."""
     found = _SLURM_NODES.match(environ.get("SLURM_STEP_NODELIST", ""))
     if found is None:
@@ -86,7 +86,7 @@ def _of_slurm(environ: Mapping[str, str]) -> HostPlace | None:
     if environ.get("SLURM_NTASKS") != environ.get("SLURM_STEP_NUM_NODES"):
         raise ConfigError("coordinator auto: start one task on each node: srun --ntasks-per-node=1")
     first = found["prefix"] + (found["first"] or "")
-    return HostPlace(first, _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_PROCID"))
+    return _HostPlace(first, _number(environ, "SLURM_NTASKS"), _number(environ, "SLURM_PROCID"))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

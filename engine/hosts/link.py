@@ -52,7 +52,7 @@ from jitney.engine.worker_pipe import framed
 _log = logging.getLogger("jitney.hosts")
 
 #: Seconds in which all hosts must have come; those behind them may still be fetching an image.
-JOIN_S = 600.0
+_JOIN_S = 600.0
 #: Seconds between two tries to reach the first host, between two reports of who is missing, and
 #: that a newcomer has to say who it is.
 _RETRY_S, _REPORT_S, _HELLO_S = 0.5, 10.0, 5.0
@@ -60,13 +60,13 @@ _RETRY_S, _REPORT_S, _HELLO_S = 0.5, 10.0, 5.0
 #: and that an ending host gives the others to hear of it.
 _NOTICE_S, _FAREWELL_S = 3.0, 2.0
 #: What may go wrong with a connection.
-BROKEN = (OSError, EOFError, msgspec.DecodeError)
+_BROKEN = (OSError, EOFError, msgspec.DecodeError)
 
 #: Called by another thread when a host is gone, with one line and whether that host said itself
 #: that it could not go on. It ends the process: work that others take part in never ends alone.
 type Lost = Callable[[str, bool], None]
 #: Called with the hosts that are there, all of them, and a detail.
-type Report = Callable[[int, int, str], None]
+type _Report = Callable[[int, int, str], None]
 
 
 class Hosts(Protocol):
@@ -185,7 +185,7 @@ class _Watched:
                 self._take(self.connection.receive())
         except TimeoutError:
             return f"{self.name} said nothing for {SILENT_S:g} s"
-        except BROKEN:
+        except _BROKEN:
             return f"{self.name} is gone: its connection ended"
         return ""
 
@@ -395,7 +395,7 @@ def _beat(others: list[_Watched]) -> None:
             _send(other, frame)
 
 
-def gather(coordinator: str, n_hosts: int, own: Hello, report: Report, lost: Lost) -> FirstHost:
+def gather(coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost) -> FirstHost:
     """As the first host, wait for the others. Raises ConfigError if they do not come."""
     waiting = _Waiting(n_hosts, own, report)
     with listen(coordinator) as listener:
@@ -414,20 +414,20 @@ def gather(coordinator: str, n_hosts: int, own: Hello, report: Report, lost: Los
 class _Waiting:
     """The first host while others are missing."""
 
-    def __init__(self, n_hosts: int, own: Hello, report: Report):
+    def __init__(self, n_hosts: int, own: Hello, report: _Report):
         self.connections: dict[int, Connection] = {}
         self._n_hosts = n_hosts
         self._own = own
         self._report = report
 
     def wait(self, listener: socket.socket) -> None:
-        until = time.monotonic() + JOIN_S
+        until = time.monotonic() + _JOIN_S
         listener.settimeout(BEAT_S)
         reported = 0.0
         while self._missing:
             now = time.monotonic()
             if now > until:
-                raise ConfigError(f"{self._missing_ones} did not come within {JOIN_S:g} s")
+                raise ConfigError(f"{self._missing_ones} did not come within {_JOIN_S:g} s")
             if now - reported > _REPORT_S:
                 self._report_missing()
                 reported = now
@@ -471,7 +471,7 @@ class _Waiting:
             hello = connection.receive(STRANGERS_MOST)
             connected.settimeout(SILENT_S)
             self._take(hello, connection)
-        except BROKEN:
+        except _BROKEN:
             _log.warning("somebody at %s connected who is no host of this engine", address)
             connection.close()
 
@@ -516,11 +516,11 @@ def _is_there(connection: Connection) -> bool:
     return True
 
 
-def join(coordinator: str, n_hosts: int, own: Hello, report: Report, lost: Lost) -> OtherHost:
+def join(coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost) -> OtherHost:
     """As one of the others, find the first host and wait until all are there. Raises ConfigError if
     it cannot be found, or sends this host away.
     """
-    until = time.monotonic() + JOIN_S
+    until = time.monotonic() + _JOIN_S
     reported = 0.0
     while time.monotonic() < until:
         if time.monotonic() - reported > _REPORT_S:
@@ -529,15 +529,15 @@ def join(coordinator: str, n_hosts: int, own: Hello, report: Report, lost: Lost)
         try:
             connection = Connection(socket.create_connection(split_address(coordinator), _HELLO_S))
             welcome = _ask_in(connection, own, report, n_hosts)
-        except BROKEN:
+        except _BROKEN:
             time.sleep(_RETRY_S)
             continue
         host, _ = split_address(coordinator)
         return OtherHost(connection, own, n_hosts, _address(host, welcome.jax_port), lost)
-    raise ConfigError(f"host 0 at {coordinator} was not there within {JOIN_S:g} s")
+    raise ConfigError(f"host 0 at {coordinator} was not there within {_JOIN_S:g} s")
 
 
-def _ask_in(connection: Connection, own: Hello, report: Report, n_hosts: int) -> Welcome:
+def _ask_in(connection: Connection, own: Hello, report: _Report, n_hosts: int) -> Welcome:
     """Say who we are, and wait for everybody. Raises ConfigError if we are not wanted."""
     connection.send(own)
     report(1, n_hosts, "waiting for the others")

@@ -28,14 +28,14 @@ from jitney.engine.hosts.messages import (
 )
 
 #: Seconds after which an engine that waits asks for whom.
-ASK_S = 1.0
+_ASK_S = 1.0
 
 
 def _ignore(hosts: list[int]) -> None:
     """Nobody asks for whom an engine waits."""
 
 
-def largest(sizes: Sequence[StepSize]) -> StepSize:
+def _largest(sizes: Sequence[StepSize]) -> StepSize:
     """What holds all of these steps, at least one."""
     return StepSize(
         tokens=max([size.tokens for size in sizes]),
@@ -107,7 +107,7 @@ class Referee:
                 send(Wanted(self._round))
 
     def _decide(self) -> None:
-        size = largest([want for want in self._wants.values() if want is not None])
+        size = _largest([want for want in self._wants.values() if want is not None])
         together = Together(self._round, size)
         self._round += 1
         self._wants = {}
@@ -124,8 +124,8 @@ class Rounds:
     def __init__(self, send: Callable[[Want | Missing | Parting], None]):
         """send: what brings a message to the referee."""
         self._send = send
-        #: Called by `agree` every `ASK_S` seconds of a wait, with the hosts whose engines have said
-        #: nothing in this round, as far as is known.
+        #: Called by `agree` every `_ASK_S` seconds of a wait, with the hosts whose engines have
+        #: said nothing in this round, as far as is known.
         self.on_wait: Callable[[list[int]], None] = _ignore
         #: These, since the last time that host 0 said it.
         self._missing: list[int] = []
@@ -193,6 +193,6 @@ class Rounds:
         self._missing = []
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._answers.get(timeout=ASK_S).size
+                return self._answers.get(timeout=_ASK_S).size
             self.on_wait(self._missing)
             self._send(Missing(number))

@@ -68,10 +68,10 @@ def backlog_of(requests: Iterable[RequestRecord]) -> QueueGrowth | None:
         if waited_until is not None:
             came.append(request.arrival)
             began.append(waited_until)
-    return backlog(came, began)
+    return _backlog(came, began)
 
 
-def backlog(
+def _backlog(
     came: Sequence[float] | np.ndarray, began: Sequence[float] | np.ndarray
 ) -> QueueGrowth | None:
     """As `backlog_of`, from when each request came and when its first token did [n] s, in any

@@ -216,7 +216,7 @@ def _newest(most: int) -> Callable[[], deque[Any]]:
     return partial(deque, maxlen=most)
 
 
-class Outage(msgspec.Struct):
+class _Outage(msgspec.Struct):
     """A time in which no core served, after one that did. Times as those of the history's clock."""
 
     #: When the core was found gone.
@@ -265,7 +265,7 @@ class History(RequestRecords):
     #: When the newest core got ready.
     ready_at: float = 0.0
     #: Oldest first.
-    outages: deque[Outage] = field(default_factory=_newest(_KEEP_OUTAGES))
+    outages: deque[_Outage] = field(default_factory=_newest(_KEEP_OUTAGES))
     #: The policy keeps seats of sequences that have ended.
     _holds: bool = False
     #: Ended requests, by their end.
@@ -313,7 +313,7 @@ class History(RequestRecords):
             last.n_lost += n_lost
             return
         restart = 1 if last is None else last.restart + 1
-        self.outages.append(Outage(self.clock(), cause, restart, n_resumed, n_lost))
+        self.outages.append(_Outage(self.clock(), cause, restart, n_resumed, n_lost))
 
     def core_lost(self, code: str) -> None:
         """The core is gone: every open request ends with this error."""

@@ -33,7 +33,7 @@ from jitney.engine.cli.fleet_serve import ray_application
 from jitney.engine.config.layers import settings
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import read_fleet
-from jitney.engine.fleet.ingress import FLEET_ROUTES
+from jitney.engine.fleet.ingress import _FLEET_ROUTES
 from jitney.engine.fleet.sections import ReplicasSection
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -260,7 +260,7 @@ def test_the_fleet_finds_the_pods_and_drains_in_its_time(tmp_path: Path):
     (served,) = pod["spec"]["containers"]
     assert served["args"][-1] == mounted(served, "config") + "/fleet.toml"
     for probe in ("livenessProbe", "readinessProbe"):
-        assert served[probe]["httpGet"]["path"] in {route.path for route in FLEET_ROUTES}
+        assert served[probe]["httpGet"]["path"] in {route.path for route in _FLEET_ROUTES}
     (key,) = pod["spec"]["initContainers"]
     assert key["command"][-1] == config.fleet.engine_key_file
     assert mounted(served, "run") == str(Path(config.fleet.engine_key_file).parent)

@@ -340,7 +340,7 @@ def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
 
 
 def test_record_columns_are_the_newest_records(client, monkeypatch):
-    monkeypatch.setattr(timeline, "MAX_RECORDS", 2)
+    monkeypatch.setattr(timeline, "_MAX_RECORDS", 2)
     shown = at_once(timeline.record_columns(client.history, -1, 99, 5.0))
     assert shown["left_out"] == 1 and shown["columns"]["step"] == [1, 2] and shown["t"] == 5.0
     for name in client.kept[0].dtype.names:

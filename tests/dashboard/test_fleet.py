@@ -23,7 +23,7 @@ from jitney.dashboard import fleet_member, sse
 from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_member import ReplicaAddress, read_name
 from jitney.dashboard.fleet_page import create_fleet_page
-from jitney.dashboard.pulse import LEVELS, PULSE_VERSION, SEAT_LETTERS, Pulse, pulse_of
+from jitney.dashboard.pulse import LEVELS, PULSE_VERSION, SEAT_LETTERS, Pulse, _pulse_of
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
 from jitney.dashboard.viewers import Viewer
@@ -103,11 +103,11 @@ def busy_replica(seats: int = 4) -> FakeReplica:
 def test_a_pulse_says_what_the_seats_are_and_of_whom_nothing():
     replica = busy_replica()
     replica.counters.waiting, replica.counters.predicted_wait = 3, 1.23456
-    pulse = pulse_of(replica, "run", 5.0, with_levels=True)  # type: ignore[arg-type]
+    pulse = _pulse_of(replica, "run", 5.0, with_levels=True)  # type: ignore[arg-type]
     free = ("free", 0)
     assert pulse.seats == letters(("decode", 7), free, ("prefill", 0), free)
     assert (pulse.waiting, pulse.predicted_wait_s, pulse.model) == (3, 1.235, "scripted")
-    dim = pulse_of(replica, "run", 5.0, with_levels=False)  # type: ignore[arg-type]
+    dim = _pulse_of(replica, "run", 5.0, with_levels=False)  # type: ignore[arg-type]
     assert dim.seats == letters(("decode", 0), free, ("prefill", 0), free)
     assert b"r1" not in msgspec.json.encode(pulse)
 
@@ -115,7 +115,7 @@ def test_a_pulse_says_what_the_seats_are_and_of_whom_nothing():
 def test_an_engine_that_loads_has_no_seats_and_says_how_far_it_is():
     replica = FakeReplica()
     replica.state, replica.progress = "loading", Progress("weights", 3, 8)
-    pulse = pulse_of(replica, "run", 5.0, with_levels=True)  # type: ignore[arg-type]
+    pulse = _pulse_of(replica, "run", 5.0, with_levels=True)  # type: ignore[arg-type]
     assert pulse.seats == "" and pulse.progress is not None
     assert (pulse.progress.stage, pulse.progress.done, pulse.progress.total) == ("weights", 3, 8)
 
@@ -254,7 +254,7 @@ def test_a_user_is_not_told_how_far_others_have_come():
 
 def test_a_large_frame_is_followed_by_a_long_pause(monkeypatch: pytest.MonkeyPatch):
     """With as many bytes as there may be, the feed keeps to its share of them."""
-    monkeypatch.setattr(fleet_module, "MOST_BYTES_PER_S", 20_000)
+    monkeypatch.setattr(fleet_module, "_MOST_BYTES_PER_S", 20_000)
     fleet = fleet_of({f"r{i}": f"http://127.0.0.1:1/{i}" for i in range(40)})
     sent, started = 0, time.monotonic()
 

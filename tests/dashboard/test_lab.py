@@ -18,7 +18,7 @@ from sliced_work import at_once
 from starlette.applications import Starlette
 
 from jitney.dashboard import create_dashboard
-from jitney.dashboard.lab import _SETTINGS, Experiment, Lab, _arrivals, _wanted, check
+from jitney.dashboard.lab import _SETTINGS, Experiment, Lab, _arrivals, _check, _wanted
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.config.schema import EngineSection
@@ -365,6 +365,6 @@ def test_traffic_comes_faster_if_asked_to():
 
 
 def test_changes_are_checked_like_the_configuration():
-    check(Experiment(settings={"batch_size": 2}), ENGINE)
+    _check(Experiment(settings={"batch_size": 2}), ENGINE)
     with pytest.raises(RequestError, match="batch_size"):
-        check(Experiment(settings={"batch_size": -1}), ENGINE)
+        _check(Experiment(settings={"batch_size": -1}), ENGINE)

@@ -12,7 +12,7 @@ from jitney.engine.fleet.autoscaling import (
     WAIT,
     EngineLoad,
     WaitPolicy,
-    wanted_engines,
+    _wanted_engines,
 )
 
 #: Engines of 8 seats each; wait, load.
@@ -30,7 +30,7 @@ _CASES = {
 def test_the_number_of_engines_follows_the_predicted_wait(case: str):
     told, wanted = _CASES[case]
     loads = [EngineLoad(wait, load, 8) for wait, load in told]
-    assert wanted_engines(loads, target_wait_s=2) == wanted
+    assert _wanted_engines(loads, target_wait_s=2) == wanted
 
 
 @dataclass(frozen=True)

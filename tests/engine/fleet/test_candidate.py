@@ -24,7 +24,7 @@ from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.fleet import candidate
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper, key_of
+from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper, _key_of
 from jitney.engine.fleet.comparison import ARMS, FIGURES, RequestOutcome
 from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.metrics import FleetMetrics
@@ -381,14 +381,14 @@ def asked(headers: tuple[tuple[bytes, bytes], ...] = (), **fields: Any) -> Asked
 
 def test_a_key_is_a_user_else_a_conversation():
     chat = [{"role": "user", "content": "Where to?"}]
-    assert key_of(asked(user="u", messages=chat)) == key_of(asked(user="u", prompt="other"))
-    assert key_of(asked(metadata={"user_id": "u"})) == key_of(asked(user="u"))
-    assert key_of(asked(user="")) == key_of(asked())
+    assert _key_of(asked(user="u", messages=chat)) == _key_of(asked(user="u", prompt="other"))
+    assert _key_of(asked(metadata={"user_id": "u"})) == _key_of(asked(user="u"))
+    assert _key_of(asked(user="")) == _key_of(asked())
     session = ((b"x-session-id", b"s"),)
-    assert key_of(asked(session, messages=chat)) == key_of(asked(session, prompt="other"))
+    assert _key_of(asked(session, messages=chat)) == _key_of(asked(session, prompt="other"))
     longer = [*chat, {"role": "assistant", "content": "Home"}, {"role": "user", "content": "ok"}]
-    assert key_of(asked(messages=chat)) == key_of(asked(messages=longer))
-    assert key_of(asked(messages=chat)) != key_of(asked(prompt="other"))
+    assert _key_of(asked(messages=chat)) == _key_of(asked(messages=longer))
+    assert _key_of(asked(messages=chat)) != _key_of(asked(prompt="other"))
 
 
 def test_the_documentation_says_of_every_field_what_the_code_says():

@@ -15,16 +15,16 @@ from jitney.engine.fleet.comparison import (
     Comparison,
     Interval,
     RequestOutcome,
-    Sums,
-    half_width,
+    _half_width,
+    _Sums,
 )
 
 #: Requests a minute of each arm: 5 % go to the candidate.
 STABLE, CANDIDATE = 190, 10
 
 
-def sums_of(count: np.ndarray, total: np.ndarray) -> Sums:
-    return Sums(count.astype(float), total.astype(float))
+def sums_of(count: np.ndarray, total: np.ndarray) -> _Sums:
+    return _Sums(count.astype(float), total.astype(float))
 
 
 class Minutes:
@@ -170,9 +170,9 @@ def test_few_keys_give_no_interval():
 
 def test_the_half_width_is_the_formulas():
     """By hand: V = 0.01, t = 0.1, alpha = 0.05: sqrt(2 * 0.02 * ln(sqrt(2) * 20))."""
-    assert half_width(0.01, 0.1, 0.05) == pytest.approx(math.sqrt(0.04 * math.log(28.2842712)))
-    assert half_width(0.0, 0.1, 0.05) == 0
-    assert half_width(1e-6, 0.1, 0.05) < half_width(1e-5, 0.1, 0.05)
+    assert _half_width(0.01, 0.1, 0.05) == pytest.approx(math.sqrt(0.04 * math.log(28.2842712)))
+    assert _half_width(0.0, 0.1, 0.05) == 0
+    assert _half_width(1e-6, 0.1, 0.05) < _half_width(1e-5, 0.1, 0.05)
 
 
 def test_the_variance_of_single_requests_is_the_usual_one():

@@ -8,7 +8,7 @@ import pytest
 
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.config import AS_OF_A_SERVER, KINDS, engine_config, read_fleet
+from jitney.engine.fleet.config import _AS_OF_A_SERVER, _KINDS, engine_config, read_fleet
 from jitney.engine.fleet.engine_process import engine_arguments
 from jitney.engine.fleet.sections import FleetSection, RaySection, ReplicasSection
 
@@ -160,10 +160,10 @@ def test_hosts_are_no_matter_of_an_engines_own_file_or_of_the_environment(
 
 
 def test_every_field_is_described():
-    for kind in (FleetSection, RaySection, *KINDS.values()):
+    for kind in (FleetSection, RaySection, *_KINDS.values()):
         for name, field in kind.model_fields.items():
             assert field.description, f"{kind.__name__}.{name}"
-    assert set(AS_OF_A_SERVER) <= set(ServerSection.model_fields)
+    assert set(_AS_OF_A_SERVER) <= set(ServerSection.model_fields)
 
 
 def test_the_page_lists_every_field():
@@ -171,4 +171,4 @@ def test_the_page_lists_every_field():
     for kind in (FleetSection, ReplicasSection, RaySection):
         for name, field in kind.model_fields.items():
             assert f"| `{name}` | " in page and f" | {field.description} |" in page, name
-    assert all(f"`{name}`" in page for name in AS_OF_A_SERVER)
+    assert all(f"`{name}`" in page for name in _AS_OF_A_SERVER)

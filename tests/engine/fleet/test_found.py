@@ -12,7 +12,7 @@ import pytest
 from jitney.engine.fleet import found
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import read_fleet
-from jitney.engine.fleet.found import addresses
+from jitney.engine.fleet.found import _addresses
 
 FLEET = """
 [fleet]
@@ -41,7 +41,7 @@ def test_every_address_of_a_name_is_an_engine(
             raise socket.gaierror(-2, "Name or service not known")
         return now
 
-    monkeypatch.setattr(found, "addresses", looked_up)
+    monkeypatch.setattr(found, "_addresses", looked_up)
     monkeypatch.setattr(found, "_LOOK_S", 0.01)
     file = tmp_path / "fleet.toml"
     file.write_text(FLEET)
@@ -75,7 +75,7 @@ def test_every_address_of_a_name_is_an_engine(
 
 
 def test_a_name_has_each_address_once():
-    assert "127.0.0.1:8000" in asyncio.run(addresses("localhost", 8000))
-    assert asyncio.run(addresses("::1", 80)) == ["[::1]:80"]
+    assert "127.0.0.1:8000" in asyncio.run(_addresses("localhost", 8000))
+    assert asyncio.run(_addresses("::1", 80)) == ["[::1]:80"]
     with pytest.raises(OSError):
-        asyncio.run(addresses("nobody.invalid", 80))
+        asyncio.run(_addresses("nobody.invalid", 80))

@@ -21,7 +21,7 @@ from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.config import read_fleet
 from jitney.engine.fleet.forwarding import ProxiedAnswer
-from jitney.engine.fleet.quotas import Account, FleetQuotas, prompt_size, sequences_of
+from jitney.engine.fleet.quotas import FleetQuotas, _Account, _prompt_size, _sequences_of
 
 #: 10 tokens by the first guess of 4 characters each.
 PROMPT = "x" * 40
@@ -31,7 +31,7 @@ def asked(route: str = "/v1/completions", **fields: Any) -> Asked:
     return Asked("POST", route, [], fields={"prompt": PROMPT} | fields)
 
 
-def answered(account: Account, *parts: bytes, status: int = 200, whole: bool = True) -> None:
+def answered(account: _Account, *parts: bytes, status: int = 200, whole: bool = True) -> None:
     """An answer of these parts goes to the client; not whole: the client leaves after them."""
 
     async def body() -> AsyncIterator[bytes]:
@@ -110,11 +110,11 @@ def test_a_key_that_used_its_minute_is_told_when_to_come():
 
 
 def test_sequences_are_counted_over_prompts_and_choices():
-    assert sequences_of(asked(n=3)) == 3
-    assert sequences_of(asked(n=2, best_of=4, prompt=["a", "b"])) == 8
-    assert sequences_of(asked(prompt=[1, 2, 3])) == 1
-    assert sequences_of(asked(prompt=[[1], [2]], n="many")) == 2
-    assert sequences_of(asked("/v1/embeddings", n=9)) == 1
+    assert _sequences_of(asked(n=3)) == 3
+    assert _sequences_of(asked(n=2, best_of=4, prompt=["a", "b"])) == 8
+    assert _sequences_of(asked(prompt=[1, 2, 3])) == 1
+    assert _sequences_of(asked(prompt=[[1], [2]], n="many")) == 2
+    assert _sequences_of(asked("/v1/embeddings", n=9)) == 1
     quotas = FleetQuotas(4)
     with quotas.holding("k", "m", asked(n=3)):
         with pytest.raises(RequestError) as caught, quotas.holding("k", "m", asked(n=2)):
@@ -130,10 +130,10 @@ def test_sequences_are_counted_over_prompts_and_choices():
 def test_the_size_of_a_prompt_leaves_out_what_is_no_text():
     image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 100_000}}
     parts = [{"type": "text", "text": "abc"}, image]
-    ids, chars = prompt_size({"messages": [{"role": "user", "content": parts}]})
+    ids, chars = _prompt_size({"messages": [{"role": "user", "content": parts}]})
     assert ids == 0 and 3 <= chars < 40
-    assert prompt_size({"prompt": [[1, 2], [3]]}) == (3, 0)
-    assert prompt_size({"prompt": {"odd": [None, True, 1.5]}}) == (0, 0)
+    assert _prompt_size({"prompt": [[1, 2], [3]]}) == (3, 0)
+    assert _prompt_size({"prompt": {"odd": [None, True, 1.5]}}) == (0, 0)
 
 
 def test_open_sequences_are_counted_over_all_engines(tmp_path: Path):

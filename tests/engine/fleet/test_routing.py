@@ -14,9 +14,9 @@ from jitney.engine.fleet.routing import (
     KnownBeginnings,
     LeastWait,
     Ring,
+    _most_load,
     by_prefix,
     by_turn,
-    most_load,
 )
 
 KEYS = [f"conversation {number}".encode() for number in range(4000)]
@@ -79,7 +79,7 @@ def test_nobody_gets_more_than_the_brakes_share(
         key = KEYS[chance.randrange(n_keys)]
         chosen = next(by_prefix(ring, key, loads, total=number, brake=brake))
         loads[chosen] += 1
-        assert loads[chosen] <= most_load(number, len(names), brake)
+        assert loads[chosen] <= _most_load(number, len(names), brake)
 
 
 @given(NAMES, st.randoms(use_true_random=False))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jitney.engine.errors import RequestError
-from jitney.engine.fleet.stage_budget import StageBudget, in_flight
+from jitney.engine.fleet.stage_budget import StageBudget, _in_flight
 
 
 def run(coroutine):
@@ -29,7 +29,7 @@ def run(coroutine):
     ],
 )
 def test_the_slowest_models_seats_decide(seats: dict, seconds: dict, limit: int):
-    assert in_flight(seats, seconds) == limit
+    assert _in_flight(seats, seconds) == limit
 
 
 def test_those_beyond_it_wait_in_their_order_and_more_are_refused():

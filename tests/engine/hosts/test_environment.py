@@ -10,7 +10,7 @@ from jitney.engine import LLM
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import ConfigError
 from jitney.engine.hosts.connection import split_address
-from jitney.engine.hosts.environment import HostPlace, find_place, placed
+from jitney.engine.hosts.environment import _find_place, _HostPlace, placed
 
 TPU = {"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc,t-2.svc,t-3.svc", "TPU_WORKER_ID": "2"}
 LWS = {"LWS_LEADER_ADDRESS": "v-0.v.ns", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
@@ -25,15 +25,15 @@ SLURM = {
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
-        (TPU, HostPlace("t-0.svc", 4, 2)),
-        (LWS, HostPlace("v-0.v.ns", 2, 1)),
-        (LWS | TPU, HostPlace("v-0.v.ns", 2, 1)),
-        (SLURM, HostPlace("gpu07", 3, 0)),
-        (SLURM | {"SLURM_STEP_NODELIST": "a-b,c[1-2]"}, HostPlace("a-b", 3, 0)),
+        (TPU, _HostPlace("t-0.svc", 4, 2)),
+        (LWS, _HostPlace("v-0.v.ns", 2, 1)),
+        (LWS | TPU, _HostPlace("v-0.v.ns", 2, 1)),
+        (SLURM, _HostPlace("gpu07", 3, 0)),
+        (SLURM | {"SLURM_STEP_NODELIST": "a-b,c[1-2]"}, _HostPlace("a-b", 3, 0)),
     ],
 )
-def test_the_environment_says_which_host_this_is(environ: dict[str, str], place: HostPlace):
-    assert find_place(environ) == place
+def test_the_environment_says_which_host_this_is(environ: dict[str, str], place: _HostPlace):
+    assert _find_place(environ) == place
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_environment_says_which_host_this_is(environ: dict[str, str], place:
 )
 def test_an_environment_that_does_not_say(environ: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=f"coordinator auto: {message}"):
-        find_place(environ)
+        _find_place(environ)
 
 
 def auto(**more: Any) -> Any:

@@ -77,7 +77,7 @@ class Meeting:
 
 @pytest.fixture
 def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
-    monkeypatch.setattr(link, "JOIN_S", LIMIT_S)  # so long does a failed test wait
+    monkeypatch.setattr(link, "_JOIN_S", LIMIT_S)  # so long does a failed test wait
     with ThreadPoolExecutor(8) as pool:
         yield Meeting(pool)
 
@@ -330,7 +330,7 @@ def test_a_first_host_that_ended_has_no_rounds(meeting: Meeting):
 
 
 def test_hosts_that_never_come(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(link, "JOIN_S", 1.0)
+    monkeypatch.setattr(link, "_JOIN_S", 1.0)
     with pytest.raises(ConfigError, match=r"host 0 at 127.0.0.1:\d+ was not there within 1 s"):
         meeting.other().result(LIMIT_S)
     first, one = meeting.first(4), meeting.other(2, 4)

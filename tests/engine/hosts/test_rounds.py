@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jitney.engine.hosts.messages import Meeting, Missing, Parting, StepSize, Together, Want, Wanted
-from jitney.engine.hosts.rounds import ASK_S, Referee, Rounds, largest
+from jitney.engine.hosts.rounds import _ASK_S, Referee, Rounds, _largest
 
 LIMIT_S = 30.0
 SMALL = StepSize(tokens=4, seats=4, decode_only=True, plain=True)
@@ -29,7 +29,7 @@ PROMPT = StepSize(tokens=64, seats=2, decode_only=False, plain=True)
     ],
 )
 def test_one_step_holds_those_of_all(sizes: list[StepSize], expected: StepSize):
-    assert largest(sizes) == expected
+    assert _largest(sizes) == expected
 
 
 def engines(count: int) -> list[Rounds]:
@@ -175,4 +175,4 @@ def test_a_round_that_is_over_misses_nobody():
     referee.take(1, Want(0, None))
     referee.take(0, Missing(0))
     assert told == [Missing(0, [1]), Together(0, SMALL), Missing(0, [])]
-    assert ASK_S <= 2.0, "a supervisor may bear no more than 10 s of silence"
+    assert _ASK_S <= 2.0, "a supervisor may bear no more than 10 s of silence"

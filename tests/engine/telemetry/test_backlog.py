@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from jitney.engine.telemetry.backlog import _FEWEST, backlog, backlog_of
+from jitney.engine.telemetry.backlog import _FEWEST, _backlog, backlog_of
 from jitney.engine.telemetry.request_record import RequestRecord
 
 SERVERS, SERVICE_S = 8, 3.0
@@ -46,7 +46,7 @@ def batches(
 
 
 def share_that_grew(load: float, count: int = 256) -> float:
-    verdicts = [backlog(*queue(load, count, seed)) for seed in range(100)]
+    verdicts = [_backlog(*queue(load, count, seed)) for seed in range(100)]
     return float(np.mean([verdict is not None and verdict.grew for verdict in verdicts]))
 
 
@@ -57,8 +57,8 @@ def test_an_overloaded_queue_is_said_to_grow_and_a_level_one_is_not():
 
 
 def test_static_batching_grows_beyond_what_its_batches_carry():
-    level = backlog(*batches(3.9, 320, 32, batch_s=8.0))  # 4 a second is what it carries
-    over = backlog(*batches(6.0, 320, 32, batch_s=8.0))
+    level = _backlog(*batches(3.9, 320, 32, batch_s=8.0))  # 4 a second is what it carries
+    over = _backlog(*batches(6.0, 320, 32, batch_s=8.0))
     assert level is not None and not level.grew
     assert over is not None and over.grew
 
@@ -66,7 +66,7 @@ def test_static_batching_grows_beyond_what_its_batches_carry():
 def test_its_figures_are_numpys():
     came, began = batches(6.0, 320, 32, batch_s=8.0)
     shuffled = np.random.default_rng(0).permutation(320)
-    found = backlog(came[shuffled], began[shuffled])
+    found = _backlog(came[shuffled], began[shuffled])
     assert found is not None
     window = came[-1]
     edges = [0, window / 4, window / 2, 3 * window / 4, window + 1]
@@ -102,7 +102,7 @@ def test_who_timed_out_was_waiting_and_who_was_refused_was_not():
 
 def test_too_few_requests_or_no_time_say_nothing():
     came = np.arange(_FEWEST - 1.0)
-    assert backlog(came, came + 1) is None
-    assert backlog(np.zeros(64), np.arange(64.0)) is None, (
+    assert _backlog(came, came + 1) is None
+    assert _backlog(np.zeros(64), np.arange(64.0)) is None, (
         "all came at once: their queue can only drain"
     )
