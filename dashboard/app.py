@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,19 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from jitney.dashboard import report, request_detail, timeline
+from jitney.dashboard import request_detail
 from jitney.dashboard.auth import FeedEndpoint, PageLine
-from jitney.dashboard.drawing import Drawings, blocks_of
+from jitney.dashboard.drawing import Drawings
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
-from jitney.dashboard.lab import EXPERIMENT_FORM, Experiment, Lab, SettingsNow, check_minutes
-from jitney.dashboard.mounting import mounted, page_to_mount
+from jitney.dashboard.lab import Experiment, Lab, SettingsNow, check_minutes
 from jitney.dashboard.pulse import Pulses
-from jitney.dashboard.queries import seconds, whole, word
+from jitney.dashboard.queries import Query
+from jitney.dashboard.report import ReportData
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
-from jitney.dashboard.snapshot import core_seat_lists, page_cells, page_map
+from jitney.dashboard.snapshot import PageCells, core_seat_lists
+from jitney.dashboard.timeline import Window, Work, record_columns
 from jitney.dashboard.view import View
-from jitney.engine.api.access import ApiKeys, Identity
+from jitney.engine.api.access import Identity
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jsonio import LongJson, in_pieces
@@ -36,6 +38,16 @@ from jitney.engine.types import MAX_N
 
 #: Long answers that are made at a time.
 _MOST_ANSWERS = 16
+#: Frames of the feed a second.
+_HZ = 10.0
+#: Parts of a timeline, at most.
+_MAX_BINS = 600
+#: Bytes of a piece of a report.
+_BLOCK = 1 << 16
+_EXPERIMENT_FORM = (
+    "an experiment is JSON with minutes (a number), policies (a list of names), settings (an "
+    "object) and speed (a number)"
+)
 _JSON = {"content-type": "application/json"}
 #: Token ids to text.
 _Decode = Callable[[list[int]], str]
@@ -54,7 +66,7 @@ class _Dashboard(PageRoutes):
         engine: SettingsNow | None,
         decode: _Decode | None,
     ):
-        super().__init__(ApiKeys(settings))
+        super().__init__(settings)
         self.client = client
         self.decode = decode
         self.slices = Slices(_MOST_ANSWERS)
@@ -63,6 +75,11 @@ class _Dashboard(PageRoutes):
         self.feed = Feed(
             client, hz=hz, needs_key=self.sessions.needed, shows_text=decode is not None
         )
+
+    def to_mount(self) -> Starlette:
+        app = super().to_mount()
+        app.state.feed = self.feed
+        return app
 
     def lines(self) -> list[PageLine]:
         lines = self.page_lines()
@@ -100,7 +117,7 @@ class _Dashboard(PageRoutes):
         engine.
         """
         seat_map = await self.client.seat_map()
-        pages = page_map(page_cells(seat_map.page_states)) if seat_map.page_states else None
+        pages = PageCells.of(seat_map.page_states).shown() if seat_map.page_states else None
         view = View(self.client.history, Identity.of(request.scope))
         seats = core_seat_lists([view.seat(seat) for seat in seat_map.seats])
         return to_json({"t": time.monotonic(), "seats": seats, "pages": pages})
@@ -109,47 +126,46 @@ class _Dashboard(PageRoutes):
         """Step records after step `from` up to step `to` (default: all that are kept), at most
         `timeline._MAX_RECORDS`.
         """
-        after = whole(request, "from", -1)
-        until = whole(request, "to", 2**62)
-        work = timeline.record_columns(self.client.history, after, until, time.monotonic())
+        query = Query(request)
+        after = query.whole("from", -1)
+        until = query.whole("to", 2**62)
+        work = record_columns(self.client.history, after, until, time.monotonic())
         return await self._answer(work)
 
     async def timeline(self, request: Request) -> BlockAnswer:
-        """Bins and stays between two times, see `timeline.timeline`."""
+        """Bins and stays between two times, see `Window.timeline`."""
         now = time.monotonic()
-        start, end = self._window(request, now)
-        bins = whole(request, "bins", 120, 1, timeline.MAX_BINS)
-        identity = Identity.of(request.scope)
-        return await self._answer(
-            timeline.timeline(self.client.history, start, end, bins, now, identity=identity)
-        )
+        bins = Query(request).whole("bins", 120, 1, _MAX_BINS)
+        window = self._window(request, now)
+        return await self._answer(window.timeline(bins, now, identity=Identity.of(request.scope)))
 
     async def trace(self, request: Request) -> BlockAnswer:
         """The same time as a Chrome trace, to be saved as a file."""
         now = time.monotonic()
-        start, end = self._window(request, now)
+        window = self._window(request, now)
         model = self.client.info.model.name if self.client.info is not None else "engine"
-        pieces = timeline.trace(self.client.history, start, end, now, model)
         return BlockAnswer(
-            self.slices.blocks(pieces),
+            self.slices.blocks(window.trace(now, model)),
             _JSON | {"content-disposition": 'attachment; filename="jitney-trace.json"'},
         )
 
-    async def _answer(self, work: timeline.Work) -> BlockAnswer:
+    async def _answer(self, work: Work) -> BlockAnswer:
         """What comes of it, as JSON."""
         value = await self.slices.result(work)
         return BlockAnswer(self.slices.blocks(in_pieces(_with_long_lists(value))), _JSON)
 
-    def _window(self, request: Request, now: float) -> tuple[float, float]:
-        end = seconds(request, "to", now)
-        start = seconds(request, "from", end - 60)
-        return timeline.window(start, end, now)
+    def _window(self, request: Request, now: float) -> Window:
+        query = Query(request)
+        end = query.seconds("to", now)
+        start = query.seconds("from", end - 60)
+        return Window.shown(self.client.history, start, end, now)
 
     async def requests(self, request: Request) -> BlockAnswer:
         """Sequences, the newest first, see `request_detail.listing`; to a user its own."""
-        state = word(request, "state", request_detail.STATES)
-        limit = whole(request, "limit", 100, 1, 1000)
-        cursor = whole(request, "cursor", 2**53, 0)
+        query = Query(request)
+        state = query.word("state", request_detail.STATES)
+        limit = query.whole("limit", 100, 1, 1000)
+        cursor = query.whole("cursor", 2**53, 0)
         work = request_detail.listing(
             self.client.history,
             state,
@@ -165,7 +181,7 @@ class _Dashboard(PageRoutes):
         more, or is somebody else's.
         """
         identity = Identity.of(request.scope)
-        index = whole(request, "index", 0, 0, MAX_N)
+        index = Query(request).whole("index", 0, 0, MAX_N)
         record = self.client.history.find(request.path_params["id"], index)
         if record is None or not identity.may_see(record.tenant):
             raise HttpError(404, "no such request, or it ended too long ago", code="not_found")
@@ -187,13 +203,13 @@ class _Dashboard(PageRoutes):
 
     async def report(self, request: Request) -> BlockAnswer:
         """The last minutes as a self-contained HTML file."""
-        minutes = seconds(request, "minutes", 1.0)
+        minutes = Query(request).seconds("minutes", 1.0)
         check_minutes(minutes)
         now, wall = time.monotonic(), time.time()
-        work = report.collect(self.client, minutes, self.feed.notes, now, wall)
+        work = ReportData.collect(self.client, minutes, self.feed.notes, now, wall)
         page = await self.drawings.draw(await self.slices.result(work))
         headers = {"content-type": "text/html; charset=utf-8"}
-        return BlockAnswer(self.slices.blocks(blocks_of(page)), headers)
+        return BlockAnswer(self.slices.blocks(_blocks_of(page)), headers)
 
     async def experiment(self, request: Request) -> Response:
         """The policy lab: how it stands (GET), a new `lab.Experiment` (POST), an end to the running
@@ -201,11 +217,17 @@ class _Dashboard(PageRoutes):
         """
         if request.method == "POST":
             body = await read_body(request)
-            await self.lab.start(read_json(body, Experiment, EXPERIMENT_FORM, "body"))
+            await self.lab.start(read_json(body, Experiment, _EXPERIMENT_FORM, "body"))
             return to_json(self.lab.status(), 202)
         if request.method == "DELETE":
             await self.lab.stop()
         return to_json(self.lab.status())
+
+
+def _blocks_of(page: bytes) -> Generator[bytes, None, None]:
+    """Pieces of a text that is there already."""
+    for start in range(0, len(page), _BLOCK):
+        yield page[start : start + _BLOCK]
 
 
 def _with_long_lists(value: Any) -> Any:
@@ -219,19 +241,16 @@ def create_dashboard(
     client: EngineClient,
     settings: ServerSettings,
     *,
-    hz: float = 10.0,
+    hz: float = _HZ,
     engine: SettingsNow | None = None,
     decode: _Decode | None = None,
 ) -> Starlette:
-    """The page of one engine, to be mounted under a path of its own: see `page_to_mount`.
+    """The page of one engine, to be mounted under a path of its own: see `PageRoutes.to_mount`.
 
     hz: frames a second. engine: tells what the engine is started with, for the policy lab,
     which is closed without it. decode: token ids to text, if prompts and answers may be shown.
     """
-    dashboard = _Dashboard(client, settings, hz, engine, decode)
-    app = page_to_mount(dashboard.lines(), dashboard.sessions, settings)
-    app.state.feed = dashboard.feed
-    return app
+    return _Dashboard(client, settings, hz, engine, decode).to_mount()
 
 
 def dashboard_routes(
@@ -241,5 +260,13 @@ def dashboard_routes(
     engine: SettingsNow | None = None,
     decode: _Decode | None = None,
 ) -> list[BaseRoute]:
-    """The page mounted at `path`, see `mounted`."""
-    return mounted(create_dashboard(client, settings, engine=engine, decode=decode), path)
+    """The page mounted at `path`, see `PageRoutes.mounted`."""
+    return _Dashboard(client, settings, _HZ, engine, decode).mounted(path)
+
+
+def with_page(settings: ServerSettings, path: str) -> ServerSettings:
+    """What an endpoint that has a page at `path` leaves to the page's own sign-in: a browser cannot
+    send a bearer key with a page.
+    """
+    prefixes, paths = (path + "/",), frozenset({"/", path})
+    return replace(settings, public_prefixes=prefixes, public_paths=paths)

@@ -5,8 +5,9 @@ thread would take the event loop's interpreter all that time.
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
-from collections.abc import Generator
+import sys
 
 from jitney.dashboard.report import ReportData
 from jitney.engine.errors import RequestError
@@ -16,7 +17,6 @@ from jitney.engine.process.children import end_child, start_child
 _LONGEST_S = 60.0
 #: Reports that may wait for the one that is being drawn.
 _MOST_WAITING = 4
-_BLOCK = 1 << 16
 
 
 class Drawings:
@@ -39,7 +39,7 @@ class Drawings:
 
 
 async def _drawn(snapshot: bytes) -> bytes:
-    process = await start_child("jitney.dashboard.report_worker")
+    process = await start_child("jitney.dashboard.drawing")
     try:
         async with asyncio.timeout(_LONGEST_S):
             page, _ = await process.communicate(snapshot)
@@ -52,7 +52,14 @@ async def _drawn(snapshot: bytes) -> bytes:
     return page
 
 
-def blocks_of(page: bytes) -> Generator[bytes, None, None]:
-    """Pieces of a text that is there already."""
-    for start in range(0, len(page), _BLOCK):
-        yield page[start : start + _BLOCK]
+def _main() -> None:
+    """The process that draws one report: its data from standard input, its HTML to standard
+    output.
+    """
+    os.nice(5)  # requests go first
+    data: ReportData = pickle.load(sys.stdin.buffer)  # our parent's own
+    sys.stdout.buffer.write(data.drawn().encode())
+
+
+if __name__ == "__main__":
+    _main()

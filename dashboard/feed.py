@@ -17,19 +17,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from jitney.dashboard import latency, sse
+from jitney.dashboard import sse
+from jitney.dashboard.latency import Latencies
 from jitney.dashboard.notes import Notes
-from jitney.dashboard.snapshot import (
-    PageCells,
-    Snapshot,
-    delta,
-    follows,
-    is_quiet,
-    key_frame,
-    metrics,
-    page_cells,
-    seat_columns,
-)
+from jitney.dashboard.snapshot import PageCells, Snapshot, metrics, seat_columns
 from jitney.dashboard.sse import Delta, Note
 from jitney.dashboard.view import View
 from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
@@ -193,9 +184,9 @@ class Feed:
         """
         before = self._last
         changes = None
-        if before is not None and not with_key_frame and follows(before, now):
-            changes = delta(before, now)
-            silent = now.n_events == before.n_events and is_quiet(changes)
+        if before is not None and not with_key_frame and now.follows(before):
+            changes = now.delta(before)
+            silent = now.n_events == before.n_events and _is_quiet(changes)
             if silent and now.t - before.t < _HEARTBEAT_S:
                 return
         frame = _Frame(self._happened(before), self._notes.compare(now, records), changes)
@@ -243,9 +234,14 @@ class Feed:
             assert self._last is not None
             info = self.client.info
             page_size = info.sizes.page_size if info is not None else 1
-            frame = key_frame(self._last, page_size, View(self.client.history, identity))
+            frame = self._last.key_frame(page_size, View(self.client.history, identity))
             self._key_frames[identity] = sse.encode("key_frame", frame, self._frame_id())
         return self._key_frames[identity]
+
+
+def _is_quiet(changes: Delta) -> bool:
+    """True for a delta that says nothing but the time."""
+    return changes.keys() <= {"t", "step", "n_events", "last_step_age_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +300,10 @@ class _Sampler:
         history = self.client.history
         if with_key_frame:
             self._sent_key_frame = now
-            self._histograms = latency.histograms(history, now - _HISTOGRAM_S, now)
+            self._histograms = Latencies.between(history, now - _HISTOGRAM_S, now).histograms()
         if now - self._renewed >= _RENEW_S:
             self._renewed = now
-            self._latency = latency.summary(history, now - _RECENT_S, now)
+            self._latency = Latencies.between(history, now - _RECENT_S, now).summary()
 
     def _snapshot(self, records: np.ndarray, now: float) -> Snapshot:
         client = self.client
@@ -362,4 +358,4 @@ class _Sampler:
             states = await self.client.page_states()
         except RequestError:
             return  # busy, or gone: what was known stays on the page
-        self._pages = page_cells(states) if states else None
+        self._pages = PageCells.of(states) if states else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +22,10 @@ from jitney.dashboard.fleet_member import (
     Card,
     Member,
     ReplicaAddress,
-    follow,
-    in_order,
     price_of,
     rounded,
 )
-from jitney.dashboard.pulse import LEVELS, SEAT_LETTERS
+from jitney.dashboard.pulse import SEAT_CODE
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
 from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
@@ -48,7 +47,10 @@ _HEARTBEAT_S = 1.0
 _GLANCE_S, _FIRST_WORD_S = 15.0, 0.5
 #: Each letter -> the one of the same state that does not say how far its sequence has come.
 _WITHOUT_LEVELS = str.maketrans(
-    {letter: SEAT_LETTERS[place - place % LEVELS] for place, letter in enumerate(SEAT_LETTERS)}
+    {
+        letter: SEAT_CODE.letters[place - place % SEAT_CODE.levels]
+        for place, letter in enumerate(SEAT_CODE.letters)
+    }
 )
 
 
@@ -79,8 +81,8 @@ class _Hello(TypedDict):
     signed_in: bool  # somebody may sign out
     role: str  # "admin", or "user", who cannot open a replica's own page
     seat_states: tuple[str, ...]  # `sse.SEAT_STATES`
-    seat_letters: str  # `pulse.SEAT_LETTERS`
-    levels: int  # `pulse.LEVELS`
+    seat_letters: str  # `pulse.SEAT_CODE`
+    levels: int  # `pulse.SEAT_CODE`
     price_per_hour: float | None  # of one replica
     compares: bool  # "rollouts" answers, to administrators
 
@@ -144,7 +146,7 @@ class FleetView:
         it is asked there.
         """
         before, self.members = self.members, {}
-        for name in sorted(replicas, key=in_order):
+        for name in sorted(replicas, key=_in_order):
             self.members[name] = self._member(before.get(name), name, replicas[name])
         for name in before.keys() - replicas.keys():
             self._let_go(before[name])
@@ -228,7 +230,7 @@ class FleetView:
         """A task for each replica, and one that tells of them."""
         for name, member in self.members.items():
             if name not in self._following:
-                self._following[name] = asyncio.create_task(follow(member))
+                self._following[name] = asyncio.create_task(member.follow())
         if self._telling is None or self._telling.done():
             self._telling = asyncio.create_task(self._tell())
 
@@ -248,8 +250,8 @@ class FleetView:
             "signed_in": self.signed_in,
             "role": identity.role.name.lower(),
             "seat_states": SEAT_STATES,
-            "seat_letters": SEAT_LETTERS,
-            "levels": LEVELS,
+            "seat_letters": SEAT_CODE.letters,
+            "levels": SEAT_CODE.levels,
             "price_per_hour": self.price_per_hour,
             "compares": self.compares,
         }
@@ -330,6 +332,12 @@ class FleetView:
             frame = {**frame, "replicas": [_dim_card(card) for card in frame["replicas"]]}
         viewer.lost = False
         viewer.put(sse.encode("fleet", frame))
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """What names are sorted by: r2 comes before r10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _without_levels(seats: str) -> str:

@@ -15,10 +15,9 @@ from typing import NamedTuple, TypedDict
 import msgspec
 
 from jitney.dashboard import sse
-from jitney.dashboard.pulse import LEVELS, MOST_BYTES, PULSE_VERSION, SEAT_LETTERS, Pulse
+from jitney.dashboard.pulse import Pulse
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.dashboard.sse import SEAT_STATES
 from jitney.engine.errors import ConfigError
 from jitney.engine.types import JsonDict
 
@@ -33,10 +32,8 @@ _RATE_S = 5.0
 #: Seconds of silence of its core after which an engine that serves is called silent.
 _QUIET_S = 3
 _MILLION = 1e6
-_FREE = SEAT_LETTERS[SEAT_STATES.index("free") * LEVELS]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
 _DATA = b"data: "
-_read_pulse = msgspec.json.Decoder(Pulse).decode
 _OTHER_VERSION = "{} is of another version than this page"
 
 
@@ -53,7 +50,7 @@ class Card(TypedDict):
     #: Why it is gone, in words; empty if it is not.
     trouble: str
     model: str
-    #: `pulse.SEAT_LETTERS`, one a seat.
+    #: `pulse.SEAT_CODE`, one a seat.
     seats: str
     #: Of them, those that somebody sits in; and sequences that wait for one.
     taken: int
@@ -81,31 +78,26 @@ class ReplicaAddress(NamedTuple):
     #: An API key of it; empty if it needs none.
     key: str = ""
 
-
-def read_name(text: str) -> tuple[str, str]:
-    """A replica's name and URL from "NAME=URL", or from a URL alone, whose host and port are then
-    its name. Raises ConfigError.
-    """
-    name, equals, url = text.partition("=")
-    if not equals or "/" in name:
-        return name_of(text), text
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{name!r} cannot name a replica: letters, digits and . _ : - only, 63 of them at most"
-        )
-    return name, url
+    @classmethod
+    def read(cls, text: str, key: str) -> tuple[str, ReplicaAddress]:
+        """A replica's name and address from "NAME=URL", or from a URL alone, whose host and port
+        are then its name. Raises ConfigError.
+        """
+        name, equals, url = text.partition("=")
+        if not equals or "/" in name:
+            return name_of(text), cls(text, key)
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} cannot name a replica: letters, digits and . _ : - only, 63 of them at "
+                "most"
+            )
+        return name, cls(url, key)
 
 
 def name_of(url: str) -> str:
     """What a replica is called after its URL, or after whatever else it is known by."""
     place = url.partition("://")[2] or url
     return re.sub(r"[^A-Za-z0-9._:-]+", "-", place.rstrip("/")).strip("-.:_")[:63] or "replica"
-
-
-def in_order(name: str) -> list[tuple[int, str]]:
-    """What names are sorted by: r2 comes before r10."""
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 class _Totals(NamedTuple):
@@ -220,6 +212,37 @@ class Member:
         if self.answers and now - self.heard_at > _SILENCE_S:
             self.lost(f"{self.engine.url} says nothing any more")
 
+    async def follow(self) -> None:
+        """Take its pulses; if it is gone it is asked again and again."""
+        wait = _FIRST_WAIT_S
+        while True:
+            try:
+                async for event in self.engine.feed("pulse", Pulse.most_bytes):
+                    self._take_event(event)
+                    wait = _FIRST_WAIT_S
+                self.lost(self.trouble or f"{self.engine.url} has ended its feed")
+            except Unreachable as error:
+                self.lost(str(error))
+            except Exception:
+                _log.exception("the pulse of %s could not be read", self.engine.url)
+                self.lost("its pulse could not be read; this server's log says why")
+            await asyncio.sleep(wait)
+            wait = min(_LONGEST_WAIT_S, 1.5 * wait)
+
+    def _take_event(self, event: bytes) -> None:
+        """Raises Unreachable for what no engine of this version says."""
+        name, _, rest = event.partition(b"\n")
+        if name == b"event: bye":
+            self.trouble = str(sse.decode(event)[1]["reason"])[:500]
+            return
+        if name != b"event: pulse":
+            return
+        try:
+            pulse = Pulse.read(rest.strip().removeprefix(_DATA))
+        except ValueError:
+            raise Unreachable(_OTHER_VERSION.format(self.engine.url)) from None
+        self.take(pulse)
+
     def look_away(self) -> None:
         """Nobody watches it from now on: what is known of it is old when somebody comes."""
         self.gone, self.trouble = False, ""
@@ -252,7 +275,7 @@ class Member:
             "trouble": self.trouble,
             "model": pulse.model,
             "seats": pulse.seats,
-            "taken": _taken(pulse),
+            "taken": pulse.taken,
             "waiting": pulse.waiting,
             "predicted_wait_s": round(pulse.predicted_wait_s, 1),
             "pages_used": pulse.pages_used,
@@ -265,45 +288,4 @@ class Member:
         }
 
 
-_NOTHING = Pulse(version=PULSE_VERSION, run="", t=0.0, state="connecting")
-
-
-def _taken(pulse: Pulse) -> int:
-    """Seats taken. While somebody waits, a seat that was left a moment ago is as good as taken."""
-    seated = len(pulse.seats) - pulse.seats.count(_FREE)
-    return max(seated, min(pulse.seats_busy, len(pulse.seats))) if pulse.waiting else seated
-
-
-async def follow(member: Member) -> None:
-    """Take its pulses; one that is gone is asked again and again."""
-    wait = _FIRST_WAIT_S
-    while True:
-        try:
-            async for event in member.engine.feed("pulse", MOST_BYTES):
-                _take(member, event)
-                wait = _FIRST_WAIT_S
-            member.lost(member.trouble or f"{member.engine.url} has ended its feed")
-        except Unreachable as error:
-            member.lost(str(error))
-        except Exception:
-            _log.exception("the pulse of %s could not be read", member.engine.url)
-            member.lost("its pulse could not be read; this server's log says why")
-        await asyncio.sleep(wait)
-        wait = min(_LONGEST_WAIT_S, 1.5 * wait)
-
-
-def _take(member: Member, event: bytes) -> None:
-    """Raises Unreachable for what no engine of this version says."""
-    name, _, rest = event.partition(b"\n")
-    if name == b"event: bye":
-        member.trouble = str(sse.decode(event)[1]["reason"])[:500]
-        return
-    if name != b"event: pulse":
-        return
-    try:
-        pulse = _read_pulse(rest.strip().removeprefix(_DATA))
-    except msgspec.MsgspecError:
-        raise Unreachable(_OTHER_VERSION.format(member.engine.url)) from None
-    if pulse.version != PULSE_VERSION:
-        raise Unreachable(_OTHER_VERSION.format(member.engine.url))
-    member.take(pulse)
+_NOTHING = Pulse(version=0, run="", t=0.0, state="connecting")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
@@ -14,10 +13,8 @@ from starlette.types import Receive, Scope, Send
 from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_member import Member
-from jitney.dashboard.mounting import page_by_itself, page_to_mount
-from jitney.dashboard.passing import PASSED_METHODS, nothing_here, pass_on
+from jitney.dashboard.passing import nothing_here, passed_route
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
-from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.types import JsonDict
@@ -47,8 +44,8 @@ class _Decision(msgspec.Struct, forbid_unknown_fields=True):
     action: str
 
 
-class _FleetPage(PageRoutes):
-    """Handlers for all replicas. settings.api_keys: what visitors of this page must know.
+class FleetPage(PageRoutes):
+    """The page of all replicas. settings.api_keys: what visitors of this page must know.
 
     A replica answers to our key, which may be an administrator's; so its own page is for
     administrators here. What the fleet's page shows is in nobody's name.
@@ -56,8 +53,10 @@ class _FleetPage(PageRoutes):
 
     index = "fleet.html"
 
-    def __init__(self, fleet: FleetView, settings: ServerSettings, rollouts: _Rollouts | None):
-        super().__init__(ApiKeys(settings))
+    def __init__(
+        self, fleet: FleetView, settings: ServerSettings, rollouts: _Rollouts | None = None
+    ):
+        super().__init__(settings)
         self.fleet = fleet
         self.rollouts = rollouts
         fleet.signed_in = self.sessions.needed
@@ -91,7 +90,9 @@ class _FleetPage(PageRoutes):
     def _replica_lines(self) -> list[PageLine]:
         """The page and its files hold no data, as `PageRoutes.page_lines` has it."""
         feed = Route(f"{_REPLICA}/feed", _ReplicaFeed(self.fleet), methods=["GET"])
-        passed = Route(f"{_REPLICA}/{{path:path}}", self.pass_on, methods=PASSED_METHODS)
+        passed = passed_route(
+            f"{_REPLICA}/", lambda request: _member(self.fleet, request.scope).engine
+        )
         return [
             PageLine(Route(_REPLICA, self.add_slash), Role.ANYBODY),
             PageLine(Route(f"{_REPLICA}/", self.replica_page), Role.ANYBODY),
@@ -102,6 +103,9 @@ class _FleetPage(PageRoutes):
             PageLine(feed, Role.ADMIN),
             PageLine(passed, Role.ADMIN),
         ]
+
+    async def close(self) -> None:
+        await self.fleet.close()
 
     async def add_slash(self, request: Request) -> Response:
         name = _member(self.fleet, request.scope).name
@@ -130,11 +134,6 @@ class _FleetPage(PageRoutes):
         ]
         return self.engine_list(engines, standalone=True, fleet="../../")
 
-    async def pass_on(self, request: Request) -> Response:
-        """A replica's own answer."""
-        member = _member(self.fleet, request.scope)
-        return await pass_on(member.engine, request, request.path_params["path"])
-
 
 def _member(fleet: FleetView, scope: Scope) -> Member:
     """The replica of a request's path. Raises HttpError 404."""
@@ -155,21 +154,3 @@ class _ReplicaFeed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         feed = FeedEndpoint(_member(self.fleet, scope).relay)
         await feed(scope, receive, send)
-
-
-def mounted_fleet_page(
-    fleet: FleetView, settings: ServerSettings, rollouts: _Rollouts | None = None
-) -> Starlette:
-    """The page of these replicas, to be mounted under a path of its own: see `page_to_mount`. Who
-    mounts it closes `fleet`.
-    """
-    page = _FleetPage(fleet, settings, rollouts)
-    return page_to_mount(page.lines(), page.sessions, settings)
-
-
-def create_fleet_page(
-    fleet: FleetView, settings: ServerSettings, rollouts: _Rollouts | None = None
-) -> Starlette:
-    """The page of these replicas by itself: see `page_by_itself`. `fleet` is closed with it."""
-    page = _FleetPage(fleet, settings, rollouts)
-    return page_by_itself(page.lines(), page.sessions, settings, fleet.close)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from pydantic import ValidationError
 
-from jitney.dashboard.timeline import stay_columns, stays_between
+from jitney.dashboard.timeline import Window, stay_columns
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.slices import Slices
 from jitney.engine.config.schema import EngineSection
@@ -29,7 +29,7 @@ from jitney.engine.process.client import EngineClient
 from jitney.engine.scheduler.policies import POLICIES
 from jitney.engine.simulation.replay import RecordedEngine, ReplayJob
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.history import KEEP_S, History
+from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
 from jitney.engine.telemetry.summary import seated
 from jitney.engine.types import EngineInfo, JsonDict
@@ -58,10 +58,6 @@ _SETTINGS = (
     "max_predicted_wait_s",
     "max_waiting_requests",
     "max_waiting_tokens",
-)
-EXPERIMENT_FORM = (
-    "an experiment is JSON with minutes (a number), policies (a list of names), settings (an "
-    "object) and speed (a number)"
 )
 
 
@@ -126,7 +122,7 @@ class Lab:
     def status(self) -> JsonDict:
         """Where the newest experiment stands, and what the next one could use."""
         now = time.monotonic()
-        requests = self.client.history.ended(now - KEEP_S)
+        requests = self.client.history.ended(now - History.keep_s)
         first = min((request.arrival for request in requests), default=now)
         return {
             "state": self._state,
@@ -260,7 +256,7 @@ def _recorded(history: History, minutes: float) -> Generator[None, None, _Traffi
     last = max(min(request.end, now) for request in requests)
     yield
     window, _ = history.records.between(first, last)
-    stays = yield from stays_between(history, first, last)
+    stays = yield from Window(history, first, last).stays()
     return _Traffic(
         requests=requests,
         stays=stays,
@@ -370,7 +366,7 @@ def _check_price(price: float | None) -> None:
 
 def check_minutes(minutes: float) -> None:
     """Raise RequestError unless the history may reach so far back."""
-    most = KEEP_S / 60
+    most = History.keep_s / 60
     if not 0 < minutes <= most:
         raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")
 

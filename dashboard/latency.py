@@ -4,8 +4,9 @@ histograms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -18,29 +19,72 @@ _ITL_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5
 _BOUNDS = {"wait": _LONG_BOUNDS, "ttft": _LONG_BOUNDS, "itl": _ITL_BOUNDS}
 _PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
+#: Parts, and samples of one, that are told of between two stops.
+_TOLD = 32
+
 #: When, how many seconds, how often: three arrays of one length, by time.
 type _Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def _samples(history: History, start: float, end: float) -> dict[str, _Samples]:
-    """wait, ttft and itl of what happened at start < t <= end.
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """What happened at start < t <= end."""
 
-    Every sequence that decodes has one token from each step, so the time between two tokens is the
-    time between two steps' results, as often as the later one had decode rows.
-    """
-    records, ready = history.records.between(start, end)
-    return samples_of(history, records, ready, start, end)
+    history: History
+    #: Of the steps of that time, from `RecordRing.between`.
+    records: np.ndarray
+    ready: np.ndarray
+    start: float
+    end: float
+
+    @classmethod
+    def between(cls, history: History, start: float, end: float) -> Latencies:
+        """With the records that the history keeps."""
+        records, ready = history.records.between(start, end)
+        return cls(history, records, ready, start, end)
+
+    def samples(self) -> dict[str, _Samples]:
+        """wait, ttft and itl.
+
+        Every sequence that decodes has one token from each step, so the time between two tokens is
+        the time between two steps' results, as often as the later one had decode rows.
+        """
+        return {
+            "wait": _within(self.history.waits, self.start, self.end),
+            "ttft": _within(self.history.first_tokens, self.start, self.end),
+            "itl": _gaps(self.records["decode"], self.ready),
+        }
+
+    def summary(self) -> JsonDict:
+        """Percentiles of wait, ttft and itl, seconds or None."""
+        return {name: _percentiles(*column[1:]) for name, column in self.samples().items()}
+
+    def histograms(self) -> JsonDict:
+        """Counts per upper bound, and one more for what is longer."""
+        columns = self.samples()
+        return {name: _histogram(_BOUNDS[name], column) for name, column in columns.items()}
+
+    def p95(self, bins: int) -> Generator[None, None, dict[str, list[float | None]]]:
+        """The 95th percentiles of wait, ttft and itl in each of so many equal parts. Work for
+        `Slices`.
+        """
+        edges = np.linspace(self.start, self.end, bins + 1)
+        result: dict[str, list[float | None]] = {}
+        for name, (t, values, weights) in self.samples().items():
+            cuts = np.searchsorted(t, edges, "right").tolist()
+            column = result[name] = []
+            for low, high in pairwise(cuts):
+                column.append(_p95_of(values[low:high], weights[low:high]))
+                if len(column) % _TOLD == 0 or high - low > _TOLD:
+                    yield
+        return result
 
 
-def samples_of(
-    history: History, records: np.ndarray, ready: np.ndarray, start: float, end: float
-) -> dict[str, _Samples]:
-    """The same; records, ready: of that time, from `RecordRing.between`."""
-    return {
-        "wait": _within(history.waits, start, end),
-        "ttft": _within(history.first_tokens, start, end),
-        "itl": _gaps(records["decode"], ready),
-    }
+def _p95_of(values: np.ndarray, weights: np.ndarray) -> float | None:
+    if not len(values):
+        return None
+    points = _percentiles(values, weights)
+    return None if points is None else points["p95"]
 
 
 def _gaps(decode_rows: np.ndarray, ready: np.ndarray) -> _Samples:
@@ -53,25 +97,13 @@ def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> 
     return t[kept], seconds[kept], np.ones(kept.sum(), np.int64)
 
 
-def percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | None:
+def _percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | None:
     """The least value that at least p of all do not exceed; None if there are none."""
     if not weights.any():
         return None
     shares = list(_PERCENTILES.values())
     points = np.quantile(values, shares, weights=weights, method="inverted_cdf")
     return dict(zip(_PERCENTILES, points.round(6).tolist(), strict=True))
-
-
-def summary(history: History, start: float, end: float) -> JsonDict:
-    """Percentiles of wait, ttft and itl, seconds or None."""
-    columns = _samples(history, start, end)
-    return {name: percentiles(*column[1:]) for name, column in columns.items()}
-
-
-def histograms(history: History, start: float, end: float) -> JsonDict:
-    """Counts per upper bound, and one more for what is longer."""
-    columns = _samples(history, start, end)
-    return {name: _histogram(_BOUNDS[name], column) for name, column in columns.items()}
 
 
 def _histogram(bounds: Sequence[float], column: _Samples) -> JsonDict:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from urllib.parse import quote
 
 import httpx
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine, Unreachable
@@ -16,7 +17,7 @@ from jitney.dashboard.routes import read_body
 from jitney.engine.api.errors import HttpError
 
 #: What may be asked of an engine, and how.
-PASSED_METHODS = ["GET", "POST", "DELETE"]
+_METHODS = ["GET", "POST", "DELETE"]
 #: Methods of what is asked of an engine, by the first part of the path.
 _PASSED = {route.path.split("/")[1]: route.methods for route in ENGINE_ROUTES}
 #: Parts of a path that would lead elsewhere.
@@ -31,15 +32,20 @@ _FILES = {
 }
 
 
-async def pass_on(engine: RemoteEngine, request: Request, path: str) -> StreamingResponse:
-    """An engine's own answer to a request for this path of its page. Raises HttpError: 404 for what
-    no engine answers, 502 without an answer.
+def passed_route(path: str, engine_of: Callable[[Request], RemoteEngine]) -> Route:
+    """The route below `path` whose answers are an engine's own; HttpError 404 for what no engine
+    answers, 502 without an answer. engine_of: which one a request is for; may raise HttpError.
     """
-    parts = path.split("/")
-    if request.method not in _PASSED.get(parts[0], ()) or _NOT_PARTS & set(parts):
-        raise nothing_here()
-    body = await read_body(request) if request.method == "POST" else b""
-    return await _relayed(engine, request.method, quote(path), request.url.query, body)
+
+    async def answer(request: Request) -> Response:
+        engine, passed = engine_of(request), request.path_params["path"]
+        parts = passed.split("/")
+        if request.method not in _PASSED.get(parts[0], ()) or _NOT_PARTS & set(parts):
+            raise nothing_here()
+        body = await read_body(request) if request.method == "POST" else b""
+        return await _relayed(engine, request.method, quote(passed), request.url.query, body)
+
+    return Route(f"{path}{{path:path}}", answer, methods=_METHODS)
 
 
 def nothing_here() -> HttpError:

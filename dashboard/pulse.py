@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,22 +26,33 @@ from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 _log = logging.getLogger("jitney.dashboard")
 
 #: Rises with every change that an older reader would not understand.
-PULSE_VERSION = 1
-#: Degrees of how far a sequence has come.
-LEVELS = 16
-#: A seat is one of these: its state's place in SEAT_STATES, times LEVELS, plus its level.
-SEAT_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+_PULSE_VERSION = 1
+
+
+class _SeatCode(NamedTuple):
+    """How a seat is written."""
+
+    #: A seat is one of these: its state's place in SEAT_STATES, times `levels`, plus its level.
+    letters: str
+    #: Degrees of how far a sequence has come.
+    levels: int
+
+    def letter(self, state: str, level: int = 0) -> str:
+        return self.letters[SEAT_STATES.index(state) * self.levels + level]
+
+
+SEAT_CODE = _SeatCode("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", 16)
+_LEVELS = SEAT_CODE.levels
 #: Most seats of an engine that are taken from it.
 _MOST_SEATS = 65_536
-#: Most bytes of a pulse.
-MOST_BYTES = 2 * _MOST_SEATS
 #: Pulses a second, and seconds without a change after which one goes out all the same.
 _HZ = 2.0
 _HEARTBEAT_S = 1.0
-_LETTERS = np.frombuffer(SEAT_LETTERS.encode(), np.uint8)
+_LETTERS = np.frombuffer(SEAT_CODE.letters.encode(), np.uint8)
 _N_PROMPT, _N_COMPUTED, _N_OUTPUT, _MAX_TOKENS = (
     SEAT_NUMBERS.index(name) for name in ("n_prompt", "n_computed", "n_output", "max_tokens")
 )
+_FREE = SEAT_CODE.letter("free")
 _PREFILL, _DECODE = SEAT_STATES.index("prefill"), SEAT_STATES.index("decode")
 
 type _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -61,7 +72,10 @@ class _Loading(msgspec.Struct, frozen=True):
 class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     """An engine now. Totals are since its server's start."""
 
-    #: PULSE_VERSION of who sends it.
+    #: Most bytes of one.
+    most_bytes: ClassVar[int] = 2 * _MOST_SEATS
+
+    #: _PULSE_VERSION of who sends it.
     version: _Count
     #: Another server, another run.
     run: _Word
@@ -70,7 +84,7 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     #: As `sse.KeyFrame` has it.
     state: _Word
     model: _Word = ""
-    #: One of SEAT_LETTERS a seat; empty while no engine serves.
+    #: One of the letters of SEAT_CODE a seat; empty while no engine serves.
     seats: Annotated[str, msgspec.Meta(max_length=_MOST_SEATS, pattern="^[A-Za-z0-9+/]*$")] = ""
     #: Seats taken, as of the newest step's plan.
     seats_busy: _Count = 0
@@ -92,6 +106,25 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     #: None unless it loads.
     progress: _Loading | None = None
 
+    @classmethod
+    def read(cls, data: bytes) -> Pulse:
+        """From JSON. Raises ValueError for what is no pulse, or one of another version."""
+        pulse = _decode(data)
+        if pulse.version != _PULSE_VERSION:
+            raise ValueError(f"version {pulse.version}")
+        return pulse
+
+    @property
+    def taken(self) -> int:
+        """Seats taken. While somebody waits, a seat that was left a moment ago is as good as
+        taken.
+        """
+        seated = len(self.seats) - self.seats.count(_FREE)
+        return max(seated, min(self.seats_busy, len(self.seats))) if self.waiting else seated
+
+
+_decode = msgspec.json.Decoder(Pulse).decode
+
 
 def _seat_letters(client: EngineClient, *, with_levels: bool) -> str:
     """All seats, a letter each. with_levels: with how far their sequences have come."""
@@ -99,16 +132,16 @@ def _seat_letters(client: EngineClient, *, with_levels: bool) -> str:
     levels = np.zeros(len(seats.state), np.int64)
     if with_levels:
         levels = _levels(seats.state, seats.numbers)
-    return _LETTERS[seats.state * np.int64(LEVELS) + levels].tobytes().decode()
+    return _LETTERS[seats.state * np.int64(_LEVELS) + levels].tobytes().decode()
 
 
 def _levels(state: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """int64[S]: 0 to LEVELS - 1; the last one only for who is done. numbers: by SEAT_NUMBERS."""
+    """int64[S]: 0 to _LEVELS - 1; the last one only for who is done. numbers: by SEAT_NUMBERS."""
     reads, writes = state == _PREFILL, state == _DECODE
     reached = np.where(reads, numbers[_N_COMPUTED], numbers[_N_OUTPUT])
     end = np.where(reads, numbers[_N_PROMPT], numbers[_MAX_TOKENS])
-    levels = (LEVELS - 1) * reached // np.maximum(end, 1)
-    return np.where(reads | writes, np.clip(levels, 0, LEVELS - 1), 0)
+    levels = (_LEVELS - 1) * reached // np.maximum(end, 1)
+    return np.where(reads | writes, np.clip(levels, 0, _LEVELS - 1), 0)
 
 
 def _useful_rows(rows: Mapping[str, int]) -> int:
@@ -125,7 +158,7 @@ def _pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) 
         if client.state in ("ready", "draining"):
             seats = _seat_letters(client, with_levels=with_levels)
     return Pulse(
-        version=PULSE_VERSION,
+        version=_PULSE_VERSION,
         run=run,
         t=round(now, 3),
         state=client.state,

@@ -12,7 +12,6 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
-from jitney.dashboard.sse import MOST_EVENT_BYTES, EventTooLong, whole_events
 from jitney.engine.errors import ConfigError, JitneyError
 
 #: Seconds to connect.
@@ -20,6 +19,8 @@ _CONNECT_S = 5.0
 #: Seconds without a word on a feed, whose frames come once a second at least.
 _SILENCE_S = 10.0
 _PATH = "/dashboard"
+#: Most bytes of an event of a feed that is read: a key frame of thousands of seats has a tenth.
+_MOST_EVENT_BYTES = 8 << 20
 
 
 class Unreachable(JitneyError):
@@ -43,6 +44,26 @@ def _check_parts(parts: SplitResult) -> None:
         raise ConfigError(
             "an engine's URL is http://HOST:PORT; a key comes from the environment or a file"
         )
+
+
+class _EventTooLong(JitneyError):
+    """A feed sends something that is no feed of ours."""
+
+
+async def _whole_events(
+    parts: AsyncIterator[bytes], most_bytes: int = _MOST_EVENT_BYTES
+) -> AsyncIterator[bytes]:
+    """The events of a feed whose bytes arrive in any parts. Raises EventTooLong if one has more
+    than most_bytes.
+    """
+    rest = b""
+    async for part in parts:
+        *events, rest = (rest + part).split(b"\n\n")
+        if len(rest) > most_bytes:
+            raise _EventTooLong(f"an event of its feed has more than {most_bytes} bytes")
+        for event in events:
+            if event and not event.startswith(b":"):
+                yield event + b"\n\n"
 
 
 class RemoteEngine:
@@ -101,7 +122,7 @@ class RemoteEngine:
             raise Unreachable(f"{self.url} does not accept the API key ({answer.status_code})")
 
     async def feed(
-        self, path: str = "feed", most_bytes: int = MOST_EVENT_BYTES
+        self, path: str = "feed", most_bytes: int = _MOST_EVENT_BYTES
     ) -> AsyncIterator[bytes]:
         """A feed's events as they come, until it ends; most_bytes: of one of them. Raises
         Unreachable.
@@ -111,9 +132,9 @@ class RemoteEngine:
             if answer.status_code != 200:
                 raise Unreachable(f"{self.url}: {_refusal(answer.status_code)}")
             try:
-                async for event in whole_events(answer.aiter_bytes(), most_bytes):
+                async for event in _whole_events(answer.aiter_bytes(), most_bytes):
                     yield event
-            except EventTooLong as error:
+            except _EventTooLong as error:
                 raise Unreachable(f"{self.url}: {error}") from None
 
 

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitney.dashboard import latency, timeline
-from jitney.dashboard.request_detail import Steps, causes
+from jitney.dashboard.latency import Latencies
+from jitney.dashboard.request_detail import Steps
 from jitney.dashboard.sse import Note
+from jitney.dashboard.timeline import Window
 from jitney.engine.config.layers import NOTHING
 from jitney.engine.process.client import EngineClient
 from jitney.engine.report.page import PageSection, Table, page
@@ -70,43 +71,43 @@ class ReportData(NamedTuple):
     #: Before the charts, and after them.
     above: list[PageSection]
     below: list[PageSection]
-    #: From `timeline.timeline`.
+    #: From `Window.timeline`.
     shown: JsonObject
 
+    @classmethod
+    def collect(
+        cls, client: EngineClient, minutes: float, notes: Sequence[Note], now: float, wall: float
+    ) -> Generator[None, None, ReportData]:
+        """What a report of the last `minutes` needs. Work for `Slices`.
 
-def collect(
-    client: EngineClient, minutes: float, notes: Sequence[Note], now: float, wall: float
-) -> Generator[None, None, ReportData]:
-    """What a report of the last `minutes` needs. Work for `Slices`.
+        notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
+        """
+        history = client.history
+        window = Window.shown(history, now - 60 * minutes, now, now)
+        start, end = window.start, window.end
+        shown = yield from window.timeline(_BINS, now)
+        made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
+        span = f"The {minutes:g} min before {made}; state {client.state}."
+        model = client.info.model.name if client.info else "no model"
+        rows = [*_figure_rows(shown["bins"], end - start)]
+        rows += _latency_rows(Latencies.between(history, start, end).summary())
+        figures = Table((), rows, words=True)
+        yield
+        slowest = yield from _slowest(history, start, now)
+        return cls(
+            title=f"Jitney: {model}",
+            summary=[_facts(client), span],
+            above=[PageSection("Figures", [_headline(client)], [figures])],
+            below=[slowest, *_notes(notes)],
+            shown=shown,
+        )
 
-    notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
-    """
-    history = client.history
-    start, end = timeline.window(now - 60 * minutes, now, now)
-    shown = yield from timeline.timeline(history, start, end, _BINS, now)
-    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
-    span = f"The {minutes:g} min before {made}; state {client.state}."
-    model = client.info.model.name if client.info else "no model"
-    rows = [*_figure_rows(shown["bins"], end - start)]
-    rows += _latency_rows(latency.summary(history, start, end))
-    figures = Table((), rows, words=True)
-    yield
-    slowest = yield from _slowest(history, start, now)
-    return ReportData(
-        title=f"Jitney: {model}",
-        summary=[_facts(client), span],
-        above=[PageSection("Figures", [_headline(client)], [figures])],
-        below=[slowest, *_notes(notes)],
-        shown=shown,
-    )
-
-
-def render(snapshot: ReportData) -> str:
-    """The HTML. Drawing takes 0.1 s, and 0.5 s at first: work for another process, see
-    `drawing`.
-    """
-    sections = [*snapshot.above, *_chart_sections(snapshot.shown), *snapshot.below]
-    return page(snapshot.title, snapshot.summary, sections)
+    def drawn(self) -> str:
+        """The HTML. Drawing takes 0.1 s, and 0.5 s at first: work for another process, see
+        `drawing`.
+        """
+        sections = [*self.above, *_chart_sections(self.shown), *self.below]
+        return page(self.title, self.summary, sections)
 
 
 def _notes(notes: Sequence[Note]) -> list[PageSection]:
@@ -196,7 +197,7 @@ def _request_row(history: History, request: RequestRecord, now: float) -> tuple[
 
 def _why(history: History, request: RequestRecord, now: float) -> str:
     """Where its time went."""
-    why = causes(request, Steps(history, request, now), now)[:3]
+    why = Steps(history, request, now).causes()[:3]
     return "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why)
 
 
@@ -214,7 +215,7 @@ def _chart_sections(shown: JsonObject) -> Iterator[PageSection]:
 
 
 class _ChartBins:
-    """The columns of `timeline._binned`, as charts show them."""
+    """The columns of `Window._binned`, as charts show them."""
 
     def __init__(self, shown: JsonObject):
         bins = shown["bins"]

@@ -123,7 +123,9 @@ def _is_in(request: RequestRecord, state: str) -> bool:
 
 
 def detail(history: History, request: RequestRecord, now: float) -> _Work:
-    """The row, and the phases, chunks, tokens, company and causes of a sequence (see `causes`)."""
+    """The row, and the phases, chunks, tokens, company and causes of a sequence (see
+    `Steps.causes`).
+    """
     steps = Steps(history, request, now)
     yield
     chunks: list[JsonDict] = []
@@ -136,7 +138,7 @@ def detail(history: History, request: RequestRecord, now: float) -> _Work:
         "chunks": chunks,
         "cadence": steps.cadence(),
         "shared": steps.shared(),
-        "causes": causes(request, steps, now),
+        "causes": steps.causes(),
     }
 
 
@@ -301,6 +303,19 @@ class Steps:
             "prefill_rows_of_others": max(0, prompt_rows - own_rows),
         }
 
+    def causes(self) -> list[JsonDict]:
+        """Seconds of its time by cause, the largest first; they add up to what it has taken so far.
+
+        queue, preemption: waiting for a first seat, and again after losing it, with what had to be
+        computed again. compile: steps that compiled a program. prefill: its own prompt.
+        shared_prefill: what steps with prompt rows of others took longer than steps without, while
+        it decoded. host_gap: the device had nothing to do. decode: the rest.
+        """
+        request = self.request
+        seconds = _seconds_by_cause(request, self, self.now).items()
+        found = [_cause(code, value, request) for code, value in seconds if value > _LEAST_S]
+        return sorted(found, key=lambda cause: -cause["seconds"])
+
 
 def _others(counts: np.ndarray) -> JsonDict:
     """How many others sat there, from their number in each step."""
@@ -327,19 +342,6 @@ _WORDS = {
 }
 #: Shorter times, in seconds, are left out.
 _LEAST_S = 5e-5
-
-
-def causes(request: RequestRecord, steps: Steps, now: float) -> list[JsonDict]:
-    """Seconds of its time by cause, the largest first; they add up to what it has taken so far.
-
-    queue, preemption: waiting for a first seat, and again after losing it, with what had to be
-    computed again. compile: steps that compiled a program. prefill: its own prompt. shared_prefill:
-    what steps with prompt rows of others took longer than steps without, while it decoded.
-    host_gap: the device had nothing to do. decode: the rest.
-    """
-    seconds = _seconds_by_cause(request, steps, now).items()
-    found = [_cause(code, value, request) for code, value in seconds if value > _LEAST_S]
-    return sorted(found, key=lambda cause: -cause["seconds"])
 
 
 def _cause(code: str, seconds: float, request: RequestRecord) -> JsonDict:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+import gzip
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
-from jitney.dashboard.assets import PageFiles
-from jitney.dashboard.auth import PageLine
-from jitney.dashboard.sessions import COOKIE, LIFETIME_S, Sessions
+from jitney.dashboard.auth import PageLine, page_middleware
+from jitney.dashboard.sessions import Sessions
 from jitney.engine.api.access import ApiKeys, address_of
+from jitney.engine.api.cross_site import cors
 from jitney.engine.api.errors import ErrorReply, HttpError
+from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.routing import Role
+from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import JitneyError, RequestError
 from jitney.engine.types import JsonDict
 
 #: Most bytes of a body that is sent to a dashboard.
 _BODY_LIMIT = 4096
+_STATIC = Path(str(files("jitney.dashboard"))) / "static"
+_PLOTLY = "plotly.min.js"
+_PLOTLY_FILE = Path(str(files("plotly"))) / "package_data" / _PLOTLY
+#: Smaller files travel as they are.
+_GZIP_FROM = 1024
 
 
 class _SignIn(msgspec.Struct, forbid_unknown_fields=True):
@@ -29,16 +49,72 @@ class _SignIn(msgspec.Struct, forbid_unknown_fields=True):
     key: str
 
 
+class _PageFiles(StaticFiles):
+    """Files by name; compressed at their first use and kept. A browser asks each time whether it
+    has the newest version.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(directory=_STATIC)
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        if path == _PLOTLY:
+            return str(_PLOTLY_FILE), _PLOTLY_FILE.stat()
+        return super().lookup_path(path)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers["cache-control"] = "no-cache"
+        response.headers["vary"] = "accept-encoding"
+        accepted = Headers(scope=scope).get("accept-encoding", "")
+        is_large = int(response.headers.get("content-length", 0)) >= _GZIP_FROM
+        if not isinstance(response, FileResponse) or not is_large or "gzip" not in accepted:
+            return response
+        etag = response.headers["etag"]
+        body = await run_in_threadpool(_compressed, str(response.path), etag)
+        headers = {
+            "etag": etag,
+            "cache-control": "no-cache",
+            "vary": "accept-encoding",
+            "content-encoding": "gzip",
+        }
+        return Response(body, 200, headers, response.media_type)
+
+    def sign_in_page(self) -> Response:
+        """The form, for whom may not look."""
+        return FileResponse(_STATIC / "sign-in.html", 401, {"cache-control": "no-cache"})
+
+
+@cache
+def _compressed(path: str, etag: str) -> bytes:
+    """Blocking: plotly.js takes about 0.2 s. etag: another version of the file, another answer."""
+    return gzip.compress(Path(path).read_bytes(), 5, mtime=0)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Errors in the endpoint's own form."""
+    context = request.scope.get("jitney")
+    return ErrorReply.of(error, context.request_id if context is not None else "none").response()
+
+
+#: Which handler answers which error.
+_HANDLERS: dict[Any, Any] = {HTTPException: _failed, JitneyError: _failed}
+
+
 class PageRoutes:
-    """Handlers of the routes that hold no data."""
+    """A page as an application: handlers of the routes that hold no data, to which each page adds
+    its own.
+    """
 
     #: The file at "/".
     index = "index.html"
 
-    def __init__(self, keys: ApiKeys):
-        self.keys = keys
-        self.sessions = Sessions(keys.needed)
-        self.files = PageFiles()
+    def __init__(self, settings: ServerSettings):
+        """settings: allowed_hosts, cors_origins and keys count here."""
+        self.keys = ApiKeys(settings)
+        self.sessions = Sessions(self.keys.needed)
+        self._settings = settings
+        self.files = _PageFiles()
 
     def page_lines(self) -> list[PageLine]:
         """The page itself turns into the sign-in form, and assets hold no data."""
@@ -48,6 +124,72 @@ class PageRoutes:
             PageLine(Route("/sign-in", self.sign_in, methods=["POST"]), Role.ANYBODY),
             PageLine(Route("/sign-out", self.sign_out, methods=["POST"]), Role.ANYBODY),
         ]
+
+    def lines(self) -> list[PageLine]:
+        """All of the page's table of routes."""
+        return self.page_lines()
+
+    async def close(self) -> None:
+        """Let go what the page watches."""
+
+    def to_mount(self) -> Starlette:
+        """The page for a path of its own. It checks for itself who may look (see `sign_in`), so
+        what is in front must not ask for a bearer key, but check hosts and headers. To close
+        the page is left to who mounts it.
+        """
+        lines = self.lines()
+        app = Starlette(
+            routes=[line.route for line in lines],
+            middleware=self._middleware(lines),
+            exception_handlers=_HANDLERS,
+        )
+        app.router.redirect_slashes = False
+        return app
+
+    def mounted(self, path: str) -> list[BaseRoute]:
+        """The page at `path`, and redirects for those who leave out the slash at its end, and for
+        browsers that come to "/".
+
+        The redirects are relative, because an absolute one would repeat the client's Host header.
+        """
+
+        async def add_slash(request: Request) -> Response:
+            return RedirectResponse(path.rpartition("/")[2] + "/")
+
+        async def front_door(request: Request) -> Response:
+            if "text/html" not in request.headers.get("accept", ""):
+                raise HTTPException(404)  # a program wants to know that there is nothing
+            return RedirectResponse(path.removeprefix("/") + "/")
+
+        return [
+            Route("/", front_door),
+            Route(path, add_slash),
+            Mount(path, app=self.to_mount()),
+        ]
+
+    def by_itself(self) -> Starlette:
+        """The page with nothing in front of it, which is closed with it."""
+
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            yield
+            await self.close()
+
+        lines = self.lines()
+        router = Router([line.route for line in lines], redirect_slashes=False)
+        inner: Any = HeaderLimits(router, self._settings)
+        return Starlette(
+            routes=[Mount("/", app=inner)],
+            exception_handlers=_HANDLERS,
+            lifespan=lifespan,
+            middleware=[
+                *cors(self._settings),
+                *self._middleware(lines),
+            ],
+        )
+
+    def _middleware(self, lines: list[PageLine]) -> list[Middleware]:
+        return page_middleware(lines, self.sessions, self._settings.server.cors_origins)
 
     def engine_list(
         self, engines: list[JsonDict], *, standalone: bool, fleet: str = ""
@@ -78,36 +220,15 @@ class PageRoutes:
         body = await read_body(request)
         sign_in = read_json(body, _SignIn, 'a sign-in is JSON: {"key": "..."}', "key")
         identity = self.keys.identify(sign_in.key, address_of(request.scope))
-        session = self.sessions.open(identity)
         response = Response(status_code=204)
-        response.set_cookie(COOKIE, session, max_age=LIFETIME_S, **_cookie_of(request))
+        self.sessions.begin(identity, request, response)
         return response
 
     async def sign_out(self, request: Request) -> Response:
         """End the session of this browser."""
-        self.sessions.close(request.cookies.get(COOKIE))
         response = Response(status_code=204)
-        response.delete_cookie(COOKIE, **_cookie_of(request))
+        self.sessions.end(request, response)
         return response
-
-
-class _CookieAttributes(TypedDict):
-    """Which requests a browser sends the cookie with."""
-
-    path: str
-    httponly: bool
-    samesite: Literal["strict"]
-    secure: bool
-
-
-def _cookie_of(request: Request) -> _CookieAttributes:
-    """Those of this page's own, and over TLS alone if this one came so."""
-    return {
-        "path": request.scope.get("root_path") or "/",
-        "httponly": True,
-        "samesite": "strict",
-        "secure": request.url.scheme == "https",
-    }
 
 
 async def read_body(request: Request) -> bytes:
@@ -139,13 +260,3 @@ def read_json[T](body: bytes, kind: type[T], otherwise: str, param: str) -> T:
 
 def to_json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Errors in the endpoint's own form."""
-    context = request.scope.get("jitney")
-    return ErrorReply.of(error, context.request_id if context is not None else "none").response()
-
-
-#: Which handler answers which error.
-HANDLERS: dict[Any, Any] = {HTTPException: _failed, JitneyError: _failed}

@@ -7,16 +7,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from typing import Literal, TypedDict
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Scope
 
 from jitney.engine.api.access import EVERYBODY, NOBODY, Identity
 from jitney.engine.api.settings import digest_key
 
-COOKIE = "jitney_session"
+_COOKIE = "jitney_session"
 #: Seconds until a browser must sign in again.
-LIFETIME_S = 12 * 3600
+_LIFETIME_S = 12 * 3600
 #: Sessions kept in memory; the oldest goes first.
 _MAX_SESSIONS = 1024
 
@@ -39,7 +41,7 @@ class Sessions:
     def open(self, identity: Identity) -> str:
         """A new session id."""
         session = secrets.token_urlsafe(32)
-        self._open[digest_key(session)] = (self._clock() + LIFETIME_S, identity)
+        self._open[digest_key(session)] = (self._clock() + _LIFETIME_S, identity)
         while len(self._open) > _MAX_SESSIONS:
             del self._open[next(iter(self._open))]
         return session
@@ -58,6 +60,37 @@ class Sessions:
         end, identity = self._open.get(digest_key(session), (0.0, NOBODY))
         return identity if self._clock() < end else NOBODY
 
+    def begin(self, identity: Identity, request: Request, response: Response) -> None:
+        """A new session for whoever sent the request, in a cookie that scripts cannot read and
+        other sites cannot send.
+        """
+        session = self.open(identity)
+        response.set_cookie(_COOKIE, session, max_age=_LIFETIME_S, **_cookie_of(request))
+
+    def end(self, request: Request, response: Response) -> None:
+        """No session any more for whoever sent the request."""
+        self.close(request.cookies.get(_COOKIE))
+        response.delete_cookie(_COOKIE, **_cookie_of(request))
+
     def of_request(self, scope: Scope) -> Identity:
         """Who sent a request, by its cookie."""
-        return self.identify(Request(scope).cookies.get(COOKIE))
+        return self.identify(Request(scope).cookies.get(_COOKIE))
+
+
+class _CookieAttributes(TypedDict):
+    """Which requests a browser sends the cookie with."""
+
+    path: str
+    httponly: bool
+    samesite: Literal["strict"]
+    secure: bool
+
+
+def _cookie_of(request: Request) -> _CookieAttributes:
+    """Those of this page's own, and over TLS alone if this one came so."""
+    return {
+        "path": request.scope.get("root_path") or "/",
+        "httponly": True,
+        "samesite": "strict",
+        "secure": request.url.scheme == "https",
+    }

@@ -82,6 +82,22 @@ class PageCells:
     #: Pages in each state, exact.
     counts: dict[str, int]
 
+    @classmethod
+    def of(cls, page_states: bytes) -> PageCells:
+        """Of `messages.SeatMap.page_states`."""
+        states = np.frombuffer(page_states, np.uint8)[1:]
+        counts = np.bincount(states, minlength=len(PAGE_STATES))
+        per_cell = max(1, -(-len(states) // _MAX_PAGE_CELLS))
+        cells = states
+        if per_cell > 1:
+            cells = _commonest(states, per_cell)
+        return cls(per_cell, cells, dict(zip(PAGE_STATES, counts.tolist(), strict=True)))
+
+    def shown(self) -> PageMap:
+        """As the page gets it."""
+        cells = _base64(self.cells.tobytes())
+        return {"per_cell": self.per_cell, "cells": cells, "counts": self.counts}
+
 
 @dataclass(slots=True)
 class Snapshot:
@@ -106,6 +122,49 @@ class Snapshot:
     #: ready; for `Notes`.
     kernels_out: list[str] = field(default_factory=list)
     ready_at: float = 0.0
+
+    def key_frame(self, page_size: int, view: View | None = None) -> KeyFrame:
+        """All of it that somebody may see. page_size: tokens of a KV page; view: None for
+        everything.
+        """
+        seats = self.seats
+        pages = self.pages
+        return {
+            "t": round(self.t, 4),
+            "step": self.step,
+            "state": self.state,
+            "last_step_age_s": self.last_step_age_s,
+            "progress": self.progress,
+            "seats": None if seats is None else _seat_lists(_shown(seats, view), page_size),
+            "pages": None if pages is None else pages.shown(),
+            "metrics": self.metrics,
+            "histograms": self.histograms,
+            "notes": self.notes,
+            "outages": self.outages,
+            "n_events": self.n_events,
+        }
+
+    def follows(self, before: Snapshot | None) -> bool:
+        """True if it can be sent as a delta: it has the same seats and the same cells."""
+        if before is None or self.step < before.step:
+            return False
+        return _sizes(before) == _sizes(self)
+
+    def delta(self, before: Snapshot) -> Delta:
+        """What changed since `before`, which it follows."""
+        changes: Delta = {"t": round(self.t, 4), "step": self.step, "n_events": self.n_events}
+        _add_state(changes, before, self)
+        seats = _seat_changes(before, self)
+        if seats:
+            changes["seats"] = seats
+        if before.pages is not None and self.pages is not None:
+            pages = _page_changes(before.pages, self.pages)
+            if pages is not None:
+                changes["pages"] = pages
+        metrics = _metric_changes(before.metrics, self.metrics)
+        if metrics:
+            changes["metrics"] = metrics
+        return changes
 
 
 def _shown(seats: _SeatColumns, view: View | None) -> _SeatColumns:
@@ -146,17 +205,6 @@ def _seat_of(request: RequestRecord) -> tuple[int, tuple[int, int, int, int, int
     return state, (request.index, n_prompt, n_computed, n_output, request.max_tokens)
 
 
-def page_cells(page_states: bytes) -> PageCells:
-    """The page map of `messages.SeatMap.page_states`."""
-    states = np.frombuffer(page_states, np.uint8)[1:]
-    counts = np.bincount(states, minlength=len(PAGE_STATES))
-    per_cell = max(1, -(-len(states) // _MAX_PAGE_CELLS))
-    cells = states
-    if per_cell > 1:
-        cells = _commonest(states, per_cell)
-    return PageCells(per_cell, cells, dict(zip(PAGE_STATES, counts.tolist(), strict=True)))
-
-
 def _commonest(states: np.ndarray, width: int) -> np.ndarray:
     """uint8[ceil(N / width)]: the commonest state of each group of `width`; of equals, the
     lowest.
@@ -184,7 +232,7 @@ def _page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
 
 def metrics(client: EngineClient, records: np.ndarray, latency: JsonDict) -> Metrics:
     """The engine's numbers now. records: the steps since the snapshot before; latency: see
-    `latency.summary`.
+    `Latencies.summary`.
     """
     counters = client.counters
     history = client.history
@@ -222,28 +270,6 @@ def _longest_step(records: np.ndarray) -> float | None:
     return round(float((records["device_s"] + records["gap_s"]).max()), 6)
 
 
-def key_frame(snapshot: Snapshot, page_size: int, view: View | None = None) -> KeyFrame:
-    """All of the snapshot that somebody may see. page_size: tokens of a KV page; view: None for
-    everything.
-    """
-    seats = snapshot.seats
-    pages = snapshot.pages
-    return {
-        "t": round(snapshot.t, 4),
-        "step": snapshot.step,
-        "state": snapshot.state,
-        "last_step_age_s": snapshot.last_step_age_s,
-        "progress": snapshot.progress,
-        "seats": None if seats is None else _seat_lists(_shown(seats, view), page_size),
-        "pages": None if pages is None else page_map(pages),
-        "metrics": snapshot.metrics,
-        "histograms": snapshot.histograms,
-        "notes": snapshot.notes,
-        "outages": snapshot.outages,
-        "n_events": snapshot.n_events,
-    }
-
-
 def _seat_lists(seats: _SeatColumns, page_size: int) -> SeatLists:
     n_tokens = seats.numbers[_N_PROMPT] + seats.numbers[_N_OUTPUT]
     pages = -(-n_tokens // max(1, page_size))
@@ -274,20 +300,8 @@ def _lists(
     }
 
 
-def page_map(pages: PageCells) -> PageMap:
-    cells = _base64(pages.cells.tobytes())
-    return {"per_cell": pages.per_cell, "cells": cells, "counts": pages.counts}
-
-
 def _base64(array: bytes) -> str:
     return base64.b64encode(array).decode()
-
-
-def follows(before: Snapshot | None, now: Snapshot) -> bool:
-    """True if `now` can be sent as a delta: it has the same seats and the same cells."""
-    if before is None or now.step < before.step:
-        return False
-    return _sizes(before) == _sizes(now)
 
 
 def _sizes(snapshot: Snapshot) -> tuple[int, int]:
@@ -298,23 +312,6 @@ def _sizes(snapshot: Snapshot) -> tuple[int, int]:
     if snapshot.pages is not None:
         n_cells = len(snapshot.pages.cells)
     return n_seats, n_cells
-
-
-def delta(before: Snapshot, now: Snapshot) -> Delta:
-    """What changed since `before`, which `now` follows."""
-    changes: Delta = {"t": round(now.t, 4), "step": now.step, "n_events": now.n_events}
-    _add_state(changes, before, now)
-    seats = _seat_changes(before, now)
-    if seats:
-        changes["seats"] = seats
-    if before.pages is not None and now.pages is not None:
-        pages = _page_changes(before.pages, now.pages)
-        if pages is not None:
-            changes["pages"] = pages
-    metrics = _metric_changes(before.metrics, now.metrics)
-    if metrics:
-        changes["metrics"] = metrics
-    return changes
 
 
 def _add_state(changes: Delta, before: Snapshot, now: Snapshot) -> None:
@@ -350,8 +347,3 @@ def _metric_changes(before: Metrics, now: Metrics) -> JsonDict:
         if before.get(name) != value:
             changes[name] = value
     return changes
-
-
-def is_quiet(changes: Delta) -> bool:
-    """True for a delta that says nothing but the time."""
-    return changes.keys() <= {"t", "step", "n_events", "last_step_age_s"}

@@ -10,13 +10,11 @@ have an id; a viewer that comes back sends the last one as Last-Event-ID.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from operator import attrgetter
 from typing import Any, Required, TypedDict
 
 import msgspec
 
-from jitney.engine.errors import JitneyError
 from jitney.engine.messages import SequenceEvent
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE, RowKind
 from jitney.engine.types import EngineInfo, JsonDict
@@ -41,8 +39,6 @@ _EVENT_COLUMNS = (
     "n_output",
     "reason",
 )
-#: Most bytes of an event of a feed that is read: a key frame of thousands of seats has a tenth.
-MOST_EVENT_BYTES = 8 << 20
 #: Milliseconds after which a page whose feed has ended asks again.
 _RETRY_MS = 1000
 
@@ -197,26 +193,6 @@ def decode(event: bytes) -> tuple[str, Any]:
     """(name, data) of one event."""
     fields = dict(line.split(b": ", 1) for line in event.strip().split(b"\n"))
     return fields[b"event"].decode(), msgspec.json.decode(fields[b"data"])
-
-
-class EventTooLong(JitneyError):
-    """A feed sends something that is no feed of ours."""
-
-
-async def whole_events(
-    parts: AsyncIterator[bytes], most_bytes: int = MOST_EVENT_BYTES
-) -> AsyncIterator[bytes]:
-    """The events of a feed whose bytes arrive in any parts. Raises EventTooLong if one has more
-    than most_bytes.
-    """
-    rest = b""
-    async for part in parts:
-        *events, rest = (rest + part).split(b"\n\n")
-        if len(rest) > most_bytes:
-            raise EventTooLong(f"an event of its feed has more than {most_bytes} bytes")
-        for event in events:
-            if event and not event.startswith(b":"):
-                yield event + b"\n\n"
 
 
 def hello(

@@ -5,20 +5,19 @@ trace. With ten minutes to tell of each takes up to seconds: what yields is work
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from jitney.dashboard import latency
+from jitney.dashboard.latency import Latencies
 from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.records import FIELDS, ROW_KINDS
-from jitney.engine.telemetry.history import KEEP_S, History, stays_within
+from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, Stay
 from jitney.engine.types import JsonDict
 
-MAX_BINS = 600
 _MAX_STAYS = 20_000
 #: Most step records in one answer.
 _MAX_RECORDS = 4096
@@ -88,45 +87,97 @@ def _column(values: np.ndarray) -> list[Any]:
     return values.tolist()
 
 
-def timeline(
-    history: History,
-    start: float,
-    end: float,
-    bins: int,
-    now: float,
-    *,
-    identity: Identity = EVERYBODY,
-) -> Work:
-    """What happened at start < t <= end, in `bins` equal parts, with the stays in seats that touch
-    this time, as `identity` may see it.
-    """
-    stays = yield from stays_between(history, start, end)
-    left_out = max(0, len(stays) - _MAX_STAYS)
-    columns = yield from stay_columns(stays[left_out:], identity)
-    return {
-        "now": round(now, 4),
-        "from": round(start, 4),
-        "to": round(end, 4),
-        "kept_from": round(history.kept_from, 4),
-        "seats": len(history.seats),
-        "bins": (yield from _binned(history, start, end, bins)),
-        "stays": columns,
-        "stays_left_out": left_out,
-        "outages": msgspec.to_builtins(list(history.outages)),
-    }
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What happened at start < t <= end."""
 
+    history: History
+    start: float
+    end: float
 
-def stays_between(
-    history: History, start: float, end: float
-) -> Generator[None, None, list[SeatStay]]:
-    """Stays that touch the time from start to end, by their beginning. Work for `Slices`."""
-    pairs: list[SeatStay] = []
-    for place, record in enumerate([*history.ended(start), *history.open()]):
-        pairs += stays_within(record, start, end)
-        if place % _TOLD == 0:
+    @classmethod
+    def shown(cls, history: History, start: float, end: float, now: float) -> Window:
+        """The part of the wanted time that can be shown: within `History.keep_s`, at least a
+        millisecond long.
+        """
+        end = min(end, now)
+        start = max(start, now - History.keep_s)
+        return cls(history, min(start, end - 1e-3), end)
+
+    def timeline(self, bins: int, now: float, *, identity: Identity = EVERYBODY) -> Work:
+        """All of it in `bins` equal parts, with the stays in seats that touch this time, as
+        `identity` may see it.
+        """
+        history = self.history
+        stays = yield from self.stays()
+        left_out = max(0, len(stays) - _MAX_STAYS)
+        columns = yield from stay_columns(stays[left_out:], identity)
+        return {
+            "now": round(now, 4),
+            "from": round(self.start, 4),
+            "to": round(self.end, 4),
+            "kept_from": round(history.kept_from, 4),
+            "seats": len(history.seats),
+            "bins": (yield from self._binned(bins)),
+            "stays": columns,
+            "stays_left_out": left_out,
+            "outages": msgspec.to_builtins(list(history.outages)),
+        }
+
+    def stays(self) -> Generator[None, None, list[SeatStay]]:
+        """Stays that touch the time, by their beginning. Work for `Slices`."""
+        pairs: list[SeatStay] = []
+        records = [*self.history.ended(self.start), *self.history.open()]
+        for place, record in enumerate(records):
+            pairs += record.stays_within(self.start, self.end)
+            if place % _TOLD == 0:
+                yield
+        pairs.sort(key=lambda pair: pair[1].start)
+        return pairs
+
+    def trace(self, now: float, model: str) -> Generator[bytes, None, None]:
+        """Chrome's trace event format (JSON, in pieces): a thread a seat in process 1, the step
+        loop in process 2; microseconds.
+        """
+        history = self.history
+        stays = yield from _quietly(self.stays())
+        taken = yield from _quietly(self._steps())
+        mark = b'{"displayTimeUnit":"ms","traceEvents":['
+        for events in _trace_events(history, stays, taken, now, model):
+            yield mark + msgspec.json.encode(events)[1:-1]
+            mark = b","
+        yield b"]}"
+
+    def _steps(self) -> Generator[None, None, tuple[np.ndarray, np.ndarray]]:
+        """The steps' records, and when each was done."""
+        return (yield from _copied(self.history, *self.history.records.span(self.start, self.end)))
+
+    def _binned(self, bins: int) -> Work:
+        """Steps by the time they were done: sums, and the highest or mean of what is not a sum
+        (null without steps).
+        """
+        records, ready = yield from self._steps()
+        width = (self.end - self.start) / bins
+        parts = _Bins(ready, self.start, width, bins)
+        columns = {
+            "t": np.round(self.start + width * np.arange(bins), 4).tolist(),
+            "width": round(width, 6),
+            **_step_columns(parts, records),
+        }
+        yield
+        columns["rows"] = {}
+        for kind in ROW_KINDS:
+            columns["rows"][kind] = parts.totals(records[kind])
             yield
-    pairs.sort(key=lambda pair: pair[1].start)
-    return pairs
+        for name in _SUMMED:
+            columns[name] = parts.totals(records[name])
+            yield
+        for name in _HIGHEST:
+            columns[name] = parts.highest(records[name])
+            yield
+        latencies = Latencies(self.history, records, ready, self.start, self.end)
+        percentiles = yield from latencies.p95(bins)
+        return columns | {f"{name}_p95": values for name, values in percentiles.items()}
 
 
 def stay_columns(
@@ -165,33 +216,6 @@ def _passenger(request: RequestRecord, stay: Stay, identity: Identity) -> JsonDi
         "n_prompt": request.n_prompt,
         "n_output": request.n_output,
     }
-
-
-def _binned(history: History, start: float, end: float, bins: int) -> Work:
-    """Steps by the time they were done: sums, and the highest or mean of what is not a sum (null
-    without steps).
-    """
-    records, ready = yield from _copied(history, *history.records.span(start, end))
-    width = (end - start) / bins
-    parts = _Bins(ready, start, width, bins)
-    columns = {
-        "t": np.round(start + width * np.arange(bins), 4).tolist(),
-        "width": round(width, 6),
-        **_step_columns(parts, records),
-    }
-    yield
-    columns["rows"] = {}
-    for kind in ROW_KINDS:
-        columns["rows"][kind] = parts.totals(records[kind])
-        yield
-    for name in _SUMMED:
-        columns[name] = parts.totals(records[name])
-        yield
-    for name in _HIGHEST:
-        columns[name] = parts.highest(records[name])
-        yield
-    percentiles = yield from _p95(history, records, ready, start, end, bins)
-    return columns | {f"{name}_p95": values for name, values in percentiles.items()}
 
 
 def _step_columns(parts: _Bins, records: np.ndarray) -> JsonDict:
@@ -237,57 +261,6 @@ class _Bins:
         """None where there is no step."""
         pairs = zip(values.tolist(), self.counts, strict=True)
         return [value if count else None for value, count in pairs]
-
-
-def _p95(
-    history: History,
-    records: np.ndarray,
-    ready: np.ndarray,
-    start: float,
-    end: float,
-    bins: int,
-) -> Generator[None, None, dict[str, list[float | None]]]:
-    """The 95th percentiles of wait, ttft and itl in each bin. records, ready: the window's."""
-    edges = np.linspace(start, end, bins + 1)
-    result: dict[str, list[float | None]] = {}
-    samples = latency.samples_of(history, records, ready, start, end)
-    for name, (t, values, weights) in samples.items():
-        cuts = np.searchsorted(t, edges, "right").tolist()
-        column = result[name] = []
-        for low, high in pairwise(cuts):
-            column.append(_p95_of(values[low:high], weights[low:high]))
-            if len(column) % _TOLD == 0 or high - low > _TOLD:
-                yield
-    return result
-
-
-def _p95_of(values: np.ndarray, weights: np.ndarray) -> float | None:
-    if not len(values):
-        return None
-    points = latency.percentiles(values, weights)
-    return None if points is None else points["p95"]
-
-
-def window(start: float, end: float, now: float) -> tuple[float, float]:
-    """The part of the wanted time that can be shown: within KEEP_S, at least a millisecond long."""
-    end = min(end, now)
-    start = max(start, now - KEEP_S)
-    return min(start, end - 1e-3), end
-
-
-def trace(
-    history: History, start: float, end: float, now: float, model: str
-) -> Generator[bytes, None, None]:
-    """Chrome's trace event format (JSON, in pieces): a thread a seat in process 1, the step loop in
-    process 2; microseconds.
-    """
-    stays = yield from _quietly(stays_between(history, start, end))
-    taken = yield from _quietly(_copied(history, *history.records.span(start, end)))
-    mark = b'{"displayTimeUnit":"ms","traceEvents":['
-    for events in _trace_events(history, stays, taken, now, model):
-        yield mark + msgspec.json.encode(events)[1:-1]
-        mark = b","
-    yield b"]}"
 
 
 def _quietly[T](work: Generator[None, None, T]) -> Generator[bytes, None, T]:

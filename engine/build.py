@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jitney.engine import messages
-from jitney.engine.canary import LIMITS, MOST_TOKENS, CanaryCore
+from jitney.engine.canary import CanaryCore
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.checkpoints.sources import ModelSource
@@ -88,6 +88,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 #: A pool of at least this share of what fits is not worth compiling the largest step a second time
 #: for.
 _ENOUGH = 0.97
+#: Largest difference of two log-probabilities that rounding explains to a canary, by dtype of the
+#: activations.
+_CANARY_LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
+#: Most tokens, prompt and answer, of a request that a canary computes again: the memory that is
+#: kept for it.
+_CANARY_TOKENS = 4096
 #: Most rows of a step of the canary's core: more would hold up the steps that serve.
 _CANARY_ROWS = 64
 _Report = Callable[[messages.Progress], None]
@@ -420,7 +426,7 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
         return JoinedCore(scheduler, runner, Ledger(), partner=runner, rounds=runner.rounds)
     if alone is None:
         return EngineCore(scheduler, runner, Ledger(), plans_late=late)
-    limit, every = LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
+    limit, every = _CANARY_LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every
     return CanaryCore(scheduler, runner, Ledger(), alone=alone, every=every, limit=limit)
 
 
@@ -457,7 +463,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     canary.
     """
     own = nnx.merge(*nnx.split(model))  # the arrays are shared until the model's are arranged
-    longest = min(setup.context, MOST_TOKENS)
+    longest = min(setup.context, _CANARY_TOKENS)
     page_size = setup.settings.page_size
     n_pages = -(-longest // page_size) + 2  # the trash page, and one to grow into
     sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest)

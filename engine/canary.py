@@ -28,11 +28,6 @@ from jitney.engine.types import (
 
 _log = logging.getLogger("jitney.core")
 
-#: Largest difference of two log-probabilities that rounding explains, by dtype of the activations.
-LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
-#: Most tokens, prompt and answer, of a request that is computed again: the memory that is kept for
-#: it.
-MOST_TOKENS = 4096
 #: Most sequences that wait to be computed again; when the machine cannot keep up, others are left
 #: out.
 _MOST_WAITING = 4

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from page_replicas import FakeReplica, engines_app  # noqa: E402
 
 from jitney.dashboard.fleet import _MOST_BYTES_PER_S, FleetView  # noqa: E402
-from jitney.dashboard.fleet_page import create_fleet_page  # noqa: E402
+from jitney.dashboard.fleet_page import FleetPage  # noqa: E402
 from jitney.dashboard.pulse import _pulse_of  # noqa: E402
 from jitney.dashboard.remote import RemoteEngine  # noqa: E402
 from jitney.dashboard.sse import encode  # noqa: E402
@@ -84,7 +84,7 @@ async def measure(n: int, seats: int, viewers: int, seconds: float) -> None:
 
 
 async def _measure_page(fleet: FleetView, n: int, viewers: int, seconds: float) -> None:
-    app = create_fleet_page(fleet, ServerSettings())
+    app = FleetPage(fleet, ServerSettings()).by_itself()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     serving = asyncio.create_task(server.serve())
     while not server.started:

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from jitney.engine.errors import RequestError
-from jitney.engine.process.children import ask_worker, end_child, start_child
+from jitney.engine.process.children import end_child, start_child
+from jitney.engine.worker_pipe import LENGTH, framed
 
 _log = logging.getLogger("jitney.api")
 
@@ -162,7 +163,7 @@ class WorkerPool[Answer: msgspec.Struct]:
         for _ in range(2):
             process = await self._ready(place)
             with contextlib.suppress(ConnectionError, EOFError):
-                asked = ask_worker(process, task, self._kind.answer)
+                asked = _ask_worker(process, task, self._kind.answer)
                 return await asyncio.wait_for(asked, self._timeout_s)
             await place.end()
         raise EOFError
@@ -184,7 +185,7 @@ class WorkerPool[Answer: msgspec.Struct]:
         try:
             process = place.process = await start_child(self._kind.module)
             self._check_open()
-            asked = ask_worker(process, self._kind.setup, self._kind.answer)
+            asked = _ask_worker(process, self._kind.setup, self._kind.answer)
             await asyncio.wait_for(asked, _START_S)
         except RequestError:
             await place.end()
@@ -218,3 +219,16 @@ class _Place:
         if process is not None:
             with contextlib.suppress(OSError):
                 await end_child(process)
+
+
+async def _ask_worker[T](
+    process: asyncio.subprocess.Process, message: msgspec.Struct, answer: type[T]
+) -> T:
+    """What a worker (`jitney.engine.worker_pipe`) answers. Raises ConnectionError or EOFError if it
+    ends.
+    """
+    assert process.stdin is not None and process.stdout is not None  # asked for
+    process.stdin.write(framed(message))
+    await process.stdin.drain()
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=answer)

@@ -5,13 +5,12 @@ as differences.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import httpx
 
 from jitney.engine.bench.client import read_page
-from jitney.engine.telemetry.cost import NANO, SPLIT_ORDER, CostLine, with_idle
+from jitney.engine.records import ROW_KINDS
+from jitney.engine.telemetry.cost import Bill
 
 _SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -48,31 +47,18 @@ def _rows(samples: Samples, kind: str) -> float | None:
     return samples.get(("jitney_rows_total", (("kind", kind),)))
 
 
-def bill_between(before: Samples, after: Samples, seconds: float) -> dict[str, CostLine]:
-    """Rows and device time by kind between two readings, `seconds` apart.
-
-    The server tells the time of all steps together, so it is split over the rows of all steps
-    alike, unlike a bill made from step records, or over all but padding where that is free; idle
-    is the rest of `seconds`.
+def bill_between(before: Samples, after: Samples, seconds: float) -> Bill:
+    """Rows and device time by kind between two readings, `seconds` apart; idle is the rest of
+    `seconds`.
     """
-    counts = [_rows_between(before, after, kind) for kind in SPLIT_ORDER]
-    busy = round((_step_seconds(after) - _step_seconds(before)) * NANO)
-    paid = counts
-    if after.get((_FREE, ())):
-        paid = [0, *counts[1:]]
-    lines = map(CostLine, counts, _shares(busy, paid))
-    return with_idle(dict(zip(SPLIT_ORDER, lines, strict=True)), busy, seconds)
+    rows = {kind: _rows_between(before, after, kind) for kind in ROW_KINDS}
+    busy_s = _step_seconds(after) - _step_seconds(before)
+    is_free = bool(after.get((_FREE, ())))
+    return Bill.of_totals(rows, busy_s, seconds, padding_is_free=is_free)
 
 
 def _rows_between(before: Samples, after: Samples, kind: str) -> int:
     return round((_rows(after, kind) or 0) - (_rows(before, kind) or 0))
-
-
-def _shares(total: int, counts: Sequence[int]) -> list[int]:
-    """`total` in proportion to the counts; Python's integers, which no long run overflows."""
-    whole = max(1, sum(counts))
-    edges = [total * passed // whole for passed in accumulate(counts, initial=0)]
-    return [high - low for low, high in pairwise(edges)]
 
 
 def _step_seconds(samples: Samples) -> float:

@@ -28,7 +28,7 @@ from jitney.engine.simulation.drive import Offer, RealClock, StepLog, drive
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import span
 from jitney.engine.simulation.workload import Arrival, request_of
-from jitney.engine.telemetry.cost import Bill, RowOwners, bill
+from jitney.engine.telemetry.cost import Bill, RowOwners
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
 from jitney.engine.telemetry.summary import summarise
@@ -81,7 +81,7 @@ class OfflineRun:
     def costs(self) -> Bill:
         """What its device time was spent on."""
         free = self.shape.buckets.padding_is_free
-        return bill(self.records, self.seconds, padding_is_free=free)
+        return Bill.of_steps(self.records, self.seconds, padding_is_free=free)
 
     @property
     def request_shares(self) -> Bill:

@@ -26,7 +26,7 @@ from jitney.engine.bench.metrics import Samples, bill_between, queue_mean, read_
 from jitney.engine.bench.text import arrival_prose, prose
 from jitney.engine.errors import JitneyError
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.cost import CostLine
+from jitney.engine.telemetry.cost import Bill
 
 #: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the
 #: longest prompt has, but no more than this.
@@ -86,7 +86,7 @@ class OnlineRun:
     endpoint: RemoteEndpoint
     load: LoadResult
     #: The server's own ledger over the run; None where it publishes none.
-    bill: dict[str, CostLine] | None = None
+    bill: Bill | None = None
     #: Mean wait in its queue, seconds; None likewise.
     queue_mean_s: float | None = None
     #: What the endpoint says of itself.

@@ -38,7 +38,7 @@ from jitney.engine.simulation.workload import (
     LogNormal,
     synthesise,
 )
-from jitney.engine.telemetry.summary import spread_of, token_gaps
+from jitney.engine.telemetry.summary import spread, token_gaps
 from jitney.engine.types import JsonDict, JsonObject
 
 #: Log-normal lengths around 96 and 64 tokens.
@@ -273,7 +273,7 @@ def _figures_of(load: LoadResult) -> JsonDict:
         "output_tok_s": figures["output_tok_s"],
         "prompt_tok_s": figures["prompt_tokens"] / load.seconds,
         "ttft_s": figures["ttft_s"],
-        "itl_s": spread_of(token_gaps(load.requests)),
+        "itl_s": spread(token_gaps(load.requests)),
         "client": load.sender.as_json(),
         "load_average": os.getloadavg()[0],
     }

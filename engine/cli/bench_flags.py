@@ -29,7 +29,7 @@ from jitney.engine.simulation.workload import (
     read_trace,
     repeated_tokens,
 )
-from jitney.engine.telemetry.backlog import backlog_of
+from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import JsonDict, JsonObject
@@ -166,7 +166,7 @@ def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> JsonDict | 
     """How the queue went, None for a closed loop: there it cannot grow."""
     if closed:
         return None
-    return msgspec.to_builtins(backlog_of(requests))
+    return msgspec.to_builtins(QueueGrowth.of(requests))
 
 
 def traffic_from(args: Namespace, rate: float) -> list[Arrival]:

@@ -74,7 +74,6 @@ from jitney.engine.simulation.shipped_errors import PolicyErrors
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.cost import as_json
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
@@ -457,9 +456,9 @@ def _compared(runs: PolicyRuns) -> JsonDict:
 def _run_figures(args: Namespace, run: OfflineRun) -> JsonDict:
     price = args.price_per_hour
     return run.figures(**figure_options(args)) | {
-        "ledger": as_json(run.costs, price),
+        "ledger": run.costs.as_json(price),
         "backlog": backlog_json(run.requests, is_closed(args)),
-        "request_shares": as_json(run.request_shares, price),
+        "request_shares": run.request_shares.as_json(price),
     }
 
 

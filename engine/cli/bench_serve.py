@@ -36,7 +36,6 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.backlog import QueueGrowth
-from jitney.engine.telemetry.cost import as_json
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ def _figures(args: Namespace, online: OnlineRun) -> JsonDict:
 def _server_ledger(args: Namespace, online: OnlineRun) -> JsonDict | None:
     if online.bill is None:
         return None
-    return as_json(online.bill, args.price_per_hour)
+    return online.bill.as_json(args.price_per_hour)
 
 
 def _traffic(args: Namespace, arrivals: list[Arrival]) -> JsonDict:

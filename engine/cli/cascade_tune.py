@@ -16,21 +16,17 @@ import msgspec
 from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, progress_reporter
 from jitney.engine.errors import ConfigError, JitneyError
-from jitney.engine.fleet.answering import Question
+from jitney.engine.fleet.cascade import Measure
 from jitney.engine.fleet.cascade_tuning import (
-    MEASURES,
     Cost,
     Ladder,
     ModelComparison,
     Pair,
     Rung,
     TokenPrices,
-    best_measure,
-    ladder,
     read_questions,
-    shown_rungs,
 )
-from jitney.engine.fleet.confidence import Measure
+from jitney.engine.fleet.question import Question
 from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
@@ -43,6 +39,8 @@ _KEYS = {_SMALL: "JITNEY_SMALL_KEY", _LARGE: "JITNEY_LARGE_KEY"}
 _ANY_KEY = "OPENAI_API_KEY"
 #: Rungs that a ladder shows.
 _SHOWN = 12
+#: What is tried: the whole answer, and windows of it.
+_MEASURES = (Measure("mean"), *(Measure("least", window) for window in (1, 2, 4, 8, 16, 32)))
 _UNITS: dict[Cost, str] = {"price": "the prices given", "seconds": "seconds", "tokens": "tokens"}
 
 _MODELS = (
@@ -103,13 +101,14 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     _check(args)
     by = _cost_of(args)
-    measures = [_measure_from(args.measure)] if args.measure else list(MEASURES)
+    measures = [_measure_from(args.measure)] if args.measure else list(_MEASURES)
     questions = read_questions(Path(args.file), _fields_from(args))
     pairs, refusals = asyncio.run(_compare(args, questions))
     if not pairs:
         raise JitneyError(f"no request was answered by both models: {refusals[0]}")
-    ladders = [ladder(pairs, measure, by) for measure in measures]
-    best = best_measure(ladders, args.agreement)
+    ladders = [Ladder.of(pairs, measure, by) for measure in measures]
+    # Of equals the first.
+    best = min(ladders, key=lambda ladder: ladder.cost_share(args.agreement))
     chosen = best.cheapest(args.agreement)
     tuned = _Tuned(by, args.agreement, pairs, refusals, ladders, best, chosen)
     if write_report(args, _report_of(tuned)):
@@ -251,7 +250,7 @@ def _ladder_table(tuned: _Tuned) -> Table:
     if tuned.by == "price":
         heads.insert(-1, "price")
     rows: list[list[str]] = []
-    for rung in shown_rungs(tuned.best, _SHOWN, tuned.chosen):
+    for rung in tuned.best.shown(_SHOWN, tuned.chosen):
         cells = [*_cells(rung), f"{rung.spent.tokens:,}", f"{rung.spent.seconds:.1f}"]
         if tuned.by == "price":
             cells.append(f"{rung.spent.price:.4g}")

@@ -101,13 +101,13 @@ def run(arguments: Sequence[str]) -> int:
 
 def _engines(given: Sequence[str], key: str) -> dict[str, RemoteEngine]:
     """By name. Raises ConfigError for one that cannot be an engine, or is there twice."""
-    from jitney.dashboard.fleet_member import read_name
+    from jitney.dashboard.fleet_member import ReplicaAddress
     from jitney.dashboard.remote import RemoteEngine
 
     engines: dict[str, RemoteEngine] = {}
     for text in given:
-        name, url = read_name(text)
-        engine = RemoteEngine(url, key)
+        name, address = ReplicaAddress.read(text, key)
+        engine = RemoteEngine(*address)
         if engine.url in {known.url for known in engines.values()}:
             raise ConfigError(f"{engine.url} is given twice")
         if name in engines:
@@ -152,13 +152,13 @@ def _page_of(
 ) -> Starlette:
     """The page of the only engine, or that of all."""
     from jitney.dashboard.fleet import FleetView
-    from jitney.dashboard.fleet_page import create_fleet_page
-    from jitney.dashboard.standalone import create_standalone
+    from jitney.dashboard.fleet_page import FleetPage
+    from jitney.dashboard.standalone import Standalone
 
     if len(engines) == 1:
         [engine] = engines.values()
-        return create_standalone(engine, settings)
-    return create_fleet_page(FleetView(engines, price_per_hour=price), settings)
+        return Standalone(engine, settings).by_itself()
+    return FleetPage(FleetView(engines, price_per_hour=price), settings).by_itself()
 
 
 async def _until_signal(server: uvicorn.Server, bound: socket.socket) -> None:

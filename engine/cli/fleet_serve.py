@@ -71,12 +71,12 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
     its number after a second signal, else 1.
     """
-    from jitney.engine.fleet.config import read_fleet
+    from jitney.engine.fleet.config import FleetConfig
 
     args = _COMMAND.parse(arguments)
     given = {name: getattr(args, name) for name in ("host", "port")}
     flags = {name: value for name, value in given.items() if value is not None}
-    config = read_fleet(args.file, os.environ, flags)
+    config = FleetConfig.read(args.file, os.environ, flags)
     check_tls(config.server)
     keys = read_keys(config.server)
     return _start_on_ray(config, keys) if args.on == "ray" else _start(config, keys)
@@ -116,11 +116,11 @@ def ray_application(args: dict[str, str]) -> Application:
     fleet of args["file"], a fleet.toml that is there on every node. Keys come from the environment.
     Raises ConfigError.
     """
-    from jitney.engine.fleet.config import read_fleet
+    from jitney.engine.fleet.config import FleetConfig
 
     if set(args) != {"file"}:
         raise ConfigError("args of jitney's application are { file: FLEET_TOML }, no others")
-    config = read_fleet(args["file"], os.environ)
+    config = FleetConfig.read(args["file"], os.environ)
     check_tls(config.server)
     return _application(config, read_keys(config.server), "")
 

@@ -64,6 +64,28 @@ class Asked:
     #: The adapter that it asks for, by name: only replicas that hold it can answer.
     adapter: str = ""
 
+    @classmethod
+    async def of(cls, request: Request, fields: JsonDict | None = None) -> Asked:
+        """A client's request, with its body read. fields: what its body holds."""
+        scope = request.scope
+        query = scope["query_string"].decode("latin-1")
+        raw = scope.get("raw_path") or quote(scope["path"]).encode()
+        path = raw.decode("latin-1").removeprefix(scope.get("root_path", ""))
+        context = Context.of(scope)
+        headers = [(name, value) for name, value in scope["headers"] if name in _PASSED]
+        headers.append((b"x-request-id", context.request_id.encode()))
+        headers.append((b"x-forwarded-for", address_of(scope).encode()))
+        if context.background:
+            headers.append(BackgroundRequests.MARK)
+        return cls(
+            scope["method"],
+            f"{path}?{query}" if query else path,
+            headers,
+            await request.body(),
+            fields or {},
+            context.request_id,
+        )
+
     @property
     def route(self) -> str:
         """The path alone."""
@@ -120,59 +142,36 @@ class Asked:
         headers = [item for item in self.headers if item[0] not in _KEYS]
         return replace(self, headers=[*headers, (b"authorization", b"Bearer " + key.encode())])
 
+    def prefix_key(self, chars: int) -> bytes:
+        """What requests have in common that should find each other's pages: the beginning of the
+        prompt, or what the client calls the conversation (prompt_cache_key, the header
+        x-session-id).
 
-async def asked_of(request: Request, fields: JsonDict | None = None) -> Asked:
-    """A client's request, with its body read. fields: what its body holds."""
-    scope = request.scope
-    query = scope["query_string"].decode("latin-1")
-    raw = scope.get("raw_path") or quote(scope["path"]).encode()
-    path = raw.decode("latin-1").removeprefix(scope.get("root_path", ""))
-    context = Context.of(scope)
-    headers = [(name, value) for name, value in scope["headers"] if name in _PASSED]
-    headers.append((b"x-request-id", context.request_id.encode()))
-    headers.append((b"x-forwarded-for", address_of(scope).encode()))
-    if context.background:
-        headers.append(BackgroundRequests.MARK)
-    return Asked(
-        scope["method"],
-        f"{path}?{query}" if query else path,
-        headers,
-        await request.body(),
-        fields or {},
-        context.request_id,
-    )
+        chars: of a prompt, or of the first message that is not the system's; system messages and
+        tools count whole, so that conversations that share them are told apart by what comes next.
+        """
+        fields = self.fields
+        named = fields.get("prompt_cache_key") or _session(self.headers)
+        if named:
+            return str(named).encode()
+        salt = str(fields.get("cache_salt") or "")
+        return "\0".join([self.adapter, salt, *_beginning(fields, chars)]).encode(errors="replace")
 
-
-def prefix_key(asked: Asked, chars: int) -> bytes:
-    """What requests have in common that should find each other's pages: the beginning of the
-    prompt, or what the client calls the conversation (prompt_cache_key, the header x-session-id).
-
-    chars: of a prompt, or of the first message that is not the system's; system messages and tools
-    count whole, so that conversations that share them are told apart by what comes next.
-    """
-    fields = asked.fields
-    named = fields.get("prompt_cache_key") or _session(asked.headers)
-    if named:
-        return str(named).encode()
-    salt = str(fields.get("cache_salt") or "")
-    return "\0".join([asked.adapter, salt, *_beginning(fields, chars)]).encode(errors="replace")
-
-
-def beginnings(asked: Asked, chars: int) -> list[bytes]:
-    """What a prompt begins with, the shortest first: `prefix_key`, then a digest after each
-    message behind the system's, or after every `chars` characters of a text. A conversation's next
-    turn has all of them, and more.
-    """
-    key = prefix_key(asked, chars)
-    found, digest, counted = [key], blake2b(key, digest_size=16), 0
-    for part in _parts(asked.fields, chars):
-        counted += len(part)
-        if counted > _MOST_CHARS or len(found) > _MOST_PARTS:
-            break
-        digest.update(len(part).to_bytes(8))
-        digest.update(part)
-        found.append(digest.digest())
-    return found
+    def beginnings(self, chars: int) -> list[bytes]:
+        """What its prompt begins with, the shortest first: `prefix_key`, then a digest after each
+        message behind the system's, or after every `chars` characters of a text. A conversation's
+        next turn has all of them, and more.
+        """
+        key = self.prefix_key(chars)
+        found, digest, counted = [key], blake2b(key, digest_size=16), 0
+        for part in _parts(self.fields, chars):
+            counted += len(part)
+            if counted > _MOST_CHARS or len(found) > _MOST_PARTS:
+                break
+            digest.update(len(part).to_bytes(8))
+            digest.update(part)
+            found.append(digest.digest())
+        return found
 
 
 def _parts(fields: JsonObject, chars: int) -> Iterator[bytes]:

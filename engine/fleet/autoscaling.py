@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 #: Names of what engines report to Ray Serve.
-WAIT, LOAD, SEATS = "jitney_wait_s", "jitney_load", "jitney_seats"
+_WAIT, _LOAD, _SEATS = "jitney_wait_s", "jitney_load", "jitney_seats"
 #: Share of the seats of one engine less that may be taken before it is let go.
 _FULL = 0.7
 
@@ -19,6 +19,10 @@ class EngineLoad:
     wait_s: float
     load: float
     seats: float
+
+    def reported(self) -> dict[str, float]:
+        """What Ray Serve is told of it."""
+        return {_WAIT: self.wait_s, _LOAD: self.load, _SEATS: self.seats}
 
 
 def _wanted_engines(loads: Sequence[EngineLoad], target_wait_s: float) -> int:
@@ -70,7 +74,7 @@ class WaitPolicy:
 
 def _loads(told: Mapping[str, Mapping[object, float]]) -> list[EngineLoad]:
     """Of the engines that reported all."""
-    waits, loads, seats = (told.get(name, {}) for name in (WAIT, LOAD, SEATS))
+    waits, loads, seats = (told.get(name, {}) for name in (_WAIT, _LOAD, _SEATS))
     return [
         EngineLoad(waits[engine], loads[engine], seats[engine])
         for engine in waits

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 
 from jitney.engine.config.schema import Section, ServerSection
-from jitney.engine.fleet.candidate import ArmPrices, ModelWithCandidate, RolloutKeeper
-from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, composed_of
+from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper
+from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels
 from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
-from jitney.engine.fleet.config import FleetConfig, candidate_arm
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import Patience
 from jitney.engine.fleet.found import FoundEngines
@@ -21,9 +21,9 @@ from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replica_set import ReplicaSet
-from jitney.engine.fleet.replicas import Replica, Watch, name_of
+from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.rollout import Rollout
-from jitney.engine.fleet.sections import FOUND, ReplicasSection
+from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
 
 
@@ -60,14 +60,15 @@ type _Maker = Callable[[FleetParts, str, Any], FleetModel]
 def _replicated(
     parts: FleetParts, name: str, section: ReplicasSection
 ) -> ReplicatedModel | ModelWithCandidate:
-    stable, other = _arm(parts, name, section, name), section.candidate
+    own_arm, *other_arm = parts.config.arms_of(name)
+    stable, other = _arm(parts, name, section, own_arm), section.candidate
     if other is None:
         return stable
     model = ModelWithCandidate(
         stable,
-        _arm(parts, name, other, candidate_arm(name)),
+        _arm(parts, name, other, other_arm[0]),
         Rollout(name, other.name, other.rule),
-        ArmPrices(other.stable_price_per_hour, other.price_per_hour),
+        {"stable": other.stable_price_per_hour, "candidate": other.price_per_hour},
     )
     folder = parts.config.fleet.state_dir
     kept = parts.config.path(folder) if folder else None
@@ -77,8 +78,8 @@ def _replicated(
 
 def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> ReplicatedModel:
     """Engines that are started here are added when they start. arm: what they are called."""
-    looked_for = tuple(url for url in section.urls if url.startswith(FOUND))
-    given = [Replica(name_of(url), url, parts.key) for url in section.urls if url not in looked_for]
+    looked_for = section.found_urls
+    given = [Replica.at(url, parts.key) for url in section.urls if url not in looked_for]
     model = ReplicatedModel(
         name=name,
         section=section,
@@ -157,9 +158,7 @@ async def _compositions(
     config: FleetConfig, models: Mapping[str, FleetModel]
 ) -> AsyncIterator[ComposedModels]:
     """The models that are made of others. models: all, as they are made."""
-    made = composed_of(config.models)
-    served = [name for name in config.models if name not in made]
-    composed = ComposedModels(made, FleetEngines(models), served, config.file.parent)
+    composed = ComposedModels(config.models, FleetEngines(models), config.file.parent)
     try:
         await composed.start()
         yield composed

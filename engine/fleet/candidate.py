@@ -22,7 +22,7 @@ import httpx
 
 from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.errors import RequestError
-from jitney.engine.fleet.asked import Asked, prefix_key
+from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.comparison import ARMS, ArmName, RequestOutcome
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.measuring import AnswerWatch, CostMeter, is_failure
@@ -43,17 +43,6 @@ _LOOK_S, _VERSION_S = 10.0, 5.0
 _HOUR_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class ArmPrices:
-    """Of one engine of each arm, an hour; in a unit of the operator's."""
-
-    stable: float = 1.0
-    candidate: float = 1.0
-
-    def of(self, arm: ArmName) -> float:
-        return self.stable if arm == "stable" else self.candidate
-
-
 async def _nowhere() -> None:
     """Nothing is kept."""
 
@@ -65,7 +54,8 @@ class ModelWithCandidate:
     stable: ReplicatedModel
     candidate: ReplicatedModel
     rollout: Rollout
-    prices: ArmPrices = field(default_factory=ArmPrices)
+    #: Of one engine of each arm, an hour; in a unit of the operator's.
+    prices: Mapping[ArmName, float] = field(default_factory=lambda: dict.fromkeys(ARMS, 1.0))
     #: Seconds.
     clock: Callable[[], float] = time.monotonic
     #: Puts what is known on disk, after a decision.
@@ -187,7 +177,7 @@ class ModelWithCandidate:
     def _per_second(self, arm: ArmName) -> float:
         """What an arm's engines cost, those that are ready."""
         ready = sum(replica.state == "ready" for replica in self.arm(arm).replicas)
-        return ready * self.prices.of(arm) / _HOUR_S
+        return ready * self.prices[arm] / _HOUR_S
 
     def report(self) -> JsonDict:
         """As `Rollout.report`, with the names of each arm's engines."""
@@ -211,7 +201,7 @@ def _key_of(asked: Asked) -> bytes:
     for user in users:
         if isinstance(user, str) and user:
             return b"user\0" + user.encode(errors="replace")
-    return prefix_key(asked, _KEY_CHARS)
+    return asked.prefix_key(_KEY_CHARS)
 
 
 @dataclass(slots=True)

@@ -6,9 +6,11 @@ the threshold.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field
@@ -17,31 +19,50 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.config.schema import Section
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.answering import (
-    MADE_FIELD,
     Answering,
     ModelAnswer,
     ModelStream,
-    Question,
-    chunks_of,
-    made,
-    name_error,
-    named,
-    refuse_field,
-    refuse_token_ids,
-    stage_header,
-    stage_usage,
+    Part,
+    marked,
     total_usage,
 )
-from jitney.engine.fleet.confidence import (
-    Measure,
-    MeasureName,
-    asking_logprobs,
-    confidence_of,
-    hide_logprobs,
-)
+from jitney.engine.fleet.question import Question
 from jitney.engine.types import JsonDict
 
-_SMALL, _LARGE = "small", "large"
+_MeasureName = Literal["mean", "least"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Log-probabilities of an answer's tokens -> confidence, 0 to 1: the probability of a token,
+    as the geometric mean of all (mean), or of the unlikeliest `window` neighbours (least).
+    """
+
+    name: _MeasureName
+    window: int = 1
+
+    def of(self, logprobs: Sequence[float]) -> float:
+        """Nothing was said: nothing is known of it, and it is 0."""
+        if not logprobs:
+            return 0.0
+        if self.name == "mean":
+            return math.exp(sum(logprobs) / len(logprobs))
+        return math.exp(_least_mean(logprobs, min(self.window, len(logprobs))))
+
+    def confidence(self, choices: Sequence[Sequence[float]]) -> float:
+        """Of the choice that the model was least sure of; choices: the log-probabilities of
+        each.
+        """
+        return min(map(self.of, choices), default=0.0)
+
+    def __str__(self) -> str:
+        return self.name if self.name == "mean" else f"least of {self.window}"
+
+
+def _least_mean(values: Sequence[float], window: int) -> float:
+    """The least mean of `window` neighbours."""
+    sums = [0.0, *accumulate(values)]
+    return min(sums[end] - sums[end - window] for end in range(window, len(sums))) / window
 
 
 class CascadeSettings(Section):
@@ -55,7 +76,7 @@ class CascadeSettings(Section):
     threshold: float = Field(
         ge=0, le=1, description="least confidence of the small model's answers that are sent"
     )
-    measure: MeasureName = Field(
+    measure: _MeasureName = Field(
         default="least",
         description=(
             "what its confidence is: the probability of its tokens, as the geometric mean of the "
@@ -66,12 +87,12 @@ class CascadeSettings(Section):
 
     @property
     def parts(self) -> list[str]:
-        """Models that it is made of."""
+        """Names of the models that it is made of."""
         return [self.small, self.large]
 
     @property
     def scoring(self) -> list[str]:
-        """Those that must score texts."""
+        """Those of them that must score or embed texts, which only engines do."""
         return []
 
 
@@ -89,9 +110,8 @@ class _Try:
 
 def refuse_what_no_cascade_can(question: Question) -> None:
     """Raises RequestError that names the field."""
-    body = question.checked()
-    refuse_token_ids(question, body)
-    refuse_field(body, "echo", "the prompt's log-probabilities would count as its answer's")
+    question.refuse_token_ids()
+    question.refuse_fields(["echo"], "the prompt's log-probabilities would count as its answer's")
 
 
 class Cascade:
@@ -101,12 +121,8 @@ class Cascade:
         self._settings = settings
         self._models = models
         self._measure = Measure(settings.measure, settings.window)
-
-    async def start(self) -> None:
-        """Nothing of its own runs."""
-
-    async def close(self) -> None:
-        """Nothing of its own runs."""
+        self._small = Part("small", settings.small)
+        self._large = Part("large", settings.large)
 
     async def seats(self) -> int | None:
         """Those of the smaller batch: in the worst case every request needs both."""
@@ -119,11 +135,10 @@ class Cascade:
         if self._trusts(tried):
             return self._small_answer(question, tried)
         try:
-            answer = await self._models.answer(question.to(self._settings.large))
+            answer = await self._models.answer(question.to(self._large.model))
         except (HttpError, RequestError) as error:
-            raise named(error, _LARGE, question.body) from error
-        self._finish(answer, _LARGE, tried)
-        return answer
+            raise self._large.refusal(error, question.body) from error
+        return self._large_answer(answer, tried)
 
     @asynccontextmanager
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
@@ -133,25 +148,25 @@ class Cascade:
         tried = await self._try_small(question)
         if self._trusts(tried):
             answer = self._small_answer(question, tried)
-            yield ModelStream(chunks_of(answer, question), answer.headers)
+            yield ModelStream(answer.chunks(question), answer.headers)
             return
-        asked = question.to(self._settings.large)
+        asked = question.to(self._large.model)
         try:
             async with self._models.stream(asked) as stream:
-                headers = stage_header(_LARGE, stream.headers)
+                headers = self._large.headers(stream.headers)
                 yield ModelStream(self._large_chunks(stream, tried), headers)
         except (HttpError, RequestError) as error:
-            raise named(error, _LARGE, question.body) from error
+            raise self._large.refusal(error, question.body) from error
 
     async def _try_small(self, question: Question) -> _Try:
         """Ask the small model. Raises RequestError for what no cascade can do."""
         refuse_what_no_cascade_can(question)
-        asked = question.whole(self._settings.small, **asking_logprobs(question))
+        asked = question.whole(self._small.model, **question.asking_logprobs)
         try:
             answer = await self._models.answer(asked)
         except (HttpError, RequestError) as error:
             return _Try(None, 0.0, str(error))
-        return _Try(answer, confidence_of(answer, self._measure))
+        return _Try(answer, self._measure.confidence(answer.logprobs))
 
     def _trusts(self, tried: _Try) -> bool:
         return tried.answer is not None and tried.confidence >= self._settings.threshold
@@ -159,47 +174,49 @@ class Cascade:
     def _small_answer(self, question: Question, tried: _Try) -> ModelAnswer:
         answer = tried.answer
         assert answer is not None
-        hide_logprobs(answer, question)
-        answer.body["usage"] = total_usage(self._small_usage(tried))
-        self._mark(answer.body, _SMALL, tried)
-        answer.headers = stage_header(_SMALL, answer.headers)
-        return answer
+        answer.hide_logprobs(question)
+        body = answer.body | {"usage": total_usage(self._small_usage(tried))}
+        return ModelAnswer(
+            marked(body, self._told(self._small, tried)), self._small.headers(answer.headers)
+        )
 
-    def _finish(self, answer: ModelAnswer, stage: str, tried: _Try) -> None:
-        """Say of the large model's answer whose it is, and what it took."""
-        answer.body["usage"] = self._usage_with_large(answer.usage, tried)
-        self._mark(answer.body, stage, tried)
-        answer.headers = stage_header(stage, answer.headers)
+    def _large_answer(self, answer: ModelAnswer, tried: _Try) -> ModelAnswer:
+        """The large model's answer, which says whose it is, and what it took."""
+        body = answer.body | {"usage": self._usage_with_large(answer.usage, tried)}
+        return ModelAnswer(
+            marked(body, self._told(self._large, tried)), self._large.headers(answer.headers)
+        )
 
     async def _large_chunks(self, stream: ModelStream, tried: _Try) -> AsyncIterator[JsonDict]:
         """The large model's chunks; the first says whose they are."""
         is_first = True
         async for chunk in stream.chunks:
             if "error" in chunk:
-                chunk = name_error(chunk, _LARGE)
+                chunk = self._large.name_error(chunk)
             elif is_first:
-                self._mark(chunk, _LARGE, tried)
+                chunk = marked(chunk, self._told(self._large, tried))
                 is_first = False
             if chunk.get("usage"):
                 chunk["usage"] = self._usage_with_large(chunk["usage"], tried)
             yield chunk
 
-    def _mark(self, body: JsonDict, stage: str, tried: _Try) -> None:
+    def _told(self, part: Part, tried: _Try) -> JsonDict:
+        """What the cascade says of itself. part: whose answer it is."""
         told: JsonDict = {
             "kind": "cascade",
-            "stage": stage,
+            "stage": part.stage,
             "confidence": tried.confidence,
             "threshold": self._settings.threshold,
         }
         if tried.error is not None:
-            told["left_out"] = [{"stage": _SMALL, "reason": tried.error}]
-        body[MADE_FIELD] = made(told, body)
+            told["left_out"] = [{"stage": self._small.stage, "reason": tried.error}]
+        return told
 
     def _small_usage(self, tried: _Try) -> list[JsonDict]:
         if tried.answer is None:
             return []
-        return stage_usage(_SMALL, self._settings.small, tried.answer.usage)
+        return self._small.usage(tried.answer.usage)
 
     def _usage_with_large(self, usage: JsonDict, tried: _Try) -> JsonDict:
-        large = stage_usage(_LARGE, self._settings.large, usage)
+        large = self._large.usage(usage)
         return total_usage([*self._small_usage(tried), *large])

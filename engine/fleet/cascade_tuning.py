@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,13 @@ import orjson
 
 from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.fleet.answering import CHAT, COMPLETIONS, Answering, ModelAnswer, Question
-from jitney.engine.fleet.cascade import refuse_what_no_cascade_can
-from jitney.engine.fleet.confidence import Measure, asking_logprobs, logprobs_of
-from jitney.engine.fleet.sameness import likeness, normalised
+from jitney.engine.fleet.answering import Answering, ModelAnswer
+from jitney.engine.fleet.cascade import Measure, refuse_what_no_cascade_can
+from jitney.engine.fleet.question import Question, Route
 from jitney.engine.types import JsonDict
 
 #: When two answers agree: equal (they are the same text), words (F1 of the words they share).
 _Agreement = Literal["equal", "words"]
-#: What is tried: the whole answer, and windows of it.
-MEASURES = (Measure("mean"), *(Measure("least", window) for window in (1, 2, 4, 8, 16, 32)))
 #: Of costs that are compared: sums in another order differ beyond them.
 _DIGITS = 9
 #: Of a 95 % interval.
@@ -33,7 +31,7 @@ _Z = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class _Spent:
     """What answers took. Seconds: from asking to the end of the answer."""
 
     tokens: int = 0
@@ -41,8 +39,8 @@ class Spent:
     #: In the currency of the prices; 0 where there are none.
     price: float = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: _Spent) -> _Spent:
+        return _Spent(
             self.tokens + other.tokens, self.seconds + other.seconds, self.price + other.price
         )
 
@@ -71,14 +69,14 @@ class Pair:
 
     #: Of the small model's tokens, choice by choice.
     logprobs: list[list[float]]
-    small: Spent
-    large: Spent
+    small: _Spent
+    large: _Spent
     #: Of the small answer with the large one, 0 to 1.
     agreement: float
 
     def confidence(self, measure: Measure) -> float:
         """As a cascade sees it."""
-        return min((measure.of(values) for values in self.logprobs), default=0.0)
+        return measure.confidence(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class Rung:
     agreement: float
     low: float
     high: float
-    spent: Spent
+    spent: _Spent
     #: What it cost beside the large model alone; over 1 where it cost more.
     cost_share: float
 
@@ -106,33 +104,48 @@ class Ladder:
     measure: Measure
     rungs: list[Rung]
 
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], measure: Measure, by: Cost) -> Ladder:
+        """The thresholds lie halfway between confidences that were seen, so that none hangs on the
+        last digit of a log-probability.
+        """
+        order = sorted(pairs, key=lambda pair: pair.confidence(measure))
+        confidences = [pair.confidence(measure) for pair in order]
+        rungs = [_rung(order, 0, 0.0, by)]
+        for place in range(1, len(order)):
+            if confidences[place] > confidences[place - 1]:
+                threshold = (confidences[place - 1] + confidences[place]) / 2
+                rungs.append(_rung(order, place, threshold, by))
+        if confidences[-1] < 1.0:
+            rungs.append(_rung(order, len(order), (confidences[-1] + 1.0) / 2, by))
+        return cls(measure, rungs)
+
     def cheapest(self, agreement: float) -> Rung | None:
         """Of those that agree so often, the one that costs least; None if none does."""
         good = [rung for rung in self.rungs if rung.agreement >= agreement]
         return min(good, key=lambda rung: (rung.cost_share, -rung.agreement), default=None)
 
+    def cost_share(self, agreement: float) -> float:
+        """Of the cheapest threshold for this agreement, rounded so that ladders can be compared;
+        infinite where there is none.
+        """
+        found = self.cheapest(agreement)
+        return math.inf if found is None else round(found.cost_share, _DIGITS)
 
-def ladder(pairs: Sequence[Pair], measure: Measure, by: Cost) -> Ladder:
-    """The thresholds lie halfway between confidences that were seen, so that none hangs on the last
-    digit of a log-probability.
-    """
-    order = sorted(pairs, key=lambda pair: pair.confidence(measure))
-    confidences = [pair.confidence(measure) for pair in order]
-    rungs = [_rung(order, 0, 0.0, by)]
-    for place in range(1, len(order)):
-        if confidences[place] > confidences[place - 1]:
-            threshold = (confidences[place - 1] + confidences[place]) / 2
-            rungs.append(_rung(order, place, threshold, by))
-    if confidences[-1] < 1.0:
-        rungs.append(_rung(order, len(order), (confidences[-1] + 1.0) / 2, by))
-    return Ladder(measure, rungs)
+    def shown(self, most: int, chosen: Rung | None) -> list[Rung]:
+        """At most so many, evenly spread, both ends and the chosen one among them."""
+        last = len(self.rungs) - 1
+        places = {round(last * step / (most - 1)) for step in range(most)}
+        if chosen is not None:
+            places.add(self.rungs.index(chosen))
+        return [self.rungs[place] for place in sorted(places)]
 
 
 def _rung(order: Sequence[Pair], asked: int, threshold: float, by: Cost) -> Rung:
     """asked: the large model answers so many, the least sure ones."""
     n = len(order)
-    everything = sum((pair.large for pair in order), Spent())
-    spent = sum((pair.small for pair in order), Spent())
+    everything = sum((pair.large for pair in order), _Spent())
+    spent = sum((pair.small for pair in order), _Spent())
     spent = sum((pair.large for pair in order[:asked]), spent)
     agreement = (asked + sum(pair.agreement for pair in order[asked:])) / n
     low, high = _interval(agreement, n)
@@ -146,25 +159,6 @@ def _interval(share: float, n: int) -> tuple[float, float]:
     spread = _Z * math.sqrt(share * (1 - share) / n + _Z * _Z / (4 * n * n))
     scale = 1 + _Z * _Z / n
     return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
-
-
-def best_measure(ladders: Sequence[Ladder], agreement: float) -> Ladder:
-    """The one whose cheapest threshold for this agreement costs least; of equals the first."""
-
-    def cost(each: Ladder) -> float:
-        found = each.cheapest(agreement)
-        return math.inf if found is None else round(found.cost_share, _DIGITS)
-
-    return min(ladders, key=cost)
-
-
-def shown_rungs(whole: Ladder, most: int, chosen: Rung | None) -> list[Rung]:
-    """At most so many, evenly spread, both ends and the chosen one among them."""
-    last = len(whole.rungs) - 1
-    places = {round(last * step / (most - 1)) for step in range(most)}
-    if chosen is not None:
-        places.add(whole.rungs.index(chosen))
-    return [whole.rungs[place] for place in sorted(places)]
 
 
 def read_questions(file: Path, defaults: JsonDict) -> list[Question]:
@@ -193,7 +187,7 @@ def _read_question(where: str, line: bytes, defaults: JsonDict) -> Question:
         body = body["body"]
     if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):
         raise ConfigError(f"{where}: must be an object with either messages or prompt")
-    route = CHAT if "messages" in body else COMPLETIONS
+    route = Route.CHAT if "messages" in body else Route.COMPLETIONS
     try:
         question = Question.of("", route, defaults | body, {}).whole("")
         refuse_what_no_cascade_can(question)
@@ -235,22 +229,22 @@ class ModelComparison:
 
     async def _pair(self, question: Question) -> Pair:
         """One after the other, so that each is timed alone."""
-        asked = question.whole(self.small, **asking_logprobs(question))
+        asked = question.whole(self.small, **question.asking_logprobs)
         small, small_spent = await self._timed(asked, self.prices.small)
         large, large_spent = await self._timed(question.whole(self.large), self.prices.large)
         return Pair(
-            [logprobs_of(choice) for choice in small.choices],
+            small.logprobs,
             small_spent,
             large_spent,
             self._agreement(small, large),
         )
 
-    async def _timed(self, question: Question, price: float | None) -> tuple[ModelAnswer, Spent]:
+    async def _timed(self, question: Question, price: float | None) -> tuple[ModelAnswer, _Spent]:
         began = time.monotonic()
         answer = await self.models.answer(question)
         seconds = time.monotonic() - began
         tokens = answer.usage.get("total_tokens") or 0
-        return answer, Spent(tokens, seconds, (price or 0.0) * tokens / 1e6)
+        return answer, _Spent(tokens, seconds, (price or 0.0) * tokens / 1e6)
 
     def _agreement(self, small: ModelAnswer, large: ModelAnswer) -> float:
         """The mean of the choices."""
@@ -258,9 +252,17 @@ class ModelComparison:
         return sum(likenesses) / len(likenesses) if likenesses else 0.0
 
     def _likenesses(self, small: ModelAnswer, large: ModelAnswer) -> Iterator[float]:
-        for mine, other in zip(small.choices, large.choices, strict=False):
-            first, second = normalised(mine), normalised(other)
+        for first, second in zip(small.normalised, large.normalised, strict=False):
             if self.agreement == "words":
-                yield likeness(first, second)
+                yield _likeness(first, second)
             else:
                 yield float(first == second)
+
+
+def _likeness(first: str, second: str) -> float:
+    """Of two normalised texts, 0 to 1: F1 of the words that they share."""
+    if first == second:
+        return 1.0
+    words, others = Counter(first.split()), Counter(second.split())
+    shared = (words & others).total()
+    return 2 * shared / (words.total() + others.total()) if shared else 0.0

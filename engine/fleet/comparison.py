@@ -32,14 +32,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from jitney.engine.types import JsonDict
 
 #: Probability that any interval of a comparison ever leaves out the truth.
-ALPHA = 0.05
+_ALPHA = 0.05
 #: Parts of the keys' hash that variances are taken over.
 CLUSTERS = 256
 #: Requests, and clusters among them, that each arm must have before an interval is given.
@@ -190,6 +190,9 @@ class Interval:
 class Comparison:
     """Everything that is known of two arms. Constant memory."""
 
+    #: Probability that all intervals hold at all times.
+    confidence: ClassVar[float] = 1 - _ALPHA
+
     #: By arm and figure.
     sums: dict[ArmName, dict[str, _Sums]] = field(
         default_factory=lambda: {arm: {name: _Sums() for name in FIGURES} for arm in ARMS}
@@ -224,7 +227,7 @@ class Comparison:
         figure = FIGURES[name]
         variance = _variance(figure, stable, candidate)
         difference = candidate.mean - stable.mean
-        half = _half_width(variance, figure.scale, ALPHA / len(FIGURES))
+        half = _half_width(variance, figure.scale, _ALPHA / len(FIGURES))
         low, high = difference - half, difference + half
         if figure.is_ratio:
             return Interval(math.exp(difference), math.exp(low), math.exp(high))

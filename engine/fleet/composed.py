@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jitney.engine.config.schema import Section
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.answering import (
-    Answering,
-    ComposedModel,
-    ModelAnswer,
-    ModelStream,
-    Question,
-)
+from jitney.engine.fleet.answering import Answering, ModelAnswer, ModelStream
 from jitney.engine.fleet.cascade import Cascade, CascadeSettings
 from jitney.engine.fleet.ensemble import Ensemble, EnsembleSettings
 from jitney.engine.fleet.pipeline import Pipeline, PipelineSettings
+from jitney.engine.fleet.question import Question
 from jitney.engine.types import JsonDict
 
 #: Kind -> its settings in fleet.toml.
@@ -43,34 +38,16 @@ _HIDDEN_FIELDS = {
 _HIDDEN = {"stages": {"__all__": _HIDDEN_FIELDS}}
 
 
-class _ComposedSettings(Protocol):
-    """Of a model made of models."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def parts(self) -> list[str]:
-        """Names of the models that it is made of."""
-        ...
-
-    @property
-    def scoring(self) -> list[str]:
-        """Those of them that must score or embed texts, which only engines do."""
-        ...
+type _Settings = CascadeSettings | EnsembleSettings | PipelineSettings
 
 
-def composed_of(models: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are made of others."""
-    kinds = tuple(COMPOSED_KINDS.values())
-    return {name: each for name, each in models.items() if isinstance(each, kinds)}
-
-
-def check_parts(composed: Mapping[str, _ComposedSettings], served: Collection[str]) -> None:
+def check_parts(models: Mapping[str, Any]) -> None:
     """Raise ConfigError, one line, for parts that do not exist and for models made of themselves.
 
-    served: names of the models that engines serve.
+    models: settings by name, those of models that engines serve among them.
     """
+    composed = _composed_of(models)
+    served = [name for name in models if name not in composed]
     for name, settings in composed.items():
         for part in settings.parts:
             if part not in served and part not in composed:
@@ -89,7 +66,13 @@ def check_parts(composed: Mapping[str, _ComposedSettings], served: Collection[st
         _check_no_cycle(composed, [name])
 
 
-def _check_no_cycle(composed: Mapping[str, _ComposedSettings], path: list[str]) -> None:
+def _composed_of(models: Mapping[str, Any]) -> dict[str, _Settings]:
+    """Those that are made of others."""
+    kinds = (CascadeSettings, EnsembleSettings, PipelineSettings)
+    return {name: each for name, each in models.items() if isinstance(each, kinds)}
+
+
+def _check_no_cycle(composed: Mapping[str, _Settings], path: list[str]) -> None:
     settings = composed.get(path[-1])
     for part in settings.parts if settings else ():
         if part in path:
@@ -98,7 +81,7 @@ def _check_no_cycle(composed: Mapping[str, _ComposedSettings], path: list[str]) 
         _check_no_cycle(composed, [*path, part])
 
 
-def _made(settings: object, models: Answering, folder: Path) -> ComposedModel:
+def _made(settings: _Settings, models: Answering, folder: Path) -> Cascade | Ensemble | Pipeline:
     """folder: of the files that they name. Raises ConfigError."""
     match settings:
         case CascadeSettings():
@@ -107,7 +90,6 @@ def _made(settings: object, models: Answering, folder: Path) -> ComposedModel:
             return Ensemble(settings, models)
         case PipelineSettings():
             return Pipeline(settings, models, folder)
-    raise TypeError(f"{type(settings).__name__} is no kind of composed model")
 
 
 class ComposedModels:
@@ -115,18 +97,14 @@ class ComposedModels:
     `engines`.
     """
 
-    def __init__(
-        self,
-        composed: Mapping[str, Any],
-        engines: Answering,
-        served: Collection[str],
-        folder: Path = Path(),
-    ):
-        """composed: settings by name. folder: of the files that they name. Raises ConfigError."""
-        check_parts(composed, served)
+    def __init__(self, models: Mapping[str, Any], engines: Answering, folder: Path = Path()):
+        """models: as `check_parts` has them. folder: of the files that they name. Raises
+        ConfigError.
+        """
+        check_parts(models)
         self._engines = engines
-        self._settings = dict(composed)
-        self._models = {name: _made(each, self, folder) for name, each in composed.items()}
+        self._settings = _composed_of(models)
+        self._models = {name: _made(each, self, folder) for name, each in self._settings.items()}
 
     def __contains__(self, name: object) -> bool:
         """Whether a model is made of others."""
@@ -138,11 +116,16 @@ class ComposedModels:
 
     async def start(self) -> None:
         """Start what they need."""
-        await asyncio.gather(*(model.start() for model in self._models.values()))
+        await asyncio.gather(*(pipeline.start() for pipeline in self._pipelines))
 
     async def close(self) -> None:
         """End it."""
-        await asyncio.gather(*(model.close() for model in self._models.values()))
+        await asyncio.gather(*(pipeline.close() for pipeline in self._pipelines))
+
+    @property
+    def _pipelines(self) -> list[Pipeline]:
+        """The only ones that have processes of their own."""
+        return [model for model in self._models.values() if isinstance(model, Pipeline)]
 
     def ready(self, name: str, is_ready: Callable[[str], bool]) -> bool:
         """Whether a model could answer now. is_ready: the same of those that engines serve."""

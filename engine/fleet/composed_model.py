@@ -13,26 +13,14 @@ import orjson
 
 from jitney.engine.api.blocks import EVENT_STREAM
 from jitney.engine.api.errors import ErrorReply, HttpError
-from jitney.engine.fleet.answering import (
-    CHAT,
-    COMPLETIONS,
-    STAGE_HEADER,
-    Answering,
-    ModelAnswer,
-    ModelStream,
-    Question,
-)
+from jitney.engine.fleet.answering import STAGE_HEADER, Answering, ModelAnswer, ModelStream
 from jitney.engine.fleet.asked import Asked, RawHeaders
 from jitney.engine.fleet.composed import ComposedModels
 from jitney.engine.fleet.forwarding import ProxiedAnswer
-from jitney.engine.fleet.http_engines import (
-    chunks_from,
-    passed_headers,
-    read_answer,
-    refusal,
-)
+from jitney.engine.fleet.http_engines import EngineReply
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
+from jitney.engine.fleet.question import Question, Route
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.types import JsonDict
 
@@ -55,24 +43,18 @@ class FleetEngines:
 
     async def answer(self, question: Question) -> ModelAnswer:
         """Raises HttpError, RequestError."""
-        name = question.model
-        async with self._models[name].answer(_asked_for(question)) as answer:
+        async with self._models[question.model].answer(_asked_for(question)) as answer:
             content = b"".join([part async for part in answer.body])
-        headers = _texts(answer.headers)
-        if answer.status != 200:
-            raise refusal(name, answer.status, content, headers)
-        return ModelAnswer(read_answer(question, content), passed_headers(headers))
+        return EngineReply(question, answer.status, _texts(answer.headers)).whole(content)
 
     @asynccontextmanager
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
         """Raises HttpError, RequestError."""
-        name = question.model
-        async with self._models[name].answer(_asked_for(question)) as answer:
-            headers = _texts(answer.headers)
-            if answer.status != 200:
-                content = b"".join([part async for part in answer.body])
-                raise refusal(name, answer.status, content, headers)
-            yield ModelStream(chunks_from(name, answer.body), passed_headers(headers))
+        async with self._models[question.model].answer(_asked_for(question)) as answer:
+            reply = EngineReply(question, answer.status, _texts(answer.headers))
+            if reply.status != 200:
+                raise reply.refusal(b"".join([part async for part in answer.body]))
+            yield reply.stream(answer.body)
 
     async def seats(self, model: str) -> int | None:
         """Of the engines that are ready and say how many they have."""
@@ -146,10 +128,11 @@ class NamedComposition:
 
     def _question(self, asked: Asked) -> Question:
         """Raises HttpError, RequestError."""
-        if asked.route not in (CHAT, COMPLETIONS):
+        known = (Route.CHAT, Route.COMPLETIONS)
+        if asked.route not in known:
             raise HttpError(
                 400,
-                f"{self.name} is made of models, and answers {CHAT} and {COMPLETIONS} only",
+                f"{self.name} is made of models, and answers {' and '.join(known)} only",
                 code="unsupported_parameter",
                 param="model",
             )

@@ -14,19 +14,22 @@ the file, the field and what is accepted there.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
+from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from jitney.engine.config.layers import load_config, read_toml, settings, unknown_word
-from jitney.engine.config.schema import Config, Section, ServerSection, cache_dir
+from jitney.engine.config.layers import Layered, read_toml, settings, unknown_word
+from jitney.engine.config.schema import Section, ServerSection, cache_dir
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.composed import COMPOSED_KINDS, check_parts, composed_of
+from jitney.engine.fleet.composed import COMPOSED_KINDS, check_parts
+from jitney.engine.fleet.engine_process import LOCALHOST, ReplicaHost, check_environ, engine_config
 from jitney.engine.fleet.sections import FleetSection, ReplicasSection
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -66,36 +69,9 @@ _AS_OF_A_SERVER = (
 )
 #: Of these, what the environment may give.
 _KEYS = ("api_keys", "admin_keys")
-#: Settings of an engine that its fleet decides.
-_DECIDED = (
-    "host",
-    "port",
-    "served_model_name",
-    "device",
-    "data_dir",
-    "drain_s",
-    "api_key_file",
-    "admin_key_file",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "root_path",
-)
-#: Settings of one engine over several hosts that its fleet decides: else all engines would have the
-#: same coordinator and be the same host, and each would wait for the others for ever.
-_OF_ONE_HOST = ("coordinator", "host_id")
-#: What to do instead.
-_START_BY_HAND = (
-    "is the fleet's to decide; leave it out. An engine over hosts that the fleet does not start "
-    "is one of urls"
-)
-#: Settings that say how many processes a replica is; the fleet has to know before they start.
-_OF_HOSTS = ("n_hosts", "data_parallel")
-#: Stands for the address that host 0 of a replica gets when it starts.
-_SOME_COORDINATOR = "127.0.0.1:1"
+_MEASURED = "measured_sizes"
 #: What stands behind a model's name in that of its candidate's engines.
 _OF_CANDIDATE = ".candidate"
-#: Limits of a key that hold for all engines together, in [fleet].
-_KEY_LIMITS = ("key_max_concurrent", "key_tokens_per_minute")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 #: What a model can be, by its `kind`. A new kind is a section, its line here and its line in
 #: `engine.fleet.build`.
@@ -128,6 +104,38 @@ class FleetConfig:
         """A file that it names."""
         return self.file.parent / Path(name).expanduser()
 
+    @classmethod
+    def read(
+        cls,
+        file: str | Path,
+        environ: JsonObject | None = None,
+        flags: JsonObject | None = None,
+    ) -> FleetConfig:
+        """Read a fleet.toml.
+
+        environ: may hold JITNEY_API_KEYS and JITNEY_ADMIN_KEYS. flags: fields of [fleet] that stand
+        above the file. Raises ConfigError.
+        """
+        tables = read_toml(file)
+        for name, table in tables.items():
+            if name not in ("fleet", "models") or not isinstance(table, dict):
+                known = ["[fleet]", "[models.NAME]"]
+                raise ConfigError(f"{file}: {unknown_word(f'[{name}]', known)}")
+        fields = _keys_of(environ or {}) | tables.get("fleet", {}) | dict(flags or {})
+        own = {name: value for name, value in fields.items() if name not in _AS_OF_A_SERVER}
+        served = {name: value for name, value in fields.items() if name in _AS_OF_A_SERVER}
+        names = [*FleetSection.model_fields, *_AS_OF_A_SERVER]
+        models = _models(file, tables.get("models", {}))
+        if any(isinstance(each, ReplicasSection) and each.replicas for each in models.values()):
+            check_environ(environ or {})
+        return cls(
+            Path(file).absolute(),
+            _checked(file, "fleet", ServerSection, served, names),
+            _checked(file, "fleet", FleetSection, own, names),
+            models,
+            _adapters(file, models),
+        )
+
     @property
     def arms(self) -> dict[str, _FleetArm]:
         """What engines stand behind, by its name: a model's is the model's own, a candidate's has
@@ -139,8 +147,47 @@ class FleetConfig:
                 continue
             found[name] = _FleetArm(name, section)
             if section.candidate is not None:
-                found[candidate_arm(name)] = _FleetArm(name, section.candidate)
+                found[_candidate_arm(name)] = _FleetArm(name, section.candidate)
         return found
+
+    def arms_of(self, model: str) -> list[str]:
+        """Names of a model's arms: its own, then that of its candidate if it has one."""
+        return [name for name, arm in self.arms.items() if arm.model == model]
+
+    def engine_arguments(
+        self,
+        model: str,
+        section: ReplicasSection,
+        name: str,
+        number: int,
+        port: int,
+        host: str = LOCALHOST,
+        place: ReplicaHost | None = None,
+    ) -> list[str]:
+        """What `jitney serve` is given for the n-th process of a model. name: the engine's own.
+        place: where it is one of several hosts.
+        """
+        words = ["serve"]
+        if section.config:
+            words += ["--config", str(self.path(section.config))]
+        for setting, value in section.settings.items():
+            words += _flag(setting, value)
+        if not self._says_who_sizes(section):
+            # Engines that start beside each other would time each other's steps.
+            words += _flag(_MEASURED, value=False)
+        if section.devices:
+            words += ["--device", section.devices[number]]
+        if place is not None:
+            words += ["--coordinator", place.coordinator, "--host-id", str(place.host_id)]
+        words += ["--data-dir", str(_data_dir_of(name))]
+        words += ["--host", host, "--port", str(port), "--served-model-name", model]
+        return [*words, "--drain-s", str(self.server.drain_s), "--insecure"]
+
+    def _says_who_sizes(self, section: ReplicasSection) -> bool:
+        """Whether it is given that engines of this model measure, or that they do not."""
+        file = self.path(section.config) if section.config else None
+        given = Layered.load(file, flags=section.checked_settings).origins
+        return _MEASURED in given or settings()[_MEASURED].env in os.environ
 
     @property
     def data_dir(self) -> Path:
@@ -150,54 +197,24 @@ class FleetConfig:
         return cache_dir() / "fleet-data"
 
 
-def candidate_arm(model: str) -> str:
+def _data_dir_of(name: str) -> Path:
+    """Where an engine keeps files, though a fleet sends it none: two may not share a folder."""
+    return cache_dir() / "fleet" / quote(name, safe="")
+
+
+def _flag(name: str, value: object) -> list[str]:
+    """A setting as a flag."""
+    flag = settings()[name].flag
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [flag, ",".join(map(str, value))]
+    return [flag, str(value)]
+
+
+def _candidate_arm(model: str) -> str:
     """What a model's candidate is called among `FleetConfig.arms`."""
     return model + _OF_CANDIDATE
-
-
-def read_fleet(
-    file: str | Path, environ: JsonObject | None = None, flags: JsonObject | None = None
-) -> FleetConfig:
-    """Read a fleet.toml.
-
-    environ: may hold JITNEY_API_KEYS and JITNEY_ADMIN_KEYS. flags: fields of [fleet] that stand
-    above the file. Raises ConfigError.
-    """
-    tables = read_toml(file)
-    for name, table in tables.items():
-        if name not in ("fleet", "models") or not isinstance(table, dict):
-            raise ConfigError(f"{file}: {unknown_word(f'[{name}]', ['[fleet]', '[models.NAME]'])}")
-    fields = _keys_of(environ or {}) | tables.get("fleet", {}) | dict(flags or {})
-    own = {name: value for name, value in fields.items() if name not in _AS_OF_A_SERVER}
-    served = {name: value for name, value in fields.items() if name in _AS_OF_A_SERVER}
-    names = [*FleetSection.model_fields, *_AS_OF_A_SERVER]
-    models = _models(file, tables.get("models", {}))
-    _check_environ(environ or {}, models)
-    return FleetConfig(
-        Path(file).absolute(),
-        _checked(file, "fleet", ServerSection, served, names),
-        _checked(file, "fleet", FleetSection, own, names),
-        models,
-        _adapters(file, models),
-    )
-
-
-def _check_environ(environ: JsonObject, models: Mapping[str, Section]) -> None:
-    """Engines that are started inherit it. Raises ConfigError."""
-    if not any(isinstance(each, ReplicasSection) and each.replicas for each in models.values()):
-        return
-    for setting in _OF_ONE_HOST:
-        name = settings()[setting].env
-        if name in environ:
-            raise ConfigError(f"{name}: {setting} {_START_BY_HAND}")
-    for setting in _OF_HOSTS:
-        name = settings()[setting].env
-        if name in environ:
-            raise ConfigError(f"{name}: {_give_in_settings(setting)}")
-
-
-def _give_in_settings(setting: str) -> str:
-    return f"{setting} says how many processes a replica is: give it in settings of its model"
 
 
 def _adapters(file: str | Path, models: Mapping[str, Section]) -> dict[str, str]:
@@ -230,9 +247,8 @@ def _models(file: str | Path, tables: JsonDict) -> dict[str, Section]:
         raise ConfigError(f"{file}: no model: add a table [models.NAME] with replicas or urls")
     models = {name: _model(file, name, table) for name, table in tables.items()}
     _check_candidates(file, models)
-    composed = composed_of(models)
     try:
-        check_parts(composed, [name for name in models if name not in composed])
+        check_parts(models)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     return models
@@ -243,7 +259,7 @@ def _check_candidates(file: str | Path, models: Mapping[str, Section]) -> None:
     for name, section in models.items():
         if not isinstance(section, ReplicasSection) or section.candidate is None:
             continue
-        taken = candidate_arm(name)
+        taken = _candidate_arm(name)
         if taken in models:
             raise ConfigError(
                 f"{file}: [models.{taken}]: engines of the candidate of {name!r} are called so; "
@@ -274,7 +290,7 @@ def _check_settings(file: str | Path, name: str, section: ReplicasSection) -> No
     if section.replicas:
         engine_config(file, name, section)
     if section.candidate is not None:
-        _check_settings(file, candidate_arm(name), section.candidate)
+        _check_settings(file, _candidate_arm(name), section.candidate)
 
 
 def _checked[S: Section](
@@ -299,51 +315,3 @@ def _complaint(error: ValidationError) -> str:
         return message
     given = "" if item["type"] == "value_error" else f", not {str(item['input'])[:60]!r}"
     return f"{place}: {message}{given}"
-
-
-def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Config:
-    """The settings of a model's started engines. Raises ConfigError."""
-    where = f"{file}: [models.{name}] settings"
-    for setting in section.settings:
-        if setting in _DECIDED:
-            raise ConfigError(f"{where}: {setting} is the fleet's to decide; leave it out")
-        if setting in _OF_ONE_HOST:
-            raise ConfigError(f"{where}: {setting} {_START_BY_HAND}")
-        if setting not in settings():
-            raise ConfigError(f"{where}: {unknown_word(setting, list(settings()))}")
-        if settings()[setting].secret:
-            raise ConfigError(f"{where}: {setting} is given to the fleet, in [fleet]; leave it out")
-    given = Path(file).parent / Path(section.config).expanduser() if section.config else None
-    try:
-        if given is not None:
-            _check_hosts_of_file(given)
-        config = load_config(given, flags=checked_settings(section))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    for setting in _KEY_LIMITS:
-        if getattr(config.server, setting):
-            raise ConfigError(
-                f"{where}: {setting} would hold for each engine alone; give it in [fleet], where "
-                "it holds for all of them together"
-            )
-    return config
-
-
-def _check_hosts_of_file(file: Path) -> None:
-    """Raises ConfigError for what its engines cannot all have of one file."""
-    told = read_toml(file).get("engine", {})
-    for setting in _OF_ONE_HOST:
-        if setting in told:
-            raise ConfigError(f"{file}: {setting} {_START_BY_HAND}")
-    for setting in _OF_HOSTS:
-        if setting in told:
-            raise ConfigError(f"{file}: {_give_in_settings(setting)}")
-
-
-def checked_settings(section: ReplicasSection) -> JsonDict:
-    """The settings of started engines as those of a first host, which can be checked before it has
-    an address.
-    """
-    if section.n_hosts == 1:
-        return section.settings
-    return section.settings | {"coordinator": _SOME_COORDINATOR}

@@ -1,23 +1,47 @@
-"""What a fleet starts an engine's process with: its arguments, and the keys in its environment."""
+"""What a fleet starts an engine's process with: its settings, and the keys in its environment."""
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
 
-from jitney.engine.config.layers import Layered, settings
-from jitney.engine.config.schema import cache_dir
-from jitney.engine.fleet.config import FleetConfig, checked_settings
+from jitney.engine.config.layers import load_config, read_toml, settings, unknown_word
+from jitney.engine.config.schema import Config
+from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.sections import ReplicasSection
+from jitney.engine.types import JsonObject
 
 #: Runs `jitney serve` with its arguments, until the fleet is gone.
 ENGINE_MODULE = "jitney.engine.cli.fleet_engine"
 LOCALHOST = "127.0.0.1"
-_MEASURED = "measured_sizes"
+#: Settings of an engine that its fleet decides.
+_DECIDED = (
+    "host",
+    "port",
+    "served_model_name",
+    "device",
+    "data_dir",
+    "drain_s",
+    "api_key_file",
+    "admin_key_file",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "root_path",
+)
+#: Settings of one engine over several hosts that its fleet decides: else all engines would have the
+#: same coordinator and be the same host, and each would wait for the others for ever.
+_OF_ONE_HOST = ("coordinator", "host_id")
+#: What to do instead.
+_START_BY_HAND = (
+    "is the fleet's to decide; leave it out. An engine over hosts that the fleet does not start "
+    "is one of urls"
+)
+#: Settings that say how many processes a replica is; the fleet has to know before they start.
+_OF_HOSTS = ("n_hosts", "data_parallel")
+#: Limits of a key that hold for all engines together, in [fleet].
+_KEY_LIMITS = ("key_max_concurrent", "key_tokens_per_minute")
 
 
 class ReplicaHost(NamedTuple):
@@ -28,56 +52,59 @@ class ReplicaHost(NamedTuple):
     host_id: int
 
 
-def engine_arguments(
-    config: FleetConfig,
-    model: str,
-    section: ReplicasSection,
-    name: str,
-    number: int,
-    port: int,
-    host: str = LOCALHOST,
-    place: ReplicaHost | None = None,
-) -> list[str]:
-    """What `jitney serve` is given for the n-th process of a model. name: the engine's own. place:
-    where it is one of several hosts.
-    """
-    words = ["serve"]
-    if section.config:
-        words += ["--config", str(config.path(section.config))]
-    for setting, value in section.settings.items():
-        words += _flag(setting, value)
-    if not _says_who_sizes(config, section):
-        # Engines that start beside each other would time each other's steps.
-        words += _flag(_MEASURED, value=False)
-    if section.devices:
-        words += ["--device", section.devices[number]]
-    if place is not None:
-        words += ["--coordinator", place.coordinator, "--host-id", str(place.host_id)]
-    words += ["--data-dir", str(_data_dir(name))]
-    words += ["--host", host, "--port", str(port), "--served-model-name", model]
-    return [*words, "--drain-s", str(config.server.drain_s), "--insecure"]
+def check_environ(environ: JsonObject) -> None:
+    """Engines that are started inherit it. Raises ConfigError."""
+    for setting in _OF_ONE_HOST:
+        name = settings()[setting].env
+        if name in environ:
+            raise ConfigError(f"{name}: {setting} {_START_BY_HAND}")
+    for setting in _OF_HOSTS:
+        name = settings()[setting].env
+        if name in environ:
+            raise ConfigError(f"{name}: {_give_in_settings(setting)}")
 
 
-def _says_who_sizes(config: FleetConfig, section: ReplicasSection) -> bool:
-    """Whether it is given that engines of this model measure, or that they do not."""
-    file = config.path(section.config) if section.config else None
-    given = Layered.load(file, flags=checked_settings(section)).origins
-    return _MEASURED in given or settings()[_MEASURED].env in os.environ
+def _give_in_settings(setting: str) -> str:
+    return f"{setting} says how many processes a replica is: give it in settings of its model"
 
 
-def _data_dir(name: str) -> Path:
-    """Where an engine keeps files, though a fleet sends it none: two may not share a folder."""
-    return cache_dir() / "fleet" / quote(name, safe="")
+def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Config:
+    """The settings of a model's started engines. Raises ConfigError."""
+    where = f"{file}: [models.{name}] settings"
+    for setting in section.settings:
+        if setting in _DECIDED:
+            raise ConfigError(f"{where}: {setting} is the fleet's to decide; leave it out")
+        if setting in _OF_ONE_HOST:
+            raise ConfigError(f"{where}: {setting} {_START_BY_HAND}")
+        if setting not in settings():
+            raise ConfigError(f"{where}: {unknown_word(setting, list(settings()))}")
+        if settings()[setting].secret:
+            raise ConfigError(f"{where}: {setting} is given to the fleet, in [fleet]; leave it out")
+    given = Path(file).parent / Path(section.config).expanduser() if section.config else None
+    try:
+        if given is not None:
+            _check_hosts_of_file(given)
+        config = load_config(given, flags=section.checked_settings)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for setting in _KEY_LIMITS:
+        if getattr(config.server, setting):
+            raise ConfigError(
+                f"{where}: {setting} would hold for each engine alone; give it in [fleet], where "
+                "it holds for all of them together"
+            )
+    return config
 
 
-def _flag(name: str, value: object) -> list[str]:
-    """A setting as a flag."""
-    flag = settings()[name].flag
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if isinstance(value, list):
-        return [flag, ",".join(map(str, value))]
-    return [flag, str(value)]
+def _check_hosts_of_file(file: Path) -> None:
+    """Raises ConfigError for what its engines cannot all have of one file."""
+    told = read_toml(file).get("engine", {})
+    for setting in _OF_ONE_HOST:
+        if setting in told:
+            raise ConfigError(f"{file}: {setting} {_START_BY_HAND}")
+    for setting in _OF_HOSTS:
+        if setting in told:
+            raise ConfigError(f"{file}: {_give_in_settings(setting)}")
 
 
 def engine_keys(users: Sequence[str], admins: Sequence[str]) -> tuple[str, dict[str, str]]:

@@ -15,24 +15,15 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.config.schema import Section
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.answering import (
-    MADE_FIELD,
     Answering,
     ModelAnswer,
     ModelStream,
-    Question,
-    chunks_of,
-    made,
-    named,
-    refuse_field,
-    refuse_many,
-    refuse_token_ids,
-    stage_header,
-    stage_usage,
+    Part,
+    marked,
     total_usage,
 )
-from jitney.engine.fleet.confidence import asking_logprobs, hide_logprobs, logprobs_of
-from jitney.engine.fleet.sameness import normalised
-from jitney.engine.fleet.scoring import AnswerScorer
+from jitney.engine.fleet.question import Question
+from jitney.engine.fleet.scoring import TextScorer
 from jitney.engine.types import JsonDict
 
 _MOST_MEMBERS = 64
@@ -100,9 +91,8 @@ class EnsembleSettings(Section):
 class _Member:
     """One of those that are asked."""
 
-    #: Its model's name; of one that is asked again, with the turn: "m", "m.2", "m.3".
-    stage: str
-    model: str
+    #: Its stage is the model's name; of one that is asked again, with the turn: "m", "m.2", "m.3".
+    part: Part
     #: How often the model has been asked before.
     turn: int
 
@@ -120,9 +110,9 @@ class _Choice:
     """Which answer is sent, and why."""
 
     vote: _Vote
-    #: For MADE_FIELD.
+    #: For `marked`.
     report: JsonDict
-    #: Of the scorer, as `stage_usage` has it.
+    #: Of the scorer, as `Part.usage` has it.
     usage: list[JsonDict]
 
 
@@ -133,21 +123,15 @@ class Ensemble:
         self._settings = settings
         self._models = models
         self._members = [
-            _Member(model if turn == 0 else f"{model}.{turn + 1}", model, turn)
+            _Member(Part(model if turn == 0 else f"{model}.{turn + 1}", model), turn)
             for model in settings.models
             for turn in range(settings.repeats)
         ]
 
-    async def start(self) -> None:
-        """Nothing of its own runs."""
-
-    async def close(self) -> None:
-        """Nothing of its own runs."""
-
     async def seats(self) -> int | None:
         """Requests at once: each takes a seat of every model as often as it is asked."""
         known: list[int] = []
-        for model, times in Counter(member.model for member in self._members).items():
+        for model, times in Counter(member.part.model for member in self._members).items():
             seats = await self._models.seats(model)
             if seats is not None:
                 known.append(max(1, seats // times))
@@ -164,15 +148,14 @@ class Ensemble:
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
         """Begins when the choice is made. Raises HttpError, RequestError."""
         answer = await self.answer(question)
-        yield ModelStream(chunks_of(answer, question), answer.headers)
+        yield ModelStream(answer.chunks(question), answer.headers)
 
     def _check(self, question: Question) -> None:
         """Raises RequestError for what no ensemble can do."""
-        body = question.checked()
-        refuse_many(body, "an ensemble sends the best of several answers")
-        refuse_field(body, "echo", "answers are compared without their prompts")
+        question.refuse_many("an ensemble sends the best of several answers")
+        question.refuse_fields(["echo"], "answers are compared without their prompts")
         if len(set(self._settings.parts)) > 1:
-            refuse_token_ids(question, body)
+            question.refuse_token_ids()
 
     async def _ask_all(self, question: Question) -> tuple[list[_Vote], list[JsonDict]]:
         """The answers, and who gave none and why. Raises HttpError if nobody did."""
@@ -185,7 +168,7 @@ class Ensemble:
                 votes.append(_Vote(member, answer))
             else:
                 errors.append(answer)
-                left_out.append({"stage": member.stage, "reason": str(answer)})
+                left_out.append({"stage": member.part.stage, "reason": str(answer)})
         if not votes:
             raise errors[0]
         return votes, left_out
@@ -195,17 +178,17 @@ class Ensemble:
             async with asyncio.timeout(None if question.background else self._settings.wait_s):
                 return await self._models.answer(self._question_to(member, question))
         except (HttpError, RequestError) as error:
-            return named(error, member.stage, question.body)
+            return member.part.refusal(error, question.body)
         except TimeoutError:
             reason = f"no answer within {self._settings.wait_s:g} s"
-            return HttpError(504, f"stage {member.stage}: {reason}", code="deadline_exceeded")
+            return HttpError(504, f"stage {member.part.stage}: {reason}", code="deadline_exceeded")
 
     def _question_to(self, member: _Member, question: Question) -> Question:
-        fields = asking_logprobs(question) if self._scores_itself else {}
+        fields = question.asking_logprobs if self._scores_itself else {}
         seed = question.body.get("seed")
         if seed is not None and member.turn:
             fields["seed"] = (seed + member.turn) % _SEEDS
-        return question.whole(member.model, **fields)
+        return question.whole(member.part.model, **fields)
 
     @property
     def _scores_itself(self) -> bool:
@@ -219,12 +202,12 @@ class Ensemble:
         return await self._by_scorer(question, votes, self._settings.scorer)
 
     async def _by_scorer(self, question: Question, votes: Sequence[_Vote], name: str) -> _Choice:
-        scorer = AnswerScorer(self._models, question, name)
+        scorer, part = TextScorer(self._models, question, name), Part("scorer", name)
         try:
-            scores = await scorer.score([vote.answer.choices[0] for vote in votes])
+            scores = await scorer.score_answers([vote.answer.texts[0] for vote in votes])
         except (HttpError, RequestError) as error:
-            raise named(error, "scorer") from error
-        usage = [entry for used in scorer.usages for entry in stage_usage("scorer", name, used)]
+            raise part.refusal(error) from error
+        usage = [entry for used in scorer.usages for entry in part.usage(used)]
         return _best(votes, scores, usage)
 
     def _answer_of(
@@ -234,25 +217,20 @@ class Ensemble:
         votes: Sequence[_Vote],
         left_out: list[JsonDict],
     ) -> ModelAnswer:
-        answer, member = chosen.vote.answer, chosen.vote.member
+        answer, part = chosen.vote.answer, chosen.vote.member.part
         if self._scores_itself:
-            hide_logprobs(answer, question)
-        usages = [
-            entry
-            for vote in votes
-            for entry in stage_usage(vote.member.stage, vote.member.model, vote.answer.usage)
-        ]
-        report: JsonDict = {"kind": "ensemble", "stage": member.stage, **chosen.report}
+            answer.hide_logprobs(question)
+        usages = [entry for vote in votes for entry in vote.member.part.usage(vote.answer.usage)]
+        report: JsonDict = {"kind": "ensemble", "stage": part.stage, **chosen.report}
         if left_out:
             report["left_out"] = left_out
         body = answer.body | {"usage": total_usage([*usages, *chosen.usage])}
-        body[MADE_FIELD] = made(report, answer.body)
-        return ModelAnswer(body, stage_header(member.stage, answer.headers))
+        return ModelAnswer(marked(body, report), part.headers(answer.headers))
 
 
 def _by_majority(votes: Sequence[_Vote]) -> _Choice:
     """Of answers that as many give, the one of the first to give it."""
-    said = [normalised(vote.answer.choices[0]) for vote in votes]
+    said = [vote.answer.normalised[0] for vote in votes]
     winner, count = Counter(said).most_common(1)[0]
     return _Choice(votes[said.index(winner)], {"votes": count, "of": len(votes)}, [])
 
@@ -263,7 +241,7 @@ def _best(votes: Sequence[_Vote], scores: Sequence[float], usage: list[JsonDict]
 
 
 def _own_score(vote: _Vote) -> float:
-    logprobs = logprobs_of(vote.answer.choices[0])
+    logprobs = vote.answer.logprobs[0]
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 

@@ -1,10 +1,15 @@
-"""A fleet as it is served: its models, its counters, and whether it still takes requests."""
+"""A fleet as it is served: its models, its counters, and whether it still takes requests. It knows
+which engine keeps an answer of /v1/responses: clients come back to it by its id alone, and no other
+engine has it.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -15,14 +20,31 @@ from jitney.engine.api.slices import Slices
 from jitney.engine.api.tracing import Tracing
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.kept import RESPONSES, AnswerKeeper, Keepers, is_id
+from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replicas import Replica
+from jitney.engine.lru import LruCache
 
 if TYPE_CHECKING:
     from jitney.engine.api.own_requests import OwnRequests
+
+#: The path of the route whose answers are kept; those about one of them begin so.
+_RESPONSES = "/v1/responses"
+#: How ids of such answers are written, and where they stand in one.
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_IN_ANSWER = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,120})"')
+#: Ids that are remembered.
+_MOST = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerKeeper:
+    """An engine that keeps an answer."""
+
+    model: str
+    replica: str
 
 
 class Fleet:
@@ -48,8 +70,8 @@ class Fleet:
         #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
         self.settings = ServerSettings()
         self.own_requests: OwnRequests | None = None
-        #: Who keeps which answer of /v1/responses.
-        self.keepers = Keepers()
+        #: Who keeps which answer of /v1/responses, by its id, as far as they passed here.
+        self._keepers = LruCache[str, _AnswerKeeper](_MOST, lambda id: 1)
         self.created = int(time.time())
         self.openapi = b""
         self.draining = False
@@ -59,6 +81,11 @@ class Fleet:
     @property
     def replicas(self) -> dict[str, list[Replica]]:
         return {name: list(model.replicas) for name, model in self.models.items()}
+
+    @property
+    def rolled_out(self) -> list[ModelWithCandidate]:
+        """The models that have a candidate."""
+        return [each for each in self.models.values() if isinstance(each, ModelWithCandidate)]
 
     def model_name(self, name: object) -> str:
         """The model that a body names, or an adapter of one; where there is only one model, it may
@@ -72,20 +99,35 @@ class Fleet:
             raise HttpError.no_model(name)
         return name
 
-    async def keeper(self, asked: Asked, id: object) -> AnswerKeeper | None:
+    async def keeper(self, asked: Asked, id: object) -> _AnswerKeeper | None:
         """Who keeps a response; engines are asked where none is known."""
-        if not isinstance(id, str) or not is_id(id):
+        if not isinstance(id, str) or not _ID.fullmatch(id):
             return None
-        known = self.keepers.get(id)
+        known = self._keepers.get(id)
         if known is not None:
             return known
         for name, model in self.models.items():
-            replica = await model.keeper_of(asked, f"{RESPONSES}/{id}")
+            replica = await model.keeper_of(asked, f"{_RESPONSES}/{id}")
             if replica is not None:
-                found = AnswerKeeper(name, replica.name)
-                self.keepers.put(id, found)
+                found = _AnswerKeeper(name, replica.name)
+                self._keepers.put(id, found)
                 return found
         return None
+
+    async def earlier_keeper(self, asked: Asked) -> _AnswerKeeper | None:
+        """Who keeps the response that a request goes on with, if it goes on with one."""
+        earlier = asked.fields.get("previous_response_id")
+        if asked.route != _RESPONSES or earlier is None:
+            return None
+        return await self.keeper(asked, earlier)
+
+    def note_keeper(self, model: str, asked: Asked, replica: str, begun: bytes) -> None:
+        """See in the beginning of an answer, if it is of /v1/responses, what its id is: the replica
+        keeps it.
+        """
+        found = _IN_ANSWER.search(begun) if asked.route == _RESPONSES else None
+        if found:
+            self._keepers.put(found[1].decode(), _AnswerKeeper(model, replica))
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; those that run go on, but for jobs and the lines of

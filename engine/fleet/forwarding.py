@@ -26,14 +26,11 @@ from jitney.engine.fleet.asked import Asked, RawHeaders
 from jitney.engine.fleet.repeating import (
     END,
     CannotGoOn,
+    Died,
     SentStream,
-    is_end,
-    is_going,
-    read_event,
     split_events,
 )
 from jitney.engine.fleet.replicas import Replica
-from jitney.engine.types import JsonDict
 
 #: Statuses of a replica that cannot take a request now; and what one says that refuses for the
 #: client's own limits, which no other replica shall be asked to forget.
@@ -67,7 +64,7 @@ _NOT_PASSED = frozenset(
 _STREAM = "text/event-stream"
 _DONE = b"data: [DONE]\n\n"
 #: Says which replica answered.
-REPLICA_HEADER = b"x-jitney-replica"
+_REPLICA_HEADER = b"x-jitney-replica"
 
 
 @dataclass(slots=True)
@@ -77,6 +74,11 @@ class ProxiedAnswer:
     status: int
     headers: RawHeaders
     body: AsyncIterator[bytes]
+
+    @property
+    def replica(self) -> str:
+        """Its name; empty: none answered."""
+        return dict(self.headers).get(_REPLICA_HEADER, b"").decode()
 
 
 class _Choosing(Protocol):
@@ -105,10 +107,6 @@ class Patience:
     resume_wait_s: float = 60.0
 
 
-class _Died(Exception):
-    """A replica went away with a request."""
-
-
 @dataclass(slots=True)
 class _Attempt:
     """An answer of a replica that is being read."""
@@ -131,10 +129,10 @@ class _Attempt:
     def headers(self) -> RawHeaders:
         lower = [(name.lower(), value) for name, value in self.response.headers.raw]
         kept = [item for item in lower if item[0] not in _NOT_PASSED]
-        return [*kept, (REPLICA_HEADER, self.replica.name.encode())]
+        return [*kept, (_REPLICA_HEADER, self.replica.name.encode())]
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises _Died."""
+        """The body as it comes. Raises Died."""
         raw = aiter(self.response.aiter_raw())
         while True:
             try:
@@ -143,7 +141,7 @@ class _Attempt:
             except StopAsyncIteration:
                 return
             except (httpx.TransportError, httpx.StreamError, TimeoutError) as error:
-                raise _Died(type(error).__name__) from None
+                raise Died(type(error).__name__) from None
             self.replica.heard_at = time.monotonic()
             yield part
 
@@ -194,12 +192,12 @@ class Exchange:
                 )
             try:
                 return await self._whole(found)
-            except _Died:
+            except Died:
                 self._count_death(found.replica)
 
     async def _whole(self, attempt: _Attempt) -> ProxiedAnswer:
         """A plain answer, kept until it is complete: until then another replica may give it. Raises
-        _Died.
+        Died.
         """
         kept = bytearray()
         parts = attempt.parts()
@@ -220,7 +218,7 @@ class Exchange:
                         yield data
                     self.choosing.attempted(attempt.replica, "answered")
                     return
-                except _Died:
+                except Died:
                     self._count_death(attempt.replica)
                 self._check_repeatable()
                 async for sign_of_life in self._wait_for_place():
@@ -230,47 +228,22 @@ class Exchange:
             yield self._failure(error)
 
     async def _events(self, attempt: _Attempt) -> AsyncIterator[bytes]:
-        """Those of one replica that the client does not have. Raises _Died or CannotGoOn."""
+        """Those of one replica that the client does not have. Raises Died or CannotGoOn."""
         left = b""
-        is_whole = not self.asked.repeatable
         as_it_is = not self._touched
         async for part in attempt.parts():
             events, left = split_events(left + part)
             if len(left) > _EVENT_BYTES:
                 raise CannotGoOn("an event of the stream is too long")
             if self.asked.repeatable:
-                is_whole |= is_end(events)
-                events = self._new_of(events, as_it_is=as_it_is)
+                events = self._sent.new_of(events, as_it_is=as_it_is)
             if events:
                 self._touched = True
                 yield events
-        if not is_whole:
-            raise _Died("its stream has no end")
+        if self.asked.repeatable and not self._sent.is_whole:
+            raise Died("its stream has no end")
         if left:
             yield left
-
-    def _new_of(self, events: bytes, *, as_it_is: bool) -> bytes:
-        """What the client does not have of these events. as_it_is: it has nothing. Raises _Died or
-        CannotGoOn.
-        """
-        kept: list[bytes] = []
-        for event in events.split(END)[:-1]:
-            value = read_event(event)
-            if is_going(value):
-                raise _Died("it says that it is going")
-            if value is None or "choices" not in value:
-                kept.append(event + END)
-            elif as_it_is:
-                self._sent.note(value)
-                kept.append(event + END)
-            else:
-                kept += self._rest_of(value)
-        return b"".join(kept)
-
-    def _rest_of(self, value: JsonDict) -> Iterator[bytes]:
-        rest = self._sent.rest_of(value)
-        if rest is not None:
-            yield b"data: " + orjson.dumps(rest) + END
 
     def _check_repeatable(self) -> None:
         if self._touched and not self.asked.repeatable:

@@ -7,13 +7,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from jitney.engine.fleet.models import ReplicatedModel
-from jitney.engine.fleet.replicas import Replica, Watch
+from jitney.engine.fleet.replicas import Watch
+from jitney.engine.hosts.connection import HostAddress
 
 _log = logging.getLogger("jitney.fleet")
 
@@ -22,34 +23,12 @@ _HTTP_PORT = 80
 _LOOK_S = 5.0
 
 
-async def meet(
-    model: ReplicatedModel,
-    watch: Watch,
-    known: Mapping[str, str],
-    key: str,
-    given: frozenset[str] = frozenset(),
-) -> None:
-    """Ask engines that came, and no more those that went. known: name -> URL, of those that there
-    are. key: that they are looked at with. given: names of engines that are not looked for.
-    """
-    for replica in list(model.replicas):
-        if replica.name not in known and replica.name not in given:
-            model.engines.remove(replica)
-            await watch.end(replica)
-    here = {replica.name for replica in model.replicas}
-    for name, url in known.items():
-        if name not in here:
-            replica = Replica(name, url, key)
-            model.engines.add(replica)
-            watch.begin([replica])
-
-
 async def _addresses(name: str, port: int) -> list[str]:
     """All that a name has now, each as HOST:PORT. Raises OSError where it has none."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     hosts = {str(address[0]) for *_, address in found}
-    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in sorted(hosts)]
+    return [str(HostAddress(host, port)) for host in sorted(hosts)]
 
 
 @dataclass(slots=True)
@@ -93,4 +72,4 @@ class FoundEngines:
                 _log.warning("%s: its engines are not found: %s", url, error)
                 return
             known |= {address: f"http://{address}" for address in found}
-        await meet(self.model, self.watch, known, self.key, self.given)
+        await self.model.meet(self.watch, known, self.key, self.given)

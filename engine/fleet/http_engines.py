@@ -5,18 +5,60 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import httpx
 import orjson
 
 from jitney.engine.api.errors import HttpError
 from jitney.engine.bench.client import RemoteEndpoint, events
-from jitney.engine.fleet.answering import EMBEDDINGS, ModelAnswer, ModelStream, Question
+from jitney.engine.fleet.answering import ModelAnswer, ModelStream
+from jitney.engine.fleet.question import Question, Route
 from jitney.engine.types import JsonDict
 
 #: Headers of an engine's answer that the client sees.
 _PASSED = ("x-ignored-params", "x-jitney-replica", "retry-after", "retry-after-ms")
 _CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReply:
+    """What an engine says to a question: a status, and headers by their lower-case names."""
+
+    question: Question
+    status: int
+    headers: Mapping[str, str]
+
+    def whole(self, content: bytes) -> ModelAnswer:
+        """The answer in all of its body, with the model's name in the fleet. Raises HttpError for
+        what is none.
+        """
+        if self.status != 200:
+            raise self.refusal(content)
+        model = self.question.model
+        body = _read(model, content)
+        name = "data" if self.question.route == Route.EMBEDDINGS else "choices"
+        if not isinstance(body.get(name), list) or not body[name]:
+            raise HttpError(502, f"the engine of {model} sent no {name}", code="engine_dead")
+        return ModelAnswer(body | {"model": model}, self._passed())
+
+    def stream(self, body: AsyncIterator[bytes]) -> ModelStream:
+        """The answer in a body that streams."""
+        return ModelStream(_chunks_from(self.question.model, body), self._passed())
+
+    def refusal(self, content: bytes) -> HttpError:
+        """What is no answer, as an error."""
+        try:
+            error = json.loads(content)["error"]
+            message, code, param = error["message"], error.get("code"), error.get("param")
+        except (ValueError, LookupError, TypeError):
+            message = f"the engine of {self.question.model} answered {self.status}"
+            code, param = None, None
+        code = code if isinstance(code, str) else None
+        return HttpError(self.status, str(message), code=code, param=param, headers=self._passed())
+
+    def _passed(self) -> dict[str, str]:
+        return {name: self.headers[name] for name in _PASSED if name in self.headers}
 
 
 class HttpEngines:
@@ -33,10 +75,8 @@ class HttpEngines:
             response = await self._client.send(request)
         except httpx.HTTPError as error:
             raise _unreachable(question.model, error) from None
-        if response.status_code != 200:
-            raise refusal(question.model, response.status_code, response.content, response.headers)
-        body = read_answer(question, response.content)
-        return ModelAnswer(body, passed_headers(response.headers))
+        reply = EngineReply(question, response.status_code, response.headers)
+        return reply.whole(response.content)
 
     @asynccontextmanager
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
@@ -47,11 +87,10 @@ class HttpEngines:
         except httpx.HTTPError as error:
             raise _unreachable(question.model, error) from None
         try:
-            if response.status_code != 200:
-                content = await response.aread()
-                raise refusal(question.model, response.status_code, content, response.headers)
-            chunks = chunks_from(question.model, response.aiter_bytes())
-            yield ModelStream(chunks, passed_headers(response.headers))
+            reply = EngineReply(question, response.status_code, response.headers)
+            if reply.status != 200:
+                raise reply.refusal(await response.aread())
+            yield reply.stream(response.aiter_bytes())
         finally:
             await response.aclose()
 
@@ -74,7 +113,7 @@ class HttpEngines:
         )
 
 
-async def chunks_from(model: str, stream: AsyncIterator[bytes]) -> AsyncIterator[JsonDict]:
+async def _chunks_from(model: str, stream: AsyncIterator[bytes]) -> AsyncIterator[JsonDict]:
     """The chunks of a stream as an engine sends it. One that ends before its end has a last chunk
     that says so.
     """
@@ -90,33 +129,6 @@ async def chunks_from(model: str, stream: AsyncIterator[bytes]) -> AsyncIterator
     message = f"the engine of {model} broke off: {reason}"
     error_body = {"message": message, "type": "server_error", "param": None, "code": "engine_dead"}
     yield {"error": error_body}
-
-
-def refusal(model: str, status: int, content: bytes, headers: Mapping[str, str]) -> HttpError:
-    """An engine's answer that is none, as an error."""
-    try:
-        error = json.loads(content)["error"]
-        message, code, param = error["message"], error.get("code"), error.get("param")
-    except (ValueError, LookupError, TypeError):
-        message, code, param = f"the engine of {model} answered {status}", None, None
-    kept = passed_headers(headers)
-    code = code if isinstance(code, str) else None
-    return HttpError(status, str(message), code=code, param=param, headers=kept)
-
-
-def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those of an engine's answer that the client sees."""
-    return {name: headers[name] for name in _PASSED if name in headers}
-
-
-def read_answer(question: Question, content: bytes) -> JsonDict:
-    """A whole answer, with the model's name in the fleet. Raises HttpError for what is none."""
-    model = question.model
-    body = _read(model, content)
-    name = "data" if question.route == EMBEDDINGS else "choices"
-    if not isinstance(body.get(name), list) or not body[name]:
-        raise HttpError(502, f"the engine of {model} sent no {name}", code="engine_dead")
-    return body | {"model": model}
 
 
 def _read(model: str, content: bytes) -> JsonDict:

@@ -30,10 +30,9 @@ from jitney.engine.api.own_requests import OwnRequests
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.settings import ServerSettings
-from jitney.engine.fleet.asked import Asked, asked_of
+from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.fleet import Fleet
-from jitney.engine.fleet.forwarding import REPLICA_HEADER, ProxiedAnswer
-from jitney.engine.fleet.kept import RESPONSES
+from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.types import JsonDict
 
@@ -52,6 +51,8 @@ _TO_MODELS = frozenset(
         "/apply-template",
     }
 )
+#: How paths of those begin that are about one answer, which one engine keeps.
+_TO_KEEPERS = "/v1/responses/"
 
 
 class NamedBody(BaseModel):
@@ -116,8 +117,7 @@ class _Sending:
         if not context.background:
             first_s = context.elapsed_ms / 1000
             self.fleet.metrics.first_byte.labels(self.model_name).observe(first_s)
-        if self.asked.route == RESPONSES:
-            self.fleet.keepers.learn(self.model_name, _replica_of(answer), first)
+        self.fleet.note_keeper(self.model_name, self.asked, answer.replica, first)
         headers = answer.headers
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         parts = AnswerParts(send)
@@ -127,27 +127,22 @@ class _Sending:
         await parts.end()
 
 
-def _replica_of(answer: ProxiedAnswer) -> str:
-    return dict(answer.headers).get(REPLICA_HEADER, b"").decode()
-
-
 async def _to_model(fleet: Fleet, request: Request) -> ASGIApp:
     """Pass a request on to the model that its body names."""
     fields = await fleet.slices.result(read_object(await request.body()))
     name = fleet.model_name(fields.get("model"))
-    asked = await asked_of(request, fields)
+    asked = await Asked.of(request, fields)
     if name in fleet.adapters:
         asked, name = asked.with_adapter(name), fleet.adapters[name]
-    if asked.route == RESPONSES and fields.get("previous_response_id") is not None:
-        keeper = await fleet.keeper(asked, fields["previous_response_id"])
-        if keeper is not None and keeper.model == name:
-            asked = asked.kept_by(keeper.replica)
+    keeper = await fleet.earlier_keeper(asked)
+    if keeper is not None and keeper.model == name:
+        asked = asked.kept_by(keeper.replica)
     return _Sending(fleet, name, asked)
 
 
 async def _to_keeper(fleet: Fleet, request: Request) -> ASGIApp:
     """Pass a request on to the engine that keeps the answer that its path names."""
-    asked = await asked_of(request)
+    asked = await Asked.of(request)
     id = request.path_params["response_id"]
     keeper = await fleet.keeper(asked, id)
     if keeper is None:
@@ -242,7 +237,7 @@ def _engine_routes() -> Iterator[HttpRoute]:
     for route in ROUTES:
         if route.path in _TO_MODELS:
             yield replace(route, handler=_to_model)
-        elif route.path.startswith(RESPONSES + "/"):
+        elif route.path.startswith(_TO_KEEPERS):
             yield replace(route, handler=_to_keeper)
 
 

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet.build import FleetParts
-from jitney.engine.fleet.config import FleetConfig, engine_config
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.engine_process import (
     ENGINE_MODULE,
     LOCALHOST,
     ReplicaHost,
-    engine_arguments,
+    engine_config,
     engine_keys,
 )
 from jitney.engine.fleet.models import ReplicatedModel
@@ -70,8 +70,7 @@ class _EngineProcess:
         """Start a process. Raises JitneyError."""
         port = self.port or free_port()
         self.replica.url = f"http://{LOCALHOST}:{port}"
-        words = engine_arguments(
-            self.config,
+        words = self.config.engine_arguments(
             self.model.name,
             self.model.section,
             self.replica.name,

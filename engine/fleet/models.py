@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import httpx
 
-from jitney.engine.fleet.asked import Asked, beginnings
+from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.forwarding import Exchange, Patience, ProxiedAnswer
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replica_set import ReplicaSet
-from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.routing import KnownBeginnings, by_prefix, by_turn
 from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.types import JsonDict
@@ -109,6 +109,28 @@ class ReplicatedModel:
                 return replica
         return None
 
+    async def meet(
+        self,
+        watch: Watch,
+        known: Mapping[str, str],
+        key: str,
+        given: frozenset[str] = frozenset(),
+    ) -> None:
+        """Ask engines that came, and no more those that went. known: name -> URL, of those that
+        there are. key: that they are looked at with. given: names of engines that are not looked
+        for.
+        """
+        for replica in list(self.replicas):
+            if replica.name not in known and replica.name not in given:
+                self.engines.remove(replica)
+                await watch.end(replica)
+        here = {replica.name for replica in self.replicas}
+        for name, url in known.items():
+            if name not in here:
+                replica = Replica(name, url, key)
+                self.engines.add(replica)
+                watch.begin([replica])
+
     def order(self, asked: Asked, prompt: Sequence[bytes]) -> Iterator[Replica]:
         """Those that are ready, in the order of the model's router; full ones by their own word
         come last. prompt: its beginnings.
@@ -149,7 +171,7 @@ class ReplicatedModel:
         """Of a prompt; none where there is nothing to choose by them."""
         if self.section.router != "prefix" or asked.keeper or asked.background:
             return []
-        return beginnings(asked, self.section.prefix_chars)
+        return asked.beginnings(self.section.prefix_chars)
 
     def _names(self, asked: Asked, prompt: Sequence[bytes]) -> Iterator[str]:
         if asked.keeper:

@@ -15,14 +15,8 @@ import numpy.typing as npt
 
 from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.fleet.answering import (
-    EMBEDDINGS,
-    Answering,
-    ModelAnswer,
-    Question,
-    all_of,
-    total_usage,
-)
+from jitney.engine.fleet.answering import Answering, ModelAnswer, all_of, total_usage
+from jitney.engine.fleet.question import Question, Route
 from jitney.engine.types import JsonDict
 
 #: Documents of one request, and of a file: their vectors of 4,096 numbers take 256 MiB.
@@ -75,7 +69,7 @@ class Embedder:
     async def _ask(self, texts: Sequence[str]) -> _Vectors:
         body: JsonDict = {"input": list(texts), "encoding_format": "base64"}
         question = self.question
-        asked = Question(self.model, EMBEDDINGS, body, question.headers, question.deadline)
+        asked = Question(self.model, Route.EMBEDDINGS, body, question.headers, question.deadline)
         answer = await self.models.answer(asked)
         self.usages.append(answer.usage)
         return _vectors_in(answer, self.model, len(texts))
@@ -110,6 +104,23 @@ class KeptDocuments:
         self._prefix = prefix
         self._vectors: list[_Vectors] = []
         self._embedding = asyncio.Lock()
+
+    @classmethod
+    def of_file(cls, file: Path, prefix: str) -> KeptDocuments:
+        """Of JSON lines: each a text, or an object with a field `text`. Raises ConfigError, one
+        line.
+        """
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise ConfigError(f"{file}: cannot be read: {reason}") from None
+        texts = [_document(file, at, line) for at, line in enumerate(lines, 1) if line.strip()]
+        if not 0 < len(texts) <= _MOST_IN_A_FILE:
+            raise ConfigError(
+                f"{file}: must hold 1 to {_MOST_IN_A_FILE} documents, not {len(texts)}"
+            )
+        return cls(texts, prefix)
 
     async def vectors(self, embedder: Embedder, size: int) -> _Vectors:
         """size: numbers of the question's vector. Those of other sizes are of an engine that is no
@@ -153,21 +164,6 @@ def documents_in(given: object) -> list[str]:
 
 def _bad_documents(what: str) -> RequestError:
     return RequestError(f"documents {what}", param="documents")
-
-
-def read_documents(file: Path) -> list[str]:
-    """Of a file of JSON lines: each a text, or an object with a field `text`. Raises ConfigError,
-    one line.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"{file}: cannot be read: {reason}") from None
-    texts = [_document(file, at, line) for at, line in enumerate(lines, 1) if line.strip()]
-    if not 0 < len(texts) <= _MOST_IN_A_FILE:
-        raise ConfigError(f"{file}: must hold 1 to {_MOST_IN_A_FILE} documents, not {len(texts)}")
-    return texts
 
 
 def _document(file: Path, at: int, line: str) -> str:

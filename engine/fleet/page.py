@@ -9,8 +9,7 @@ from starlette.routing import BaseRoute
 
 from jitney.dashboard import fleet as watched
 from jitney.dashboard.fleet_member import ReplicaAddress, name_of
-from jitney.dashboard.fleet_page import mounted_fleet_page
-from jitney.dashboard.mounting import mounted
+from jitney.dashboard.fleet_page import FleetPage
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
@@ -18,7 +17,6 @@ from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.comparison import ARMS
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.rollout import Action
-from jitney.engine.fleet.rollout_routes import rolled_out
 from jitney.engine.types import JsonDict
 
 
@@ -31,8 +29,8 @@ def fleet_page_routes(
     shown = watched.FleetView(
         find=lambda: dict(_places(fleet)), price_per_hour=price_per_hour or None
     )
-    candidates = _Candidates(fleet) if any(rolled_out(fleet)) else None
-    return mounted(mounted_fleet_page(shown, settings, candidates), path)
+    candidates = _Candidates(fleet) if fleet.rolled_out else None
+    return FleetPage(shown, settings, candidates).mounted(path)
 
 
 def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
@@ -50,7 +48,7 @@ class _Candidates:
         self.fleet = fleet
 
     def reports(self) -> list[JsonDict]:
-        return [_with_names_of_the_page(model.report()) for model in rolled_out(self.fleet)]
+        return [_with_names_of_the_page(model.report()) for model in self.fleet.rolled_out]
 
     def decide(self, model: str, action: str) -> None:
         found = self.fleet.models.get(model)

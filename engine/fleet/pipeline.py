@@ -21,22 +21,12 @@ from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody
 from jitney.engine.config.schema import Section
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.answering import (
-    CHAT,
-    COMPLETIONS,
-    MADE_FIELD,
     Answering,
     ModelAnswer,
     ModelStream,
-    Question,
+    Part,
     all_of,
-    made,
-    name_error,
-    named,
-    refuse_field,
-    refuse_token_ids,
-    stage_header,
-    stage_usage,
-    text_of,
+    marked,
     total_usage,
 )
 from jitney.engine.fleet.nearest import (
@@ -45,9 +35,9 @@ from jitney.engine.fleet.nearest import (
     KeptDocuments,
     documents_in,
     nearest,
-    read_documents,
 )
-from jitney.engine.fleet.scoring import score_text
+from jitney.engine.fleet.question import Question, Route
+from jitney.engine.fleet.scoring import TextScorer
 from jitney.engine.fleet.stage_budget import StageBudget
 from jitney.engine.fleet.stage_templates import StageRenderer
 from jitney.engine.text.stage_template_worker import variables_of
@@ -77,15 +67,28 @@ _PROMPT_FIELDS = (
 _NONE_FOUND = {"text": "", "texts": [""], "scores": [0.0]}
 _WHY = "its prompt goes through the templates of a pipeline"
 
-_StageName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")]
-_Seats = Annotated[int, Field(ge=1, le=1 << 20)]
+_StageName = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z_][a-z0-9_]{0,63}$",
+        description="what later templates, errors and usage call it",
+    ),
+]
+_Seats = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=1 << 20,
+        description="requests that the model computes at once; empty: as its engines say",
+    ),
+]
 
 
 class _GenerateStage(Section):
     """`kind = "generate"`: the model answers a prompt."""
 
     kind: Literal["generate"] = Field(description="the model answers a prompt")
-    name: _StageName = Field(description="what later templates, errors and usage call it")
+    name: _StageName
     model: str = Field(description="name of a model of the fleet")
     prompt: str = Field(
         description="Jinja template: the user's message, or the prompt of a text completion"
@@ -110,10 +113,7 @@ class _GenerateStage(Section):
         description="more fields of the request, such as { max_tokens = 64 }; in the last stage "
         "the client's stand above them",
     )
-    seats: _Seats | None = Field(
-        default=None,
-        description="requests that the model computes at once; empty: as its engines say",
-    )
+    seats: _Seats = None
 
     @property
     def templates(self) -> dict[str, str]:
@@ -124,7 +124,7 @@ class _RankStage(Section):
     """`kind = "rank"`: texts are sorted by how likely the model finds each."""
 
     kind: Literal["rank"] = Field(description="texts are sorted by how likely the model finds each")
-    name: _StageName = Field(description="what later templates, errors and usage call it")
+    name: _StageName
     model: str = Field(description="name of a model of the fleet that engines serve")
     candidates: list[str] | None = Field(
         default=None, min_length=1, max_length=_MOST_CANDIDATES, description="the texts"
@@ -142,10 +142,7 @@ class _RankStage(Section):
     keep: int = Field(
         default=1, ge=1, le=_MOST_CANDIDATES, description="texts that it passes on, the best first"
     )
-    seats: _Seats | None = Field(
-        default=None,
-        description="requests that the model computes at once; empty: as its engines say",
-    )
+    seats: _Seats = None
 
     @property
     def templates(self) -> dict[str, str]:
@@ -158,7 +155,7 @@ class _EmbedStage(Section):
     kind: Literal["embed"] = Field(
         description="the documents nearest to a text, by the vectors that the model makes"
     )
-    name: _StageName = Field(description="what later templates, errors and usage call it")
+    name: _StageName
     model: str = Field(
         description="name of a model of the fleet whose engines have `embedding_pooling`"
     )
@@ -191,10 +188,7 @@ class _EmbedStage(Section):
         le=_MOST_CANDIDATES,
         description="documents that it passes on, the nearest first",
     )
-    seats: _Seats | None = Field(
-        default=None,
-        description="requests that the model computes at once; empty: as its engines say",
-    )
+    seats: _Seats = None
 
     @property
     def templates(self) -> dict[str, str]:
@@ -208,6 +202,11 @@ class _EmbedStage(Section):
 
 
 _Stage = _GenerateStage | _RankStage | _EmbedStage
+
+
+def _part_of(stage: _Stage) -> Part:
+    """As answers, errors and usage call it."""
+    return Part(stage.name, stage.model)
 
 
 class PipelineSettings(Section):
@@ -343,7 +342,7 @@ class Pipeline:
         self._stages = settings.stages
         last = settings.stages[-1]
         assert isinstance(last, _GenerateStage)  # checked with the settings
-        self._last = last
+        self._last, self._last_part = last, _part_of(last)
         self._models = models
         templates = {
             f"{stage.name}.{name}": template
@@ -355,8 +354,8 @@ class Pipeline:
         #: By the names of stages that have documents of their own.
         self._kept: dict[str, KeptDocuments] = {}
         for stage in settings.stages:
-            if isinstance(stage, _EmbedStage) and (texts := _texts_of_settings(stage, folder)):
-                self._kept[stage.name] = KeptDocuments(texts, stage.prefix)
+            if isinstance(stage, _EmbedStage) and (kept := _kept_documents(stage, folder)):
+                self._kept[stage.name] = kept
         stage_models = [stage.model for stage in self._stages]
         #: For questions that somebody waits for, and for lines of batches, which would keep the
         #: others' places as long as they give way at the engines.
@@ -382,8 +381,7 @@ class Pipeline:
             with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
                 answer = await self._models.answer(asked)
             body = answer.body | {"usage": self._usage(answer.usage, run)}
-            body[MADE_FIELD] = self._told(answer.body)
-            return ModelAnswer(body, stage_header(self._last.name, answer.headers))
+            return ModelAnswer(self._marked(body), self._last_part.headers(answer.headers))
 
     @asynccontextmanager
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
@@ -391,7 +389,7 @@ class Pipeline:
         async with self._last_question(question) as (asked, run):
             with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
                 async with self._models.stream(asked) as stream:
-                    headers = stage_header(self._last.name, stream.headers)
+                    headers = self._last_part.headers(stream.headers)
                     yield ModelStream(self._chunks(stream, run), headers)
 
     @asynccontextmanager
@@ -442,15 +440,15 @@ class Pipeline:
     async def _generated(self, stage: _GenerateStage, run: _Run) -> JsonDict:
         prompt = await self._prompt(stage, run.variables, stage.route != "completions")
         body = stage.fields | prompt | {"n": stage.n or 1}
-        route = COMPLETIONS if stage.route == "completions" else CHAT
+        route = Route.COMPLETIONS if stage.route == "completions" else Route.CHAT
         question = run.question
         asked = Question(
             stage.model, route, body, question.headers, question.deadline, question.own
         )
         with self._timed(stage, question):
             answer = await self._models.answer(asked)
-        run.usages += stage_usage(stage.name, stage.model, answer.usage)
-        texts = [text_of(choice) for choice in answer.choices]
+        run.usages += _part_of(stage).usage(answer.usage)
+        texts = answer.texts
         return {"text": texts[0], "texts": texts}
 
     async def _prompt(
@@ -479,25 +477,22 @@ class Pipeline:
         """The best of some texts, and the scores of all that are kept."""
         texts = stage.candidates or run.variables[stage.candidates_of or ""]["texts"]
         at_once = asyncio.Semaphore(self._budget.seats(stage.model))
+        scorer = TextScorer(self._models, run.question, stage.model)
 
-        async def score(text: str) -> tuple[float, JsonDict]:
+        async def score(text: str) -> float:
             async with at_once:
-                return await self._score(stage, run, text)
+                variables = run.variables | {_CANDIDATE: text}
+                prompt = await self._render(stage, "prompt", variables)
+                return await scorer.score(prompt, await self._render(stage, "scored", variables))
 
         with self._timed(stage, run.question):
-            scored = await all_of(score(text) for text in texts)
-        usage = total_usage([usage for _, usage in scored])
+            scores = await all_of(score(text) for text in texts)
+        usage = total_usage(scorer.usages)
         del usage["stages"]
-        run.usages += stage_usage(stage.name, stage.model, usage)
-        order = sorted(range(len(texts)), key=lambda place: -scored[place][0])[: stage.keep]
+        run.usages += _part_of(stage).usage(usage)
+        order = sorted(range(len(texts)), key=lambda place: -scores[place])[: stage.keep]
         best = [texts[place] for place in order]
-        return {"text": best[0], "texts": best, "scores": [scored[place][0] for place in order]}
-
-    async def _score(self, stage: _RankStage, run: _Run, text: str) -> tuple[float, JsonDict]:
-        variables = run.variables | {_CANDIDATE: text}
-        prompt = await self._render(stage, "prompt", variables)
-        scored = await self._render(stage, "scored", variables)
-        return await score_text(self._models, run.question, stage.model, prompt, scored)
+        return {"text": best[0], "texts": best, "scores": [scores[place] for place in order]}
 
     async def _found(self, stage: _EmbedStage, run: _Run) -> JsonDict:
         """The documents nearest to a text, and their cosines."""
@@ -517,7 +512,7 @@ class Pipeline:
                 own = await embedder.vectors([query])
             # Not timed: only the first request has to wait for it.
             documents = await kept.vectors(embedder.for_people(), own.shape[1])
-        run.usages += stage_usage(stage.name, stage.model, embedder.usage)
+        run.usages += _part_of(stage).usage(embedder.usage)
         found = await nearest(own, documents, stage.keep)
         best = [texts[place] for place, _ in found]
         scores = [cosine for _, cosine in found]
@@ -530,27 +525,27 @@ class Pipeline:
         is_first = True
         async for chunk in stream.chunks:
             if "error" in chunk:
-                chunk = name_error(chunk, self._last.name)
+                chunk = self._last_part.name_error(chunk)
             elif is_first:
-                chunk = chunk | {MADE_FIELD: self._told(chunk)}
+                chunk = self._marked(chunk)
                 is_first = False
             if chunk.get("usage"):
                 chunk = chunk | {"usage": self._usage(chunk["usage"], run)}
             yield chunk
 
     def _usage(self, usage: JsonDict, run: _Run) -> JsonDict:
-        last = stage_usage(self._last.name, self._last.model, usage)
+        last = self._last_part.usage(usage)
         return total_usage([*run.usages, *last])
 
-    def _told(self, inner: JsonDict) -> JsonDict:
-        return made({"kind": "pipeline", "stage": self._last.name}, inner)
+    def _marked(self, body: JsonDict) -> JsonDict:
+        return marked(body, {"kind": "pipeline", "stage": self._last.name})
 
 
-def _texts_of_settings(stage: _EmbedStage, folder: Path) -> list[str] | None:
+def _kept_documents(stage: _EmbedStage, folder: Path) -> KeptDocuments | None:
     """A stage's own documents; None where it has none. Raises ConfigError."""
-    if stage.file is None:
-        return stage.documents
-    return read_documents(folder / Path(stage.file).expanduser())
+    if stage.file is not None:
+        return KeptDocuments.of_file(folder / Path(stage.file).expanduser(), stage.prefix)
+    return KeptDocuments(stage.documents, stage.prefix) if stage.documents else None
 
 
 def _texts_of_run(stage: _EmbedStage, run: _Run) -> list[str]:
@@ -562,11 +557,11 @@ def _texts_of_run(stage: _EmbedStage, run: _Run) -> list[str]:
 
 @contextmanager
 def _in_stage(stage: _Stage, fields: Collection[str] = ()) -> Iterator[None]:
-    """Name a stage in its errors. fields: as `named` has them."""
+    """Name a stage in its errors. fields: as `Part.refusal` has them."""
     try:
         yield
     except (HttpError, RequestError) as error:
-        raise named(error, stage.name, fields) from error
+        raise _part_of(stage).refusal(error, fields) from error
 
 
 def _passed_on(question: Question) -> set[str]:
@@ -578,10 +573,9 @@ def _variables_of(question: Question) -> JsonDict:
     """What every template is given of a request. Raises RequestError for what no pipeline can
     do.
     """
+    question.refuse_token_ids()
+    question.refuse_fields(_PROMPT_FIELDS, _WHY)
     body = question.checked()
-    refuse_token_ids(question, body)
-    for name in _PROMPT_FIELDS:
-        refuse_field(body, name, _WHY)
     if isinstance(body, CompletionBody):
         if len(body.prompt) > 1:
             raise RequestError(f"prompt must be one text: {_WHY}", param="prompt")

@@ -32,10 +32,11 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.autoscaling import WaitPolicy
 from jitney.engine.fleet.build import FleetParts, open_fleet
-from jitney.engine.fleet.config import FleetConfig, candidate_arm
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.engine_process import ENGINE_MODULE, engine_keys
-from jitney.engine.fleet.found import meet
+from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
+from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.ray_engines import (
     ANNOUNCE_S,
@@ -43,11 +44,9 @@ from jitney.engine.fleet.ray_engines import (
     NAMESPACE,
     EngineActor,
     RayFleet,
-    actor_options,
     the_directory,
 )
 from jitney.engine.fleet.rollout import Rollout
-from jitney.engine.fleet.rollout_routes import rolled_out
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
 
 _log = logging.getLogger("jitney.fleet")
@@ -81,11 +80,8 @@ class _IngressApp:
         given = self._fleet
         async with AsyncExitStack() as stack:
             fleet, parts = await stack.enter_async_context(open_fleet(given.config, given.url_key))
-            rollouts = {
-                candidate_arm(model.rollout.model): model.rollout for model in rolled_out(fleet)
-            }
             following = [
-                asyncio.create_task(self._follow(parts, arm, rollouts.get(arm)))
+                asyncio.create_task(self._follow(parts, arm, _rollout_of(fleet, model)))
                 for arm, model in parts.arms.items()
                 if model.section.replicas
             ]
@@ -118,8 +114,16 @@ class _IngressApp:
                 _log.warning("the directory of engines does not answer: %s", error)
                 directory = the_directory()
             else:
-                await meet(model, parts.watch, known, self._fleet.key)
+                await model.meet(parts.watch, known, self._fleet.key)
             await asyncio.sleep(ANNOUNCE_S)
+
+
+def _rollout_of(fleet: Fleet, engines: ReplicatedModel) -> Rollout | None:
+    """That of a candidate's engines; None: they are no candidate's."""
+    for model in fleet.rolled_out:
+        if model.candidate is engines:
+            return model.rollout
+    return None
 
 
 def _ingress_deployment(fleet: RayFleet, engines: Sequence[Any]) -> Any:
@@ -149,7 +153,7 @@ def _engines_deployment(fleet: RayFleet, arm: str) -> Any:
         raise ConfigError(f"[models.{arm}] ray: hosts are placed by what each gets; give cpus")
     options: dict[str, Any] = {
         "name": f"{kind}-{model}",
-        "ray_actor_options": actor_options(wanted),
+        "ray_actor_options": wanted.actor_options,
         "placement_group_bundles": [bundle] * section.n_hosts,
         # Hosts lie close together; those that take all chips of a node have one each.
         "placement_group_strategy": "STRICT_PACK" if section.n_hosts == 1 else "PACK",

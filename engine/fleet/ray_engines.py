@@ -23,12 +23,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import JitneyError
-from jitney.engine.fleet.autoscaling import LOAD, SEATS, WAIT
-from jitney.engine.fleet.config import FleetConfig, engine_config
-from jitney.engine.fleet.engine_process import ENGINE_MODULE, ReplicaHost, engine_arguments
+from jitney.engine.fleet.autoscaling import EngineLoad
+from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.fleet.engine_process import (
+    ENGINE_MODULE,
+    ReplicaHost,
+    engine_config,
+)
 from jitney.engine.fleet.replicas import Replica, Watch
-from jitney.engine.fleet.sections import CandidateSection, RaySection
+from jitney.engine.fleet.sections import CandidateSection
 from jitney.engine.fleet.upstream import upstream_client
+from jitney.engine.hosts.connection import HostAddress
 from jitney.engine.ports import free_port
 from jitney.engine.process.children import child_environ, end_child, start_child
 
@@ -146,8 +151,8 @@ class _EngineChild:
         fleet = self._fleet
         model, section = fleet.config.arms[self._arm]
         port = free_port(self.host)
-        self.url = f"http://{_bracketed(self.host)}:{port}"
-        words = engine_arguments(fleet.config, model, section, self.name, 0, port, self.host, place)
+        self.url = f"http://{HostAddress(self.host, port)}"
+        words = fleet.config.engine_arguments(model, section, self.name, 0, port, self.host, place)
         self._process = await start_child(
             fleet.module,
             *words,
@@ -236,7 +241,8 @@ class EngineActor:
         if self._n_hosts == 1:
             await self._child.start(None)
         else:
-            coordinator = f"{_bracketed(self._child.host)}:{free_port(self._child.host)}"
+            host = self._child.host
+            coordinator = str(HostAddress(host, free_port(host)))
             await self._child.start(ReplicaHost(coordinator, 0))
             self._others = [
                 self._make_host(ReplicaHost(coordinator, host_id))
@@ -255,7 +261,7 @@ class EngineActor:
         group = get_current_placement_group()
         assert group is not None  # `build_application` saw to that
         return actor.options(
-            **actor_options(self._wanted),
+            **self._wanted.actor_options,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=place.host_id
             ),
@@ -344,7 +350,8 @@ class EngineActor:
         waits = [replica.predicted_wait(now) for replica in self._replicas]
         loads = [replica.load for replica in self._replicas]
         seats = [replica.seats for replica in self._replicas]
-        return {WAIT: min(waits, default=0.0), LOAD: sum(loads), SEATS: float(max(1, sum(seats)))}
+        load = EngineLoad(min(waits, default=0.0), sum(loads), float(max(1, sum(seats))))
+        return load.reported()
 
     async def __del__(self) -> None:
         """End everything."""
@@ -384,20 +391,6 @@ async def _drain_host(host: Any) -> None:
     with suppress(RayError):
         await host.drain.remote()
     ray.kill(host)
-
-
-def actor_options(wanted: RaySection) -> dict[str, Any]:
-    """What the actor of an engine, or of one host of it, asks Ray for. The engine is a child of the
-    actor, so it is what the engine needs.
-    """
-    options: dict[str, Any] = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}
-    if wanted.resources:
-        options["resources"] = wanted.resources
-    return options
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _has_ended(process: asyncio.subprocess.Process) -> bool:

@@ -31,13 +31,17 @@ class CannotGoOn(JitneyError):
     """The other replica writes something else."""
 
 
+class Died(Exception):
+    """A replica went away with a request."""
+
+
 def split_events(data: bytes) -> tuple[bytes, bytes]:
     """(whole events, the beginning of the next one)."""
     cut = data.rfind(END) + len(END)
     return (data[:cut], data[cut:]) if cut >= len(END) else (b"", data)
 
 
-def read_event(event: bytes) -> JsonDict | None:
+def _read_event(event: bytes) -> JsonDict | None:
     """The object of an event; None: it is a sign of life, the end, or nothing that we know."""
     data = event.strip()
     if not data.startswith(_DATA):
@@ -52,12 +56,12 @@ def read_event(event: bytes) -> JsonDict | None:
     return value if isinstance(value, dict) else None
 
 
-def is_end(events: bytes) -> bool:
+def _is_end(events: bytes) -> bool:
     """Whether these whole events have the last one of a stream that is complete."""
     return events.rstrip().endswith(_DONE)
 
 
-def is_going(value: JsonDict | None) -> bool:
+def _is_going(value: JsonDict | None) -> bool:
     """The engine says in its stream that it cannot finish it."""
     error = value.get("error") if value else None
     return isinstance(error, dict) and error.get("code") in _GOING
@@ -103,7 +107,30 @@ class SentStream:
 
     #: Of the first chunk.
     head: JsonDict = field(default_factory=dict)
+    #: The replica that sends now has come to its end.
+    is_whole: bool = False
     _leaves: dict[_Path, _Leaf] = field(default_factory=dict)
+
+    def new_of(self, events: bytes, *, as_it_is: bool) -> bytes:
+        """What the client does not have of whole events. as_it_is: it has nothing. Raises Died or
+        CannotGoOn.
+        """
+        self.is_whole |= _is_end(events)
+        kept: list[bytes] = []
+        for event in events.split(END)[:-1]:
+            value = _read_event(event)
+            if _is_going(value):
+                raise Died("it says that it is going")
+            if value is None or "choices" not in value:
+                kept.append(event + END)
+            elif as_it_is:
+                self.note(value)
+                kept.append(event + END)
+            else:
+                rest = self.rest_of(value)
+                if rest is not None:
+                    kept.append(b"data: " + orjson.dumps(rest) + END)
+        return b"".join(kept)
 
     def note(self, value: JsonDict) -> None:
         """A chunk is about to be sent as it is."""
@@ -114,6 +141,7 @@ class SentStream:
 
     def begin_again(self) -> None:
         """Another replica begins from the start."""
+        self.is_whole = False
         for leaf in self._leaves.values():
             leaf.again = 0
 

@@ -23,8 +23,8 @@ from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.fleet")
 
-#: Seconds that a replica has to answer a look, and to take a connection.
-_LOOK_S, CONNECT_S = 5.0, 5.0
+#: Seconds that a replica has to answer a look.
+_LOOK_S = 5.0
 #: What the mean of a request's seconds keeps of itself with each new one.
 _FADE = 0.9
 #: Names of metrics, or of one series with its labels -> what they are here; and vLLM's, so that its
@@ -91,6 +91,12 @@ class Replica:
     on_change: Callable[[Replica], None] | None = None
     #: Ends each of our open requests there when it is given up.
     _deadlines: set[asyncio.Timeout] = field(default_factory=set)
+
+    @classmethod
+    def at(cls, url: str, key: str) -> Replica:
+        """One that is called by its URL, having no other name."""
+        parts = urlsplit(url)
+        return cls(parts.netloc + parts.path, url, key)
 
     @property
     def load(self) -> float:
@@ -205,12 +211,6 @@ class Replica:
             "answered": self.answered,
             "lost": self.lost,
         }
-
-
-def name_of(url: str) -> str:
-    """What a replica is called that has only a URL."""
-    parts = urlsplit(url)
-    return parts.netloc + parts.path
 
 
 class Watch:

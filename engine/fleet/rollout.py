@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 from jitney.engine.config.digest import short
 from jitney.engine.fleet.comparison import (
-    ALPHA,
     ARMS,
     CLUSTERS,
     FIGURES,
@@ -247,7 +246,7 @@ class Rollout:
             "state": self.state,
             "share": self.share,
             "since": self.since,
-            "confidence": 1 - ALPHA,
+            "confidence": Comparison.confidence,
             "decision": None if decision is None else _decision_report(decision),
             "rule": {
                 "share": rule.share,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -114,15 +113,8 @@ class RolloutList(_Described):
     rollouts: list[RolloutReport]
 
 
-def rolled_out(fleet: Fleet) -> Iterator[ModelWithCandidate]:
-    """The models that have a candidate."""
-    for model in fleet.models.values():
-        if isinstance(model, ModelWithCandidate):
-            yield model
-
-
 async def _list_rollouts(fleet: Fleet, request: Request) -> Response:
-    return json_answer({"rollouts": [model.report() for model in rolled_out(fleet)]})
+    return json_answer({"rollouts": [model.report() for model in fleet.rolled_out]})
 
 
 async def _show_rollout(fleet: Fleet, request: Request) -> Response:

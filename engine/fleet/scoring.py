@@ -6,32 +6,14 @@ import asyncio
 from collections.abc import Sequence
 
 from jitney.engine.api.errors import HttpError
-from jitney.engine.fleet.answering import (
-    CHAT,
-    COMPLETIONS,
-    Answering,
-    ModelAnswer,
-    Question,
-    text_of,
-)
+from jitney.engine.fleet.answering import Answering, ModelAnswer
+from jitney.engine.fleet.question import Question, Route
 from jitney.engine.types import JsonDict
 
 #: Of a text without a token.
 _NOTHING = float("-inf")
 #: Fields of a question that decide how its messages read as a prompt.
 _TEMPLATE_FIELDS = ("messages", "chat_template_kwargs", "tools", "tool_choice", "cache_salt")
-
-
-async def score_text(
-    models: Answering, question: Question, model: str, prompt: str, text: str
-) -> tuple[float, JsonDict]:
-    """How likely `text` is behind `prompt`, and the usage that it took. question: on whose behalf.
-    Raises HttpError, RequestError.
-    """
-    body: JsonDict = {"prompt": prompt + text, "echo": True, "logprobs": 0, "max_tokens": 1}
-    asked = Question(model, COMPLETIONS, body, question.headers, question.deadline)
-    answer = await models.answer(asked)
-    return _mean(_logprobs_between(answer, len(prompt), len(prompt + text))), answer.usage
 
 
 def _logprobs_between(answer: ModelAnswer, start: int, end: int) -> list[float]:
@@ -48,8 +30,8 @@ def _logprobs_between(answer: ModelAnswer, start: int, end: int) -> list[float]:
     ]
 
 
-class AnswerScorer:
-    """Scores answers to one question by another model, which reads them as its own."""
+class TextScorer:
+    """Scores texts on behalf of one question, by a model that reads them as its own."""
 
     def __init__(self, models: Answering, question: Question, scorer: str):
         self._models = models
@@ -58,21 +40,20 @@ class AnswerScorer:
         #: Of the scorer's work, all of it.
         self.usages: list[JsonDict] = []
 
-    async def score(self, choices: Sequence[JsonDict]) -> list[float]:
-        """Of whole answers, each with one choice. Raises HttpError, RequestError."""
-        if not self._question.is_chat:
-            asked = [self._text_score(text_of(choice)) for choice in choices]
-            return await asyncio.gather(*asked)
-        before = (await self._ask_chat({})).usage["prompt_tokens"]
-        asked = [self._chat_score(text_of(choice), before) for choice in choices]
-        return await asyncio.gather(*asked)
+    async def score(self, prompt: str, text: str) -> float:
+        """How likely `text` is behind `prompt`. Raises HttpError, RequestError."""
+        body: JsonDict = {"prompt": prompt + text, "echo": True, "logprobs": 0, "max_tokens": 1}
+        answer = await self._ask(Route.COMPLETIONS, body)
+        return _mean(_logprobs_between(answer, len(prompt), len(prompt + text)))
 
-    async def _text_score(self, text: str) -> float:
-        prompt = self._question.body["prompt"]
-        prompt = prompt if isinstance(prompt, str) else prompt[0]
-        score, usage = await score_text(self._models, self._question, self._scorer, prompt, text)
-        self.usages.append(usage)
-        return score
+    async def score_answers(self, texts: Sequence[str]) -> list[float]:
+        """How likely each is as the question's answer. Raises HttpError, RequestError."""
+        if not self._question.is_chat:
+            prompt = self._question.body["prompt"]
+            prompt = prompt if isinstance(prompt, str) else prompt[0]
+            return await asyncio.gather(*(self.score(prompt, text) for text in texts))
+        before = (await self._ask_chat({})).usage["prompt_tokens"]
+        return await asyncio.gather(*(self._chat_score(text, before) for text in texts))
 
     async def _chat_score(self, text: str, before: int) -> float:
         """before: tokens of the prompt without the answer."""
@@ -93,14 +74,11 @@ class AnswerScorer:
     async def _ask_chat(self, fields: JsonDict) -> ModelAnswer:
         body = self._question.body
         kept = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
+        return await self._ask(Route.CHAT, kept | {"max_tokens": 1} | fields)
+
+    async def _ask(self, route: Route, body: JsonDict) -> ModelAnswer:
         question = self._question
-        asked = Question(
-            self._scorer,
-            CHAT,
-            kept | {"max_tokens": 1} | fields,
-            question.headers,
-            question.deadline,
-        )
+        asked = Question(self._scorer, route, body, question.headers, question.deadline)
         answer = await self._models.answer(asked)
         self.usages.append(answer.usage)
         return answer

@@ -12,9 +12,12 @@ from jitney.engine.config.schema import Section
 from jitney.engine.fleet.comparison import FIGURES, LEAST_REQUESTS
 from jitney.engine.fleet.rollout import PromotionRule
 from jitney.engine.fleet.routing import BRAKE
+from jitney.engine.types import JsonDict
 
 #: Begins the URL of a name whose addresses are engines: dns+http://NAME:PORT.
-FOUND = "dns+http"
+_FOUND = "dns+http"
+#: Stands for the address that host 0 of a replica gets when it starts.
+_SOME_COORDINATOR = "127.0.0.1:1"
 _RouterName = Literal["prefix", "least-wait", "round-robin"]
 
 
@@ -91,7 +94,7 @@ class FleetSection(Section):
     )
 
 
-class RaySection(Section):
+class _RaySection(Section):
     """[models.NAME.ray]: what an engine has on a Ray cluster, and how many there are."""
 
     cpus: float = Field(default=1.0, ge=0, description="CPUs of each engine, or each of its hosts")
@@ -124,6 +127,16 @@ class RaySection(Section):
         gt=0,
         description="predicted wait, seconds, beyond which one more engine is started",
     )
+
+    @property
+    def actor_options(self) -> JsonDict:
+        """What the actor of an engine, or of one host of it, asks Ray for. The engine is a child of
+        the actor, so it is what the engine needs.
+        """
+        options: JsonDict = {"num_cpus": self.cpus, "num_gpus": self.gpus}
+        if self.resources:
+            options["resources"] = self.resources
+        return options
 
 
 class ReplicasSection(Section):
@@ -199,8 +212,8 @@ class ReplicasSection(Section):
         ),
     )
 
-    ray: RaySection = Field(
-        default=RaySection(),
+    ray: _RaySection = Field(
+        default=_RaySection(),
         description="[models.NAME.ray]: what each started engine has under `--on ray`",
     )
     candidate: CandidateSection | None = Field(
@@ -213,6 +226,20 @@ class ReplicasSection(Section):
         """Processes that each replica is; what is no number is refused with the settings."""
         told = self.settings.get("n_hosts", 1)
         return told if type(told) is int and told > 0 else 1
+
+    @property
+    def checked_settings(self) -> JsonDict:
+        """The settings of started engines as those of a first host, which can be checked before it
+        has an address.
+        """
+        if self.n_hosts == 1:
+            return self.settings
+        return self.settings | {"coordinator": _SOME_COORDINATOR}
+
+    @property
+    def found_urls(self) -> tuple[str, ...]:
+        """Those whose names are looked up for engines."""
+        return tuple(url for url in self.urls if url.startswith(_FOUND))
 
     @field_validator("urls")
     @classmethod
@@ -332,9 +359,9 @@ ReplicasSection.model_rebuild()
 
 def _check_url(url: str) -> None:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https", FOUND) or not parts.hostname:
+    if parts.scheme not in ("http", "https", _FOUND) or not parts.hostname:
         raise ValueError(f"{url!r} is not the URL of an engine: give http://HOST:PORT")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError("the URL of an engine is http://HOST:PORT; a key stands in a file")
-    if parts.scheme == FOUND and parts.path:
-        raise ValueError(f"{url!r}: engines behind a name are {FOUND}://NAME:PORT, without a path")
+    if parts.scheme == _FOUND and parts.path:
+        raise ValueError(f"{url!r}: engines behind a name are {_FOUND}://NAME:PORT, without a path")

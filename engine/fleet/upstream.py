@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import httpx
 
-from jitney.engine.fleet.replicas import CONNECT_S
-
 #: Seconds that an idle connection to an engine is kept: shorter than engines keep theirs.
 _KEEP_S = 30.0
+#: Seconds that an engine has to take a connection.
+_CONNECT_S = 5.0
 
 
 def upstream_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
@@ -15,7 +15,7 @@ def upstream_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.
     silent is given up by the watch. transport: of a test.
     """
     return httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=CONNECT_S),
+        timeout=httpx.Timeout(None, connect=_CONNECT_S),
         headers={"accept-encoding": "identity"},
         transport=transport or _EngineTransport(),
         trust_env=False,

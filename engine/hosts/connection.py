@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import threading
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,9 +17,35 @@ from jitney.engine.worker_pipe import LENGTH, framed
 #: Seconds between two signs of life, and without any after which the other is taken to be gone. A
 #: process that ends is noticed at once, by the end of the connection; this is for machines.
 BEAT_S, SILENT_S = 1.0, 20.0
-#: Most bytes of a message, and of one from somebody who has not been let in.
+#: Most bytes of a message.
 _MOST = 1 << 30
-STRANGERS_MOST = 4096
+
+
+class HostAddress(NamedTuple):
+    """Where a host listens. As text HOST:PORT; an IPv6 host stands in brackets."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> HostAddress:
+        host, _, port = text.rpartition(":")
+        return cls(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def listen(self) -> socket.socket:
+        """A socket there; ConfigError if this host does not have the address."""
+        try:
+            family = socket.getaddrinfo(*self, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server(self, family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"coordinator {self} must be an address of the first host, and free: "
+                f"{error.strerror or error}"
+            ) from None
 
 
 class Connection:
@@ -69,22 +96,3 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-
-def split_address(coordinator: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT; an IPv6 host stands in brackets."""
-    host, _, port = coordinator.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def listen(coordinator: str) -> socket.socket:
-    """A socket at the coordinator's address; ConfigError if this host does not have it."""
-    host, port = split_address(coordinator)
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"coordinator {coordinator} must be an address of the first host, and free: "
-            f"{error.strerror or error}"
-        ) from None

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from jitney.engine.config.schema import AUTO, Config, EngineSection
 from jitney.engine.errors import ConfigError
+from jitney.engine.hosts.connection import HostAddress
 
 #: The port at the first host where the environment names none.
 _PORT = 8477
@@ -36,7 +37,7 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
         update: dict[str, object] = {"coordinator": ""}
     else:
         update = {
-            "coordinator": f"{_bracketed(place.first)}:{_PORT}",
+            "coordinator": str(HostAddress(place.first, _PORT)),
             "n_hosts": place.n_hosts,
             "host_id": place.host_id,
         }
@@ -94,7 +95,3 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigError(f"coordinator auto: {name} must be a number") from None
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

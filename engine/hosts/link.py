@@ -25,10 +25,8 @@ from jitney.engine.hosts import messages
 from jitney.engine.hosts.connection import (
     BEAT_S,
     SILENT_S,
-    STRANGERS_MOST,
     Connection,
-    listen,
-    split_address,
+    HostAddress,
 )
 from jitney.engine.hosts.messages import (
     Agreed,
@@ -59,6 +57,8 @@ _RETRY_S, _REPORT_S, _HELLO_S = 0.5, 10.0, 5.0
 #: Seconds in which the end of another host is noticed, once something that we did with it failed;
 #: and that an ending host gives the others to hear of it.
 _NOTICE_S, _FAREWELL_S = 3.0, 2.0
+#: Most bytes of a message from somebody who has not been let in.
+_STRANGERS_MOST = 4096
 #: What may go wrong with a connection.
 _BROKEN = (OSError, EOFError, msgspec.DecodeError)
 
@@ -247,6 +247,24 @@ class FirstHost:
             other.start(self._ended)
         threading.Thread(target=_beat, args=(self._others,), daemon=True).start()
 
+    @classmethod
+    def gather(
+        cls, coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost
+    ) -> FirstHost:
+        """Wait for the others. Raises ConfigError if they do not come."""
+        waiting = _Waiting(n_hosts, own, report)
+        address = HostAddress.read(coordinator)
+        with address.listen() as listener:
+            try:
+                waiting.wait(listener)
+            except BaseException:
+                waiting.close()
+                raise
+        port = free_port(address.host)
+        for connection in waiting.connections.values():
+            connection.send(Welcome(port))
+        return cls(waiting.connections, str(address._replace(port=port)), lost)
+
     def send(self, message: messages.Message) -> None:
         """Send a message to all others; one that cannot hear it any more is noticed elsewhere."""
         frame = framed(message)
@@ -320,6 +338,30 @@ class OtherHost:
         self._first = _Watched(connection, "host 0")
         self._first.start(self._ended)
         threading.Thread(target=_beat, args=([self._first],), daemon=True).start()
+
+    @classmethod
+    def join(
+        cls, coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost
+    ) -> OtherHost:
+        """Find the first host and wait until all are there. Raises ConfigError if it cannot be
+        found, or sends this host away.
+        """
+        address = HostAddress.read(coordinator)
+        until = time.monotonic() + _JOIN_S
+        reported = 0.0
+        while time.monotonic() < until:
+            if time.monotonic() - reported > _REPORT_S:
+                report(0, n_hosts, f"waiting for host 0 at {coordinator}")
+                reported = time.monotonic()
+            try:
+                connection = Connection(socket.create_connection(address, _HELLO_S))
+                welcome = _ask_in(connection, own, report, n_hosts)
+            except _BROKEN:
+                time.sleep(_RETRY_S)
+                continue
+            jax_address = str(address._replace(port=welcome.jax_port))
+            return cls(connection, own, n_hosts, jax_address, lost)
+        raise ConfigError(f"host 0 at {coordinator} was not there within {_JOIN_S:g} s")
 
     def next(self, timeout_s: float) -> messages.Message | None:
         """What the first host does next; None if that took longer."""
@@ -395,22 +437,6 @@ def _beat(others: list[_Watched]) -> None:
             _send(other, frame)
 
 
-def gather(coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost) -> FirstHost:
-    """As the first host, wait for the others. Raises ConfigError if they do not come."""
-    waiting = _Waiting(n_hosts, own, report)
-    with listen(coordinator) as listener:
-        try:
-            waiting.wait(listener)
-        except BaseException:
-            waiting.close()
-            raise
-    host, _ = split_address(coordinator)
-    port = free_port(host)
-    for connection in waiting.connections.values():
-        connection.send(Welcome(port))
-    return FirstHost(waiting.connections, _address(host, port), lost)
-
-
 class _Waiting:
     """The first host while others are missing."""
 
@@ -468,7 +494,7 @@ class _Waiting:
         connection = Connection(connected)
         connected.settimeout(_HELLO_S)
         try:
-            hello = connection.receive(STRANGERS_MOST)
+            hello = connection.receive(_STRANGERS_MOST)
             connected.settimeout(SILENT_S)
             self._take(hello, connection)
         except _BROKEN:
@@ -516,27 +542,6 @@ def _is_there(connection: Connection) -> bool:
     return True
 
 
-def join(coordinator: str, n_hosts: int, own: Hello, report: _Report, lost: Lost) -> OtherHost:
-    """As one of the others, find the first host and wait until all are there. Raises ConfigError if
-    it cannot be found, or sends this host away.
-    """
-    until = time.monotonic() + _JOIN_S
-    reported = 0.0
-    while time.monotonic() < until:
-        if time.monotonic() - reported > _REPORT_S:
-            report(0, n_hosts, f"waiting for host 0 at {coordinator}")
-            reported = time.monotonic()
-        try:
-            connection = Connection(socket.create_connection(split_address(coordinator), _HELLO_S))
-            welcome = _ask_in(connection, own, report, n_hosts)
-        except _BROKEN:
-            time.sleep(_RETRY_S)
-            continue
-        host, _ = split_address(coordinator)
-        return OtherHost(connection, own, n_hosts, _address(host, welcome.jax_port), lost)
-    raise ConfigError(f"host 0 at {coordinator} was not there within {_JOIN_S:g} s")
-
-
 def _ask_in(connection: Connection, own: Hello, report: _Report, n_hosts: int) -> Welcome:
     """Say who we are, and wait for everybody. Raises ConfigError if we are not wanted."""
     connection.send(own)
@@ -552,9 +557,3 @@ def _ask_in(connection: Connection, own: Hello, report: _Report, n_hosts: int) -
         if time.monotonic() - reported > _REPORT_S:
             report(1, n_hosts, "waiting for the others")
             reported = time.monotonic()
-
-
-def _address(host: str, port: int) -> str:
-    if ":" in host:
-        host = f"[{host}]"
-    return f"{host}:{port}"

@@ -9,10 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import IO
 
-import msgspec
-
-from jitney.engine.worker_pipe import LENGTH, framed
-
 #: Environment variables that are the server's alone: no child needs the keys.
 _NOT_FOR_CHILDREN = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
 #: asyncio's own limit on a line of a child's output, bytes.
@@ -57,16 +53,3 @@ async def end_child(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
-
-
-async def ask_worker[T](
-    process: asyncio.subprocess.Process, message: msgspec.Struct, answer: type[T]
-) -> T:
-    """What a worker (`jitney.engine.worker_pipe`) answers. Raises ConnectionError or EOFError if it
-    ends.
-    """
-    assert process.stdin is not None and process.stdout is not None  # asked for
-    process.stdin.write(framed(message))
-    await process.stdin.drain()
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=answer)

@@ -19,7 +19,7 @@ from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.digest import configuration_digest, short
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, ErrorInfo, ModelError
-from jitney.engine.hosts.link import FirstHost, Lost, OtherHost, gather, join
+from jitney.engine.hosts.link import FirstHost, Lost, OtherHost
 from jitney.engine.hosts.messages import Goodbye, Hello
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _meet(
 
     engine = config.engine
     hello = Hello(engine.host_id, _versions(), _digest(config, source))
-    meet = join if engine.host_id else gather
+    meet = OtherHost.join if engine.host_id else FirstHost.gather
     return meet(engine.coordinator, engine.n_hosts, hello, arrived, lost)
 
 

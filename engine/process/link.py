@@ -1,12 +1,17 @@
-"""A core process as its parent holds it: the process, and the two sockets to it."""
+"""A core process as its parent holds it: the process, and the two sockets to it, in a folder of
+this user alone that is never left behind for good.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +22,6 @@ from jitney.engine import messages
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo
 from jitney.engine.process.children import child_environ, start_child
-from jitney.engine.process.folder import private_folder
 from jitney.engine.process.main import Start, from_core_address, to_core_address
 
 #: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
@@ -29,6 +33,75 @@ _ONE_NUMPY_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 #: Descriptors that a link takes: of two sockets, their listeners and connections, the folder's
 #: lock, the core's pipe and process, and some that starting a process needs for a moment.
 _DESCRIPTORS = 16
+_FOLDER_PREFIX = "jitney-core-"
+#: What is in one: the two sockets.
+_SOCKET_NAMES = ("to", "from")
+#: A sweep by another server may take a folder in the moment between its making and its lock.
+_FOLDER_TRIES = 3
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[str]:
+    """A new folder in the temporary directory, locked while it is in use and then removed.
+
+    The lock ends with this process, however it dies, and says to `remove_left_folders` that nobody
+    uses the folder any more. Services that clean the temporary directory by age respect it too.
+    Raises OSError if there is no room, no descriptor, or no temporary directory.
+    """
+    folder, lock = _locked_folder()
+    try:
+        yield folder
+    finally:
+        _remove_folder(folder)
+        os.close(lock)
+
+
+def remove_left_folders() -> None:
+    """Remove the folders of servers that were killed: ours, locked by nobody, and with nothing but
+    sockets in them.
+    """
+    for path in Path(tempfile.gettempdir()).glob(_FOLDER_PREFIX + "*"):
+        with contextlib.suppress(OSError):
+            _remove_if_left(str(path))
+
+
+def _locked_folder() -> tuple[str, int]:
+    """A new folder and the descriptor that locks it."""
+    for _ in range(_FOLDER_TRIES):
+        folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            _remove_folder(folder)
+            raise
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.isdir(folder):
+            return folder, lock
+        os.close(lock)
+    raise OSError(f"folders in {tempfile.gettempdir()} vanish as soon as they are made")
+
+
+def _remove_if_left(folder: str) -> None:
+    """Remove one folder, if it is ours and nobody uses it. Raises OSError if somebody does."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        ours = os.fstat(lock).st_uid == os.geteuid()
+        if ours and set(os.listdir(lock)) <= set(_SOCKET_NAMES):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_folder(folder)
+    finally:
+        os.close(lock)
+
+
+def _remove_folder(folder: str) -> None:
+    """Remove a folder and the sockets in it; what does not go stays."""
+    for name in _SOCKET_NAMES:
+        with contextlib.suppress(OSError):
+            Path(folder, name).unlink()
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
 
 
 @dataclass(slots=True)
@@ -109,37 +182,37 @@ class Workshop:
         while self._spare:
             os.close(self._spare.pop())
 
+    @contextlib.asynccontextmanager
+    async def open_link(self, config: Config, builder: str) -> AsyncIterator[CoreLink]:
+        """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder
+        of this user's alone. Raises OSError or ZMQError if it cannot be started.
+        """
+        context = self.context
+        with (
+            _private_folder() as folder,
+            context.socket(zmq.PUSH) as to_core,
+            zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core,
+        ):
+            for socket, address in (
+                (to_core, to_core_address(folder)),
+                (from_core, from_core_address(folder)),
+            ):
+                socket.set_hwm(0)
+                socket.linger = 0
+                socket.bind(address)
+            settings = config.model_dump(mode="json", exclude={"server"})
+            start = Start(settings, folder, builder, config.server.log_level)
+            link = CoreLink(to_core, from_core, await _spawn(config, start))
+            try:
+                yield link
+            finally:
+                link.kill()
+                await link.process.wait()
+
     def close(self) -> None:
         """Let go of everything; links must be closed before."""
         self.free_spare()
         self.context.destroy(linger=0)
-
-
-@contextlib.asynccontextmanager
-async def open_link(config: Config, builder: str, context: zmq.Context) -> AsyncIterator[CoreLink]:
-    """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder of
-    this user's alone. Raises OSError or ZMQError if it cannot be started.
-    """
-    with (
-        private_folder() as folder,
-        context.socket(zmq.PUSH) as to_core,
-        zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core,
-    ):
-        for socket, address in (
-            (to_core, to_core_address(folder)),
-            (from_core, from_core_address(folder)),
-        ):
-            socket.set_hwm(0)
-            socket.linger = 0
-            socket.bind(address)
-        settings = config.model_dump(mode="json", exclude={"server"})
-        start = Start(settings, folder, builder, config.server.log_level)
-        link = CoreLink(to_core, from_core, await _spawn(config, start))
-        try:
-            yield link
-        finally:
-            link.kill()
-            await link.process.wait()
 
 
 def core_environ(config: Config) -> dict[str, str]:

@@ -26,9 +26,8 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.process.client import OutputListener
 from jitney.engine.process.counters import EngineCounters
-from jitney.engine.process.folder import remove_left_folders
 from jitney.engine.process.hosts import HOST_LOST
-from jitney.engine.process.link import CoreLink, Workshop, open_link
+from jitney.engine.process.link import CoreLink, Workshop, remove_left_folders
 from jitney.engine.process.main import BUILDER
 from jitney.engine.process.quarantine import Quarantine
 from jitney.engine.process.stream import Stream
@@ -334,7 +333,7 @@ class ProcessClient:
         workshop = self._workshop
         assert workshop is not None  # `start` made it
         workshop.free_spare()
-        async with open_link(self.config, self.builder, workshop.context) as link:
+        async with workshop.open_link(self.config, self.builder) as link:
             self._link = link
             self._watchdog.core_starts()
             tasks = [

@@ -42,6 +42,22 @@ class QueueGrowth(msgspec.Struct, frozen=True):
     #: came; None where nobody came.
     wait_s: tuple[float | None, ...]
 
+    @classmethod
+    def of(cls, requests: Iterable[RequestRecord]) -> QueueGrowth | None:
+        """Of a run whose requests came at times of their own; None if it is too short to tell.
+
+        Whoever never got a token counts as waiting until it ended, unless it was refused.
+        """
+        came, began = [], []
+        for request in requests:
+            waited_until = request.first_token
+            if waited_until is None and request.finish == "timeout":
+                waited_until = request.end
+            if waited_until is not None:
+                came.append(request.arrival)
+                began.append(waited_until)
+        return _backlog(came, began)
+
     def __str__(self) -> str:
         if not self.grew:
             return (
@@ -54,27 +70,10 @@ class QueueGrowth(msgspec.Struct, frozen=True):
         )
 
 
-def backlog_of(requests: Iterable[RequestRecord]) -> QueueGrowth | None:
-    """The backlog of a run whose requests came at times of their own; None if it is too short to
-    tell.
-
-    Whoever never got a token counts as waiting until it ended, unless it was refused.
-    """
-    came, began = [], []
-    for request in requests:
-        waited_until = request.first_token
-        if waited_until is None and request.finish == "timeout":
-            waited_until = request.end
-        if waited_until is not None:
-            came.append(request.arrival)
-            began.append(waited_until)
-    return _backlog(came, began)
-
-
 def _backlog(
     came: Sequence[float] | np.ndarray, began: Sequence[float] | np.ndarray
 ) -> QueueGrowth | None:
-    """As `backlog_of`, from when each request came and when its first token did [n] s, in any
+    """As `QueueGrowth.of`, from when each request came and when its first token did [n] s, in any
     order.
 
     The numbers above were chosen on simulated queues of 8 and 32 servers: at 85 % load at most 2 %

@@ -10,8 +10,9 @@ or a request always add up to the whole, to the nanosecond.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -21,9 +22,9 @@ from jitney.engine.types import JsonDict
 
 #: What a bill has a line for: every kind of row (padding first, so that both splits cut it alike),
 #: and no step at all.
-SPLIT_ORDER = ("padding", *(kind for kind in ROW_KINDS if kind != "padding"))
+_SPLIT_ORDER = ("padding", *(kind for kind in ROW_KINDS if kind != "padding"))
 IDLE = "idle"
-NANO = 1_000_000_000
+_NANO = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +36,69 @@ class CostLine:
 
     @property
     def seconds(self) -> float:
-        return self.nanoseconds / NANO
+        return self.nanoseconds / _NANO
 
     def money(self, price_per_hour: float) -> float:
         """What that time costs, in the price's own unit."""
-        return price_per_hour * self.nanoseconds / (3600 * NANO)
+        return price_per_hour * self.nanoseconds / (3600 * _NANO)
 
 
-#: Lines by what they are of: a kind of row and IDLE, or a request.
-Bill = Mapping[str, CostLine]
-type _Lines = dict[str, CostLine]
+class Bill(dict[str, CostLine]):
+    """Lines by what they are of: a kind of row and IDLE, or a request."""
+
+    @classmethod
+    def of_steps(
+        cls, records: np.ndarray, seconds: float, *, padding_is_free: bool = False
+    ) -> Bill:
+        """Rows and device time by kind, of steps [steps] STEP_DTYPE, and `idle`: the run's other
+        time.
+
+        Idle is what is left of `seconds`, the run's wall-clock time; none if the steps took longer
+        than that.
+        """
+        rows = np.stack([records[kind].astype(np.int64) for kind in _SPLIT_ORDER], axis=1)
+        paid = rows.copy()
+        if padding_is_free:
+            paid[:, 0] = _costly_padding(rows.sum(axis=1), rows[:, 0])
+        times = _split(_nanoseconds(records), paid)
+        lines = _lines(_SPLIT_ORDER, rows.sum(axis=0).tolist(), times.sum(axis=0).tolist())
+        return cls._with_idle(lines, int(times.sum()), seconds)
+
+    @classmethod
+    def of_totals(
+        cls,
+        rows: Mapping[str, int],
+        busy_s: float,
+        seconds: float,
+        *,
+        padding_is_free: bool = False,
+    ) -> Bill:
+        """The same of a server that tells the time of all its steps, `busy_s`, together: it is
+        split over the rows of all steps alike, or over all but padding where that is free. rows: by
+        kind.
+        """
+        counts = [rows[kind] for kind in _SPLIT_ORDER]
+        paid = [0, *counts[1:]] if padding_is_free else counts
+        busy = round(busy_s * _NANO)
+        return cls._with_idle(_lines(_SPLIT_ORDER, counts, _shares(busy, paid)), busy, seconds)
+
+    @classmethod
+    def _with_idle(cls, lines: Mapping[str, CostLine], busy: int, seconds: float) -> Bill:
+        """The lines in the order of ROW_KINDS, and `idle`: what `busy` nanoseconds leave of
+        `seconds`.
+        """
+        bill = cls({kind: lines[kind] for kind in ROW_KINDS})
+        bill[IDLE] = CostLine(0, max(0, round(seconds * _NANO) - busy))
+        return bill
+
+    def as_json(self, price_per_hour: float | None = None) -> dict[str, JsonDict]:
+        """Lines as plain numbers; money only with a price."""
+        return {name: _plain(line, price_per_hour) for name, line in self.items()}
 
 
 def _nanoseconds(records: np.ndarray) -> np.ndarray:
     """Device time of each step [steps] i8, rounded."""
-    return np.rint(records["device_s"].astype(np.float64) * NANO).astype(np.int64)
+    return np.rint(records["device_s"].astype(np.float64) * _NANO).astype(np.int64)
 
 
 def _split(total: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -61,38 +110,21 @@ def _split(total: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.diff(total[:, None] * edges // whole, axis=1, prepend=0)
 
 
-def bill(records: np.ndarray, seconds: float, *, padding_is_free: bool = False) -> _Lines:
-    """Rows and device time by kind, of steps [steps] STEP_DTYPE, and `idle`: the run's other time.
-
-    Idle is what is left of `seconds`, the run's wall-clock time; none if the steps took longer than
-    that.
-    """
-    rows = np.stack([records[kind].astype(np.int64) for kind in SPLIT_ORDER], axis=1)
-    paid = rows.copy()
-    if padding_is_free:
-        paid[:, 0] = _costly_padding(rows.sum(axis=1), rows[:, 0])
-    times = _split(_nanoseconds(records), paid)
-    lines = _lines(SPLIT_ORDER, rows.sum(axis=0), times.sum(axis=0))
-    return with_idle(lines, int(times.sum()), seconds)
-
-
 def _costly_padding(computed: np.ndarray, padding: np.ndarray) -> np.ndarray:
     """Padding rows [steps] that are paid for where padding is free: of steps of nothing else."""
     return np.where(padding == computed, padding, 0)
 
 
-def with_idle(lines: _Lines, busy: int, seconds: float) -> _Lines:
-    """The lines in the order of ROW_KINDS, and `idle`: what `busy` nanoseconds leave of
-    `seconds`.
-    """
-    bill = {kind: lines[kind] for kind in ROW_KINDS}
-    bill[IDLE] = CostLine(0, max(0, round(seconds * NANO) - busy))
-    return bill
+def _shares(total: int, counts: Sequence[int]) -> list[int]:
+    """`total` in proportion to the counts; Python's integers, which no long run overflows."""
+    whole = max(1, sum(counts))
+    edges = [total * passed // whole for passed in accumulate(counts, initial=0)]
+    return [high - low for low, high in pairwise(edges)]
 
 
-def _lines(names: Iterable[str], rows: np.ndarray, times: np.ndarray) -> _Lines:
-    """rows and times: [n] i8, one of each name."""
-    return dict(zip(names, map(CostLine, rows.tolist(), times.tolist()), strict=True))
+def _lines(names: Iterable[str], rows: Sequence[int], times: Sequence[int]) -> Bill:
+    """rows and times: one of each name."""
+    return Bill(zip(names, map(CostLine, rows, times), strict=True))
 
 
 class RowOwners:
@@ -111,9 +143,7 @@ class RowOwners:
             owners.append(numbers.setdefault(chunk.seq.request.id, len(numbers)))
             rows.append(chunk.count)
 
-    def bill(
-        self, records: np.ndarray, *, padding_is_free: bool = False
-    ) -> tuple[_Lines, CostLine]:
+    def bill(self, records: np.ndarray, *, padding_is_free: bool = False) -> tuple[Bill, CostLine]:
         """(rows and device time of each request, the rest: padding) of steps [steps] STEP_DTYPE in
         order.
 
@@ -135,14 +165,14 @@ class RowOwners:
         wasted = times * padding // np.maximum(1, computed)
         return self._by_request(kept, rows, own), CostLine(int(n_padding.sum()), int(wasted.sum()))
 
-    def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> _Lines:
+    def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> Bill:
         """rows and times: of the entries that are kept."""
         owners = np.frombuffer(self._owners, np.int64)[kept]
         per_rows = np.zeros(len(self.requests), np.int64)
         per_time = np.zeros(len(self.requests), np.int64)
         np.add.at(per_rows, owners, rows)
         np.add.at(per_time, owners, times)
-        return _lines(self.requests, per_rows, per_time)
+        return _lines(self.requests, per_rows.tolist(), per_time.tolist())
 
 
 def _cut(
@@ -156,11 +186,6 @@ def _cut(
     ends = padding[at] + passed - (passed - rows)[first]
     whole = np.maximum(1, computed[at])
     return total[at] * ends // whole - total[at] * (ends - rows) // whole
-
-
-def as_json(lines: Bill, price_per_hour: float | None = None) -> dict[str, JsonDict]:
-    """Lines as plain numbers; money only with a price."""
-    return {name: _plain(line, price_per_hour) for name, line in lines.items()}
 
 
 def _plain(line: CostLine, price_per_hour: float | None) -> JsonDict:

@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
 from jitney.engine.messages import PromptChunk, SequenceEvent, StepReport
 from jitney.engine.records import RecordRing
-from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, SeatStay, Stay
+from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, Stay
 from jitney.engine.types import EngineInfo, EngineRequest, SequenceOutput
 
-#: Ended requests are kept for so many seconds, and so many of them.
-KEEP_S = 600.0
+#: So many ended requests are kept, at most.
 _KEEP_REQUESTS = 16384
 _KEEP_LIFE = 16384
 #: Waits and first tokens kept for their distributions: (when, seconds).
@@ -239,6 +238,8 @@ class History(RequestRecords):
     Fed by the core's reports whether anybody watches or not.
     """
 
+    #: Seconds that ended requests are kept for.
+    keep_s: ClassVar[float] = 600.0
     #: Seconds.
     clock: Callable[[], float] = time.monotonic
     #: Records of the newest steps; their numbers go on rising when a core is replaced.
@@ -279,7 +280,7 @@ class History(RequestRecords):
     @property
     def kept_from(self) -> float:
         """The time from which on everything is known."""
-        kept_from = max(self._started, self.clock() - KEEP_S)
+        kept_from = max(self._started, self.clock() - self.keep_s)
         if len(self._ended) >= _KEEP_REQUESTS:
             kept_from = max(kept_from, _end_of(self._ended[0]))
         return kept_from
@@ -434,7 +435,7 @@ class History(RequestRecords):
 
     def _may_go(self, now: float) -> bool:
         """True when the request that ended first need not be kept."""
-        return len(self._ended) > _KEEP_REQUESTS or _end_of(self._ended[0]) < now - KEEP_S
+        return len(self._ended) > _KEEP_REQUESTS or _end_of(self._ended[0]) < now - self.keep_s
 
     def _add_event(
         self,
@@ -473,13 +474,6 @@ class History(RequestRecords):
         """Requests that ended after `start`, by their end."""
         since = bisect_right(self._ended, start, key=_end_of)
         return list(islice(self._ended, since, None))
-
-
-def stays_within(record: RequestRecord, start: float, end: float) -> Iterator[SeatStay]:
-    """Stays of one sequence that touch the time from start to end."""
-    for stay in record.stays:
-        if stay.start < end and stay.left > start:
-            yield record, stay
 
 
 def _end_of(record: RequestRecord) -> float:

@@ -8,7 +8,7 @@ simulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -134,6 +134,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         if not self.stays or self.stays[-1].end is not None:
             return None
         return self.stays[-1]
+
+    def stays_within(self, start: float, end: float) -> Iterator[SeatStay]:
+        """Its stays that touch the time from start to end."""
+        for stay in self.stays:
+            if stay.start < end and stay.left > start:
+                yield self, stay
 
     @property
     def seat(self) -> int:

@@ -101,7 +101,7 @@ def _latencies(served: Sequence[RequestRecord]) -> dict[str, dict[str, float] | 
     """Distributions of queue wait, time to first token, gaps between tokens, per-request means of
     them, end to end.
     """
-    distributions = {"itl_s": spread_of(token_gaps(served))}
+    distributions = {"itl_s": spread(token_gaps(served))}
     for name in ("ttft_s", "tpot_s", "e2e_s", "queue_s"):
         distributions[name] = spread([getattr(request, name) for request in served])
     return distributions
@@ -152,13 +152,12 @@ def _stay_steps(requests: Iterable[RequestRecord]) -> tuple[np.ndarray, np.ndarr
     return np.array(first, np.int64), np.array(last, np.int64), np.diff(owner) == 0
 
 
-def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Percentiles, mean and most of the values that are known; None if none is."""
-    return spread_of(np.array([value for value in values if value is not None], np.float64))
-
-
-def spread_of(values: np.ndarray) -> dict[str, float] | None:
-    """As `spread`, of an array [n] f8."""
+def spread(values: Iterable[float | None] | np.ndarray) -> dict[str, float] | None:
+    """Percentiles, mean and most of the values that are known, of an array [n] f8 all; None if none
+    is.
+    """
+    if not isinstance(values, np.ndarray):
+        values = np.array([value for value in values if value is not None], np.float64)
     if not len(values):
         return None
     points = np.percentile(values, list(QUANTILES.values())).tolist()

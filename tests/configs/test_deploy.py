@@ -32,7 +32,7 @@ from jitney.engine.cli import main
 from jitney.engine.cli.fleet_serve import ray_application
 from jitney.engine.config.layers import settings
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.ingress import _FLEET_ROUTES
 from jitney.engine.fleet.sections import ReplicasSection
 
@@ -235,7 +235,7 @@ def fleet_toml(file: str, folder: Path) -> Path:
 
 
 def test_the_fleet_finds_the_pods_and_drains_in_its_time(tmp_path: Path):
-    config = read_fleet(fleet_toml(FLEET, tmp_path), {"JITNEY_API_KEYS": "k"})
+    config = FleetConfig.read(fleet_toml(FLEET, tmp_path), {"JITNEY_API_KEYS": "k"})
     (model,) = config.models.values()
     assert isinstance(model, ReplicasSection)
     (url,) = model.urls
@@ -290,7 +290,7 @@ def test_ray_serve_is_told_of_an_application_that_is_there(
         assert application.args == {"file": mounted(each, "config") + "/fleet.toml"}
     built = build({"file": str(fleet_toml(RAY, tmp_path))})
     assert type(built).__name__ == "Application"
-    config = read_fleet(tmp_path / "fleet.toml", {"JITNEY_ADMIN_KEYS": "k"})
+    config = FleetConfig.read(tmp_path / "fleet.toml", {"JITNEY_ADMIN_KEYS": "k"})
     (model,) = config.models.values()
     assert isinstance(model, ReplicasSection)
     (workers,) = cluster["workerGroupSpecs"]

@@ -13,9 +13,9 @@ from page_fakes import browser, get, page, viewers_of
 from starlette.routing import Mount
 
 from jitney.dashboard import create_dashboard, dashboard_routes
-from jitney.dashboard.assets import _PLOTLY
 from jitney.dashboard.auth import _POLICY
-from jitney.dashboard.sessions import _MAX_SESSIONS, COOKIE, LIFETIME_S, Sessions
+from jitney.dashboard.routes import _PLOTLY
+from jitney.dashboard.sessions import _COOKIE, _LIFETIME_S, _MAX_SESSIONS, Sessions
 from jitney.dashboard.sse import _FEED_VERSION
 from jitney.dashboard.viewers import MAX_VIEWERS
 from jitney.engine.api.access import _MOST_ALIKE, NOBODY, Identity
@@ -228,7 +228,7 @@ def test_sessions_end_and_are_bounded():
     first = sessions.open(somebody)
     assert sessions.identify(first) == somebody
     assert sessions.identify(None) == NOBODY == sessions.identify("made up")
-    now[0] = LIFETIME_S
+    now[0] = _LIFETIME_S
     assert sessions.identify(first) == NOBODY
     opened = [sessions.open(somebody) for _ in range(_MAX_SESSIONS + 1)]
     assert len(set(opened)) == _MAX_SESSIONS + 1
@@ -290,12 +290,12 @@ def test_signing_out_ends_the_session(client):
     async def session() -> None:
         async with browser(page(client, KEY)) as web:
             await web.post("/sign-in", json={"key": KEY})
-            stolen = web.cookies[COOKIE]
+            stolen = web.cookies[_COOKIE]
             assert (await web.get("/engines")).json()["signed_in"] is True
             left = await web.post("/sign-out")
             assert left.status_code == 204 and "Max-Age=0" in left.headers["set-cookie"]
-            assert COOKIE not in web.cookies
-            again = await web.get("/slots", headers={"cookie": f"{COOKIE}={stolen}"})
+            assert _COOKIE not in web.cookies
+            again = await web.get("/slots", headers={"cookie": f"{_COOKIE}={stolen}"})
             assert again.status_code == 401, "the id itself is worth nothing any more"
 
     run(session())

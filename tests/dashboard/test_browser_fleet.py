@@ -13,7 +13,7 @@ from page_browser import holds_text, press, says, served, state, table_is, watch
 from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, urls_of
 
 from jitney.dashboard.fleet import FleetView
-from jitney.dashboard.fleet_page import create_fleet_page
+from jitney.dashboard.fleet_page import FleetPage
 from jitney.dashboard.remote import RemoteEngine
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.messages import Progress
@@ -46,7 +46,7 @@ def fleet_served(
         urls = urls_of(clients, base) | more
         engines = {name: RemoteEngine(url) for name, url in urls.items()}
         fleet = FleetView(engines, price_per_hour=price)
-        with served(create_fleet_page(fleet, settings or ServerSettings(), rollouts)) as url:
+        with served(FleetPage(fleet, settings or ServerSettings(), rollouts).by_itself()) as url:
             yield url
 
 
@@ -185,7 +185,7 @@ def test_a_server_that_is_gone_makes_the_fleets_page_stale(open_page):
     clients = replicas()
     with served(engines_app(clients)) as base:
         engines = {name: RemoteEngine(url) for name, url in urls_of(clients, base).items()}
-        page_app = create_fleet_page(FleetView(engines), ServerSettings())
+        page_app = FleetPage(FleetView(engines), ServerSettings()).by_itself()
         with served(page_app) as url:
             page.goto(url)
             state(page, "live")
@@ -196,7 +196,7 @@ def test_a_server_that_is_gone_makes_the_fleets_page_stale(open_page):
         card_says(page, "r1", "2 of 4")
         port = int(url.rpartition(":")[2])
         engines = {name: RemoteEngine(one) for name, one in urls_of(clients, base).items()}
-        with served(create_fleet_page(FleetView(engines), ServerSettings()), port):
+        with served(FleetPage(FleetView(engines), ServerSettings()).by_itself(), port):
             state(page, "live")
             page.goto("about:blank")
 

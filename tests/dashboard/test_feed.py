@@ -331,7 +331,7 @@ def test_the_end_of_a_feed_is_not_lost_with_the_rest():
 def test_a_large_pool_shows_what_most_pages_of_a_cell_are():
     rng = np.random.default_rng(0)
     states = rng.integers(0, 4, 3 * snapshot._MAX_PAGE_CELLS - 5, np.uint8)
-    shown = snapshot.page_map(snapshot.page_cells(bytes([9]) + states.tobytes()))
+    shown = snapshot.PageCells.of(bytes([9]) + states.tobytes()).shown()
     cells = list(base64.b64decode(shown["cells"]))
     groups = [list(states[at : at + 3]) for at in range(0, len(states), 3)]
     assert shown["per_cell"] == 3 and len(cells) == len(groups)
@@ -438,7 +438,7 @@ def test_an_outage_is_told_from_its_begin_to_its_end(client):
     assert ended["began"] == began["began"] <= ended["ready"]
     assert watch(Feed(client), 2)[1][1]["outages"] == [ended]
     now = ended["ready"]
-    shown = at_once(timeline.timeline(client.history, now - 9, now, 9, now))
+    shown = at_once(timeline.Window(client.history, now - 9, now).timeline(9, now))
     assert shown["outages"] == [ended]
 
 

@@ -21,9 +21,9 @@ from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, ur
 from jitney.dashboard import fleet as fleet_module
 from jitney.dashboard import fleet_member, sse
 from jitney.dashboard.fleet import FleetView
-from jitney.dashboard.fleet_member import ReplicaAddress, read_name
-from jitney.dashboard.fleet_page import create_fleet_page
-from jitney.dashboard.pulse import LEVELS, PULSE_VERSION, SEAT_LETTERS, Pulse, _pulse_of
+from jitney.dashboard.fleet_member import ReplicaAddress
+from jitney.dashboard.fleet_page import FleetPage
+from jitney.dashboard.pulse import _PULSE_VERSION, SEAT_CODE, Pulse, _pulse_of
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
 from jitney.dashboard.viewers import Viewer
@@ -42,7 +42,8 @@ PATIENCE_S = 30
 def letters(*seats: tuple[str, int]) -> str:
     """A letter for each (state, level)."""
     return "".join(
-        SEAT_LETTERS[SEAT_STATES.index(state) * LEVELS + level] for state, level in seats
+        SEAT_CODE.letters[SEAT_STATES.index(state) * SEAT_CODE.levels + level]
+        for state, level in seats
     )
 
 
@@ -131,13 +132,14 @@ def test_an_engine_that_loads_has_no_seats_and_says_how_far_it_is():
     ],
 )
 def test_a_replica_is_called_as_it_is_told_or_after_its_place(text: str, expected: tuple[str, str]):
-    assert read_name(text) == expected
+    name, address = ReplicaAddress.read(text, "")
+    assert (name, address.url) == expected
 
 
 @pytest.mark.parametrize("name", ["", "a b", "..", "<b>", "x" * 64])
 def test_what_cannot_be_in_a_path_is_no_name(name: str):
     with pytest.raises(ConfigError, match="cannot name a replica"):
-        read_name(f"{name}=http://gpu")
+        ReplicaAddress.read(f"{name}=http://gpu", "")
 
 
 def test_replicas_stand_in_the_order_of_their_names():
@@ -164,7 +166,7 @@ def test_the_feed_tells_of_all_and_of_what_they_are_together():
     with served(engines_app(replicas)) as (base, _):
         watch = run(session(urls_of(replicas, base) | {"gone": "http://127.0.0.1:1"}))
     assert watch.states() == {"a": "ready", "b": "ready", "c": "draining", "gone": "gone"}
-    assert watch.hello["price_per_hour"] == 3.6 and watch.hello["levels"] == LEVELS
+    assert watch.hello["price_per_hour"] == 3.6 and watch.hello["levels"] == SEAT_CODE.levels
     sums = watch.sums
     assert (sums["replicas"], sums["ready"], sums["seats"], sums["taken"]) == (4, 2, 10, 2)
     assert (sums["waiting"], sums["predicted_wait_s"], sums["worst"]) == (3, 2.5, "a")
@@ -267,9 +269,11 @@ def test_a_large_frame_is_followed_by_a_long_pause(monkeypatch: pytest.MonkeyPat
             async for event in viewer:
                 # Every replica is another at each frame: all seats change.
                 count += 1
-                letter = SEAT_LETTERS[count % len(SEAT_LETTERS)]
+                letter = SEAT_CODE.letters[count % len(SEAT_CODE.letters)]
                 for member in fleet.members.values():
-                    member.take(Pulse(PULSE_VERSION, "r", float(count), "ready", "m", letter * 500))
+                    member.take(
+                        Pulse(_PULSE_VERSION, "r", float(count), "ready", "m", letter * 500)
+                    )
                 sent += len(event) if event.startswith(b"event: delta") else 0
                 if count == 5:
                     return sent, time.monotonic() - started
@@ -317,7 +321,7 @@ def test_what_is_no_pulse_makes_a_replica_gone_and_says_why(pulse: bytes):
 
 def test_silence_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fleet_member, "_SILENCE_S", 0.2)
-    pulse = sse.encode("pulse", Pulse(PULSE_VERSION, "r", 1.0, "ready"))
+    pulse = sse.encode("pulse", Pulse(_PULSE_VERSION, "r", 1.0, "ready"))
 
     async def session() -> str:
         async with watched(FleetView({"a": says(pulse)})) as (viewer, watch):
@@ -390,7 +394,7 @@ def test_whose_page_is_where(client, path: str, expected: dict[str | None, int])
     async def session(url: str) -> dict[str | None, int]:
         found: dict[str | None, int] = {}
         for key in expected:
-            app = create_fleet_page(fleet_of({"a": f"{url}/a"}), SETTINGS)
+            app = FleetPage(fleet_of({"a": f"{url}/a"}), SETTINGS).by_itself()
             async with browser(app) as web:
                 if key is not None:
                     assert (await web.post("/sign-in", json={"key": key})).status_code == 204
@@ -405,7 +409,9 @@ def test_whose_page_is_where(client, path: str, expected: dict[str | None, int])
 
 def test_a_replicas_page_knows_the_others(client):
     async def session(url: str) -> Any:
-        app = create_fleet_page(fleet_of({"a": f"{url}/a", "b": "http://127.0.0.1:1"}), SETTINGS)
+        app = FleetPage(
+            fleet_of({"a": f"{url}/a", "b": "http://127.0.0.1:1"}), SETTINGS
+        ).by_itself()
         async with browser(app) as web:
             await web.post("/sign-in", json={"key": ADMIN})
             return (await web.get("/r/a/engines")).json()
@@ -420,7 +426,7 @@ def test_a_replicas_page_knows_the_others(client):
 
 
 def test_strangers_hosts_and_pages_of_other_sites_are_refused():
-    app = create_fleet_page(fleet_of({"a": "http://127.0.0.1:1"}), SETTINGS)
+    app = FleetPage(fleet_of({"a": "http://127.0.0.1:1"}), SETTINGS).by_itself()
     elsewhere = run(call(app, "/", method="GET", headers={"host": "elsewhere"}))
     assert elsewhere.status == 421
     site = {"host": "localhost", "sec-fetch-site": "cross-site"}
@@ -430,7 +436,7 @@ def test_strangers_hosts_and_pages_of_other_sites_are_refused():
 @pytest.mark.parametrize("key, expected", [(None, 401), (ORDINARY, 403), (ADMIN, 200)])
 def test_administrators_see_candidates_and_decide(key: str | None, expected: int):
     rollouts = FakeRollouts(m=rollout_of("m", "v2", slower=1.0, requests=40))
-    app = create_fleet_page(fleet_of({"a": "http://127.0.0.1:1"}), SETTINGS, rollouts)
+    app = FleetPage(fleet_of({"a": "http://127.0.0.1:1"}), SETTINGS, rollouts).by_itself()
 
     async def session() -> None:
         async with browser(app) as web:
@@ -457,7 +463,7 @@ def test_administrators_see_candidates_and_decide(key: str | None, expected: int
 
 
 def test_without_candidates_nothing_answers_for_them():
-    app = create_fleet_page(fleet_of({"a": "http://127.0.0.1:1"}), ServerSettings())
+    app = FleetPage(fleet_of({"a": "http://127.0.0.1:1"}), ServerSettings()).by_itself()
     assert run(call(app, "/rollouts", method="GET")).status == 404
 
 

@@ -14,7 +14,7 @@ import pytest
 from api_fakes import FakeClient
 from history_fakes import INFO, Watched
 
-from jitney.dashboard import snapshot, sse
+from jitney.dashboard import remote, snapshot, sse
 from jitney.dashboard.replica import ReplicaView, SeatView
 
 
@@ -36,7 +36,7 @@ class Mirror(FakeClient):
             last_step_age_s=0.0,
             progress=None,
             seats=snapshot.seat_columns(self.history),
-            pages=snapshot.page_cells(core.scheduler.pool.states().tobytes()),
+            pages=snapshot.PageCells.of(core.scheduler.pool.states().tobytes()),
             metrics=snapshot.metrics(self, records[-1:], {}),
             n_events=self.history.n_life,
         )
@@ -50,7 +50,7 @@ def as_events(*encoded: bytes) -> list[tuple[str, object]]:
             yield text[at : at + 37]
 
     async def collect() -> list[tuple[str, object]]:
-        return [sse.decode(event) async for event in sse.whole_events(parts())]
+        return [sse.decode(event) async for event in remote._whole_events(parts())]
 
     return asyncio.run(collect())
 
@@ -69,7 +69,7 @@ def rebuilt(now: snapshot.Snapshot) -> ReplicaView:
         t=0,
         unix_time=0,
     )
-    for name, data in as_events(hello, sse.encode("key_frame", snapshot.key_frame(now, 4), "r:1")):
+    for name, data in as_events(hello, sse.encode("key_frame", now.key_frame(4), "r:1")):
         replica.apply(name, data)
     return replica
 
@@ -98,8 +98,8 @@ def test_deltas_rebuild_the_key_frame(seed: int, pages: int):
             if watched.core.has_work:
                 watched.step()
         now = client.snapshot_now()
-        assert snapshot.follows(before, now)
-        change = snapshot.delta(before, now)
+        assert now.follows(before)
+        change = now.delta(before)
         named += len(change.get("seats", ()))
         for name, data in as_events(sse.encode("delta", change, "r:2")):
             replica.apply(name, data)
@@ -122,19 +122,15 @@ def test_what_cannot_be_a_delta():
     one = client.snapshot_now()
     other = client.snapshot_now()
     other.seats = None
-    assert (
-        not snapshot.follows(None, one)
-        and not snapshot.follows(one, other)
-        and not snapshot.follows(other, one)
-    )
+    assert not one.follows(None) and not other.follows(one) and not one.follows(other)
     other = client.snapshot_now()
-    assert snapshot.follows(one, other)
+    assert other.follows(one)
     assert other.pages is not None
     other.pages.cells = np.zeros(3, np.uint8)
-    assert not snapshot.follows(one, other)
+    assert not other.follows(one)
     other = client.snapshot_now()
     other.step = one.step - 1
-    assert not snapshot.follows(one, other)
+    assert not other.follows(one)
 
 
 def test_a_seat_that_is_not_named_goes_on():

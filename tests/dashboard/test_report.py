@@ -53,8 +53,8 @@ class Reader(HTMLParser):
 def snapshot(client: FakeClient, minutes: float = 1.0) -> tuple[Reader, dict[str, Any]]:
     clock = client.history.clock()
     notes = [{"level": "warn", "code": "x", "t": 0.0, "message": "<b>note</b>"}]
-    data = at_once(report.collect(client, minutes, notes, clock, 0.0))  # type: ignore[arg-type]
-    reader = Reader(report.render(data))
+    data = at_once(report.ReportData.collect(client, minutes, notes, clock, 0.0))  # type: ignore[arg-type]
+    reader = Reader(data.drawn())
     figures = json.loads(reader.scripts[1])
     return reader, dict(zip(report._TITLES, figures, strict=True))
 
@@ -77,8 +77,8 @@ def test_a_report_is_one_file_and_its_numbers_are_the_engines():
     assert labels == [title for title, _ in report._TITLES.values()]
     records = watched.history.records.since(-1)
     now = watched.clock.now
-    start, end = timeline.window(now - 60, now, now)
-    width = (end - start) / report._BINS
+    window = timeline.Window.shown(watched.history, now - 60, now, now)
+    width = (window.end - window.start) / report._BINS
     for trace in charts["ledger"]["data"]:
         kind = next(kind.name for kind in ROW_KIND_TABLE.values() if kind.label == trace["name"])
         assert sum(trace["y"]) * width == pytest.approx(int(records[kind].sum()), rel=0.02, abs=0.5)

@@ -227,7 +227,7 @@ def test_the_list_is_not_for_strangers(client):
 def test_bins_add_up_and_stays_cover_the_seats():
     watched = random_run(2, pages=13)
     history, end = watched.history, watched.clock()
-    shown = json.loads(json.dumps(at_once(timeline.timeline(history, 0.0, end, 37, end))))
+    shown = json.loads(json.dumps(at_once(timeline.Window(history, 0.0, end).timeline(37, end))))
     records = history.records.since(-1)
     bins = shown["bins"]
     assert sum(bins["steps"]) == len(records) and len(bins["t"]) == 37
@@ -250,7 +250,7 @@ def test_a_bin_holds_its_own_steps_only():
     watched = random_run(4)
     history, end = watched.history, watched.clock()
     records, ready = history.records.between(0, end)
-    shown = at_once(timeline._binned(history, 0.0, end, 10))
+    shown = at_once(timeline.Window(history, 0.0, end)._binned(10))
     for number in range(10):
         low, high = number * end / 10, (number + 1) * end / 10
         inside = records[(ready > low) & (ready <= high)]
@@ -260,8 +260,8 @@ def test_a_bin_holds_its_own_steps_only():
 
 def test_percentiles_are_the_least_value_that_enough_do_not_exceed():
     values, weights = np.array([3.0, 1.0, 2.0]), np.array([1, 97, 2])
-    assert latency.percentiles(values, weights) == {"p50": 1.0, "p95": 1.0, "p99": 2.0}
-    assert latency.percentiles(np.zeros(0), np.zeros(0, np.int64)) is None
+    assert latency._percentiles(values, weights) == {"p50": 1.0, "p95": 1.0, "p99": 2.0}
+    assert latency._percentiles(np.zeros(0), np.zeros(0, np.int64)) is None
 
 
 def test_gaps_between_tokens_are_those_of_the_streams():
@@ -273,10 +273,11 @@ def test_gaps_between_tokens_are_those_of_the_streams():
         if request.finish != "abort"
         for gap in np.diff(detail_of(watched, request.request_id, request.index)["cadence"]["t"])
     )
-    _, values, weights = latency._samples(watched.history, 0, 1e9)["itl"]
+    latencies = latency.Latencies.between(watched.history, 0, 1e9)
+    _, values, weights = latencies.samples()["itl"]
     assert int(weights.sum()) == pytest.approx(len(gaps), rel=0.05)  # aborted streams had some, too
     assert float(np.repeat(values, weights).mean()) == pytest.approx(float(np.mean(gaps)), rel=0.05)
-    histogram = latency.histograms(watched.history, 0, 1e9)["itl"]
+    histogram = latencies.histograms()["itl"]
     assert (
         sum(histogram["counts"]) == int(weights.sum())
         and len(histogram["counts"]) == len(histogram["bounds"]) + 1
@@ -285,7 +286,7 @@ def test_gaps_between_tokens_are_those_of_the_streams():
 
 def test_the_trace_is_one_that_chrome_reads():
     watched = two_in_one_seat()
-    pieces = timeline.trace(watched.history, 0, 1e9, watched.clock(), "m")
+    pieces = timeline.Window(watched.history, 0, 1e9).trace(watched.clock(), "m")
     events = json.loads(b"".join(pieces))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert [(span["name"], span["tid"]) for span in spans] == [

@@ -16,7 +16,7 @@ from page_fakes import browser, viewers_of
 from jitney.dashboard import dashboard_routes, sse
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine
-from jitney.dashboard.standalone import create_standalone
+from jitney.dashboard.standalone import Standalone
 from jitney.engine.api.app import create_app
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import Role
@@ -301,7 +301,7 @@ def test_a_page_elsewhere_shows_what_its_key_may_see(shared):
     remote = RemoteEngine("http://engine", ANN, httpx.ASGITransport(engine))
 
     async def session():
-        async with browser(create_standalone(remote, settings)) as web:
+        async with browser(Standalone(remote, settings).by_itself()) as web:
             assert (await web.get("/engines/0/requests")).status_code == 401
             assert (await web.post("/sign-in", json={"key": ROOT})).status_code == 401
             assert (await web.post("/sign-in", json={"key": ANN})).status_code == 204

@@ -22,7 +22,7 @@ from starlette.routing import Mount
 from jitney.dashboard import dashboard_routes, sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.replica import ReplicaView
-from jitney.dashboard.standalone import create_standalone
+from jitney.dashboard.standalone import Standalone
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli import main
@@ -41,7 +41,9 @@ def engine_app(client: FakeClient, *keys: str):
 
 def standalone(url: str, key: str = "", **settings: Any):
     keys = (digest_key(key),) if key else ()
-    return create_standalone(RemoteEngine(url, key), server_settings(admin_keys=keys, **settings))
+    return Standalone(
+        RemoteEngine(url, key), server_settings(admin_keys=keys, **settings)
+    ).by_itself()
 
 
 def ask(app, *paths: str, method: str = "GET", **headers: str) -> list[Any]:
@@ -268,7 +270,7 @@ def hostile(status: int = 200, **headers: str) -> RemoteEngine:
 
 
 def asked_of(engine: RemoteEngine, path: str) -> httpx.Response:
-    (answer,) = ask(create_standalone(engine, ServerSettings()), f"/engines/0/{path}")
+    (answer,) = ask(Standalone(engine, ServerSettings()).by_itself(), f"/engines/0/{path}")
     return answer
 
 

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from jitney.engine.api.service import Service
 from jitney.engine.fleet.build import FleetParts, open_fleet
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.replicas import Replica
@@ -134,7 +134,7 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
     """A served fleet with this fleet.toml; its replicas need not be ready yet."""
     file = folder / "fleet.toml"
     file.write_text(text)
-    config = read_fleet(file)
+    config = FleetConfig.read(file)
     found: list[tuple[Fleet, FleetParts]] = []
     limits = server_settings(**settings)
 

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jitney.engine.fleet.answering import ModelAnswer, ModelStream, Question, chunks_of
+from jitney.engine.fleet.answering import ModelAnswer, ModelStream
+from jitney.engine.fleet.question import Question
 
 
 @dataclass
@@ -62,7 +63,7 @@ class ScriptedModels:
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
         assert question.streams
         answer = await self._answer(question)
-        yield ModelStream(chunks_of(answer, question), answer.headers)
+        yield ModelStream(answer.chunks(question), answer.headers)
 
     async def seats(self, model: str) -> int | None:
         return self.models[model].seats

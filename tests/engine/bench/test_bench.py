@@ -56,7 +56,7 @@ from jitney.engine.simulation.workload import (
     repeated_tokens,
     synthesise,
 )
-from jitney.engine.telemetry.cost import bill
+from jitney.engine.telemetry.cost import Bill
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -446,10 +446,10 @@ def test_tables_have_a_column_for_each_run():
         "nobody named a service level"
     )
     ledgers = ledgers_table(
-        {name: bill(run.records, run.seconds) for name, run in runs.items()}, 2.0
+        {name: Bill.of_steps(run.records, run.seconds) for name, run in runs.items()}, 2.0
     )
     assert {len(row) for row in ledgers.rows} == {7} and ledgers.rows[-1][0] == "cost"
-    bills = {name: bill(run.records, run.seconds) for name, run in runs.items()}
+    bills = {name: Bill.of_steps(run.records, run.seconds) for name, run in runs.items()}
     assert len(ledger_bars(bills).to_dict()["data"]) >= 3
 
 

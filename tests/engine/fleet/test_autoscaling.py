@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from jitney.engine.fleet.autoscaling import (
-    LOAD,
-    SEATS,
-    WAIT,
+    _LOAD,
+    _SEATS,
+    _WAIT,
     EngineLoad,
     WaitPolicy,
     _wanted_engines,
@@ -46,9 +46,9 @@ def _context(waits: list[float], running: int, most: int = 4) -> _Context:
     engines: list[object] = list(range(len(waits)))
     return _Context(
         aggregated_metrics={
-            WAIT: dict(zip(engines, waits, strict=True)),
-            LOAD: dict.fromkeys(engines, 8.0),
-            SEATS: dict.fromkeys(engines, 8.0),
+            _WAIT: dict(zip(engines, waits, strict=True)),
+            _LOAD: dict.fromkeys(engines, 8.0),
+            _SEATS: dict.fromkeys(engines, 8.0),
         },
         current_num_replicas=running,
         target_num_replicas=running,

@@ -26,7 +26,7 @@ from jitney.engine.fleet import candidate
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper, _key_of
 from jitney.engine.fleet.comparison import ARMS, FIGURES, RequestOutcome
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
@@ -358,7 +358,7 @@ def test_a_bad_candidate_is_one_line(tmp_path: Path, lines: str, words: str):
     file = tmp_path / "fleet.toml"
     file.write_text(f'[models.m]\nurls = ["http://a:1"]\n[models.m.candidate]\n{urls}{lines}\n')
     with pytest.raises(ConfigError) as caught:
-        read_fleet(file)
+        FleetConfig.read(file)
     message = str(caught.value)
     assert "\n" not in message and "[models.m]" in message and words in message
 
@@ -368,9 +368,9 @@ def test_settings_of_a_candidate_that_is_started_here_are_checked(tmp_path: Path
     table = "[models.m]\nreplicas = 1\n[models.m.candidate]\nreplicas = 1\n"
     file.write_text(table + "settings = { max_seat = 3 }\n")
     with pytest.raises(ConfigError, match=r"\[models\.m\.candidate\] settings: max_seat is unk"):
-        read_fleet(file)
+        FleetConfig.read(file)
     file.write_text(table + "settings = { max_seats = 3 }\nshare = 0.1\n")
-    section = read_fleet(file).models["m"]
+    section = FleetConfig.read(file).models["m"]
     assert isinstance(section, ReplicasSection) and section.candidate is not None
     assert section.candidate.rule.share == 0.1
 

@@ -19,8 +19,7 @@ from scripted_models import (
 
 from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import RequestError
-from jitney.engine.fleet.cascade import Cascade, CascadeSettings
-from jitney.engine.fleet.confidence import Measure
+from jitney.engine.fleet.cascade import Cascade, CascadeSettings, Measure
 
 SURE, UNSURE = math.log(0.9), math.log(0.2)
 

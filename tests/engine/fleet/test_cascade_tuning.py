@@ -11,36 +11,33 @@ from pathlib import Path
 import pytest
 from scripted_models import Said, ScriptedModel, ScriptedModels
 
-from jitney.engine.cli.cascade_tune import _endpoint_from
+from jitney.engine.cli.cascade_tune import _MEASURES, _endpoint_from
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.answering import ModelAnswer, Question
-from jitney.engine.fleet.cascade import Cascade, CascadeSettings
+from jitney.engine.fleet.answering import ModelAnswer
+from jitney.engine.fleet.cascade import Cascade, CascadeSettings, Measure
 from jitney.engine.fleet.cascade_tuning import (
-    MEASURES,
+    Ladder,
     ModelComparison,
     Pair,
-    Spent,
     TokenPrices,
-    best_measure,
-    ladder,
+    _likeness,
+    _Spent,
     read_questions,
-    shown_rungs,
 )
-from jitney.engine.fleet.confidence import Measure
-from jitney.engine.fleet.sameness import likeness, normalised
+from jitney.engine.fleet.question import Question
 
 MEAN = Measure("mean")
 
 
 def pair(p: float, agrees: float, small: int = 10, large: int = 100) -> Pair:
-    return Pair([[math.log(p)]], Spent(tokens=small), Spent(tokens=large), agrees)
+    return Pair([[math.log(p)]], _Spent(tokens=small), _Spent(tokens=large), agrees)
 
 
 PAIRS = [pair(0.9, 1), pair(0.8, 1), pair(0.6, 0), pair(0.4, 1), pair(0.2, 0)]
 
 
 def test_every_threshold_that_makes_a_difference_is_a_rung():
-    whole = ladder(PAIRS, MEAN, "tokens")
+    whole = Ladder.of(PAIRS, MEAN, "tokens")
     assert [rung.threshold for rung in whole.rungs] == pytest.approx([0, 0.3, 0.5, 0.7, 0.85, 0.95])
     assert [rung.kept for rung in whole.rungs] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0])
     assert [rung.agreement for rung in whole.rungs] == pytest.approx([0.6, 0.8, 0.8, 1, 1, 1])
@@ -50,7 +47,7 @@ def test_every_threshold_that_makes_a_difference_is_a_rung():
 
 
 def test_the_cheapest_that_agrees_often_enough():
-    whole = ladder(PAIRS, MEAN, "tokens")
+    whole = Ladder.of(PAIRS, MEAN, "tokens")
     cases = {0.5: 0.0, 0.8: 0.3, 0.81: 0.7, 1.0: 0.7}
     for wanted, threshold in cases.items():
         found = whole.cheapest(wanted)
@@ -62,25 +59,25 @@ def test_the_measure_that_costs_least_is_taken():
     # A least window of one sees the unsure token that a mean over many hides.
     long = [math.log(0.99)] * 30
     pairs = [
-        Pair([[*long, math.log(0.1)]], Spent(1), Spent(10), 0.0),
-        Pair([[math.log(0.9)] * 5], Spent(1), Spent(10), 1.0),
+        Pair([[*long, math.log(0.1)]], _Spent(1), _Spent(10), 0.0),
+        Pair([[math.log(0.9)] * 5], _Spent(1), _Spent(10), 1.0),
     ]
-    ladders = [ladder(pairs, measure, "tokens") for measure in MEASURES]
-    best = best_measure(ladders, 1.0)
+    ladders = [Ladder.of(pairs, measure, "tokens") for measure in _MEASURES]
+    best = min(ladders, key=lambda each: each.cost_share(1.0))
     assert best.measure == Measure("least", 1)
     found = best.cheapest(1.0)
     assert found is not None and found.kept == 0.5
 
 
 def test_of_measures_that_cost_the_same_the_first_is_taken():
-    ladders = [ladder(PAIRS, measure, "tokens") for measure in MEASURES]
-    assert best_measure(ladders, 0.8).measure == MEAN
+    ladders = [Ladder.of(PAIRS, measure, "tokens") for measure in _MEASURES]
+    assert min(ladders, key=lambda each: each.cost_share(0.8)).measure == MEAN
 
 
 def test_both_ends_and_the_chosen_rung_are_shown():
-    whole = ladder([pair(n / 100, n % 2) for n in range(1, 99)], MEAN, "tokens")
+    whole = Ladder.of([pair(n / 100, n % 2) for n in range(1, 99)], MEAN, "tokens")
     chosen = whole.rungs[37]
-    shown = shown_rungs(whole, 12, chosen)
+    shown = whole.shown(12, chosen)
     assert shown[0] == whole.rungs[0] and shown[-1] == whole.rungs[-1]
     assert chosen in shown and len(shown) <= 13
 
@@ -113,7 +110,7 @@ def test_the_threshold_does_what_the_table_says():
         comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices())
         pairs, refusals = await comparison.run(questions, 4, lambda done: None)
         assert len(pairs) == 200 and not refusals
-        found.append(ladder(pairs, MEAN, "tokens").cheapest(0.9))
+        found.append(Ladder.of(pairs, MEAN, "tokens").cheapest(0.9))
         settings = CascadeSettings(
             kind="cascade",
             small="tiny",
@@ -129,7 +126,7 @@ def test_the_threshold_does_what_the_table_says():
     rung = found[0]
     assert 0.2 < rung.kept < 0.9  # it is no end of the ladder
     kept = sum(answer.body["model"] == "tiny" for answer in answers) / 200
-    agreed = sum(normalised(answer.choices[0]) == "right" for answer in answers) / 200
+    agreed = sum(answer.normalised[0] == "right" for answer in answers) / 200
     tokens = sum(answer.usage["total_tokens"] for answer in answers)
     assert kept == pytest.approx(rung.kept)
     assert agreed == pytest.approx(rung.agreement)
@@ -156,7 +153,7 @@ def test_prices_and_refusals_are_told():
     assert [pair.agreement for pair in pairs] == [1.0, 1.0]
     assert pairs[0].small.price == pytest.approx(20e-6)
     assert pairs[0].large.price == pytest.approx(200e-6)
-    found = ladder(pairs, MEAN, "price").rungs[0]
+    found = Ladder.of(pairs, MEAN, "price").rungs[0]
     assert found.cost_share == pytest.approx(0.1)
 
 
@@ -168,12 +165,16 @@ def test_answers_are_the_same_but_for_what_does_not_matter():
         function = {"name": "f", "arguments": arguments}
         return {"message": {"content": None, "tool_calls": [{"function": function}]}}
 
+    def normalised(choice: dict) -> str:
+        (text,) = ModelAnswer({"choices": [choice]}).normalised
+        return text
+
     assert normalised(said("  The Answer\n is: 4. ")) == normalised({"text": "the answer is: 4"})
     assert normalised(said("4")) != normalised(said("5"))
     assert normalised(call('{"a": 1, "b": 2}')) == normalised(call('{"b":2,"a":1}'))
     assert normalised(call('{"a": 1}')) != normalised(call('{"a": 2}'))
-    assert likeness("a b c d", "a b x") == pytest.approx(4 / 7)
-    assert likeness("", "a") == 0.0
+    assert _likeness("a b c d", "a b x") == pytest.approx(4 / 7)
+    assert _likeness("", "a") == 0.0
 
 
 def test_requests_are_read_from_bodies_and_from_batches(tmp_path: Path):

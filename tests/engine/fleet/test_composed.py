@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from scripted_models import ScriptedModels, always, chat, chunks, fails, said_in
@@ -17,6 +17,7 @@ from jitney.engine.fleet.cascade import CascadeSettings
 from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, check_parts
 from jitney.engine.fleet.ensemble import EnsembleSettings
 from jitney.engine.fleet.pipeline import PipelineSettings
+from jitney.engine.fleet.sections import ReplicasSection
 
 
 def cascade(small: str, large: str) -> CascadeSettings:
@@ -41,7 +42,8 @@ def scripts(sure: bool = True) -> ScriptedModels:
     )
 
 
-NESTED = {
+SERVED: dict[str, Any] = dict.fromkeys(("tiny", "big"), ReplicasSection(replicas=1))
+NESTED = SERVED | {
     "smart": cascade("tiny", "big"),
     "panel": ensemble("smart", "big"),
     "notes": pipeline("tiny", "smart"),
@@ -51,7 +53,7 @@ NESTED = {
 @pytest.mark.parametrize("sure, stage", [(True, "small"), (False, "large")])
 def test_a_cascade_in_a_pipeline(sure: bool, stage: str):
     async def scene():
-        models = ComposedModels(NESTED, scripts(sure), {"tiny", "big"})
+        models = ComposedModels(NESTED, scripts(sure))
         await models.start()
         try:
             question = chat("notes", stream=True, stream_options={"include_usage": True})
@@ -73,7 +75,7 @@ def test_a_cascade_in_a_pipeline(sure: bool, stage: str):
 
 
 def test_a_cascade_in_an_ensemble():
-    models = ComposedModels(NESTED, scripts(sure=False), {"tiny", "big"})
+    models = ComposedModels(NESTED, scripts(sure=False))
     answer = asyncio.run(models.answer(chat("panel")))
     assert answer.headers["x-jitney-stage"] == "smart/large"
     assert answer.body["jitney"]["votes"] == 2
@@ -84,7 +86,7 @@ def test_an_error_names_all_stages_on_the_way():
     async def scene():
         broken = scripts(sure=False)
         broken.models["big"] = fails(HttpError(503, "gone", code="engine_dead"))
-        models = ComposedModels(NESTED, broken, {"tiny", "big"})
+        models = ComposedModels(NESTED, broken)
         try:
             await models.answer(chat("notes"))
         finally:
@@ -95,7 +97,7 @@ def test_an_error_names_all_stages_on_the_way():
 
 
 def test_each_is_told_apart_and_says_what_it_is_made_of():
-    models = ComposedModels(NESTED, scripts(), {"tiny", "big"})
+    models = ComposedModels(NESTED, scripts())
     assert list(models) == ["smart", "panel", "notes"]
     assert "tiny" not in models
     assert models.made_of("smart") == {
@@ -132,7 +134,7 @@ def test_each_is_told_apart_and_says_what_it_is_made_of():
 )
 def test_what_cannot_be_is_refused_in_one_line(composed: dict, complaint: str):
     with pytest.raises(ConfigError, match=complaint) as raised:
-        check_parts(composed, {"tiny", "big"})
+        check_parts(SERVED | composed)
     assert "\n" not in str(raised.value)
 
 

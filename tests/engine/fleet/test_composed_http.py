@@ -15,7 +15,7 @@ from api_fakes import FakeClient, Script, until
 from fleet_engines import FakeEngine, Served, engines, fleet_of
 
 from jitney.engine.errors import ConfigError, ErrorInfo
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 
 FLEET = """
 [fleet]
@@ -284,6 +284,6 @@ def test_a_fleet_toml_that_cannot_be_is_one_line(tmp_path: Path, text: str, comp
     file = tmp_path / "fleet.toml"
     file.write_text(f'[models.t]\nurls = ["http://127.0.0.1:9"]\n{text}\n')
     with pytest.raises(ConfigError, match=complaint) as raised:
-        read_fleet(file)
+        FleetConfig.read(file)
     assert str(raised.value).startswith(str(file))
     assert "\n" not in str(raised.value)

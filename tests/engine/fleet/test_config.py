@@ -8,9 +8,9 @@ import pytest
 
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.config import _AS_OF_A_SERVER, _KINDS, engine_config, read_fleet
-from jitney.engine.fleet.engine_process import engine_arguments
-from jitney.engine.fleet.sections import FleetSection, RaySection, ReplicasSection
+from jitney.engine.fleet.config import _AS_OF_A_SERVER, _KINDS, FleetConfig
+from jitney.engine.fleet.engine_process import engine_config
+from jitney.engine.fleet.sections import FleetSection, ReplicasSection, _RaySection
 
 GOOD = """
 [fleet]
@@ -38,7 +38,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_a_file_is_read(tmp_path: Path):
     file = written(tmp_path, GOOD)
-    config = read_fleet(file, {"JITNEY_API_KEYS": "a,b", "HOME": "/"}, {"port": 9001})
+    config = FleetConfig.read(file, {"JITNEY_API_KEYS": "a,b", "HOME": "/"}, {"port": 9001})
     assert (config.server.port, config.fleet.poll_s) == (9001, 0.5)
     assert config.server.api_keys == ("a", "b") and "fleet.example" in config.server.allowed_hosts
     small, large = config.models["small"], config.models["org/large"]
@@ -59,11 +59,11 @@ def test_adapters_are_those_that_started_engines_are_given_or_urls_are_said_to_h
     urls = ["http://10.0.0.1:8000"]
     adapters = ["legal"]
     """
-    config = read_fleet(written(tmp_path, text))
+    config = FleetConfig.read(written(tmp_path, text))
     assert config.adapters == {"fr": "small", "de": "small", "legal": "large"}
     small = config.models["small"]
     assert isinstance(small, ReplicasSection)
-    words = engine_arguments(config, "small", small, "small-1", 0, 9123)
+    words = config.engine_arguments("small", small, "small-1", 0, 9123)
     assert words[words.index("--adapters") + 1] == "fr=/a/fr,de=/a/de"
 
 
@@ -128,7 +128,7 @@ MODEL = "[models.m]\nreplicas = 1\n"
 def test_a_mistake_is_one_line_that_names_its_place(tmp_path: Path, text: str, said: str):
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as error:
-        read_fleet(file)
+        FleetConfig.read(file)
     message = str(error.value)
     assert message.startswith(str(file)) and said in message and "\n" not in message
 
@@ -149,18 +149,18 @@ def test_hosts_are_no_matter_of_an_engines_own_file_or_of_the_environment(
     (tmp_path / "engine.toml").write_text(f"[engine]\n{setting} = {value!r}\n")
     file = written(tmp_path, MODEL + "config = 'engine.toml'\n")
     with pytest.raises(ConfigError, match=rf"engine\.toml: {said}"):
-        read_fleet(file)
+        FleetConfig.read(file)
     file = written(tmp_path, MODEL)
     variable = f"JITNEY_{setting.upper()}"
     environ = {variable: str(value)}
     with pytest.raises(ConfigError, match=rf"^{variable}: {said}"):
-        read_fleet(file, environ)
+        FleetConfig.read(file, environ)
     elsewhere = written(tmp_path, "[models.m]\nurls = ['http://a']\n")
-    assert read_fleet(elsewhere, environ).models  # they start nothing
+    assert FleetConfig.read(elsewhere, environ).models  # they start nothing
 
 
 def test_every_field_is_described():
-    for kind in (FleetSection, RaySection, *_KINDS.values()):
+    for kind in (FleetSection, _RaySection, *_KINDS.values()):
         for name, field in kind.model_fields.items():
             assert field.description, f"{kind.__name__}.{name}"
     assert set(_AS_OF_A_SERVER) <= set(ServerSection.model_fields)
@@ -168,7 +168,7 @@ def test_every_field_is_described():
 
 def test_the_page_lists_every_field():
     page = (Path(__file__).parents[3] / "docs" / "fleet.md").read_text()
-    for kind in (FleetSection, ReplicasSection, RaySection):
+    for kind in (FleetSection, ReplicasSection, _RaySection):
         for name, field in kind.model_fields.items():
             assert f"| `{name}` | " in page and f" | {field.description} |" in page, name
     assert all(f"`{name}`" in page for name in _AS_OF_A_SERVER)

@@ -11,7 +11,7 @@ import pytest
 
 from jitney.engine.fleet import found
 from jitney.engine.fleet.build import open_fleet
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.found import _addresses
 
 FLEET = """
@@ -48,7 +48,10 @@ def test_every_address_of_a_name_is_an_engine(
 
     async def scene() -> None:
         nonlocal now
-        async with open_fleet(read_fleet(file), "", httpx.MockTransport(_ready)) as (fleet, _):
+        async with open_fleet(FleetConfig.read(file), "", httpx.MockTransport(_ready)) as (
+            fleet,
+            _,
+        ):
 
             async def until_ready(names: set[str]) -> None:
                 async with asyncio.timeout(30):

@@ -21,7 +21,7 @@ from fleet_engines import (
 )
 
 from jitney.engine.errors import ErrorInfo
-from jitney.engine.fleet.asked import Asked, beginnings
+from jitney.engine.fleet.asked import Asked
 
 TEXT = "Hello, wörld!"
 
@@ -201,7 +201,7 @@ def test_a_conversation_that_the_brake_moved_stays_where_its_pages_are(tmp_path:
 
 def beginnings_of(messages: list[dict[str, str]]) -> list[bytes]:
     asked = Asked("POST", "/v1/chat/completions", [], fields={"messages": messages})
-    return beginnings(asked, 1024)
+    return asked.beginnings(1024)
 
 
 def test_beginnings_grow_with_a_conversation_and_with_a_text():
@@ -211,12 +211,12 @@ def test_beginnings_grow_with_a_conversation_and_with_a_text():
     assert len(short) == 2 and long[:2] == short and len(long) == 3
     assert beginnings_of([system | {"content": "Be long."}, first])[1] != short[1]
     texts = [Asked("POST", "/v1/completions", [], fields={"prompt": "x" * n}) for n in (5, 8, 9)]
-    few, more, most = (beginnings(asked, 4) for asked in texts)
+    few, more, most = (asked.beginnings(4) for asked in texts)
     assert (len(few), len(more)) == (2, 3) and more[:2] == few and most == more
     ids = Asked("POST", "/v1/completions", [], fields={"prompt": list(range(9))})
-    assert len(beginnings(ids, 4)) == 3
+    assert len(ids.beginnings(4)) == 3
     for odd in (7, {"a": 1}, [[1, 2]], None):
-        assert len(beginnings(Asked("POST", "/tokenize", [], fields={"prompt": odd}), 4)) == 1
+        assert len(Asked("POST", "/tokenize", [], fields={"prompt": odd}).beginnings(4)) == 1
 
 
 def test_only_so_much_of_a_long_prompt_is_looked_at():
@@ -423,7 +423,7 @@ def test_kept_responses_are_found_at_their_engine(tmp_path: Path):
                     place = first.headers["x-jitney-replica"]
                     for forget in (False, True):  # one ingress that saw it go by, and a new one
                         if forget:
-                            served.fleet.keepers._known._values.clear()
+                            served.fleet._keepers._values.clear()
                         shown = http.get(f"/v1/responses/{id}")
                         assert shown.json()["id"] == id
                         more = http.post(
@@ -499,5 +499,5 @@ def test_a_request_for_an_adapter_goes_to_an_engine_that_holds_it(tmp_path: Path
 
 def test_a_turn_of_another_adapter_is_another_beginning():
     asked = Asked("POST", "/v1/completions", [], fields={"prompt": "x" * 9})
-    keys = [beginnings(asked.with_adapter(name), 4) for name in ("", "fr", "de")]
+    keys = [asked.with_adapter(name).beginnings(4) for name in ("", "fr", "de")]
     assert len({key for each in keys for key in each}) == sum(map(len, keys))

@@ -18,7 +18,7 @@ from jitney.engine.api.batches.places import Places
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 
 CHATS = "/v1/chat/completions"
 OVER = ("completed", "failed", "cancelled", "expired")
@@ -211,5 +211,5 @@ def test_the_file_says_where_jobs_are_kept(tmp_path: Path):
     file = tmp_path / "fleet.toml"
     for given, wanted in (('data_dir = "jobs"', tmp_path / "jobs"), ("", None)):
         file.write_text(toml(["http://127.0.0.1:1"], fleet=given))
-        kept = read_fleet(file).data_dir
+        kept = FleetConfig.read(file).data_dir
         assert kept == wanted if wanted else kept.name == "fleet-data"

@@ -20,8 +20,7 @@ from jitney.engine.cli import main
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet import local
 from jitney.engine.fleet.build import open_fleet
-from jitney.engine.fleet.config import read_fleet
-from jitney.engine.fleet.engine_process import engine_arguments
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.local import LocalEngines
 from jitney.engine.fleet.sections import ReplicasSection
@@ -42,7 +41,7 @@ async def running(folder: Path, text: str, keys: tuple[str, ...] = ()) -> AsyncI
     """(the engines, an HTTP client of the fleet's endpoint)."""
     file = folder / "fleet.toml"
     file.write_text(f"[fleet]\npoll_s = 0.05\ndrain_s = 1\n{text}")
-    config = read_fleet(file)
+    config = FleetConfig.read(file)
     async with open_fleet(config) as (fleet, parts):
         engines = LocalEngines(config, parts, (), keys)
         transport = httpx.ASGITransport(create_ingress(fleet, ServerSettings()))
@@ -149,13 +148,13 @@ def test_engines_that_share_experts_serve_each(tmp_path: Path):
 
 def test_a_host_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Though the first one waits for it."""
-    given = local.engine_arguments
+    given = FleetConfig.engine_arguments
 
     def breaking(*args: Any, place: Any = None, **rest: Any) -> list[str]:
         words = given(*args, place=place, **rest)
         return [*words, "broken"] if place.host_id else words
 
-    monkeypatch.setattr(local, "engine_arguments", breaking)
+    monkeypatch.setattr(FleetConfig, "engine_arguments", breaking)
     monkeypatch.setattr(local.Watch, "begin", lambda watch, replicas: None)  # it is never ready
 
     async def scene() -> None:
@@ -215,10 +214,10 @@ def test_engines_get_their_settings_devices_and_ports(tmp_path: Path):
     )
     (tmp_path / "engine.toml").write_text("[engine]\ntoken_budget = 16\n")
     (tmp_path / "fleet.toml").write_text(text)
-    config = read_fleet(tmp_path / "fleet.toml")
+    config = FleetConfig.read(tmp_path / "fleet.toml")
     section = config.models["m"]
     assert isinstance(section, ReplicasSection)
-    words = " ".join(engine_arguments(config, "m", section, "m-1", 1, 9123))
+    words = " ".join(config.engine_arguments("m", section, "m-1", 1, 9123))
     assert f"serve --config {tmp_path}/engine.toml --max-seats 4 --no-prefix-cache" in words
     assert "--token-buckets 8,16" in words and "--device 1" in words and "--port 9123" in words
     assert "/fleet/m-1 --host" in words  # the engine's own folder
@@ -249,10 +248,10 @@ def test_engines_of_a_fleet_measure_only_if_that_is_asked_for(
     (tmp_path / "engine.toml").write_text(f"[engine]\n{file}\n")
     text = f'[models.m]\nreplicas = 1\nconfig = "engine.toml"\nsettings = {{ {settings} }}\n'
     (tmp_path / "fleet.toml").write_text(text)
-    config = read_fleet(tmp_path / "fleet.toml")
+    config = FleetConfig.read(tmp_path / "fleet.toml")
     section = config.models["m"]
     assert isinstance(section, ReplicasSection)
-    words = engine_arguments(config, "m", section, "m-1", 0, 9123)
+    words = config.engine_arguments("m", section, "m-1", 0, 9123)
     flags = [word for word in words if word.endswith("measured-sizes")]
     said = {None: [], True: ["--measured-sizes"], False: ["--no-measured-sizes"]}
     assert flags == said[wanted]

@@ -17,10 +17,12 @@ from scripted_models import ScriptedModels, always, in_background
 
 from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.fleet.answering import ModelAnswer, Question
-from jitney.engine.fleet.composed import ComposedModels, composed_of
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.answering import ModelAnswer
+from jitney.engine.fleet.composed import ComposedModels
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.pipeline import Pipeline, PipelineSettings
+from jitney.engine.fleet.question import Question
+from jitney.engine.fleet.sections import ReplicasSection
 
 NEAR = {"kind": "embed", "name": "near", "model": "finder", "keep": 2}
 FINAL = {
@@ -254,8 +256,9 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, content: bytes | None
     if content is not None:
         (tmp_path / "texts.jsonl").write_bytes(content)
     made = settings(NEAR | {"file": "texts.jsonl"}, FINAL)
+    served: dict[str, Any] = dict.fromkeys(("finder", "big"), ReplicasSection(replicas=1))
     with pytest.raises(ConfigError, match=complaint) as raised:
-        ComposedModels({"p": made}, EmbeddingModels(), {"finder", "big"}, tmp_path)
+        ComposedModels(served | {"p": made}, EmbeddingModels(), tmp_path)
     assert "\n" not in str(raised.value)
 
 
@@ -264,8 +267,8 @@ def test_the_example_of_the_page_is_a_fleet(tmp_path: Path):
     example = page.split("### Embed, rank, generate")[1].split("```toml\n")[1].split("```")[0]
     (tmp_path / "fleet.toml").write_text(example)
     (tmp_path / "handbook.jsonl").write_text(json.dumps("Cats sleep."))
-    models: Any = read_fleet(tmp_path / "fleet.toml").models
-    ComposedModels(composed_of(models), EmbeddingModels(), {"finder", "writer"}, tmp_path)
+    models: Any = FleetConfig.read(tmp_path / "fleet.toml").models
+    ComposedModels(models, EmbeddingModels(), tmp_path)
     assert [each.kind for each in models["handbook"].stages] == ["embed", "rank", "generate"]
 
 

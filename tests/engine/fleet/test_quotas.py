@@ -19,7 +19,7 @@ from fleet_engines import CHAT, FakeEngine, engines, fleet_of, toml
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.quotas import FleetQuotas, _Account, _prompt_size, _sequences_of
 
@@ -183,4 +183,4 @@ def test_limits_of_each_engine_alone_are_refused_by_name(tmp_path: Path, limit: 
     file = tmp_path / "fleet.toml"
     file.write_text(f"[models.m]\nreplicas = 2\nsettings = {{ {limit} = 5 }}\n")
     with pytest.raises(ConfigError, match=rf"models.m\] settings: {limit} would hold .* \[fleet\]"):
-        read_fleet(file)
+        FleetConfig.read(file)

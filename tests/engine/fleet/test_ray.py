@@ -26,7 +26,7 @@ from fleet_engines import CHAT, said
 
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.engine_process import ENGINE_MODULE
 from jitney.engine.ports import free_port
 
@@ -87,7 +87,7 @@ def _served(folder: Path, text: str, module: str = "fake_fleet_engine") -> Itera
     file = folder / "fleet.toml"
     file.write_text(text)
     application = build_application(
-        read_fleet(file), ServerSettings(), admins=("boss",), module=module, host="127.0.0.1"
+        FleetConfig.read(file), ServerSettings(), admins=("boss",), module=module, host="127.0.0.1"
     )
     try:
         port = free_port()
@@ -474,7 +474,7 @@ def test_hosts_are_placed_by_what_they_get(tmp_path: Path):
     file = tmp_path / "fleet.toml"
     file.write_text(_HOSTS.replace("cpus = 0.1", "cpus = 0"))
     with pytest.raises(ConfigError, match=r"\[models.m\] ray: hosts are placed by .* give cpus"):
-        build_application(read_fleet(file), ServerSettings())
+        build_application(FleetConfig.read(file), ServerSettings())
 
 
 @pytest.mark.parametrize("table", ["models.m", "models.m.candidate"])
@@ -484,7 +484,7 @@ def test_devices_are_rays_to_give(tmp_path: Path, table: str):
     file = tmp_path / "fleet.toml"
     file.write_text(_CANDIDATE.replace(f"[{table}]", f'[{table}]\ndevices = ["0"]'))
     with pytest.raises(ConfigError, match=rf"\[{table}\] devices: Ray gives"):
-        build_application(read_fleet(file), ServerSettings())
+        build_application(FleetConfig.read(file), ServerSettings())
 
 
 def test_any_free_port_is_refused(tmp_path: Path):
@@ -493,4 +493,4 @@ def test_any_free_port_is_refused(tmp_path: Path):
     file = tmp_path / "fleet.toml"
     file.write_text(_FLEET.replace("[fleet]", "[fleet]\nport = 0"))
     with pytest.raises(ConfigError, match=r"\[fleet\] port: .* give a number"):
-        build_application(read_fleet(file), ServerSettings())
+        build_application(FleetConfig.read(file), ServerSettings())

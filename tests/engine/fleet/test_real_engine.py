@@ -23,7 +23,7 @@ from server_settings import server_settings
 
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.fleet.build import open_fleet
-from jitney.engine.fleet.config import read_fleet
+from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.local import LocalEngines
@@ -88,7 +88,7 @@ async def _running(
     """The fleet, its engines, which have started, and a client of its endpoint. settings: of
     that.
     """
-    config = read_fleet(file)
+    config = FleetConfig.read(file)
     async with open_fleet(config) as (fleet, parts):
         engines = LocalEngines(config, parts, (), ())
         ingress = create_ingress(fleet, server_settings(**settings))

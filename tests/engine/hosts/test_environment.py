@@ -9,7 +9,7 @@ import pytest
 from jitney.engine import LLM
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import ConfigError
-from jitney.engine.hosts.connection import split_address
+from jitney.engine.hosts.connection import HostAddress
 from jitney.engine.hosts.environment import _find_place, _HostPlace, placed
 
 TPU = {"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc,t-2.svc,t-3.svc", "TPU_WORKER_ID": "2"}
@@ -125,7 +125,7 @@ def test_each_host_names_its_own_chips():
     several = {"n_hosts": 2, "coordinator": "[fe80::1]:9", "tensor_parallel": 4, "device": "0,1"}
     engine = load_config(flags=several).engine
     assert engine.devices_here == 2
-    assert split_address(engine.coordinator) == ("fe80::1", 9)
+    assert HostAddress.read(engine.coordinator) == ("fe80::1", 9)
 
 
 def test_engines_that_share_experts_follow_nobody():

@@ -16,7 +16,7 @@ import pytest
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.hosts import connection, link
-from jitney.engine.hosts.link import FirstHost, OtherHost, gather, join
+from jitney.engine.hosts.link import FirstHost, OtherHost
 from jitney.engine.hosts.messages import Goodbye, Hello, PackedArray, Step, StepSize
 from jitney.engine.ports import free_port
 from jitney.engine.worker_pipe import framed
@@ -56,7 +56,7 @@ class Meeting:
 
     def first(self, n_hosts: int = 2) -> Future[FirstHost]:
         return self.pool.submit(
-            gather, self.coordinator, n_hosts, OWN, self.report, self.lost_by(0)
+            FirstHost.gather, self.coordinator, n_hosts, OWN, self.report, self.lost_by(0)
         )
 
     def other(
@@ -68,7 +68,7 @@ class Meeting:
     ) -> Future[OtherHost]:
         hello = Hello(number, versions, digest)
         lost = self.lost_by(number)
-        return self.pool.submit(join, self.coordinator, n_hosts, hello, self.report, lost)
+        return self.pool.submit(OtherHost.join, self.coordinator, n_hosts, hello, self.report, lost)
 
     def pair(self) -> tuple[FirstHost, OtherHost]:
         first, other = self.first(), self.other()
@@ -344,4 +344,4 @@ def test_a_coordinator_that_is_not_here():
     with pytest.raises(
         ConfigError, match=r"coordinator 192\.0\.2\.1:9 must be an address of the first"
     ):
-        connection.listen("192.0.2.1:9")
+        connection.HostAddress.read("192.0.2.1:9").listen()

@@ -19,7 +19,7 @@ def test_no_child_gets_the_keys(name: str, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_child_is_ended_also_when_it_has_ended_before():
     async def session() -> tuple[int | None, int | None]:
-        waits = await start_child("jitney.dashboard.report_worker")
+        waits = await start_child("jitney.dashboard.drawing")
         await end_child(waits)
         fails = await start_child("jitney.no_such_module")
         await fails.wait()

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from jitney.engine.telemetry.backlog import _FEWEST, _backlog, backlog_of
+from jitney.engine.telemetry.backlog import _FEWEST, QueueGrowth, _backlog
 from jitney.engine.telemetry.request_record import RequestRecord
 
 SERVERS, SERVICE_S = 8, 3.0
@@ -94,10 +94,10 @@ def test_who_timed_out_was_waiting_and_who_was_refused_was_not():
     rising = [request(n, n + 0.5 * n, n + n, "length") for n in range(40)]
     late = [request(n, None, n + 30.0, "timeout") for n in range(40, 60)]
     refused = [request(n + 0.1, None, n + 0.2, "http_429") for n in range(60)]
-    both = backlog_of([*rising, *late])
-    assert both is not None and both.grew and both == backlog_of([*rising, *late, *refused])
+    both = QueueGrowth.of([*rising, *late])
+    assert both is not None and both.grew and both == QueueGrowth.of([*rising, *late, *refused])
     assert both.waiting_at_end == 20
-    assert backlog_of(refused) is None
+    assert QueueGrowth.of(refused) is None
 
 
 def test_too_few_requests_or_no_time_say_nothing():

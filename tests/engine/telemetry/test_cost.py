@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.telemetry.cost import CostLine, RowOwners, _split, as_json, bill
+from jitney.engine.telemetry.cost import Bill, CostLine, RowOwners, _split
 
 
 def step(number: int, device_s: float, **rows: int) -> np.ndarray:
@@ -23,17 +23,17 @@ def step(number: int, device_s: float, **rows: int) -> np.ndarray:
 
 def test_a_step_is_paid_for_row_by_row():
     records = np.concatenate((step(1, 0.5, prefill=2, padding=2), step(2, 0.25, decode=4)))
-    lines = bill(records, seconds=1.0)
+    lines = Bill.of_steps(records, seconds=1.0)
     assert lines["prefill"] == CostLine(2, 250_000_000) and lines["padding"] == CostLine(
         2, 250_000_000
     )
     assert lines["decode"] == CostLine(4, 250_000_000) and lines["idle"] == CostLine(0, 250_000_000)
-    assert as_json(lines, price_per_hour=3600.0)["idle"] == {
+    assert lines.as_json(price_per_hour=3600.0)["idle"] == {
         "rows": 0,
         "seconds": 0.25,
         "money": pytest.approx(0.25),
     }
-    assert "money" not in as_json(lines)["idle"]
+    assert "money" not in lines.as_json()["idle"]
 
 
 @given(
@@ -51,7 +51,7 @@ def test_the_lines_add_up_to_the_device_time(steps: list[tuple[float, list[int]]
     )
     exact = sum(round(float(np.float32(s)) * 1e9) for s, _ in steps)
     for free in (False, True):
-        lines = bill(records, seconds=0.0, padding_is_free=free)
+        lines = Bill.of_steps(records, seconds=0.0, padding_is_free=free)
         assert sum(line.nanoseconds for line in lines.values()) == exact
         assert sum(line.rows for line in lines.values()) == sum(sum(rows) for _, rows in steps)
         assert all(line.nanoseconds >= 0 for line in lines.values())
@@ -59,7 +59,7 @@ def test_the_lines_add_up_to_the_device_time(steps: list[tuple[float, list[int]]
 
 def test_padding_that_is_free_is_not_paid_for():
     records = np.concatenate((step(1, 0.5, prefill=2, padding=2), step(2, 0.25, padding=4)))
-    lines = bill(records, seconds=1.0, padding_is_free=True)
+    lines = Bill.of_steps(records, seconds=1.0, padding_is_free=True)
     assert lines["prefill"] == CostLine(2, 500_000_000)
     assert lines["padding"] == CostLine(6, 250_000_000), "somebody pays for a step of nothing else"
 
@@ -93,7 +93,7 @@ def test_requests_and_padding_share_all_of_a_run(lengths: list[tuple[int, int]],
     records = core.ledger.since(-1)
     for free in (True, False):
         lines, rest = riders.bill(records, padding_is_free=free)
-        whole = bill(records, seconds=0.0, padding_is_free=free)
+        whole = Bill.of_steps(records, seconds=0.0, padding_is_free=free)
         assert rest == whole["padding"]
         paid = sum(line.nanoseconds for line in lines.values()) + rest.nanoseconds
         assert paid == sum(line.nanoseconds for line in whole.values())

@@ -16,7 +16,7 @@ from history_fakes import INFO, Watched, random_run
 from jitney.engine import messages
 from jitney.engine.core import EngineCore
 from jitney.engine.records import RecordRing
-from jitney.engine.telemetry.history import KEEP_S, History
+from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord
 
 
@@ -167,7 +167,7 @@ def test_old_trips_are_forgotten():
     watched.add("old", [1], max_tokens=1)
     while watched.core.has_work:
         watched.step()
-    watched.clock.now += KEEP_S + 1
+    watched.clock.now += History.keep_s + 1
     assert watched.history.find("old", 0) is not None
     watched.add("new", [1], max_tokens=1)
     while watched.core.has_work:
