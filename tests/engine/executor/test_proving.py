@@ -136,7 +136,7 @@ def test_norms_over_all_heads_are_proved_where_a_kernel_computes_them(
     devices: int, widths: tuple[int, ...]
 ):
     """Over several devices none does: each has a share of a row."""
-    source = resolve("tiny-random:olmo2")
+    source = ModelSource.resolve("tiny-random:olmo2")
     shapes = load_shapes(source, source.config, devices, jnp.float32, WeightStorage())
     assert shapes_served(shapes, source.config.local(devices)).norms.widths == widths
 
