@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.text.gguf_tokenizer import fast_tokenizer
+from jitney.engine.text.fast_tokenizers import fast_tokenizer
 
 
 def save_tokenizer(model: str, folder: Path) -> None:
