@@ -9,27 +9,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from jitney.engine.bench.device.prompt_choice import choice_line, choose_prompts
-from jitney.engine.bench.device.report import goal_table, numerics
-from jitney.engine.bench.device.rows import NAMES, TINY
-from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan, check_parts, measure
-from jitney.engine.bench.device.saved import ResultFiles, bring_earlier
+from jitney.engine.bench.device.prompt_choice import choose_prompts
+from jitney.engine.bench.device.report import DeviceReport
+from jitney.engine.bench.device.rows import TINY
+from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan, measure
+from jitney.engine.bench.device.saved import ResultFiles
 from jitney.engine.cli.bench_flags import check_numbers
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import EngineSection, KernelsName
 from jitney.engine.errors import ConfigError
+from jitney.engine.simulation.roofline import SHAPES
+from jitney.kernels.prompt_choices import PromptChoice
 
 #: Where a checkout keeps measurements.
 _RESULTS = Path("docs/benchmarks")
 _KERNELS = get_args(KernelsName)
+_SHAPES = (*(name for name in SHAPES if name.endswith("8b")), TINY)
 _PARTS_HELP = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
 _FLAGS = (
     Flag.of(
         "--shape",
         "model shape, with random weights [llama-3.1-8b; on a CPU tiny]",
         "",
-        choices=NAMES,
+        choices=_SHAPES,
     ),
     Flag.of(
         "--dtype", "of weights and activations", "auto", choices=("auto", "bfloat16", "float32")
@@ -86,15 +89,16 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     check_numbers(args, budget_s=1, page_size=8)
     folder = _folder("--out-dir", args.out_dir or _usual_folder())
-    if args.earlier:
-        bring_earlier(_folder("--from", args.earlier), folder)
     files = ResultFiles(folder, again=args.again)
+    if args.earlier:
+        files.bring(_folder("--from", args.earlier))
     results = measure(_plan_from(args), files, say)
-    print(numerics(results))
-    print("\n".join(goal_table(results)))
+    report = DeviceReport(results)
+    print(report.numerics())
+    print("\n".join(report.goal_table()))
     choice = choose_prompts(results)
     if choice is not None:
-        print(choice_line(choice))
+        print(_choice_line(choice))
     print("written:", *(files.save(results) or ()))
     return int(bool(results.wrong))
 
@@ -108,7 +112,7 @@ def _plan_from(args: Namespace) -> DevicePlan:
     check_platform(settings.platform)
     only = ()
     if args.only:
-        only = check_parts(args.only.split(","))
+        only = tuple(args.only.split(","))
     if args.check:
         only = ("check",)
     return DevicePlan(
@@ -133,3 +137,13 @@ def _folder(flag: str, named: str | Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{flag} {folder}: there is no such folder")
     return folder
+
+
+def _choice_line(choice: PromptChoice) -> str:
+    """The choice, as people read it."""
+    times = ", ".join(f"{name} {1e3 * spent:.2f} ms" for name, spent in choice["seconds"].items())
+    sizes = ", ".join(f"{rows:,}" for rows in choice["rows"])
+    return (
+        f"prompt attention on sm_{choice['sm']} with heads of {choice['head_dim']} ({sizes} rows): "
+        f"{times}; chosen: {choice['by']}"
+    )

@@ -19,14 +19,13 @@ from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.loop import make_traffic, random_requests
-from jitney.engine.bench.device.rows import WRONG, PartJob, Row, Task, Tasks, noted
-from jitney.engine.bench.device.steps import RandomModel, random_weights
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.steps import RandomModel
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import served_by
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import KV_TYPES, SCHEMES
-from jitney.engine.models.registry import abstract_model
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.kernels.attention_cases import CASES, AttentionCase
 from jitney.kernels.expert_cases import CASES as EXPERTS
@@ -65,7 +64,7 @@ _PUBLISHED = {
 }
 
 
-def checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Of the first kernel set: tokens, attention in the dtype that serves, the kernels in the
     measured model's shapes, attention in other dtypes, experts; a short call may not reach the end.
     """
@@ -115,7 +114,7 @@ def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row
     if case.prompts:
         reason = ServedHeads(case.heads[2], case.dtype, case.pool).refusal(kernels.name)
     if reason:
-        yield noted(row, f"not for these kernels: {reason}")
+        yield row.noted(f"not for these kernels: {reason}")
         return
     yield _judged(row, Proof.of_attention(kernels, case))
 
@@ -132,15 +131,15 @@ def _expert_row(kernels: KernelSet, case: ExpertCase, row: Row) -> Iterator[Row]
 def _judged(row: Row, proof: Proof) -> Row:
     """The row with what was found."""
     if proof.reason:
-        return replace(row, note=f"{WRONG}: {proof.reason}")
+        return row.as_wrong(proof.reason)
     return _compared(row, proof.error, proof.limit)
 
 
 def _compared(row: Row, error: float, limit: float) -> Row:
-    note = f"right (at most {limit:g})"
+    row = replace(row, error=error, note=f"right (at most {limit:g})")
     if not error <= limit:
-        note = f"{WRONG}: {error:.3g}, at most {limit:g} are right"
-    return replace(row, error=error, note=note)
+        return row.as_wrong(f"{error:.3g}, at most {limit:g} are right")
+    return row
 
 
 def _proof_rows(
@@ -152,11 +151,12 @@ def _proof_rows(
     served, pool = jnp.dtype(dtype), jnp.dtype(KV_TYPES.get(kv, dtype))
     reason = ServedHeads(job.config.head_dim, served.name, pool.name).refusal(kernels.name)
     if reason:
-        yield noted(row, f"not for these kernels: {reason}")
+        yield row.noted(f"not for these kernels: {reason}")
         return
-    proofs = prove(kernels, _shapes_for(job, dtype, weights, kv))
+    proofs = prove(kernels, _shapes_for(job, kernels, dtype, weights, kv))
+    whole = replace(row, note="right", figures=_count(proofs))
     right = all(proof.ok for proof in proofs)
-    yield replace(row, note="right" if right else f"{WRONG}: see below", figures=_count(proofs))
+    yield whole if right else whole.as_wrong("see below")
     for proof in proofs:
         yield _judged(replace(row, name=proof.kernel), proof)
 
@@ -165,9 +165,11 @@ def _count(proofs: Sequence[Proof]) -> dict[str, float]:
     return {"kernels compared": float(len(proofs))}
 
 
-def _shapes_for(job: PartJob, dtype: DTypeLike, weights: str, kv: str) -> ServedShapes:
+def _shapes_for(
+    job: PartJob, kernels: KernelSet, dtype: DTypeLike, weights: str, kv: str
+) -> ServedShapes:
     config = _shallow(job.config, 1)
-    model = random_weights(abstract_model(config, dtype=dtype, weights=weights, kv=kv))
+    model = RandomModel(config, kernels, dtype, weights).make(kv)
     decode_rows, mixed_rows = job.sizes.proved
     seats = decode_rows[-1]
     decode = tuple(Bucket(rows, rows) for rows in decode_rows)
@@ -249,3 +251,9 @@ def _logits_of(
     """float32 [T, V]."""
     hidden, _ = model(tokens, pools, meta, kernels)
     return model.logits(hidden, kernels)
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "check": _checks,
+}

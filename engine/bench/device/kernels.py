@@ -18,8 +18,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import FULL, PartJob, Row, Task, Tasks, noted
-from jitney.engine.bench.device.timing import copies_for, distance, timed
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.timing import distance, timed
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.quantization import KV_TYPES
 from jitney.engine.types import JsonDict
@@ -29,11 +29,14 @@ from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.scales import LIMITS, as_stored
 from jitney.kernels.select import reference
 
-#: A kernel farther from the reference than this is wrong. Both round to the activations' dtype;
-#: products of float32 may be made in tf32, which errs by 5e-4.
-WRONG = {2: 2e-2, 4: 2e-3}
+#: A kernel farther from the reference than this is wrong, by bytes per activation. Both round to
+#: the activations' dtype; products of float32 may be made in tf32, which errs by 5e-4.
+_LIMITS = {2: 2e-2, 4: 2e-3}
 #: A kernel set's page tables are padded to a multiple of this, as the runner's are.
 _TABLE = 16
+#: Programs that fill an H100: below so many sequences times key heads, decode attention has too
+#: little to share out.
+_FULL = 132
 
 
 class _AttentionInputs(NamedTuple):
@@ -127,7 +130,7 @@ def _quantised(pool: jax.Array, kv: str) -> tuple[jax.Array, jax.Array]:
     return stored.reshape(pool.shape), scale
 
 
-def attention(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _attention(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode attention over sequences and contexts, one long sequence, prompts; then the first two
     over pools of 8 bits. The first kernel set counts for the goals.
     """
@@ -166,7 +169,7 @@ def _attention_cases(job: PartJob) -> Iterator[tuple[str, str, Contexts, str]]:
 
 
 def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, Contexts, str]:
-    fills = context >= 4096 and seqs * job.config.n_kv_heads >= FULL
+    fills = context >= 4096 and seqs * job.config.n_kv_heads >= _FULL
     goal = "decode" if fills else ""
     return "decode attention", f"{seqs} x {context:,}", Contexts((context,) * seqs), goal
 
@@ -182,7 +185,7 @@ def attend_row(
     attend = partial(_attend_with, kernels, job.config.head_dim**-0.5)
 
     def time(floor_s: float) -> JsonDict:
-        seeds = range(1, copies_for(job, moved))
+        seeds = range(1, job.copies_of(moved))
         copies = [given, *(_make_inputs(load, job, dtype, seed, kv) for seed in seeds)]
         return timed(
             lambda q, other: attend(other._replace(q=q)),
@@ -198,7 +201,7 @@ def attend_row(
         moved=moved,
         operations=load.operations(job.config),
         error=_attention_error(kernels, attend, given, sum(load.rows)),
-        limit=WRONG[size],
+        itemsize=size,
         time=time,
     )
 
@@ -224,22 +227,23 @@ def measured(
     moved: float,
     operations: float = 0.0,
     error: float | None,
-    limit: float,
+    itemsize: int,
     time: Callable[[float], JsonDict],
 ) -> Row:
-    """The row with its floor, its error and its times; a kernel farther than `limit` from the
-    reference is not timed.
+    """The row with its floor, its error and its times; a kernel that is wrong is not timed.
 
-    moved, operations: the least bytes and operations. time: from the floor to the times.
+    moved, operations: the least bytes and operations. itemsize: bytes per activation. time: from
+    the floor to the times.
     """
     floor_s, bound = job.measured.of(moved, operations)
     row = replace(row, floor_s=floor_s, bound=bound, error=error)
-    if error is not None and not error < limit:
-        return replace(noted(row, f"WRONG: {error:.3g} from the reference"), floor_s=None)
+    if error is not None and not error < _LIMITS[itemsize]:
+        wrong = row.as_wrong(f"{error:.3g} from the reference")
+        return replace(wrong, goal="", floor_s=None)
     return replace(row, **time(floor_s))
 
 
-def writes(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _writes(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Norm, rotation and write of a step's keys and values, for the sets that have it in one."""
     for rows in job.sizes.rows:
         for kernels in sets:
@@ -253,7 +257,7 @@ def _write_row(
     rotate_and_write = kernels.rotate_and_write
     if rotate_and_write is None:
         note = "not a kernel of its own in this set: XLA rotates, attention writes"
-        yield noted(row, note)
+        yield row.noted(note)
         return
     given = _make_inputs(Contexts((job.page_size,) * rows), job, dtype, 0)
     heads, rope = _make_heads(job, dtype, given.meta)
@@ -279,7 +283,7 @@ def _write_row(
         row,
         moved=2 * heads.nbytes + 2 * rope[0].nbytes,
         error=max(map(float, map(distance, ours, theirs))),
-        limit=WRONG[jnp.dtype(dtype).itemsize],
+        itemsize=jnp.dtype(dtype).itemsize,
         time=time,
     )
 
@@ -293,3 +297,10 @@ def _make_heads(
     frequencies = jnp.linspace(1, 1e-4, config.head_dim // 2)
     angles = meta.positions.astype(jnp.float32)[:, None, None] * frequencies
     return jax.random.normal(jax.random.key(1), shape, dtype), (jnp.cos(angles), jnp.sin(angles))
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "attention": _attention,
+    "write": _writes,
+}

@@ -17,15 +17,13 @@ from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.bench.device.rows import (
-    BATCH,
     PartJob,
     Row,
     Task,
     Tasks,
-    batch_case,
     timing_fields,
 )
-from jitney.engine.bench.device.steps import RandomModel, StepBench, compile_buckets, make_bench
+from jitney.engine.bench.device.steps import RandomModel, StepBench
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
 from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
@@ -45,23 +43,23 @@ _GetTraffic = Callable[[], tuple[OfflineBench, StepBench]]
 _HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
-def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The closed loop, and the batch that the goal is about; weights in the run's dtype."""
     kernels, streams = sets[0], job.sizes.streams
     get = cache(partial(make_traffic, job, RandomModel(job.config, kernels, dtype)))
     loop = job.row("closed loop", f"{streams} streams, {jnp.dtype(dtype)}", kernels.label)
     yield Task(loop, partial(_loop_rows, job, get))
-    batch = job.row(BATCH, batch_case(job, streams), kernels.label, "peer")
+    batch = job.batch_row(streams, kernels.label, "peer")
     yield Task(batch, partial(_batch_rows, job, get, streams))
 
 
-def crowds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _crowds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The batch of equal requests with fewer and with more streams, on one engine."""
     kernels, sizes = sets[0], job.sizes
     model = RandomModel(job.config, kernels, dtype)
     get = cache(partial(make_traffic, job, model, seat_sizes=sizes.crowds))
     for streams in sizes.crowds:
-        row = job.row(BATCH, batch_case(job, streams), kernels.label)
+        row = job.batch_row(streams, kernels.label)
         yield Task(row, partial(_batch_rows, job, get, streams))
 
 
@@ -88,8 +86,8 @@ def make_traffic(
     seats = tuple(seat_sizes) or (max(1, sizes.streams // 4), sizes.streams)
     buckets = _loop_buckets(job, seats)
     context = (context or max(sum(sizes.loop), sum(sizes.batch))) + job.page_size
-    bench = make_bench(job, model, buckets, context)
-    compile_buckets(bench, buckets.all())
+    bench = StepBench.of(job, model, buckets, context)
+    bench.compile(buckets.all())
     bench.runner.warm_up()
     pool = PagePool(bench.positions // job.page_size + 1, job.page_size, retain=False)
     limits = SchedulerLimits(max_seats=buckets.seats, context_length=context)
@@ -175,3 +173,10 @@ def _gap_row(run: OfflineRun, row: Row) -> Row:
         repeats=len(records),
         figures=figures,
     )
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "loop": _closed_loop,
+    "crowds": _crowds,
+}

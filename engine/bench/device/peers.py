@@ -21,16 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import (
-    BATCH,
-    PartJob,
-    Row,
-    Task,
-    Tasks,
-    batch_case,
-    noted,
-    timing_fields,
-)
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, timing_fields
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
@@ -47,7 +38,7 @@ _FLASHINFER_BYTES = 128 << 20
 _COMPILED = "torch.compile, static cache"
 
 
-def module(name: str) -> Any:
+def _module(name: str) -> Any:
     """A package that need not be installed."""
     return importlib.import_module(name)
 
@@ -69,11 +60,11 @@ def where_installed(tasks: Tasks, *packages: str) -> Tasks:
     why = _missing(*packages)
     for task in tasks:
         if why:
-            task = Task(task.row, lambda row: [noted(row, why)])
+            task = Task(task.row, lambda row: [row.noted(why)])
         yield task
 
 
-def batching(job: PartJob) -> Tasks:
+def _batching(job: PartJob) -> Tasks:
     """transformers' `generate_batch`, as many requests as streams, all at once: the batch that the
     goal is about, then those of `crowds`.
     """
@@ -88,10 +79,10 @@ def batch_tasks(
     others = [streams for streams in job.sizes.crowds if streams != job.sizes.streams]
     for streams in (job.sizes.streams, *others):
         counts = goal if streams == job.sizes.streams else ""
-        yield Task(job.row(BATCH, batch_case(job, streams), by, counts), partial(run, streams))
+        yield Task(job.batch_row(streams, by, counts), partial(run, streams))
 
 
-def torch_tasks(job: PartJob) -> Tasks:
+def _torch_tasks(job: PartJob) -> Tasks:
     """Attention by SDPA over whole, contiguous caches, prompts by FlashInfer over pages, and
     compiled decode steps.
     """
@@ -127,25 +118,22 @@ def _compiled_tasks(job: PartJob) -> Tasks:
 
 def _place() -> Any:
     """The device that PyTorch finds: a GPU, else the CPU."""
-    torch = module("torch")
+    torch = _module("torch")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _wait() -> None:
     """Until the device is done."""
-    torch = module("torch")
+    torch = _module("torch")
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def family_of(shape: ModelConfig) -> str:
-    """What its classes are called after."""
-    return "Qwen3" if shape.qk_norm else "Llama"
-
-
 def config_fields(shape: ModelConfig) -> JsonDict:
     """The shape, as Hugging Face names it."""
+    family = "Qwen3" if shape.qk_norm else "Llama"
     return {
+        "architectures": [f"{family}ForCausalLM"],
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -159,14 +147,14 @@ def config_fields(shape: ModelConfig) -> JsonDict:
 
 
 def _make_model(job: PartJob) -> Any:
-    torch, transformers, family = module("torch"), module("transformers"), family_of(job.config)
-    ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    config = getattr(transformers, f"{family}Config")(**config_fields(job.config), **ends)
+    torch, fields = _module("torch"), config_fields(job.config)
+    make = getattr(_module("transformers"), fields["architectures"][0])
+    config = make.config_class(**fields, pad_token_id=0, bos_token_id=None, eos_token_id=None)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, job.dtype))
     try:
         with torch.device(_place()):
-            return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+            return make(config).eval()
     finally:
         torch.set_default_dtype(previous)
 
@@ -212,7 +200,7 @@ def second_batch(
 
 def _batching_options(model: Any, n_output: int) -> JsonDict:
     """For exactly so many tokens, greedily."""
-    wanted = module("transformers").GenerationConfig(
+    wanted = _module("transformers").GenerationConfig(
         max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     options = {"generation_config": wanted}
@@ -229,7 +217,7 @@ def _random_prompts(job: PartJob, count: int, length: int, seed: int) -> list[li
 
 def _sdpa_row(job: PartJob, seqs: int, rows: int, context: int, row: Row) -> Iterator[Row]:
     """Attention of `rows` new rows of each sequence, keys and values contiguous."""
-    torch = module("torch")
+    torch = _module("torch")
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def run(given: tuple[Any, Any, Any]) -> None:
@@ -251,13 +239,13 @@ def _attention_row(
     rows of each, and their contexts. make: random inputs. run: attention of them.
     """
     seqs, rows, context = shape
-    config, size = job.config, getattr(module("torch"), job.dtype).itemsize
+    config, size = job.config, getattr(_module("torch"), job.dtype).itemsize
     numbers = 2 * context * config.n_kv_heads + 2 * rows * config.n_heads
     moved = size * seqs * numbers * config.head_dim
     pairs = seqs * rows * (2 * context - rows + 1) / 2
     operations = 4.0 * config.n_heads * config.head_dim * pairs
     floor_s, bound = job.measured.of(moved, operations)
-    copies = max(1, min(8, math.ceil(job.sizes.cache_bytes / moved)))
+    copies = job.copies_of(moved)
     given = [make() for _ in range(copies)]
 
     def run_all() -> None:
@@ -270,15 +258,15 @@ def _attention_row(
 
 def _flashinfer_row(job: PartJob, rows: int, row: Row) -> Iterator[Row]:
     """Attention of a prompt over pages that lie as ours do, planned once for all runs."""
-    torch, device = module("torch"), _place()
+    torch, device = _module("torch"), _place()
     if device.type != "cuda":
-        yield noted(row, "FlashInfer runs on NVIDIA's GPUs")
+        yield row.noted("FlashInfer runs on NVIDIA's GPUs")
         return
     config, page, dtype = job.config, job.page_size, getattr(torch, job.dtype)
     n_pages = rows // page
     whole = partial(torch.tensor, dtype=torch.int32, device=device)
     workspace = torch.zeros(_FLASHINFER_BYTES, dtype=torch.uint8, device=device)
-    attention = module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    attention = _module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
     attention.plan(
         whole([0, rows]),
         whole([0, n_pages]),
@@ -305,7 +293,7 @@ def _flashinfer_row(job: PartJob, rows: int, row: Row) -> Iterator[Row]:
 
 def _random_heads(job: PartJob, seqs: int, rows: int, context: int) -> tuple[Any, Any, Any]:
     """(queries, keys, values) [seqs, heads, positions, head_dim]."""
-    torch, config = module("torch"), job.config
+    torch, config = _module("torch"), job.config
     random_of = partial(torch.randn, dtype=getattr(torch, job.dtype), device=_place())
     of_keys = seqs, config.n_kv_heads, context, config.head_dim
     q = random_of(seqs, config.n_heads, rows, config.head_dim)
@@ -333,7 +321,7 @@ def _compiled_row(
 
 def _graphs_skipped() -> int:
     """How many graphs PyTorch has left out so far, where "reduce-overhead" asked for them."""
-    counters = module("torch._dynamo.utils").counters
+    counters = _module("torch._dynamo.utils").counters
     return counters["inductor"]["cudagraph_skips"]
 
 
@@ -343,7 +331,7 @@ def _compiled_step(model: Any, seqs: int, context: int) -> Callable[[], None]:
     The cache's arrays are made before anything is compiled: arrays that a compiled step makes are
     not where the CUDA graph of the next one looks for them, and PyTorch leaves the graphs out.
     """
-    torch, device, turns = module("torch"), _place(), itertools.count(1)
+    torch, device, turns = _module("torch"), _place(), itertools.count(1)
     keys = _make_cache(model, seqs, context)
     token = torch.ones((seqs, 1), dtype=torch.long, device=device)
     mode = "reduce-overhead" if device.type == "cuda" else "default"
@@ -361,7 +349,7 @@ def _compiled_step(model: Any, seqs: int, context: int) -> Callable[[], None]:
 def _make_cache(model: Any, seqs: int, context: int) -> Any:
     """A static cache of so many positions, and room for some more."""
     config = model.config
-    keys = module("transformers").StaticCache(config=config, max_cache_len=context + _SLACK)
+    keys = _module("transformers").StaticCache(config=config, max_cache_len=context + _SLACK)
     keys.early_initialization(
         batch_size=seqs,
         num_heads=config.num_key_value_heads,
@@ -394,3 +382,10 @@ def _seconds_of(run: Callable[[], None], count: int) -> float:
         run()
     _wait()
     return time.perf_counter() - started
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "transformers": _batching,
+    "torch": _torch_tasks,
+}

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jitney.engine.bench.device.kernels import WRONG, measured
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted
-from jitney.engine.bench.device.timing import chained, copies_for, distance, timed
+from jitney.engine.bench.device.kernels import measured
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.timing import distance, timed
 from jitney.engine.executor.sampling import threshold
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
 from jitney.engine.types import JsonDict
@@ -28,7 +28,7 @@ from jitney.kernels.interface import KernelSet
 _TOP_P, _TOP_K = 0.95, 0
 
 
-def products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The two large matrices of a layer, for few rows: every way to keep weights."""
     config = job.config
     shapes = {
@@ -58,11 +58,11 @@ def _product_row(
     moved = held + x.nbytes + 4 * rows * shape[1]
 
     def time(floor_s: float) -> JsonDict:
-        seeds = range(1, copies_for(job, moved))
+        seeds = range(1, job.copies_of(moved))
         made = (_make_weights(scheme, shape, dtype, seed) for seed in seeds)
         copies = [weights, *(_laid_out(weights, kernels) for weights in made)]
         return timed(
-            lambda x, w: chained(x, w.product(x, kernels)),
+            lambda x, w: _chained(x, w.product(x, kernels)),
             x,
             copies,
             floor_s=floor_s,
@@ -75,7 +75,7 @@ def _product_row(
         moved=moved,
         operations=2.0 * rows * shape[0] * shape[1],
         error=_product_error(kernels, x, plain),
-        limit=WRONG[jnp.dtype(dtype).itemsize],
+        itemsize=jnp.dtype(dtype).itemsize,
         time=time,
     )
 
@@ -115,7 +115,7 @@ def _make_weights(scheme: str, shape: tuple[int, int], dtype: DTypeLike, seed: i
     return quantise(wide, scheme=scheme, dtype=dtype)
 
 
-def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Where nucleus sampling cuts, over the whole vocabulary: the set's kernel beside the sampler's
     own search.
     """
@@ -132,7 +132,7 @@ def _threshold_row(
 ) -> Iterator[Row]:
     """One search, checked against the sampler's own."""
     if search is None:
-        yield noted(row, "the sampler's own search serves this set")
+        yield row.noted("the sampler's own search serves this set")
         return
     scaled = _random_logits(rows, job.config.vocab_size)
     top_k, top_p = jnp.full((rows,), _TOP_K, jnp.int32), jnp.full((rows,), _TOP_P, jnp.float32)
@@ -143,17 +143,33 @@ def _threshold_row(
 
     def time(floor_s: float) -> JsonDict:
         return timed(
-            lambda p, given: chained(p, search(given[0], given[1], p)),
+            lambda p, given: _chained(p, search(given[0], given[1], p)),
             top_p,
             [(scaled, top_k)],
             floor_s=floor_s,
             sample_s=job.sizes.sample_s,
         )
 
-    yield measured(job, row, moved=scaled.nbytes, error=error, limit=WRONG[4], time=time)
+    yield measured(job, row, moved=scaled.nbytes, error=error, itemsize=4, time=time)
+
+
+def _chained(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x, but not before y is there: a number too small to change it is added.
+
+    The barrier keeps XLA from computing only the part of y that is read.
+    """
+    tiny = jax.lax.optimization_barrier(y).ravel()[0].astype(jnp.float32) * 1e-30
+    return x + tiny.astype(x.dtype)
 
 
 def _random_logits(rows: int, vocab: int) -> jax.Array:
     """float32 [rows, vocab], 0 the largest of each row."""
     logits = jax.random.normal(jax.random.key(3), (rows, vocab), jnp.float32)
     return logits - jnp.max(logits, axis=-1, keepdims=True)
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "products": _products,
+    "sampling": _thresholds,
+}

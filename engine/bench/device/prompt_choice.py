@@ -55,13 +55,3 @@ def _times_of(rows: Sequence[Row], name: str) -> dict[str, float]:
         if (row.name, by) == ("prompt attention", name) and row.seconds is not None:
             found[row.case] = row.seconds
     return found
-
-
-def choice_line(choice: PromptChoice) -> str:
-    """The choice, as people read it."""
-    times = ", ".join(f"{name} {1e3 * spent:.2f} ms" for name, spent in choice["seconds"].items())
-    sizes = ", ".join(f"{rows:,}" for rows in choice["rows"])
-    return (
-        f"prompt attention on sm_{choice['sm']} with heads of {choice['head_dim']} ({sizes} rows): "
-        f"{times}; chosen: {choice['by']}"
-    )

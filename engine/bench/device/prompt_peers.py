@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jitney.engine.bench.device.kernels import WRONG, Contexts, attend_row, measured
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted
-from jitney.engine.bench.device.timing import copies_for, distance, timed
+from jitney.engine.bench.device.kernels import Contexts, attend_row, measured
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
+from jitney.engine.bench.device.timing import distance, timed
 from jitney.engine.types import JsonDict
 from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.select import ServedHeads, select
@@ -35,14 +35,14 @@ class _Prompt(NamedTuple):
     table: jax.Array  #: int32 [1, 1, N, 1], the pages in the prompt's order
 
 
-def prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def _prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """A row for each size of prompt; none of the sets is called."""
     for rows in job.sizes.prompts:
         row = job.row("prompt attention", f"{rows:,} rows", _BY)
         yield Task(row, partial(_cudnn_row, job, dtype, rows))
 
 
-def flashinfer_prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def _flashinfer_prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """A row for each size of prompt, by the kernel set `flashinfer`; none of the sets is called."""
     for rows in job.sizes.prompts:
         row = job.row("prompt attention", f"{rows:,} rows", "flashinfer")
@@ -54,25 +54,25 @@ def _flashinfer_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[R
     try:
         kernels = select("gpu", "flashinfer", ServedHeads(job.config.head_dim, name, name))
     except KernelError as error:
-        yield noted(row, f"not run: {error}")
+        yield row.noted(f"not run: {error}")
         return
     yield from attend_row(job, kernels, dtype, Contexts((), ((rows, rows),)), "auto", row)
 
 
 def _cudnn_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
     if jax.default_backend() != "gpu":
-        yield noted(row, "cuDNN runs on NVIDIA's GPUs")
+        yield row.noted("cuDNN runs on NVIDIA's GPUs")
         return
     load = Contexts((), ((rows, rows),))
     size = jnp.dtype(dtype).itemsize
     moved = load.moved(job.config, size, size)
-    given = make_prompt(job, rows, dtype, 0)
+    given = _make_prompt(job, rows, dtype, 0)
 
     def time(floor_s: float) -> JsonDict:
-        seeds = range(1, copies_for(job, moved))
-        copies = [given, *(make_prompt(job, rows, dtype, seed) for seed in seeds)]
+        seeds = range(1, job.copies_of(moved))
+        copies = [given, *(_make_prompt(job, rows, dtype, seed) for seed in seeds)]
         return timed(
-            lambda q, other: over_pages(other._replace(q=q)),
+            lambda q, other: _over_pages(other._replace(q=q)),
             jnp.copy(given.q),
             copies,
             floor_s=floor_s,
@@ -84,13 +84,13 @@ def _cudnn_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
         row,
         moved=moved,
         operations=load.operations(job.config),
-        error=float(distance(jax.jit(over_pages)(given), jax.jit(in_a_row)(given))),
-        limit=WRONG[size],
+        error=float(distance(jax.jit(_over_pages)(given), jax.jit(_in_a_row)(given))),
+        itemsize=size,
         time=time,
     )
 
 
-def make_prompt(job: PartJob, rows: int, dtype: Any, seed: int) -> _Prompt:
+def _make_prompt(job: PartJob, rows: int, dtype: Any, seed: int) -> _Prompt:
     """Random queries, keys and values; the pages are shuffled."""
     config, page = job.config, job.page_size
     n_pages = rows // page
@@ -105,7 +105,7 @@ def make_prompt(job: PartJob, rows: int, dtype: Any, seed: int) -> _Prompt:
     )
 
 
-def over_pages(given: _Prompt) -> jax.Array:
+def _over_pages(given: _Prompt) -> jax.Array:
     """cuDNN's attention. -> [1, T, H, D]"""
     # jax has no public name for it.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -124,9 +124,16 @@ def over_pages(given: _Prompt) -> jax.Array:
     )
 
 
-def in_a_row(given: _Prompt) -> jax.Array:
+def _in_a_row(given: _Prompt) -> jax.Array:
     """The same by XLA, the pages put in order first."""
     order = given.table.reshape(-1)
     shape = (1, -1, *given.keys.shape[2:])
     keys, values = given.keys[order].reshape(shape), given.values[order].reshape(shape)
     return jax.nn.dot_product_attention(given.q, keys, values, is_causal=True, implementation="xla")
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "flashinfer": _flashinfer_prompts,
+    "cudnn": _prompts,
+}

@@ -5,10 +5,11 @@ beside its floor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from jitney.engine.bench.device.rows import GOALS, About, Floors, Goal, Row, goal_values
+from jitney.engine.bench.device.rows import About, Floors, Row
 from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.report.page import Table
 from jitney.engine.report.tables import markdown_lines
@@ -27,84 +28,156 @@ _HOW_TO_READ = (
 )
 
 
-def report_of(results: DeviceResults) -> JsonDict:
-    """Everything, as plain data."""
-    plain = msgspec.to_builtins
-    return {
-        "about": plain(results.about),
-        "shape": results.shape,
-        "page_size": results.page_size,
-        "floors": plain(results.floors),
-        "goals": _goals(results),
-        "numerics": numerics(results),
-        "finished": results.finished,
-        "rows": [{**plain(row), "fraction": row.fraction} for row in results.rows],
-        "seconds": results.seconds,
-        "calls": results.calls,
-        "budget_s": results.plan.seconds,
-    }
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """A fraction to reach."""
+
+    what: str
+    first: float  # the first limit
+    then: float  # and the one after it
+    most: bool = False  # not to exceed the limit instead
+
+    def met(self, values: Sequence[float], limit: float) -> bool:
+        """Whether every value keeps the limit."""
+        if self.most:
+            return max(values) < limit
+        return min(values) >= limit
 
 
-def _goals(results: DeviceResults) -> list[JsonDict]:
-    """Each goal with the worst value that counts for it, and whether all of them keep its limits;
-    met None: not measured."""
-    return [_judged(results, key, goal) for key, goal in GOALS.items()]
+#: Shares of what the device's own copy and product reach in the same run; the gap's is of the step;
+#: `peer` is a ratio.
+_GOALS = {
+    "decode": _Goal("decode attention, contexts of 4k and more", 0.70, 0.85),
+    "long": _Goal("decode attention, one sequence of 32k", 0.50, 0.65),
+    "prefill": _Goal("prompt attention, 4k rows and more", 0.45, 0.65),
+    "step": _Goal("whole decode step, 1 to 32 seats, short contexts", 0.70, 0.85),
+    "gap": _Goal("host gap between steps, share of the step", 0.05, 0.01, most=True),
+    "peer": _Goal("output tokens/s at 64 streams over transformers' continuous batching", 2.0, 2.0),
+}
 
 
-def _judged(results: DeviceResults, key: str, goal: Goal) -> JsonDict:
-    values = goal_values(results.rows, key) if results.real else []
-    return {
-        "goal": key,
-        "what": goal.what,
-        "first": goal.first,
-        "then": goal.then,
-        "worst": _worst(goal, values),
-        "counted": len(values),
-        "met_first": goal.met(values, goal.first) if values else None,
-        "met_then": goal.met(values, goal.then) if values else None,
-    }
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """What has been measured so far, as a file, as a page and in a few lines."""
+
+    results: DeviceResults
+
+    def as_json(self) -> JsonDict:
+        """Everything, as plain data."""
+        results, plain = self.results, msgspec.to_builtins
+        return {
+            "about": plain(results.about),
+            "shape": results.shape,
+            "page_size": results.page_size,
+            "floors": plain(results.floors),
+            "goals": self.goals(),
+            "numerics": self.numerics(),
+            "finished": results.finished,
+            "rows": [{**plain(row), "fraction": row.fraction} for row in results.rows],
+            "seconds": results.seconds,
+            "calls": results.calls,
+            "budget_s": results.plan.seconds,
+        }
+
+    def goals(self) -> list[JsonDict]:
+        """Each goal with the worst value that counts for it, and whether all of them keep its
+        limits; met None: not measured.
+        """
+        return [self._judged(key, goal) for key, goal in _GOALS.items()]
+
+    def _judged(self, key: str, goal: _Goal) -> JsonDict:
+        values = _goal_values(self.results.rows, key) if self.results.real else []
+        return {
+            "goal": key,
+            "what": goal.what,
+            "first": goal.first,
+            "then": goal.then,
+            "worst": _worst(goal, values),
+            "counted": len(values),
+            "met_first": goal.met(values, goal.first) if values else None,
+            "met_then": goal.met(values, goal.then) if values else None,
+        }
+
+    def markdown(self) -> str:
+        """The page."""
+        return "\n".join([*self._opening(), "", *self.goal_table(), "", *self._row_tables()])
+
+    def numerics(self) -> str:
+        """Whether answers were compared, and with what result."""
+        results = self.results
+        compared = [row for row in results.rows if row.error is not None]
+        first = sum(row.part == "check" for row in compared)
+        text = f"{len(compared)} cases compared ({first} of them by part check)"
+        if "check" not in results.finished:
+            text += "; part check is not finished"
+        if results.wrong:
+            names = "; ".join(f"{row.name}, {row.case}" for row in results.wrong)
+            return f"**WRONG ANSWERS** in {len(results.wrong)}: {names}. {text}"
+        return f"No wrong answer in {text}"
+
+    def goal_table(self) -> Iterator[str]:
+        """Goals beside the worst that was measured."""
+        heads = ["goal", "first", "then", "measured (worst)", "figures", "first", "then"]
+        rows = [_goal_cells(row) for row in self.goals()]
+        yield from markdown_lines(Table(heads, rows))
+
+    def _opening(self) -> Iterator[str]:
+        results = self.results
+        about, floors = results.about, results.floors
+        yield f"# jitney bench device: {results.shape} on {results.device}"
+        yield ""
+        if about is None:
+            yield "The device could not be described."
+            return
+        if not results.real:
+            yield _TINY_NOTE
+            yield ""
+        yield f"{self.numerics()}."
+        yield _programs(about)
+        if floors is not None:
+            yield _floors_line(floors)
+            yield _HOW_TO_READ
+        yield f"{results.seconds:.0f} s were used, in {results.calls} calls."
+
+    def _row_tables(self) -> Iterator[str]:
+        for part, what in PARTS.items():
+            rows = [_cells(row) for row in self.results.rows if row.part == part]
+            if rows:
+                yield f"## {part}: {what}"
+                yield ""
+                yield from markdown_lines(Table(_HEAD, rows))
+                yield ""
 
 
-def _worst(goal: Goal, values: Sequence[float]) -> float | None:
+def _goal_values(rows: Sequence[Row], goal: str) -> list[float]:
+    """What counts for a goal: the rows' `share` figure where they have one, else their
+    fractions.
+    """
+    if goal == "peer":
+        return _peer_ratio(rows)
+    values = []
+    for row in rows:
+        share = row.figures.get("share", row.fraction)
+        if row.goal == goal and share is not None:
+            values.append(share)
+    return values
+
+
+def _peer_ratio(rows: Sequence[Row]) -> list[float]:
+    """Our tokens/s over the peer's on the same batch of requests, if both were measured."""
+    rates: dict[str, float] = {}
+    for row in rows:
+        if row.goal in ("peer", "peer's") and "tokens_s" in row.figures:
+            rates.setdefault(row.goal, row.figures["tokens_s"])
+    if len(rates) < 2:
+        return []
+    return [rates["peer"] / rates["peer's"]]
+
+
+def _worst(goal: _Goal, values: Sequence[float]) -> float | None:
     if not values:
         return None
     return max(values) if goal.most else min(values)
-
-
-def markdown(results: DeviceResults) -> str:
-    """The page."""
-    return "\n".join([*_opening(results), "", *goal_table(results), "", *_row_tables(results)])
-
-
-def numerics(results: DeviceResults) -> str:
-    """Whether answers were compared, and with what result."""
-    compared = [row for row in results.rows if row.error is not None]
-    first = sum(row.part == "check" for row in compared)
-    text = f"{len(compared)} cases compared ({first} of them by part check)"
-    if "check" not in results.finished:
-        text += "; part check is not finished"
-    if results.wrong:
-        names = "; ".join(f"{row.name}, {row.case}" for row in results.wrong)
-        return f"**WRONG ANSWERS** in {len(results.wrong)}: {names}. {text}"
-    return f"No wrong answer in {text}"
-
-
-def _opening(results: DeviceResults) -> Iterator[str]:
-    about, floors = results.about, results.floors
-    yield f"# jitney bench device: {results.shape} on {results.device}"
-    yield ""
-    if about is None:
-        yield "The device could not be described."
-        return
-    if not results.real:
-        yield _TINY_NOTE
-        yield ""
-    yield f"{numerics(results)}."
-    yield _programs(about)
-    if floors is not None:
-        yield _floors_line(floors)
-        yield _HOW_TO_READ
-    yield f"{results.seconds:.0f} s were used, in {results.calls} calls."
 
 
 def _floors_line(floors: Floors) -> str:
@@ -123,16 +196,9 @@ def _programs(about: About) -> str:
     return f"{text}; {versions}."
 
 
-def goal_table(results: DeviceResults) -> Iterator[str]:
-    """Goals beside the worst that was measured."""
-    heads = ["goal", "first", "then", "measured (worst)", "figures", "first", "then"]
-    rows = [_goal_cells(row) for row in _goals(results)]
-    yield from markdown_lines(Table(heads, rows))
-
-
 def _goal_cells(row: JsonObject) -> list[str]:
-    """A row of `_goals`."""
-    goal = GOALS[row["goal"]]
+    """A row of `DeviceReport.goals`."""
+    goal = _GOALS[row["goal"]]
     worst = "not measured"
     if row["worst"] is not None:
         worst = _number(goal, row["worst"])
@@ -147,26 +213,16 @@ def _goal_cells(row: JsonObject) -> list[str]:
     ]
 
 
-def _number(goal: Goal, value: float) -> str:
+def _number(goal: _Goal, value: float) -> str:
     """A ratio as such, a share in percent."""
-    if goal is GOALS["peer"]:
+    if goal is _GOALS["peer"]:
         return f"{value:.2f}x"
     return f"{value:.1%}"
 
 
-def _bound(goal: Goal, limit: float) -> str:
+def _bound(goal: _Goal, limit: float) -> str:
     sign = "<" if goal.most else ">="
     return f"{sign} {_number(goal, limit)}"
-
-
-def _row_tables(results: DeviceResults) -> Iterator[str]:
-    for part, what in PARTS.items():
-        rows = [_cells(row) for row in results.rows if row.part == part]
-        if rows:
-            yield f"## {part}: {what}"
-            yield ""
-            yield from markdown_lines(Table(_HEAD, rows))
-            yield ""
 
 
 def _cells(row: Row) -> list[str]:

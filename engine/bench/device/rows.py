@@ -1,4 +1,4 @@
-"""What a measurement of a device is made of: jobs, rows, floors, sizes and goals. Knows no jax.
+"""What a measurement of a device is made of: jobs, rows, floors and sizes. Knows no jax.
 
 A floor is the least time that the device's own copy bandwidth and product rate, measured in the
 same run, allow for the bytes that must be moved and the operations that must be done (the roofline
@@ -7,6 +7,7 @@ of Williams, Waterman and Patterson, 2009).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,10 +23,11 @@ TINY = "tiny"
 #: The part before all others: what the device is, and which programs run on it.
 ABOUT = "about"
 #: How the note of a row begins whose answers are not right.
-WRONG = "WRONG"
+_WRONG = "WRONG"
 #: And of a case that time ran out for.
 NO_TIME = "the time was up"
-NAMES = (*(name for name in SHAPES if name.endswith("8b")), TINY)
+#: Copies of a kernel's inputs that are rotated at most.
+_MOST_COPIES = 8
 
 
 class Floors(msgspec.Struct, frozen=True):
@@ -78,7 +80,7 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     part: str  # ABOUT, or a key of run.PARTS
-    shape: str  # one of NAMES
+    shape: str  # "tiny", or a key of SHAPES
     dtype: str
     kernels: str
     page_size: int
@@ -95,7 +97,7 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sizes(self) -> Sizes:
-        return SMALL if self.shape == TINY else LARGE
+        return _SMALL if self.shape == TINY else _LARGE
 
     @property
     def measured(self) -> Floors:
@@ -107,6 +109,18 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
     def row(self, name: str, case: str, by: str, goal: str = "") -> Row:
         """A row of this part that has no figures yet."""
         return Row(part=self.part, name=name, case=case, by=by, goal=goal)
+
+    def batch_row(self, streams: int, by: str, goal: str = "") -> Row:
+        """Of the batch of equal requests that peers are given too; the same case for all who answer
+        it.
+        """
+        n_prompt, n_output = self.sizes.batch
+        case = f"{streams} streams, {self.dtype}, {n_prompt} + {n_output} tokens"
+        return self.row("batch of equal requests", case, by, goal)
+
+    def copies_of(self, moved: float) -> int:
+        """How many copies of inputs of `moved` bytes exceed the cache."""
+        return max(1, min(_MOST_COPIES, math.ceil(self.sizes.cache_bytes / moved)))
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +139,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     bound: str = ""  # what the floor's time goes into: bytes, operations or steps
     error: float | None = None  # distance from the reference, as norm over norm
     figures: dict[str, float] = {}  # what else was read off
-    goal: str = ""  # the key of GOALS that it counts for
+    goal: str = ""  # the key of the goal that it counts for, in `report`
     note: str = ""
 
     @property
@@ -141,7 +155,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wrong(self) -> bool:
         """Whether it is of something that gave wrong answers."""
-        return self.note.startswith(WRONG)
+        return self.note.startswith(_WRONG)
 
     @property
     def fraction(self) -> float | None:
@@ -150,6 +164,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return self.floor_s / self.seconds
 
+    def noted(self, note: str) -> Row:
+        """The row of a case without figures, which counts for no goal."""
+        return msgspec.structs.replace(self, note=note, goal="")
+
+    def as_wrong(self, why: str) -> Row:
+        """The row of a case that gave wrong answers."""
+        return msgspec.structs.replace(self, note=f"{_WRONG}: {why}")
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -157,21 +179,6 @@ class Task:
 
     row: Row  # without figures
     run: Callable[[Row], Iterable[Row]]  # the rows that come of it, made of the one above
-
-
-#: The batch that peers are given too.
-BATCH = "batch of equal requests"
-
-
-def batch_case(job: PartJob, streams: int) -> str:
-    """What is said of it; the same for all who answer it."""
-    n_prompt, n_output = job.sizes.batch
-    return f"{streams} streams, {job.dtype}, {n_prompt} + {n_output} tokens"
-
-
-def noted(row: Row, note: str) -> Row:
-    """The row of a case without figures, which counts for no goal."""
-    return msgspec.structs.replace(row, note=note, goal="")
 
 
 def timing_fields(samples: Sequence[float]) -> JsonDict:
@@ -184,7 +191,7 @@ def timing_fields(samples: Sequence[float]) -> JsonDict:
     }
 
 
-Tasks = Iterator[Task]
+type Tasks = Iterator[Task]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +222,13 @@ class Sizes:
     sample_s: float  # seconds of work between two looks at the clock
     cache_bytes: int  # copies of inputs together exceed this
 
+    @classmethod
+    def on(cls, platform: str) -> Sizes:
+        """Those that suit a platform, as jax names it, whatever shape is measured."""
+        return _SMALL if platform == "cpu" else _LARGE
 
-LARGE = Sizes(
+
+_LARGE = Sizes(
     copy_bytes=1 << 30,
     product_side=8192,
     attention=(
@@ -258,7 +270,7 @@ LARGE = Sizes(
     # Four times the second-level cache of an H100, so that no repeat finds its data there.
     cache_bytes=1 << 28,
 )
-SMALL = Sizes(
+_SMALL = Sizes(
     copy_bytes=1 << 22,
     product_side=256,
     attention=((4, 64),),
@@ -282,59 +294,3 @@ SMALL = Sizes(
     sample_s=0.001,
     cache_bytes=0,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A fraction to reach."""
-
-    what: str
-    first: float  # the first limit
-    then: float  # and the one after it
-    most: bool = False  # not to exceed the limit instead
-
-    def met(self, values: Sequence[float], limit: float) -> bool:
-        """Whether every value keeps the limit."""
-        if self.most:
-            return max(values) < limit
-        return min(values) >= limit
-
-
-#: Shares of what the device's own copy and product reach in the same run; the gap's is of the step;
-#: `peer` is a ratio.
-GOALS = {
-    "decode": Goal("decode attention, contexts of 4k and more", 0.70, 0.85),
-    "long": Goal("decode attention, one sequence of 32k", 0.50, 0.65),
-    "prefill": Goal("prompt attention, 4k rows and more", 0.45, 0.65),
-    "step": Goal("whole decode step, 1 to 32 seats, short contexts", 0.70, 0.85),
-    "gap": Goal("host gap between steps, share of the step", 0.05, 0.01, most=True),
-    "peer": Goal("output tokens/s at 64 streams over transformers' continuous batching", 2.0, 2.0),
-}
-#: Programs that fill an H100: below so many sequences times key heads, decode attention has too
-#: little to share out.
-FULL = 132
-
-
-def goal_values(rows: Sequence[Row], goal: str) -> list[float]:
-    """What counts for a goal: the rows' `share` figure where they have one, else their
-    fractions.
-    """
-    if goal == "peer":
-        return _peer_ratio(rows)
-    values = []
-    for row in rows:
-        share = row.figures.get("share", row.fraction)
-        if row.goal == goal and share is not None:
-            values.append(share)
-    return values
-
-
-def _peer_ratio(rows: Sequence[Row]) -> list[float]:
-    """Our tokens/s over the peer's on the same batch of requests, if both were measured."""
-    rates: dict[str, float] = {}
-    for row in rows:
-        if row.goal in ("peer", "peer's") and "tokens_s" in row.figures:
-            rates.setdefault(row.goal, row.figures["tokens_s"])
-    if len(rates) < 2:
-        return []
-    return [rates["peer"] / rates["peer's"]]

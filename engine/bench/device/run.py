@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Protocol
@@ -31,7 +31,7 @@ from jitney.engine.bench.device.rows import (
     PartJob,
     Row,
 )
-from jitney.engine.bench.device.worker import OURS, PEERS, PartMessage
+from jitney.engine.bench.device.worker import PartMessage
 from jitney.engine.errors import ConfigError, JitneyError
 
 #: In the order of what matters most: right answers, the limits, the goals, then the peers that one
@@ -58,7 +58,7 @@ PARTS = {
     "torch": "attention by PyTorch and FlashInfer, compiled decode steps in PyTorch",
 }
 #: What must be in the environment of a part; it is added to what is there.
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
     # XLA's own products in Triton; our kernels are called whatever this says.
     "cublas": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
@@ -91,9 +91,9 @@ class _ResultStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What to measure."""
+    """What to measure. Raises ConfigError, which lists the parts, for one that is none."""
 
-    shape: str = ""  # one of NAMES; "": by the device
+    shape: str = ""  # "tiny", or a key of SHAPES; "": by the device
     dtype: str = "auto"  # of weights and activations; auto: by the device
     kernels: str = "auto"
     against: str = ""  # a second kernel set, "" for none
@@ -102,6 +102,11 @@ class DevicePlan:
     only: tuple[str, ...] = ()  # parts; (): all
     seconds: float = TOTAL_S  # for everything in this call
     environment: Mapping[str, str] = field(default_factory=dict)  # of every part's process
+
+    def __post_init__(self) -> None:
+        for name in self.only:
+            if name not in PARTS:
+                raise ConfigError(f"--only: unknown part {name!r}; known: {', '.join(PARTS)}")
 
     def parts(self) -> Iterator[str]:
         """The parts in order; floors are measured for all that have one."""
@@ -260,7 +265,7 @@ class _Measuring:
         if why:
             yield _note(part, "all", why)
             return
-        environment = {**results.plan.environment, **_extended(ENVIRONMENT.get(part, {}))}
+        environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
         limit_s = self._limit_of(part)
         meter = PowerMeter()
         meter.start()
@@ -313,7 +318,7 @@ def _unfit(results: DeviceResults, part: str, left: float) -> str:
     """Why a part is not begun; empty if it is."""
     assert results.about is not None  # else nothing is measured
     platform = results.about.platform
-    if part in ENVIRONMENT and platform not in ("gpu", "cuda"):
+    if part in _ENVIRONMENT and platform not in ("gpu", "cuda"):
         return f"not run: it is about NVIDIA's GPUs, this is {platform}"
     if part != "floors" and left <= _LEAST_S:
         return f"not run: {NO_TIME}"
@@ -444,14 +449,3 @@ def _last_line(errors: IO[bytes]) -> str:
     if not said:
         return "nothing said"
     return said[-1][:200]
-
-
-def check_parts(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, which must be parts; ConfigError lists them."""
-    for name in names:
-        if name not in PARTS:
-            raise ConfigError(f"--only: unknown part {name!r}; known: {', '.join(PARTS)}")
-    return tuple(names)
-
-
-assert set(PARTS) == {"floors", *OURS, *PEERS}

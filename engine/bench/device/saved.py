@@ -12,18 +12,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from jitney.engine.bench.device.choices import Choices
 from jitney.engine.bench.device.prompt_choice import choose_prompts
-from jitney.engine.bench.device.report import markdown, report_of
+from jitney.engine.bench.device.report import DeviceReport
 from jitney.engine.bench.device.rows import Floors, Row
 from jitney.engine.bench.device.run import DeviceResults
 from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.errors import ConfigError
+from jitney.engine.executor.autotuning import RESULTS
 from jitney.engine.types import JsonDict
 from jitney.kernels.prompt_choices import TABLE, PromptChoices
 
@@ -42,23 +43,8 @@ class _Saved(msgspec.Struct):
     calls: int
 
 
-#: What a call leaves in its folder, which `bring_earlier` hands to another.
+#: What a call leaves in its folder, which `ResultFiles.bring` hands to another.
 _LEFT = ("device_*.json", "device_*.md", "autotuned_*.tar.gz", TABLE.name)
-
-
-def bring_earlier(earlier: Path, folder: Path) -> None:
-    """Copy what a call left in `earlier` to `folder`, but nothing over what is there. ConfigError
-    if it left nothing, or the folder cannot be written to.
-    """
-    found = [path for pattern in _LEFT for path in sorted(earlier.glob(pattern))]
-    if not found:
-        raise ConfigError(f"--from {earlier}: there are no results of an earlier call")
-    try:
-        for path in found:
-            if not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
-    except OSError as error:
-        raise ConfigError(f"--from {earlier}: {error.strerror or error}") from None
 
 
 class ResultFiles:
@@ -67,7 +53,21 @@ class ResultFiles:
     def __init__(self, folder: Path, *, again: bool = False):
         self._folder, self._again = folder, again
         self._file: Path | None = None
-        self._choices: Choices | None = None
+        self._choices: _Choices | None = None
+
+    def bring(self, earlier: Path) -> None:
+        """Copy what a call left in the folder `earlier`, but nothing over what is there.
+        ConfigError if it left nothing, or the folder cannot be written to.
+        """
+        found = [path for pattern in _LEFT for path in sorted(earlier.glob(pattern))]
+        if not found:
+            raise ConfigError(f"--from {earlier}: there are no results of an earlier call")
+        try:
+            for path in found:
+                if not (self._folder / path.name).exists():
+                    shutil.copyfile(path, self._folder / path.name)
+        except OSError as error:
+            raise ConfigError(f"--from {earlier}: {error.strerror or error}") from None
 
     def take_up(self, results: DeviceResults) -> None:
         """Choose the file, now that the device is known; what it holds already goes into
@@ -75,7 +75,7 @@ class ResultFiles:
         """
         if results.about is not None and results.about.choices:
             name = results.about.choices
-            self._choices = Choices(self._folder, compilation_cache_dir(), name)
+            self._choices = _Choices(self._folder, compilation_cache_dir(), name)
             self._choices.take_up()
         for file in self._candidates(results):
             if not file.exists():
@@ -103,10 +103,11 @@ class ResultFiles:
         if self._file is None:
             return None
         page = self._file.with_suffix(".md")
-        report = report_of(results) | {"key": _key_of(results)}
+        report = DeviceReport(results)
+        content = report.as_json() | {"key": _key_of(results)}
         try:
-            _replace(self._file, json.dumps(report, indent=1))
-            _replace(page, markdown(results))
+            _replace(self._file, json.dumps(content, indent=1))
+            _replace(page, report.markdown())
             if self._choices is not None:
                 self._choices.save()
             self._save_prompt_choice(results)
@@ -124,6 +125,50 @@ class ResultFiles:
         table = self._folder / TABLE.name
         choices = PromptChoices.read(table if table.exists() else TABLE)
         _replace(table, json.dumps(choices.with_choice(choice).entries, indent=1))
+
+
+class _Choices:
+    """What XLA measured to choose a GPU's products by: the archive of one card and release, and the
+    folder that XLA fills and reads.
+
+    A machine that is lent takes its folders with it when it goes. The archive holds the folder that
+    `engine.executor.autotuning` names, so unpacked into `engine/executor/autotuned` it is shipped.
+    """
+
+    def __init__(self, folder: Path, programs: Path, name: str):
+        """folder: of the results; programs: of all compiled programs; name: of the card's own."""
+        self._name = name
+        self._measured = programs / name / RESULTS
+        self._archive = folder / f"autotuned_{name}.tar.gz"
+        self._packed: list[str] = []
+
+    def take_up(self) -> None:
+        """Put what an earlier call measured where XLA reads it, but nothing over what is there."""
+        if not self._archive.is_file():
+            return
+        self._measured.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tarfile.open(self._archive) as archive:
+            for member in archive:
+                folder, _, file = member.name.partition("/")
+                content = archive.extractfile(member)
+                if content is None or folder != self._name or file != Path(file).name:
+                    continue
+                if not (self._measured / file).exists():
+                    (self._measured / file).write_bytes(content.read())
+
+    def save(self) -> None:
+        """Write the archive, whole or not at all, if there is something new. Raises OSError."""
+        if not self._measured.is_dir():
+            return
+        files = sorted(path.name for path in self._measured.iterdir() if path.is_file())
+        if files == self._packed:
+            return
+        draft = self._archive.with_name(f"{self._archive.name}.part")
+        with tarfile.open(draft, "w:gz") as archive:
+            for file in files:
+                archive.add(self._measured / file, f"{self._name}/{file}")
+        draft.replace(self._archive)
+        self._packed = files
 
 
 #: The packages that make our programs: with another version of one, figures may be others. Peers

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, noted, timing_fields
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, timing_fields
 from jitney.engine.bench.device.timing import repeated
 from jitney.engine.bench.step import StepCase, plan_of
 from jitney.engine.checkpoints.model_config import ModelConfig
@@ -60,8 +60,10 @@ class RandomModel:
         """Bytes of a number that is not packed."""
         return jnp.dtype(self.dtype).itemsize
 
-    def make(self) -> Model:
-        return random_weights(abstract_model(self.config, dtype=self.dtype, weights=self.weights))
+    def make(self, kv: str = "auto") -> Model:
+        """It, with keys and values as `kv` says: auto, or one of KV_TYPES."""
+        config, dtype = self.config, self.dtype
+        return _random_weights(abstract_model(config, dtype=dtype, weights=self.weights, kv=kv))
 
 
 @dataclass
@@ -76,6 +78,36 @@ class StepBench:
     positions: int  # KV positions of the pool
     page_size: int
 
+    @classmethod
+    def of(cls, job: PartJob, wanted: RandomModel, buckets: Buckets, context: int) -> StepBench:
+        """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
+        need.
+        """
+        gc.collect()  # the arrays of the one before it may hang in cycles
+        config, kernels = wanted.config, wanted.kernels
+        model = wanted.make()
+        model.arrange(kernels)
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+        row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * wanted.itemsize
+        pages = _pages_for(job, buckets, row_bytes, held)
+        sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
+        runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
+        runner.state = runner.shapes.allocate(runner.config)
+        return cls(
+            runner=runner,
+            cost=ModelCost(config),
+            weight_bytes=held - _unread_bytes(wanted),
+            embed_bytes=config.hidden_size * wanted.itemsize,
+            row_bytes=row_bytes,
+            positions=(pages - 1) * job.page_size,
+            page_size=job.page_size,
+        )
+
+    def compile(self, buckets: Sequence[Bucket]) -> None:
+        """Compile the greedy step of these buckets, side by side."""
+        kinds = [(bucket, self.runner.is_plain(bucket, True)) for bucket in buckets]
+        self.runner.compile_steps(kinds, threads=_THREADS)
+
     def floor_bytes(self, work: StepWork) -> float:
         """Least bytes of a step."""
         rows = work.decode + work.prompt
@@ -87,7 +119,7 @@ class StepBench:
         return sum(self.cost.operations(work.decode + work.prompt, sampled, work))
 
 
-def random_weights(model: Model) -> Model:
+def _random_weights(model: Model) -> Model:
     """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
     no meaning.
     """
@@ -121,31 +153,6 @@ def _random_bits(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax
     return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
 
 
-def make_bench(job: PartJob, wanted: RandomModel, buckets: Buckets, context: int) -> StepBench:
-    """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
-    need.
-    """
-    gc.collect()  # the arrays of the one before it may hang in cycles
-    config, kernels = wanted.config, wanted.kernels
-    model = wanted.make()
-    model.arrange(kernels)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    row_bytes = config.n_layers * 2 * config.n_kv_heads * config.head_dim * wanted.itemsize
-    pages = _pages_for(job, buckets, row_bytes, held)
-    sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
-    runner = Runner(model, buckets, kernels, sizes, end_ids=(), plain_mixed=True)
-    runner.state = runner.shapes.allocate(runner.config)
-    return StepBench(
-        runner=runner,
-        cost=ModelCost(config),
-        weight_bytes=held - _unread_bytes(wanted),
-        embed_bytes=config.hidden_size * wanted.itemsize,
-        row_bytes=row_bytes,
-        positions=(pages - 1) * job.page_size,
-        page_size=job.page_size,
-    )
-
-
 def _unread_bytes(wanted: RandomModel) -> int:
     """Of the table of embeddings, where it is not the head, too."""
     config = wanted.config
@@ -169,13 +176,6 @@ def _free_positions(row_bytes: int) -> int:
     if "bytes_limit" not in stats:
         return _FEW_POSITIONS
     return int((1 - _SPARE) * stats["bytes_limit"] - stats["bytes_in_use"]) // row_bytes
-
-
-def compile_buckets(bench: StepBench, buckets: Sequence[Bucket]) -> None:
-    """Compile the greedy step of these buckets, side by side."""
-    runner = bench.runner
-    kinds = [(bucket, runner.is_plain(bucket, True)) for bucket in buckets]
-    runner.compile_steps(kinds, threads=_THREADS)
 
 
 def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
@@ -203,9 +203,9 @@ def _step_row(
     bench = get()
     wanted = _room_of(case, bench.page_size)
     if wanted > bench.positions:
-        yield noted(row, _no_room(bench, wanted))
+        yield row.noted(_no_room(bench, wanted))
         return
-    compile_buckets(bench, group)
+    bench.compile(group)
     samples, work = _time_step(bench, case, job.sizes.sample_s)
     times = timing_fields(samples)
     floor_s, bound = job.measured.of(bench.floor_bytes(work), bench.operations(case.bucket, work))
@@ -227,25 +227,25 @@ def _room_of(case: StepCase, page: int) -> int:
     return sum(math.ceil(length / page) * page for length in lengths)
 
 
-def short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps of few seats and short contexts: what the goal is about."""
     model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
     yield from _decode_tasks(job, model, sizes.steps[:1], sizes.contexts[0])
 
 
-def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps of more seats, and of longer contexts."""
     model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
     yield from _decode_tasks(job, model, sizes.steps, sizes.contexts[1], sizes.contexts[0])
 
 
-def library_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _library_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps of the weights that cuBLASLt multiplies as they are."""
-    yield from short_steps(job, sets, dtype)
+    yield from _short_steps(job, sets, dtype)
     yield from _narrow_steps(job, sets[0], dtype, "fp8")
 
 
-def quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps with weights in 8 and 4 bits."""
     for weights in ("fp8", "int8", "int4"):
         yield from _narrow_steps(job, sets[0], dtype, weights)
@@ -265,7 +265,7 @@ def _decode_tasks(
 ) -> Tasks:
     """Every seat count of every group at `contexts`; from the second group on, at `later` too."""
     longest = max((*contexts, *later)) + job.page_size
-    get = cache(partial(make_bench, job, model, _decode_buckets(groups), longest))
+    get = cache(partial(StepBench.of, job, model, _decode_buckets(groups), longest))
     wanted = set(contexts)
     for seat_counts in groups:
         group = [Bucket(seats, seats) for seats in seat_counts]
@@ -299,16 +299,27 @@ def _goal_of(job: PartJob, seats: int, context: int) -> str:
     return "step" if short and job.part not in ("graphs", "cublas") else ""
 
 
-def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def _prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Steps of one prompt, whole."""
     kernels, sizes = sets[0], sorted(job.sizes.prefill)
     seats = min(8, sizes[0] // 2)
     buckets = Buckets((Bucket(1, 1),), tuple(Bucket(rows, seats) for rows in sizes))
     context = sizes[-1] + job.page_size
     model = RandomModel(job.config, kernels, dtype)
-    get = cache(partial(make_bench, job, model, buckets, context))
+    get = cache(partial(StepBench.of, job, model, buckets, context))
     for rows in job.sizes.prefill:
         bucket = Bucket(rows, seats)
         row = job.row("prompt step", f"{rows:,} rows, {jnp.dtype(dtype)}", kernels.label)
         case = StepCase(bucket, (), ((0, rows),))
         yield Task(row, partial(_step_row, job, get, [bucket], case))
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "steps": _short_steps,
+    "graphs": _short_steps,
+    "cublas": _library_steps,
+    "contexts": _long_steps,
+    "quantised": _quantised_steps,
+    "prefill": _prefill_steps,
+}

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jitney.engine.bench.device.rows import Floors, PartJob, Sizes, timing_fields
+from jitney.engine.bench.device.rows import Floors, Sizes, timing_fields
 from jitney.engine.types import JsonDict
 
 _REPEATS = 7
@@ -26,8 +26,6 @@ _REPEATS = 7
 _CALL_S = 1e-3
 #: Repeats of the work that one call may hold.
 _MOST_UNROLLED = 16
-#: Copies of the inputs that are rotated at most.
-_MOST_COPIES = 8
 
 
 def timed(
@@ -102,20 +100,6 @@ def _time_products(sizes: Sizes, dtype: DTypeLike) -> list[float]:
         donate_argnums=0,
     )
     return repeated(lambda x: multiply(x, b), a, sizes.sample_s)
-
-
-def copies_for(job: PartJob, moved: float) -> int:
-    """How many copies of inputs of `moved` bytes exceed the cache."""
-    return max(1, min(_MOST_COPIES, math.ceil(job.sizes.cache_bytes / moved)))
-
-
-def chained(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x, but not before y is there: a number too small to change it is added.
-
-    The barrier keeps XLA from computing only the part of y that is read.
-    """
-    tiny = jax.lax.optimization_barrier(y).ravel()[0].astype(jnp.float32) * 1e-30
-    return x + tiny.astype(x.dtype)
 
 
 @jax.jit

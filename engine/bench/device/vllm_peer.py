@@ -4,6 +4,7 @@ random weights, greedy, answers of exactly so many tokens. Knows no jax.
 
 from __future__ import annotations
 
+import importlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,8 +15,6 @@ from typing import Any
 from jitney.engine.bench.device.peers import (
     batch_tasks,
     config_fields,
-    family_of,
-    module,
     second_batch,
     where_installed,
 )
@@ -26,7 +25,7 @@ from jitney.engine.types import JsonDict
 _BY = "vLLM"
 
 
-def batching(job: PartJob) -> Tasks:
+def _batching(job: PartJob) -> Tasks:
     """`LLM.generate`, as many requests as streams, all at once."""
     get = cache(partial(_make_engine, job))
     yield from where_installed(batch_tasks(job, _BY, "", partial(_batch_row, job, get)), "vllm")
@@ -34,7 +33,7 @@ def batching(job: PartJob) -> Tasks:
 
 def _batch_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) -> Iterator[Row]:
     engine, n_output = get(), job.sizes.batch[1]
-    params = module("vllm").SamplingParams(
+    params = importlib.import_module("vllm").SamplingParams(
         temperature=0.0, max_tokens=n_output, ignore_eos=True, detokenize=False
     )
 
@@ -51,7 +50,7 @@ def _make_engine(job: PartJob) -> Any:
     sizes = job.sizes
     folder = tempfile.mkdtemp(prefix="jitney-vllm-")
     Path(folder, "config.json").write_text(json.dumps(_config_of(job.config, job.dtype)))
-    return module("vllm").LLM(
+    return importlib.import_module("vllm").LLM(
         model=folder,
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -65,13 +64,18 @@ def _make_engine(job: PartJob) -> Any:
 
 def _config_of(shape: ModelConfig, dtype: str) -> JsonDict:
     """The model's config.json."""
-    family = family_of(shape)
-    return config_fields(shape) | {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
+    fields = config_fields(shape)
+    return fields | {
+        "model_type": fields["architectures"][0].removesuffix("ForCausalLM").lower(),
         "rms_norm_eps": shape.rms_eps,
         "torch_dtype": dtype,
         "hidden_act": "silu",
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+#: Part -> what yields its tasks.
+TASKS = {
+    "vllm": _batching,
+}

@@ -19,15 +19,13 @@ import msgspec
 
 from jitney.engine.bench.device.rows import (
     ABOUT,
-    LARGE,
     NO_TIME,
-    SMALL,
     About,
     Floors,
     PartJob,
     Row,
+    Sizes,
     Tasks,
-    noted,
 )
 
 if TYPE_CHECKING:
@@ -35,29 +33,25 @@ if TYPE_CHECKING:
 
     from jitney.kernels.interface import KernelSet
 
-#: Part -> module and function that yields its tasks. Those of the peers are not given kernels.
-OURS = {
-    "check": ("check", "checks"),
-    "steps": ("steps", "short_steps"),
-    "graphs": ("steps", "short_steps"),
-    "cublas": ("steps", "library_steps"),
-    "attention": ("kernels", "attention"),
-    "loop": ("loop", "closed_loop"),
-    "crowds": ("loop", "crowds"),
-    "write": ("kernels", "writes"),
-    "sampling": ("products", "thresholds"),
-    "products": ("products", "products"),
-    "contexts": ("steps", "long_steps"),
-    "prefill": ("steps", "prefill_steps"),
-    "quantised": ("steps", "quantised_steps"),
-    "flashinfer": ("prompt_peers", "flashinfer_prompts"),
-    "cudnn": ("prompt_peers", "prompts"),
+#: Part -> the module whose `TASKS` have it. Those of the peers are not given kernels.
+_OURS = {
+    "check": "check",
+    "steps": "steps",
+    "graphs": "steps",
+    "cublas": "steps",
+    "attention": "kernels",
+    "loop": "loop",
+    "crowds": "loop",
+    "write": "kernels",
+    "sampling": "products",
+    "products": "products",
+    "contexts": "steps",
+    "prefill": "steps",
+    "quantised": "steps",
+    "flashinfer": "prompt_peers",
+    "cudnn": "prompt_peers",
 }
-PEERS = {
-    "transformers": ("peers", "batching"),
-    "vllm": ("vllm_peer", "batching"),
-    "torch": ("peers", "torch_tasks"),
-}
+_PEERS = {"transformers": "peers", "vllm": "vllm_peer", "torch": "peers"}
 _PACKAGES = (
     "jitney",
     "jax",
@@ -100,17 +94,17 @@ def _lines_of(job: PartJob) -> Iterator[PartMessage]:
         _, dtype = _kernels_of(job)
         yield PartMessage(floors=_floors_in(dtype))
         return
-    if job.part in PEERS:
-        tasks = _tasks_of(PEERS[job.part], job)
+    if job.part in _PEERS:
+        tasks = _tasks_of(_PEERS[job.part], job)
     else:
-        tasks = _tasks_of(OURS[job.part], job, *_kernels_of(job))
+        tasks = _tasks_of(_OURS[job.part], job, *_kernels_of(job))
     for row in _rows_of(job, tasks):
         yield PartMessage(row=row)
 
 
-def _tasks_of(place: tuple[str, str], *args: Any) -> Tasks:
-    module, name = place
-    return getattr(importlib.import_module(f"jitney.engine.bench.device.{module}"), name)(*args)
+def _tasks_of(module: str, job: PartJob, *kernels: Any) -> Tasks:
+    tasks = importlib.import_module(f"jitney.engine.bench.device.{module}").TASKS
+    return tasks[job.part](job, *kernels)
 
 
 def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
@@ -122,12 +116,12 @@ def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
         if task.row.of in job.settled:
             continue
         if time.monotonic() > until:
-            yield noted(task.row, f"not run: {NO_TIME}")
+            yield task.row.noted(f"not run: {NO_TIME}")
             continue
         try:
             yield from task.run(task.row)
         except Exception as error:  # whatever a driver says, the next case may do better
-            yield noted(task.row, _failure(error))
+            yield task.row.noted(_failure(error))
 
 
 def _failure(error: Exception) -> str:
@@ -148,13 +142,12 @@ def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
 
 
 def _floors_in(dtype: np.dtype) -> Floors:
-    """What the device reaches, at sizes that suit it whatever shape is measured after."""
+    """What the device reaches."""
     import jax
 
     from jitney.engine.bench.device.timing import measure_floors
 
-    sizes = SMALL if jax.devices()[0].platform == "cpu" else LARGE
-    return measure_floors(sizes, dtype)
+    return measure_floors(Sizes.on(jax.devices()[0].platform), dtype)
 
 
 def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:

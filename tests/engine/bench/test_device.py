@@ -3,6 +3,7 @@ it does when one fails."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
 import json
@@ -27,33 +28,29 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jitney.engine.bench.device import kernels, prompt_peers, steps, timing, worker
 from jitney.engine.bench.device import run as device_run
-from jitney.engine.bench.device.check import checks
-from jitney.engine.bench.device.choices import Choices
+from jitney.engine.bench.device.check import TASKS
 from jitney.engine.bench.device.kernels import Contexts, _make_inputs, attend_row
 from jitney.engine.bench.device.power import PowerMeter
-from jitney.engine.bench.device.report import _goals, markdown, numerics, report_of
+from jitney.engine.bench.device.report import _GOALS, DeviceReport, _goal_values
 from jitney.engine.bench.device.rows import (
     ABOUT,
-    GOALS,
     About,
     Floors,
     PartJob,
     Row,
     Task,
-    goal_values,
 )
 from jitney.engine.bench.device.run import (
+    _ENVIRONMENT,
     _PART_S,
-    ENVIRONMENT,
     PARTS,
     TOTAL_S,
     DevicePlan,
     DeviceResults,
     _run_apart,
-    check_parts,
     measure,
 )
-from jitney.engine.bench.device.saved import ResultFiles
+from jitney.engine.bench.device.saved import ResultFiles, _Choices
 from jitney.engine.bench.device.worker import PartMessage, _lines_of, _rows_of
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_device import run
@@ -158,10 +155,12 @@ def test_a_goal_is_met_when_every_figure_meets_it(
     name = "share" if goal == "gap" else "x"
     rows = [row(goal=goal, seconds=1.0, floor_s=value, figures={name: value}) for value in values]
     judged = next(
-        g for g in _goals(DeviceResults(DevicePlan(), GPU, FLOORS, rows)) if g["goal"] == goal
+        g
+        for g in DeviceReport(DeviceResults(DevicePlan(), GPU, FLOORS, rows)).goals()
+        if g["goal"] == goal
     )
     assert (judged["met_first"], judged["met_then"]) == (first, then)
-    assert judged["worst"] == (max if GOALS[goal].most else min)(values) and judged[
+    assert judged["worst"] == (max if _GOALS[goal].most else min)(values) and judged[
         "counted"
     ] == len(values)
 
@@ -171,13 +170,15 @@ def test_the_peer_goal_is_a_ratio_of_tokens_per_second():
         row(goal="peer", figures={"tokens_s": 5000.0}),
         row(goal="peer's", figures={"tokens_s": 2000.0}),
     )
-    assert goal_values([ours, theirs], "peer") == [2.5]
-    assert goal_values([ours, row(goal="peer's", note="torch is not installed")], "peer") == []
+    assert _goal_values([ours, theirs], "peer") == [2.5]
+    assert _goal_values([ours, row(goal="peer's", note="torch is not installed")], "peer") == []
 
 
 def test_goals_are_not_judged_on_the_tiny_shape():
     found = DeviceResults(DevicePlan(), CPU, FLOORS, [row(goal="decode", seconds=1.0, floor_s=2.0)])
-    assert found.shape == "tiny" and all(g["met_first"] is None for g in _goals(found))
+    assert found.shape == "tiny" and all(
+        g["met_first"] is None for g in DeviceReport(found).goals()
+    )
     assert DeviceResults(DevicePlan(), GPU, FLOORS).shape == "llama-3.1-8b"
     assert found.job("steps", 1.0).kernels == "native"  # without its instructions
 
@@ -242,7 +243,7 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
 
 def test_a_second_kernel_set_is_timed_beside_the_first_and_counts_for_no_goal():
     sets = [replace(reference(), name=name) for name in ("one", "two")]
-    tasks = list(kernels.attention(job("attention", shape="qwen3-8b"), sets, jnp.float32))
+    tasks = list(kernels.TASKS["attention"](job("attention", shape="qwen3-8b"), sets, jnp.float32))
     rows = [task.row for task in tasks]
     assert [row.by for row in rows] == ["one", "two"] * (len(rows) // 2)
     assert {row.case for row in rows[::2]} == {row.case for row in rows[1::2]}
@@ -256,7 +257,7 @@ def test_figures_are_finite_and_fractions_follow_from_their_parts(
     measured = found[0]
     floors = measured.floors
     assert floors and min(floors.copy_bytes_s, floors.product_flops_s, floors.launch_s) > 0
-    for r in report_of(measured)["rows"]:
+    for r in DeviceReport(measured).as_json()["rows"]:
         numbers = [r[name] for name in ("seconds", "least", "most", "floor_s", "error", "fraction")]
         assert all(math.isfinite(x) for x in [*numbers, *r["figures"].values()] if x is not None), r
         if r["seconds"] is None:
@@ -315,12 +316,12 @@ def test_answers_are_compared_before_anything_is_timed(found: tuple[DeviceResult
     assert {case.split()[0] for case in tokens} == {"plain", "int8", "fp8", "int4"}
     assert all(figures["tokens"] == 128 for figures in tokens.values())
     assert tokens["plain weights, float32"]["of them the reference's own"] > 100
-    assert numerics(found[0]).startswith("No wrong answer in ")
+    assert DeviceReport(found[0]).numerics().startswith("No wrong answer in ")
 
 
 def test_what_serves_is_compared_first():
     both = replace(reference(), experts=experts.experts)
-    rows = [task.row for task in checks(job("check"), [both], jnp.dtype(jnp.bfloat16))]
+    rows = [task.row for task in TASKS["check"](job("check"), [both], jnp.dtype(jnp.bfloat16))]
     kinds = [(r.name, r.name == "attention" and r.case.endswith("bfloat16")) for r in rows]
     assert [kind for kind, _ in itertools.groupby(kinds)] == [
         ("tokens of the engine", False),
@@ -337,17 +338,17 @@ def test_a_wrong_attention_is_wrong_in_tokens_and_cases():
         return reference().paged_attention(jnp.roll(q, 1, axis=1), *others, **options)
 
     broken = replace(reference(), name="broken", paged_attention=late)
-    tasks = {task.row.case: task for task in checks(job("check"), [broken], jnp.float32)}
+    tasks = {task.row.case: task for task in TASKS["check"](job("check"), [broken], jnp.float32)}
     for case in ("plain weights, float32", "mixed, float32"):
         (row,) = tasks[case].run(tasks[case].row)
         assert row.note.startswith("WRONG") and row.wrong and row.error
     results = DeviceResults(DevicePlan(), CPU, FLOORS, [row])
-    assert numerics(results).startswith("**WRONG ANSWERS** in 1: attention, mixed")
+    assert DeviceReport(results).numerics().startswith("**WRONG ANSWERS** in 1: attention, mixed")
 
 
 def test_products_with_experts_are_compared_where_a_set_has_them():
     def tasks(kernels: KernelSet) -> dict[str, Task]:
-        found = checks(job("check"), [kernels], jnp.float32)
+        found = TASKS["check"](job("check"), [kernels], jnp.float32)
         return {task.row.case: task for task in found if task.row.name == "experts"}
 
     def late(x: jax.Array, *args: Any) -> jax.Array:
@@ -368,7 +369,7 @@ def test_both_files_say_the_same(found: tuple[DeviceResults, Path]):
     report = json.loads((folder / "device_cpu_tiny.json").read_text())
     page = (folder / "device_cpu_tiny.md").read_text()
     assert len(report["rows"]) == len(measured.rows) and report["about"]["platform"] == "cpu"
-    assert len(report["goals"]) == len(GOALS)
+    assert len(report["goals"]) == len(_GOALS)
     for part in PARTS:
         assert f"## {part}:" in page or part == "floors"
     tables = [line for line in page.splitlines() if line.startswith("| ")]
@@ -386,7 +387,7 @@ def test_cudnn_is_asked_for_the_attention_that_ours_computes(monkeypatch: pytest
     """As far as a machine without a GPU goes: what is compared with is a naive attention over the
     pages, and what a GPU would be given is cuDNN's, over pages and causal.
     """
-    given = prompt_peers.make_prompt(job("cudnn"), 48, jnp.float32, 0)
+    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.float32, 0)
     order = np.asarray(given.table).reshape(-1)
     assert sorted(order) == [0, 1, 2] and given.keys.shape[:2] == (3, 16)
     keys, values = (np.asarray(pool)[order].reshape(48, -1, 16) for pool in given[1:3])
@@ -397,10 +398,10 @@ def test_cudnn_is_asked_for_the_attention_that_ours_computes(monkeypatch: pytest
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     wanted = np.einsum("hts,shd->thd", weights, values.repeat(group, 1))
-    np.testing.assert_allclose(prompt_peers.in_a_row(given)[0], wanted, atol=1e-5)
+    np.testing.assert_allclose(prompt_peers._in_a_row(given)[0], wanted, atol=1e-5)
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
-    given = prompt_peers.make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
-    traced = jax.jit(prompt_peers.over_pages).trace(given)
+    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
+    traced = jax.jit(prompt_peers._over_pages).trace(given)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     [call] = [line for line in text.splitlines() if "custom_call" in line]
     assert "__cudnn$fmhaSoftmax" in call and "PADDING_CAUSAL" in call
@@ -414,10 +415,10 @@ def test_cudnn_cannot_serve_since_it_asks_for_a_pool_of_the_tables_size(
     anew.
     """
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
-    given = prompt_peers.make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
+    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
     pool = jnp.concatenate([given.keys, given.keys])
     with pytest.raises(ValueError, match="must have same number of blocks, got 6 vs 3"):
-        jax.eval_shape(prompt_peers.over_pages, given._replace(keys=pool, values=pool))
+        jax.eval_shape(prompt_peers._over_pages, given._replace(keys=pool, values=pool))
 
 
 def test_a_wrong_kernel_is_said_and_not_timed():
@@ -428,7 +429,7 @@ def test_a_wrong_kernel_is_said_and_not_timed():
     base = row(part="attention", case="1 x 64", goal="decode")
     (told,) = attend_row(job("attention"), broken, jnp.float32, Contexts((64,)), "auto", base)
     assert told.note.startswith("WRONG") and told.seconds is None and told.goal == "" and told.error
-    assert "WRONG" in markdown(DeviceResults(DevicePlan(), GPU, FLOORS, [told]))
+    assert "WRONG" in DeviceReport(DeviceResults(DevicePlan(), GPU, FLOORS, [told])).markdown()
 
 
 def test_nan_counts_as_wrong():
@@ -516,13 +517,12 @@ def test_steps_with_cublas_alone_stand_beside_those_of_their_weights():
     assert "triton_gemm=false" in device.environments[3]["XLA_FLAGS"]
     tasks = {
         part: [
-            task.row for task in make(job(part, shape="llama-3.1-8b"), [reference()], "bfloat16")
+            task.row
+            for task in steps.TASKS[part](
+                job(part, shape="llama-3.1-8b"), [reference()], jnp.dtype(jnp.bfloat16)
+            )
         ]
-        for part, make in (
-            ("steps", steps.short_steps),
-            ("quantised", steps.quantised_steps),
-            ("cublas", steps.library_steps),
-        )
+        for part in ("steps", "quantised", "cublas")
     }
     known = {row.case for row in (*tasks["steps"], *tasks["quantised"])}
     assert len(tasks["cublas"]) == 10 and {row.case for row in tasks["cublas"]} < known
@@ -530,12 +530,12 @@ def test_steps_with_cublas_alone_stand_beside_those_of_their_weights():
     assert {row.goal for row in tasks["cublas"]} == {""}
 
 
-@pytest.mark.parametrize("part", ENVIRONMENT)
+@pytest.mark.parametrize("part", _ENVIRONMENT)
 def test_xla_knows_the_options_of_a_part(part: str):
     """It ends a process at an option that it does not know."""
     done = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **ENVIRONMENT[part]},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **_ENVIRONMENT[part]},
         capture_output=True,
         text=True,
         timeout=60,
@@ -639,7 +639,7 @@ def test_an_archive_puts_files_into_its_own_folder_alone(tmp_path: Path):
     with tarfile.open(tmp_path / "autotuned_card.tar.gz", "w:gz") as archive:
         for name in ("card/right", "card/../../wrong", "other/wrong", "card/deep/wrong"):
             archive.addfile(tarfile.TarInfo(name), io.BytesIO())
-    Choices(tmp_path, tmp_path / "programs", "card").take_up()
+    _Choices(tmp_path, tmp_path / "programs", "card").take_up()
     files = [path for path in (tmp_path / "programs").rglob("*") if path.is_file()]
     assert files == [tmp_path / "programs" / "card" / RESULTS / "right"]
     assert not list(tmp_path.glob("wrong"))
@@ -747,7 +747,7 @@ def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():
     with pytest.raises(JitneyError, match="could not be measured"):
         measure(DevicePlan(), Kept(), quiet, Device(floors=None))
     with pytest.raises(ConfigError, match=r"unknown part 'step'; known: check, floors, attention"):
-        check_parts(["step"])
+        DevicePlan(only=("step",))
 
 
 def test_a_process_that_dies_becomes_a_row(tmp_path: Path):
@@ -788,7 +788,7 @@ def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
     device = Device(CPU)
     monkeypatch.setattr("jitney.engine.bench.device.run._run_apart", device)
     assert run(["--rehearse", "--out-dir", str(tmp_path)]) == 0
-    assert device.parts == [ABOUT, *(part for part in PARTS if part not in ENVIRONMENT)]
+    assert device.parts == [ABOUT, *(part for part in PARTS if part not in _ENVIRONMENT)]
     assert {(job.shape, job.platform) for job in device.jobs} == {("tiny", "cpu")}
     assert "device_cpu_tiny.md" in capsys.readouterr().out
 
@@ -863,8 +863,9 @@ def test_the_wheels_to_bring_are_all_that_is_loaded():
 
 
 def test_what_the_worker_runs_is_what_the_parts_are():
-    for module, name in {**worker.OURS, **worker.PEERS}.values():
-        assert callable(
-            getattr(__import__(f"jitney.engine.bench.device.{module}", fromlist=[name]), name)
-        )
-    assert kernels.WRONG[2] > kernels.WRONG[4]
+    modules = worker._OURS | worker._PEERS
+    assert set(PARTS) == {"floors", *modules}
+    for part, module in modules.items():
+        tasks = importlib.import_module(f"jitney.engine.bench.device.{module}").TASKS
+        assert callable(tasks[part])
+    assert kernels._LIMITS[2] > kernels._LIMITS[4]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.check import checks
-from jitney.engine.bench.device.prompt_choice import choice_line, choose_prompts
-from jitney.engine.bench.device.prompt_peers import flashinfer_prompts
+from jitney.engine.bench.device import check, prompt_peers
+from jitney.engine.bench.device.prompt_choice import choose_prompts
 from jitney.engine.bench.device.rows import About, PartJob, Row
 from jitney.engine.bench.device.run import DevicePlan, DeviceResults
-from jitney.engine.bench.device.saved import ResultFiles, bring_earlier
+from jitney.engine.bench.device.saved import ResultFiles
+from jitney.engine.cli.bench_device import _choice_line
 from jitney.engine.errors import ConfigError
 from jitney.kernels.prompt_choices import PromptChoices
 from jitney.kernels.select import reference
@@ -65,7 +65,7 @@ def test_the_quicker_one_over_all_sizes_is_chosen():
         "device": "NVIDIA H100 80GB HBM3",
         "versions": {"jax": "0.11.2", "flashinfer-python": "0.7.2.post1"},
     }
-    assert choice_line(choice) == (
+    assert _choice_line(choice) == (
         "prompt attention on sm_90 with heads of 128 (512, 4,096 rows): triton 2.25 ms, flashinfer "
         "1.25 ms, cuDNN 1.50 ms; chosen: flashinfer"
     )
@@ -111,7 +111,7 @@ def test_the_table_lies_beside_the_results_and_keeps_other_cards(tmp_path: Path)
     chosen = {each["sm"]: each["by"] for each in PromptChoices.read(table).entries}
     assert chosen == {89: "triton", 90: "flashinfer"}
     (empty := tmp_path / "next").mkdir()
-    bring_earlier(tmp_path, empty)
+    ResultFiles(empty).bring(tmp_path)
     assert (empty / "prompt_choices.json").read_text() == table.read_text()
 
 
@@ -135,7 +135,7 @@ def test_cases_that_it_does_not_take_are_no_wrong_answers():
         seconds=1.0,
     )
     named = dataclasses.replace(reference(), name="flashinfer")
-    tasks = {task.row.case: task for task in checks(job, [named], jnp.bfloat16)}
+    tasks = {task.row.case: task for task in check.TASKS["check"](job, [named], jnp.bfloat16)}
     for case, reason in (
         ("head dim 80, bfloat16", "it takes heads of 64, 128, 256, not 80"),
         ("mixed, float32", "it takes bfloat16 and float16, not float32"),
@@ -158,7 +158,7 @@ def test_where_it_cannot_run_its_row_says_why():
         page_size=16,
         seconds=1.0,
     )
-    tasks = list(flashinfer_prompts(job, [], jnp.bfloat16))
+    tasks = list(prompt_peers.TASKS["flashinfer"](job, [], jnp.bfloat16))
     assert len(tasks) == len(job.sizes.prompts)
     (row,) = tasks[0].run(tasks[0].row)
     assert row.seconds is None
@@ -166,5 +166,5 @@ def test_where_it_cannot_run_its_row_says_why():
         "not run: kernels flashinfer: it takes heads of 64, 128, 256, not 16; choose kernels triton"
     )
     bigger = replace(job, shape="llama-3.1-8b")
-    (row,) = next(flashinfer_prompts(bigger, [], jnp.bfloat16)).run(tasks[0].row)
+    (row,) = next(prompt_peers.TASKS["flashinfer"](bigger, [], jnp.bfloat16)).run(tasks[0].row)
     assert row.note == "not run: kernels flashinfer need an NVIDIA GPU; jax runs on cpu"
