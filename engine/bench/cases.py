@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,11 +23,8 @@ from jitney.engine.types import JsonDict, JsonObject
 
 #: Loads of the curve, as shares of what continuous batching can serve.
 _CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
-#: Requests of each point of the curve: enough that 1 % of them are more than a few.
-CURVE_REQUESTS = 1024
 #: Rounds of all seats, or batches, that a policy's capacity is simulated with.
 _CAPACITY_ROUNDS = 16
-_NO_CAP = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +85,6 @@ def _at_once(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
     """So many of them, from the first again after the last, all at time 0."""
     again = itertools.islice(itertools.cycle(arrivals), count)
     return [msgspec.structs.replace(arrival, at=0.0) for arrival in again]
-
-
-def open_to_all(shape: EngineShape) -> EngineShape:
-    """The same engine, refusing nobody."""
-    limits = replace(
-        shape.limits,
-        max_waiting_requests=_NO_CAP,
-        max_waiting_tokens=_NO_CAP,
-        max_predicted_wait_s=0.0,
-    )
-    return replace(shape, limits=limits)
 
 
 def at_load(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jitney.engine.cli.dispatch import Commands
 from jitney.engine.errors import ConfigError, JitneyError
 
-COMMANDS = Commands(
+_COMMANDS = Commands(
     "jitney",
     "In-flight batching for large language models in JAX.",
     {
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupted.
     """
     try:
-        return COMMANDS.run(sys.argv[1:] if arguments is None else arguments)
+        return _COMMANDS.run(sys.argv[1:] if arguments is None else arguments)
     except ConfigError as error:
         return _complain(error, 2)
     except JitneyError as error:

@@ -15,7 +15,6 @@ from jitney.engine.cli.flags import (
     Command,
     Flag,
     FlagGroup,
-    config_from,
     progress_reporter,
     say,
 )
@@ -50,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     from jitney.engine.api.batches.offline import OfflineBatch
 
     args = _COMMAND.parse(arguments)
-    config = config_from(args)
+    config = args.load_config()
     check_platform(config.engine.platform)
     work = OfflineBatch(Path(args.file), Path(args.out), config.server.body_limit)
     _answer_rest(config, work)

@@ -4,7 +4,6 @@ limits.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -14,7 +13,7 @@ from jitney.engine.bench.device.report import DeviceReport
 from jitney.engine.bench.device.rows import TINY
 from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan, measure
 from jitney.engine.bench.device.saved import ResultFiles
-from jitney.engine.cli.bench_flags import check_numbers
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import EngineSection, KernelsName
@@ -87,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
     gave wrong answers.
     """
     args = _COMMAND.parse(arguments)
-    check_numbers(args, budget_s=1, page_size=8)
+    args.check_numbers(budget_s=1, page_size=8)
     folder = _folder("--out-dir", args.out_dir or _usual_folder())
     files = ResultFiles(folder, again=args.again)
     if args.earlier:
@@ -103,7 +102,7 @@ def run(arguments: Sequence[str]) -> int:
     return int(bool(results.wrong))
 
 
-def _plan_from(args: Namespace) -> DevicePlan:
+def _plan_from(args: Arguments) -> DevicePlan:
     """What the flags ask for. ConfigError where the platform is not here."""
     platform, shape = args.platform, args.shape
     if args.rehearse:

@@ -4,18 +4,15 @@ reports go.
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from jitney.engine.cli.arguments import Arguments, flag_of
 from jitney.engine.cli.flags import Flag, FlagGroup
 from jitney.engine.errors import ConfigError
-from jitney.engine.report.page import write_text
 from jitney.engine.simulation.workload import (
     PATTERNS,
     WORKLOADS,
@@ -31,7 +28,6 @@ from jitney.engine.simulation.workload import (
 )
 from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
@@ -94,86 +90,84 @@ def traffic_flags(requests: int | None, arrivals: str, shown: str = "") -> FlagG
     return FlagGroup((*_LENGTHS, how_many, when, *_TIMES), "traffic")
 
 
-#: What is made of the measurement; a command that writes no page has the shorter one.
-REPORT_WITHOUT_PAGE = FlagGroup((*_LIMITS, _JSON), "report")
-REPORT = FlagGroup((*_LIMITS, _JSON, _HTML), "report")
+def report_flags(*, page: bool = True) -> FlagGroup:
+    """The flags that say what is made of the measurement. page: whether the command writes one."""
+    files = (_JSON, _HTML) if page else (_JSON,)
+    return FlagGroup((*_LIMITS, *files), "report")
 
 
-def check_numbers(args: Namespace, **least: float) -> None:
-    """Raise ConfigError naming the first flag below its least value; absent flags (None) pass."""
-    for name, low in least.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value < float("inf"):
-            raise ConfigError(f"{flag_of(name)} must be at least {low:g}, not {value:g}")
+class TrafficArguments(Arguments):
+    """The parsed flags of a command that has those of `traffic_flags`."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True where a request comes when another one ends."""
+        return not self.trace and self.arrivals == "closed"
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where requests come at times that are drawn for a rate."""
+        return not self.trace and self.arrivals != "closed"
+
+    def check_concurrency(self) -> None:
+        """Raise ConfigError for a number of open requests where they come at their own times."""
+        if self.concurrency and not self.is_closed:
+            raise ConfigError(
+                "--concurrency is for --arrivals closed: other arrivals come at their own times"
+            )
+
+    def check_seats(self) -> None:
+        """Raise ConfigError for seats that are given twice."""
+        if self.seats is not None and "max_seats" in vars(self):
+            raise ConfigError("--seats and --max-seats are the same setting: give one")
+
+    def draw(self, rate: float) -> list[Arrival]:
+        """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
+        self.check_numbers(requests=1, scale=0.001, burst_shape=0.001, seed=0)
+        arrivals = _recorded(self.trace, rate) if self.trace else self._made_up(rate)
+        return [_scaled(arrival, self.scale) for arrival in arrivals]
+
+    def _made_up(self, rate: float) -> list[Arrival]:
+        pattern = make_pattern(self.arrivals, rate=rate, shape=self.burst_shape)
+        lengths = {name: self._lengths(name) for name in ("prompt", "output")}
+        return make_arrivals(WORKLOADS[self.preset], self.requests, pattern, self.seed, **lengths)
+
+    def _lengths(self, name: str) -> Lengths | None:
+        text = getattr(self, name)
+        return parse_lengths(text, flag_of(name)) if text else None
+
+    def describe(self, arrivals: list[Arrival], rate: float) -> JsonDict:
+        """The traffic for the report: what was asked for, and what it came to."""
+        conversations = {arrival.conversation for arrival in arrivals}
+        return {
+            **_size_of(arrivals),
+            "trace": self.trace,
+            **self._source(),
+            "conversations": len(conversations - {0}),
+            "repeated_prompt_tokens": repeated_tokens(arrivals),
+            "scale": self.scale,
+            "rate": rate or None,
+            "seed": self.seed,
+        }
+
+    def _source(self) -> dict[str, str | None]:
+        """What was asked for. A preset is "custom" where a flag says other lengths than it has."""
+        if self.trace:
+            return _OF_A_TRACE
+        workload = WORKLOADS[self.preset]
+        asked = {
+            "preset": self.preset,
+            "about": workload.about,
+            "prompt": self.prompt or workload.prompt,
+            "output": self.output or workload.output,
+            "arrivals": self.arrivals,
+        }
+        if self.prompt or self.output:
+            return asked | {"preset": "custom", "about": None}
+        return asked
 
 
-def flag_of(name: str) -> str:
-    """The flag of an attribute of the parsed arguments."""
-    return f"--{name.replace('_', '-')}"
-
-
-def names_from(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """Words between commas, each once. ConfigError if one is not known, or if there is none."""
-    names = words_of(text)
-    unknown = ", ".join(name for name in names if name not in known)
-    if unknown or not names:
-        raise ConfigError(f"{flag}: {unknown or 'nothing'} is none of {', '.join(known)}")
-    return names
-
-
-def words_of(text: str) -> list[str]:
-    """Words between commas, each once."""
-    words = dict.fromkeys(map(str.strip, text.split(",")))
-    words.pop("", None)
-    return list(words)
-
-
-def numbers_from[N: (int, float)](flag: str, text: str, kind: type[N]) -> list[N]:
-    """Positive numbers between commas, each once. ConfigError for anything else."""
-    with suppress(ValueError):
-        numbers = list(dict.fromkeys(map(kind, words_of(text))))
-        if numbers and 0 < min(numbers) <= max(numbers) < float("inf"):
-            return numbers
-    what = "whole numbers" if kind is int else "numbers"
-    raise ConfigError(f"{flag}: must be positive {what} separated by commas")
-
-
-def is_closed(args: Namespace) -> bool:
-    """True where a request comes when another one ends."""
-    return not args.trace and args.arrivals == "closed"
-
-
-def is_drawn(args: Namespace) -> bool:
-    """True where requests come at times that are drawn for a rate."""
-    return not args.trace and args.arrivals != "closed"
-
-
-def check_concurrency(args: Namespace) -> None:
-    """Raise ConfigError for a number of open requests where they come at their own times."""
-    if args.concurrency and not is_closed(args):
-        raise ConfigError(
-            "--concurrency is for --arrivals closed: other arrivals come at their own times"
-        )
-
-
-def check_seats(args: Namespace) -> None:
-    """Raise ConfigError for seats that are given twice."""
-    if args.seats is not None and "max_seats" in vars(args):
-        raise ConfigError("--seats and --max-seats are the same setting: give one")
-
-
-def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> JsonDict | None:
-    """How the queue went, None for a closed loop: there it cannot grow."""
-    if closed:
-        return None
-    return msgspec.to_builtins(QueueGrowth.of(requests))
-
-
-def traffic_from(args: Namespace, rate: float) -> list[Arrival]:
-    """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
-    check_numbers(args, requests=1, scale=0.001, burst_shape=0.001, seed=0)
-    arrivals = _recorded(args.trace, rate) if args.trace else _made_up(args, rate)
-    return [_scaled(arrival, args.scale) for arrival in arrivals]
+_OF_A_TRACE = dict.fromkeys(("preset", "about", "prompt", "output")) | {"arrivals": "trace"}
 
 
 def _scaled(arrival: Arrival, scale: float) -> Arrival:
@@ -186,32 +180,6 @@ def _recorded(file: str, rate: float) -> list[Arrival]:
     return at_rate(arrivals, rate) if rate else arrivals
 
 
-def _made_up(args: Namespace, rate: float) -> list[Arrival]:
-    pattern = make_pattern(args.arrivals, rate=rate, shape=args.burst_shape)
-    lengths = {name: _lengths(args, name) for name in ("prompt", "output")}
-    return make_arrivals(WORKLOADS[args.preset], args.requests, pattern, args.seed, **lengths)
-
-
-def _lengths(args: Namespace, name: str) -> Lengths | None:
-    text = getattr(args, name)
-    return parse_lengths(text, flag_of(name)) if text else None
-
-
-def describe_traffic(args: Namespace, arrivals: list[Arrival], rate: float) -> JsonDict:
-    """The traffic for the report: what was asked for, and what it came to."""
-    conversations = {arrival.conversation for arrival in arrivals}
-    return {
-        **_size_of(arrivals),
-        "trace": args.trace,
-        **_source(args),
-        "conversations": len(conversations - {0}),
-        "repeated_prompt_tokens": repeated_tokens(arrivals),
-        "scale": args.scale,
-        "rate": rate or None,
-        "seed": args.seed,
-    }
-
-
 def _size_of(arrivals: list[Arrival]) -> JsonDict:
     size: JsonDict = {"requests": len(arrivals)}
     for kind in ("prompt", "output"):
@@ -221,27 +189,15 @@ def _size_of(arrivals: list[Arrival]) -> JsonDict:
     return size
 
 
-def _source(args: Namespace) -> dict[str, str | None]:
-    """What was asked for."""
-    if args.trace:
-        return _OF_A_TRACE
-    return _preset_of(args) | {"arrivals": args.arrivals}
-
-
-_OF_A_TRACE = dict.fromkeys(("preset", "about", "prompt", "output")) | {"arrivals": "trace"}
-
-
-def _preset_of(args: Namespace) -> dict[str, str | None]:
-    """A preset is "custom" where a flag says other lengths than it has."""
-    workload = WORKLOADS[args.preset]
-    lengths = {"prompt": args.prompt or workload.prompt, "output": args.output or workload.output}
-    if args.prompt or args.output:
-        return {"preset": "custom", "about": None, **lengths}
-    return {"preset": args.preset, "about": workload.about, **lengths}
+def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> JsonDict | None:
+    """How the queue went, None for a closed loop: there it cannot grow."""
+    if closed:
+        return None
+    return msgspec.to_builtins(QueueGrowth.of(requests))
 
 
 def traffic_line(traffic: JsonObject) -> str:
-    """The same in a sentence, with what its lengths came to."""
+    """A description of traffic in a sentence, with what its lengths came to."""
     what = traffic["trace"] or traffic["preset"]
     return f"{what}: {'; '.join(_traffic_parts(traffic))}"
 
@@ -266,48 +222,6 @@ def _amount(traffic: JsonObject) -> str:
 def _repetition(traffic: JsonObject) -> str:
     share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
     return f"{traffic['conversations']} conversations, {share:.0%} of the prompt tokens came before"
-
-
-def slo_from(args: Namespace) -> Slo | None:
-    """The service level that the flags name, None if they name none."""
-    check_numbers(args, slo_ttft_ms=0, slo_itl_ms=0, price_per_hour=0)
-    slo = Slo(_as_seconds(args.slo_ttft_ms), _as_seconds(args.slo_itl_ms))
-    return None if slo == _NO_SLO else slo
-
-
-_NO_SLO = Slo()
-
-
-def figure_options(args: Namespace) -> JsonDict:
-    """Options of `summary.summarise`."""
-    return {"slo": slo_from(args), "price_per_hour": args.price_per_hour}
-
-
-def _as_seconds(milliseconds: float | None) -> float | None:
-    if milliseconds is None:
-        return None
-    return milliseconds / 1e3
-
-
-def write_report(args: Namespace, report: JsonObject) -> bool:
-    """Write what --json asks for; False where that is standard output, which tables would spoil.
-    ConfigError if it cannot be written.
-    """
-    if args.json == "-":
-        print(json.dumps(report, indent=1))
-    elif args.json:
-        write_text("--json", args.json, json.dumps(report, indent=1) + "\n")
-    return args.json != "-"
-
-
-def check_writable(args: Namespace, *names: str) -> None:
-    """Raise ConfigError before anything runs if a file that the flags name could not be written at
-    the end.
-    """
-    for name in names:
-        file = getattr(args, name)
-        if file and file != "-" and not Path(file).resolve().parent.is_dir():
-            raise ConfigError(f"{flag_of(name)} {file}: there is no such folder")
 
 
 @contextmanager

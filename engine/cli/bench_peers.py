@@ -5,7 +5,6 @@ client over HTTP.
 from __future__ import annotations
 
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,7 @@ from tempfile import TemporaryDirectory
 from jitney.engine.bench.peer_process import Peer, ours, vllm
 from jitney.engine.bench.peers import Encode, PeerBench, kernel_ratios, make_measurements, markdown
 from jitney.engine.bench.w8a8 import write_w8a8
-from jitney.engine.cli.bench_flags import (
-    check_numbers,
-    check_writable,
-    names_from,
-    numbers_from,
-    write_report,
-)
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.errors import ConfigError
 from jitney.engine.report.page import write_text
@@ -75,21 +68,21 @@ _COMMAND = Command(
 def run(arguments: Sequence[str]) -> int:
     """Measure the engines in turn and print the table; exit status 0, 1 if an engine failed."""
     args = _COMMAND.parse(arguments)
-    check_writable(args, "json", "markdown")
-    check_numbers(args, repetitions=1, requests=1, port=0)
+    args.check_writable("json", "markdown")
+    args.check_numbers(repetitions=1, requests=1, port=0)
     report = _measured(args)
     _deliver(args, report)
     return int(any(engine["failed"] for engine in report["engines"].values()))
 
 
-def _measured(args: Namespace) -> JsonDict:
+def _measured(args: Arguments) -> JsonDict:
     """All figures; they are written down after every measurement."""
-    streams = numbers_from("--streams", args.streams, int)
+    streams = args.numbers_of("streams", int)
     with TemporaryDirectory() as folder:
         return _measured_beside(args, streams, _peers_from(args, Path(folder)))
 
 
-def _measured_beside(args: Namespace, streams: list[int], peers: list[Peer]) -> JsonDict:
+def _measured_beside(args: Arguments, streams: list[int], peers: list[Peer]) -> JsonDict:
     measurements = make_measurements(_encoder(args.model), streams, args.requests)
     bench = PeerBench(measurements, args.port, partial(_save, args), say)
     report = bench.compare(peers, args.repetitions)
@@ -98,21 +91,21 @@ def _measured_beside(args: Namespace, streams: list[int], peers: list[Peer]) -> 
     return report
 
 
-def _save(args: Namespace, report: JsonObject) -> None:
+def _save(args: Arguments, report: JsonObject) -> None:
     if args.json != "-":
-        write_report(args, report)
+        args.write_report(report)
 
 
-def _peers_from(args: Namespace, folder: Path) -> list[Peer]:
+def _peers_from(args: Arguments, folder: Path) -> list[Peer]:
     """The engines to measure; one line for each that is not here. folder: for what they need."""
-    names = names_from("--engines", args.engines, _ENGINES)
+    names = args.names_of("engines", _ENGINES)
     peers = list(filter(None, [_peer(args, name, folder) for name in names]))
     if not peers:
         raise ConfigError("--engines: none of them is installed here")
     return peers
 
 
-def _peer(args: Namespace, name: str, folder: Path) -> Peer | None:
+def _peer(args: Arguments, name: str, folder: Path) -> Peer | None:
     match name:
         case "vllm":
             return _vllm_from(args)
@@ -123,7 +116,7 @@ def _peer(args: Namespace, name: str, folder: Path) -> Peer | None:
     return ours(args.model, name, args.dtype)
 
 
-def _vllm_w8a8_from(args: Namespace, target: Path) -> Peer | None:
+def _vllm_w8a8_from(args: Arguments, target: Path) -> Peer | None:
     plain = _vllm_from(args)
     if plain is None:
         return None
@@ -131,7 +124,7 @@ def _vllm_w8a8_from(args: Namespace, target: Path) -> Peer | None:
     return vllm(plain.command[0], str(target), args.dtype, name="vLLM, CPU, w8a8")
 
 
-def _vllm_from(args: Namespace) -> Peer | None:
+def _vllm_from(args: Arguments) -> Peer | None:
     program, folder = shutil.which(args.vllm or "vllm"), args.vllm_model
     if program is None:
         say("vLLM is not installed here and is left out; --vllm FILE names its program")
@@ -151,11 +144,11 @@ def _encoder(model: str) -> Encode:
     return Tokenizer.load(ModelSource.resolve(model)).encode
 
 
-def _deliver(args: Namespace, report: JsonObject) -> None:
+def _deliver(args: Arguments, report: JsonObject) -> None:
     table = markdown(report)
     if args.markdown:
         write_text("--markdown", args.markdown, table)
-    if write_report(args, report):
+    if args.write_report(report):
         print("\n".join([table, *_remarks(report)]))
 
 

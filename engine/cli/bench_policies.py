@@ -8,22 +8,19 @@ comes make it one.
 from __future__ import annotations
 
 import itertools
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from jitney.engine.bench.cases import (
     CASES,
-    CURVE_REQUESTS,
     TrafficCase,
     at_load,
     load_curve,
-    open_to_all,
     simulated_capacity,
     waits_of,
 )
@@ -43,32 +40,20 @@ from jitney.engine.bench.offline import (
     PromptedArrival,
     bills_of,
 )
+from jitney.engine.cli.arguments import flag_of
 from jitney.engine.cli.bench_flags import (
-    REPORT,
+    TrafficArguments,
     backlog_json,
-    check_concurrency,
-    check_numbers,
-    check_seats,
-    check_writable,
-    describe_traffic,
-    figure_options,
-    flag_of,
-    is_closed,
-    is_drawn,
-    names_from,
-    numbers_from,
     progress,
-    slo_from,
+    report_flags,
     traffic_flags,
-    traffic_from,
     traffic_line,
-    write_report,
-    write_text,
 )
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from, say
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, say
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
+from jitney.engine.report.page import write_text
 from jitney.engine.simulation.accuracy import cross_errors
 from jitney.engine.simulation.shipped_errors import PolicyErrors
 from jitney.engine.simulation.simulator import simulate
@@ -84,6 +69,8 @@ if TYPE_CHECKING:
 _DEFAULT_LOAD = 1.15
 #: Requests of the one case that flags describe.
 _DEFAULT_REQUESTS = 256
+#: Requests of each point of the curve: enough that 1 % of them are more than a few.
+_CURVE_REQUESTS = 1024
 #: The case that flags describe.
 _GIVEN = "given"
 #: By the case's name.
@@ -145,13 +132,13 @@ _FILES = (
         metavar="PREFIX",
     ),
 )
-COMMAND = Command(
+_COMMAND = Command(
     "bench policies",
     "Compare the three ways to batch on the same requests, in this process.",
     (
         FlagGroup(_COMPARISON, "comparison"),
         traffic_flags(requests=None, arrivals="poisson", shown=str(_DEFAULT_REQUESTS)),
-        REPORT,
+        report_flags(),
         FlagGroup(_FILES, "files"),
     ),
     sections=("model", "engine"),
@@ -164,7 +151,7 @@ class _Traffic:
     """A case with its requests."""
 
     #: The parsed arguments, as if this case had been asked for alone.
-    args: Namespace
+    args: TrafficArguments
     #: At one request a second if `open_loop`.
     arrivals: list[Arrival]
     #: The same with their prompts.
@@ -179,7 +166,7 @@ class _Traffic:
 
     @property
     def open_loop(self) -> bool:
-        return is_drawn(self.args)
+        return self.args.is_drawn
 
     @property
     def timed(self) -> list[Arrival]:
@@ -253,7 +240,7 @@ class _Comparison:
         return line
 
     def _simulated_seconds(self, traffic: _Traffic, policy: str, table: StepTable) -> float:
-        shape = open_to_all(self.bench.shape).under(policy, 0.0)
+        shape = self.bench.shape.open_to_all().under(policy, 0.0)
         concurrency = traffic.args.concurrency or None
         return simulate(traffic.timed, shape, table, concurrency=concurrency).seconds
 
@@ -291,7 +278,7 @@ def _set_rates(
     """Give each open case its rate: of what continuous batching was measured to serve of the first
     one's lengths, and of what the simulator says for other lengths and policies.
     """
-    shape = open_to_all(bench.shape)
+    shape = bench.shape.open_to_all()
     lengths = next(iter(traffics.values())).args.output
     for traffic in traffics.values():
         if traffic.of == "continuous" and traffic.args.output == lengths:
@@ -305,7 +292,7 @@ def run(arguments: Sequence[str]) -> int:
     """Serve the same requests under each policy and print the figures side by side; exit status
     0.
     """
-    args = COMMAND.parse(arguments)
+    args = _COMMAND.parse_as(TrafficArguments, arguments)
     policies, loads = _policies_from(args), _loads_from(args)
     cases = _cases_from(args)
     _check(args, cases)
@@ -325,97 +312,92 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _static_timeout_ms(args: Namespace, config: Config) -> float:
+def _static_timeout_ms(args: TrafficArguments, config: Config) -> float:
     """For ever, 0, unless the flags say otherwise."""
     if "static_timeout_ms" in vars(args):
         return config.engine.static_timeout_ms
     return 0.0
 
 
-def _check(args: Namespace, cases: _Cases) -> None:
+def _check(args: TrafficArguments, cases: _Cases) -> None:
     """Bad flags are reported before the model loads."""
-    check_writable(args, "json", "html", "records", "errors", "traces")
-    check_numbers(args, rate=0.001, load=0.001, concurrency=0, warmup_s=0)
-    slo_from(args)
+    args.check_writable("json", "html", "records", "errors", "traces")
+    args.check_numbers(rate=0.001, load=0.001, concurrency=0, warmup_s=0)
+    args.slo()
     for flags, _ in cases.values():
         _check_case(flags)
 
 
-def _check_case(flags: Namespace) -> None:
-    if flags.measure_loads and not is_drawn(flags):
+def _check_case(flags: TrafficArguments) -> None:
+    if flags.measure_loads and not flags.is_drawn:
         raise ConfigError("--measure-loads is for traffic with a rate: poisson or gamma arrivals")
-    traffic_from(flags, rate=flags.rate or 1.0)
+    flags.draw(rate=flags.rate or 1.0)
 
 
-def _policies_from(args: Namespace) -> list[str]:
-    names = names_from("--policies", args.policies, POLICIES)
-    check_concurrency(args)
+def _policies_from(args: TrafficArguments) -> list[str]:
+    names = args.names_of("policies", POLICIES)
+    args.check_concurrency()
     return names
 
 
-def _loads_from(args: Namespace) -> list[float]:
+def _loads_from(args: TrafficArguments) -> list[float]:
     if args.measure_loads is None:
         return []
-    return numbers_from("--measure-loads", args.measure_loads, float)
+    return args.numbers_of("measure_loads", float)
 
 
 #: By name: the flags that describe the case, and None for the one that the given flags describe.
-_Cases = dict[str, tuple[Namespace, TrafficCase | None]]
+_Cases = dict[str, tuple[TrafficArguments, TrafficCase | None]]
 
 
-def _cases_from(args: Namespace) -> _Cases:
+def _cases_from(args: TrafficArguments) -> _Cases:
     """The cases that the flags ask for."""
     given = _given_traffic(args)
     if given and args.cases is not None:
         raise ConfigError(f"--cases has traffic of its own: give no {flag_of(given[0])} with it")
     if given:
-        return {_GIVEN: (_with_flags(args, requests=_requests(args, _DEFAULT_REQUESTS)), None)}
+        return {_GIVEN: (args.changed(requests=_requests(args, _DEFAULT_REQUESTS)), None)}
     chosen = list(CASES)
     if args.cases is not None:
-        chosen = names_from("--cases", args.cases, CASES)
+        chosen = args.names_of("cases", CASES)
     return {name: _case_with(args, CASES[name]) for name in chosen}
 
 
-def _given_traffic(args: Namespace) -> list[str]:
+def _given_traffic(args: TrafficArguments) -> list[str]:
     """Names of the flags of traffic that were given."""
-    defaults = COMMAND.parse([])
+    defaults = _COMMAND.parse([])
     return [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(defaults, name)]
 
 
-def _case_with(args: Namespace, case: TrafficCase) -> tuple[Namespace, TrafficCase]:
+def _case_with(args: TrafficArguments, case: TrafficCase) -> tuple[TrafficArguments, TrafficCase]:
     requests = _requests(args, case.requests)
-    return _with_flags(args, requests=requests, output=case.output), case
+    return args.changed(requests=requests, output=case.output), case
 
 
-def _requests(args: Namespace, default: int) -> int:
+def _requests(args: TrafficArguments, default: int) -> int:
     return default if args.requests is None else args.requests
 
 
-def _with_flags(args: Namespace, **changes: Any) -> Namespace:
-    """The same arguments with some of them changed."""
-    return Namespace(**(vars(args) | changes))
-
-
-def _config_from(args: Namespace) -> Config:
-    check_seats(args)
+def _config_from(args: TrafficArguments) -> Config:
+    args.check_seats()
     if args.seats is not None:
         args.max_seats = str(args.seats)
-    return config_from(args)
+    return args.load_config()
 
 
-def _draw(bench: OfflineBench, args: Namespace, case: TrafficCase | None) -> _Traffic:
+def _draw(bench: OfflineBench, args: TrafficArguments, case: TrafficCase | None) -> _Traffic:
     """The requests of a case, with their texts."""
     rate = args.rate or 0.0
-    arrivals = traffic_from(args, rate=1.0 if is_drawn(args) else rate)
+    arrivals = args.draw(rate=1.0 if args.is_drawn else rate)
     requests = bench.requests(arrivals, args.seed)
     if case is not None:
         return _Traffic(args, arrivals, requests, case.what, case.of, case.load, 0.0)
-    of = "continuous" if is_drawn(args) and not rate else ""
+    of = "continuous" if args.is_drawn and not rate else ""
     return _Traffic(args, arrivals, requests, "as the flags say", of, args.load, rate)
 
 
 def _make_report(
-    args: Namespace, traffics: Mapping[str, _Traffic], runs: _CaseRuns, info: EngineInfo
+    args: TrafficArguments, traffics: Mapping[str, _Traffic], runs: _CaseRuns, info: EngineInfo
 ) -> JsonDict:
     first = next(iter(traffics))
     return {
@@ -427,7 +409,7 @@ def _make_report(
     }
 
 
-def _case_report(args: Namespace, traffic: _Traffic, runs: PolicyRuns) -> JsonDict:
+def _case_report(args: TrafficArguments, traffic: _Traffic, runs: PolicyRuns) -> JsonDict:
     figures = {name: _run_figures(args, run) for name, run in runs.items()}
     return {
         **_described(traffic),
@@ -442,7 +424,7 @@ def _case_report(args: Namespace, traffic: _Traffic, runs: PolicyRuns) -> JsonDi
 def _described(traffic: _Traffic) -> JsonDict:
     """What came."""
     arrivals = [request.arrival for request in traffic.requests]
-    described = describe_traffic(traffic.args, arrivals, traffic.rate)
+    described = traffic.args.describe(arrivals, traffic.rate)
     return {"what": f"{traffic_line(described)}: {traffic.what}", "traffic": described}
 
 
@@ -453,11 +435,11 @@ def _compared(runs: PolicyRuns) -> JsonDict:
     return {"same_tokens": not unlike, "differences": unlike, "cross_errors": cross}
 
 
-def _run_figures(args: Namespace, run: OfflineRun) -> JsonDict:
+def _run_figures(args: TrafficArguments, run: OfflineRun) -> JsonDict:
     price = args.price_per_hour
-    return run.figures(**figure_options(args)) | {
+    return run.figures(**args.figure_options()) | {
         "ledger": run.costs.as_json(price),
-        "backlog": backlog_json(run.requests, is_closed(args)),
+        "backlog": backlog_json(run.requests, args.is_closed),
         "request_shares": run.request_shares.as_json(price),
     }
 
@@ -474,20 +456,20 @@ def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]
 def _able(traffic: _Traffic, run: OfflineRun) -> float:
     """Requests of this case a second that the run's engine could serve."""
     table = StepTable.from_records(run.records)
-    return simulated_capacity(traffic.arrivals, open_to_all(run.shape), table)
+    return simulated_capacity(traffic.arrivals, run.shape.open_to_all(), table)
 
 
 def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
     """Waits over the load, simulated with the steps of all runs together; empty without a rate."""
     if not traffic.open_loop:
         return []
-    arrivals = traffic_from(_with_flags(traffic.args, requests=CURVE_REQUESTS), rate=1.0)
-    shape = open_to_all(next(iter(runs.values())).shape)
+    arrivals = traffic.args.changed(requests=_CURVE_REQUESTS).draw(rate=1.0)
+    shape = next(iter(runs.values())).shape.open_to_all()
     table = StepTable.from_records(np.concatenate([run.records for run in runs.values()]))
     return load_curve(arrivals, shape, table, list(runs))
 
 
-def _deliver(args: Namespace, report: JsonObject, runs: _CaseRuns) -> None:
+def _deliver(args: TrafficArguments, report: JsonObject, runs: _CaseRuns) -> None:
     from jitney.engine.bench.policies_page import write_policies_page
 
     _write_runs(args, _by_file_name(runs))
@@ -497,7 +479,7 @@ def _deliver(args: Namespace, report: JsonObject, runs: _CaseRuns) -> None:
     if args.html:
         summary = [_engine_line(report["engine"])]
         write_policies_page(args.html, report, runs, summary, args.price_per_hour)
-    if write_report(args, report):
+    if args.write_report(report):
         _print_report(args, report, runs)
 
 
@@ -510,7 +492,7 @@ def _by_file_name(runs: _CaseRuns) -> dict[str, OfflineRun]:
     return named
 
 
-def _write_runs(args: Namespace, runs: PolicyRuns) -> None:
+def _write_runs(args: TrafficArguments, runs: PolicyRuns) -> None:
     """Step records and traces, for the simulator."""
     from jitney.engine.bench.saved import write_recording, write_records
 
@@ -521,7 +503,7 @@ def _write_runs(args: Namespace, runs: PolicyRuns) -> None:
             write_recording(f"{args.traces}.{name}.jsonl", run.requests, run.started)
 
 
-def _print_report(args: Namespace, report: JsonObject, runs: _CaseRuns) -> None:
+def _print_report(args: TrafficArguments, report: JsonObject, runs: _CaseRuns) -> None:
     print(_engine_line(report["engine"]))
     for name, case in report["cases"].items():
         _print_case(name, case, runs[name], args.price_per_hour)

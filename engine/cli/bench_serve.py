@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -16,20 +15,12 @@ from typing import TYPE_CHECKING
 from jitney.engine.bench.client import EXTRA_FIELDS, Answer, RemoteEndpoint
 from jitney.engine.bench.online import EngineAbout, OnlineRun, Sending, measure
 from jitney.engine.cli.bench_flags import (
-    REPORT,
+    TrafficArguments,
     backlog_json,
-    check_numbers,
-    check_writable,
-    describe_traffic,
-    figure_options,
-    is_closed,
-    is_drawn,
     progress,
-    slo_from,
+    report_flags,
     traffic_flags,
-    traffic_from,
     traffic_line,
-    write_report,
 )
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
@@ -57,16 +48,16 @@ ENOUGH_FOR_P99 = 100
 
 def run(arguments: Sequence[str]) -> int:
     """Send the traffic and print the figures; exit status 1 if no request was served."""
-    args = _COMMAND.parse(arguments)
-    check_writable(args, "json", "html", "trace_to")
-    check_numbers(args, rate=0.001, concurrency=0, warmup=0, timeout_s=0.001)
-    slo_from(args)
-    arrivals = traffic_from(args, _rate_from(args))
+    args = _COMMAND.parse_as(TrafficArguments, arguments)
+    args.check_writable("json", "html", "trace_to")
+    args.check_numbers(rate=0.001, concurrency=0, warmup=0, timeout_s=0.001)
+    args.slo()
+    arrivals = args.draw(_rate_from(args))
     report = _measure(args, arrivals)
     return int(report["figures"]["served"] == 0)
 
 
-def _measure(args: Namespace, arrivals: list[Arrival]) -> JsonDict:
+def _measure(args: TrafficArguments, arrivals: list[Arrival]) -> JsonDict:
     """Send, and say what came of it; the report."""
     online = _measured(args, arrivals)
     report = _make_report(args, online, arrivals)
@@ -74,11 +65,9 @@ def _measure(args: Namespace, arrivals: list[Arrival]) -> JsonDict:
     return report
 
 
-def _measured(args: Namespace, arrivals: list[Arrival]) -> OnlineRun:
+def _measured(args: TrafficArguments, arrivals: list[Arrival]) -> OnlineRun:
     with progress() as watch:
-        sending = Sending(
-            args.concurrency, is_closed(args), args.warmup, partial(watch, "requests")
-        )
+        sending = Sending(args.concurrency, args.is_closed, args.warmup, partial(watch, "requests"))
         return asyncio.run(measure(endpoint_from(args), arrivals, sending))
 
 
@@ -127,13 +116,13 @@ _COMMAND = Command(
         endpoint_flags(),
         FlagGroup(_LOAD, "load"),
         traffic_flags(requests=64, arrivals="closed"),
-        REPORT,
+        report_flags(),
         FlagGroup([_TRACE_TO]),
     ),
 )
 
 
-def endpoint_from(args: Namespace) -> RemoteEndpoint:
+def endpoint_from(args: TrafficArguments) -> RemoteEndpoint:
     """The endpoint that the flags and the environment describe."""
     if not args.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {args.url}: must begin with http:// or https://")
@@ -149,17 +138,17 @@ def _key() -> str:
     return ""
 
 
-def _rate_from(args: Namespace) -> float:
-    if is_closed(args) and args.rate:
+def _rate_from(args: TrafficArguments) -> float:
+    if args.is_closed and args.rate:
         raise ConfigError(
             "--rate is for --arrivals poisson or gamma, or for --trace: closed arrivals have none"
         )
-    if is_drawn(args) and not args.rate:
+    if args.is_drawn and not args.rate:
         raise ConfigError(f"--arrivals {args.arrivals} needs --rate, requests a second")
     return args.rate or 0.0
 
 
-def _make_report(args: Namespace, online: OnlineRun, arrivals: list[Arrival]) -> JsonDict:
+def _make_report(args: TrafficArguments, online: OnlineRun, arrivals: list[Arrival]) -> JsonDict:
     answers = online.load.answers
     return {
         "url": online.endpoint.url,
@@ -177,20 +166,20 @@ def _make_report(args: Namespace, online: OnlineRun, arrivals: list[Arrival]) ->
     }
 
 
-def _figures(args: Namespace, online: OnlineRun) -> JsonDict:
-    figures = online.load.figures(**figure_options(args))
-    figures["backlog"] = backlog_json(online.load.requests, is_closed(args))
+def _figures(args: TrafficArguments, online: OnlineRun) -> JsonDict:
+    figures = online.load.figures(**args.figure_options())
+    figures["backlog"] = backlog_json(online.load.requests, args.is_closed)
     return figures
 
 
-def _server_ledger(args: Namespace, online: OnlineRun) -> JsonDict | None:
+def _server_ledger(args: TrafficArguments, online: OnlineRun) -> JsonDict | None:
     if online.bill is None:
         return None
     return online.bill.as_json(args.price_per_hour)
 
 
-def _traffic(args: Namespace, arrivals: list[Arrival]) -> JsonDict:
-    traffic = describe_traffic(args, arrivals, _rate_from(args))
+def _traffic(args: TrafficArguments, arrivals: list[Arrival]) -> JsonDict:
+    traffic = args.describe(arrivals, _rate_from(args))
     return traffic | {"concurrency": args.concurrency}
 
 
@@ -211,18 +200,18 @@ def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
     return {kind: {"count": n, "first": first[kind]} for kind, n in counts.most_common()}
 
 
-def _deliver(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
+def _deliver(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
     from jitney.engine.bench.saved import write_recording
 
     if args.trace_to:
         write_recording(args.trace_to, online.load.requests, online.load.started)
     if args.html:
         _write_page(args, report, online)
-    if write_report(args, report):
+    if args.write_report(report):
         _print_report(args, report, online)
 
 
-def _print_report(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
+def _print_report(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
     from jitney.engine.report.tables import figures_table, ledger_table, print_table
 
     print("\n".join(_summary(report)))
@@ -236,18 +225,13 @@ def _summary(report: JsonObject) -> list[str]:
     client = report["client"]
     return [
         f"{report['model']} at {report['url']}",
-        engine_and_client(report["engine"], report["client_machine"]),
+        f"{EngineAbout(**report['engine'])}; client's machine: {report['client_machine']}",
         traffic_line(report["traffic"]),
         *_doubts(report),
         *_server_lines(report),
         f"this client used {client['cpu_share']:.0%} of a core",
         *filter(None, [client["trouble"]]),
     ]
-
-
-def engine_and_client(engine: JsonObject, client_machine: str) -> str:
-    """What an endpoint says that it is, and what the client ran on."""
-    return f"{EngineAbout(**engine)}; client's machine: {client_machine}"
 
 
 def _doubts(report: JsonObject) -> Iterator[str]:
@@ -276,7 +260,7 @@ def _server_lines(report: JsonObject) -> Iterator[str]:
         yield f"{cached:,} prompt tokens were found in the server's prefix cache"
 
 
-def _write_page(args: Namespace, report: JsonObject, online: OnlineRun) -> None:
+def _write_page(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
     """The HTML report: figures, curves, and the server's ledger if it has one."""
     from jitney.engine.report.page import write_page
 

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.bench_flags import check_writable, write_report
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, layers_from
-from jitney.engine.cli.sizes import USUAL, as_flags, machine
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
+from jitney.engine.cli.sizes import ServerSizes, as_flags
 from jitney.engine.config.kept_sizes import KeptSizes
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.presets import SIZES, runs_on_device
-from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.types import JsonObject
 
@@ -43,15 +41,16 @@ def run(arguments: Sequence[str]) -> int:
     from jitney.engine.bench.sizes import sizes_here
 
     args = _COMMAND.parse(arguments)
-    check_writable(args, "json")
-    layered = layers_from(args)
+    args.check_writable("json")
+    layered = args.load_layers()
     _check(layered)
     config = layered.config
     found = asyncio.run(sizes_here(config))
+    sizes = ServerSizes(layered)
     if args.keep:
-        _keep(config, found)
-    report = {"machine": machine(config), "model": config.model.id, **msgspec.to_builtins(found)}
-    if write_report(args, report):
+        _keep(sizes, found)
+    report = {"machine": sizes.machine, "model": config.model.id, **msgspec.to_builtins(found)}
+    if args.write_report(report):
         _show(report, found)
     return 0
 
@@ -69,9 +68,8 @@ def _check(layered: Layered) -> None:
         raise ConfigError(f"{where}: who gives one of the sizes decides on all; leave it out")
 
 
-def _keep(config: Config, found: Measured) -> None:
-    sizes = KeptSizes(found.values, date.today().isoformat())
-    reason = sizes.keep(config, machine(config))
+def _keep(sizes: ServerSizes, found: Measured) -> None:
+    reason = sizes.keep(KeptSizes(found.values, date.today().isoformat()))
     if reason:
         raise ConfigError(f"the sizes cannot be kept: {reason}")
 
@@ -84,7 +82,7 @@ def _show(report: JsonObject, found: Measured) -> None:
     rows = [row for times in found.times for row in _rows(times)]
     table = Table(["threads", "step", "rows", "ms", "rows/s"], rows)
     print_table(table, "{model} on {machine}".format_map(report))
-    print_lines([f"jitney serve: {as_flags(found.values) or USUAL}"])
+    print_lines([f"jitney serve: {as_flags(found.values)}"])
 
 
 def _rows(times: SizeTimes) -> Iterator[list[str]]:

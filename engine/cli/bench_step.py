@@ -4,13 +4,12 @@ the floor.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
 from jitney.engine.bench.step_parts import DECODING
-from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
 from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -32,15 +31,15 @@ _COMMAND = Command(
 def run(arguments: Sequence[str]) -> int:
     """Measure, print, and write the table; exit status 0."""
     args = _COMMAND.parse(arguments)
-    check_numbers(args, repeats=1, seconds=0)
-    check_writable(args, "json")
-    report = _measured(args, config_from(args))
-    if write_report(args, report):
+    args.check_numbers(repeats=1, seconds=0)
+    args.check_writable("json")
+    report = _measured(args, args.load_config())
+    if args.write_report(report):
         _show(report)
     return 0
 
 
-def _measured(args: Namespace, config: Config) -> JsonDict:
+def _measured(args: Arguments, config: Config) -> JsonDict:
     from jitney.engine.bench.step import measure
     from jitney.engine.bench.step_parts import measure_parts
     from jitney.engine.checkpoints.sources import ModelSource

@@ -5,7 +5,6 @@ at an endpoint.
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,29 +12,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jitney.engine.bench.online import EngineAbout
 from jitney.engine.bench.sweep import knee_of, point_of
+from jitney.engine.cli.arguments import flag_of
 from jitney.engine.cli.bench_flags import (
-    REPORT,
+    TrafficArguments,
     backlog_json,
-    check_numbers,
-    check_writable,
-    describe_traffic,
-    figure_options,
-    flag_of,
-    numbers_from,
     progress,
-    slo_from,
+    report_flags,
     traffic_flags,
-    traffic_from,
     traffic_line,
-    write_report,
 )
 from jitney.engine.cli.bench_serve import (
     ENOUGH_FOR_P99,
     endpoint_flags,
     endpoint_from,
-    engine_and_client,
 )
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
@@ -90,7 +81,7 @@ _COMMAND = Command(
         FlagGroup(_FLAGS, "sweep"),
         endpoint_flags(model=False),
         traffic_flags(requests=None, arrivals="poisson", shown=_REQUESTS_HELP),
-        REPORT,
+        report_flags(),
     ),
     sections=("model", "engine"),
     leave_out=ONLY_SERVED,
@@ -125,7 +116,7 @@ _OF_A_SERVER = ("max_seats", "policy", "order")
 
 def run(arguments: Sequence[str]) -> int:
     """Measure every point, print the curve and mark its knee; exit status 0."""
-    args = _COMMAND.parse(arguments)
+    args = _COMMAND.parse_as(TrafficArguments, arguments)
     _check(args)
     axis, values = _axis_from(args)
     _arrivals_at(args, axis, values[0])  # bad flags are reported before anything is loaded
@@ -135,11 +126,11 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(args: Namespace) -> None:
+def _check(args: TrafficArguments) -> None:
     """Raise ConfigError for flags that no axis could go with."""
-    check_writable(args, "json", "html")
-    check_numbers(args, warmup=0, timeout_s=0.001, requests=1, capacity_streams=0)
-    slo_from(args)
+    args.check_writable("json", "html")
+    args.check_numbers(warmup=0, timeout_s=0.001, requests=1, capacity_streams=0)
+    args.slo()
     if args.trace:
         raise ConfigError("a trace has its own times: --trace cannot be swept")
     if args.capacity_streams and not (args.loads and args.url):
@@ -150,7 +141,7 @@ def _check(args: Namespace) -> None:
 _AXES = {"concurrencies": "concurrency", "rates": "rate", "loads": "load"}
 
 
-def _axis_from(args: Namespace) -> tuple[str, list[float]]:
+def _axis_from(args: TrafficArguments) -> tuple[str, list[float]]:
     """What grows, and its values, ascending."""
     given = [name for name in _AXES if getattr(args, name)] or ["concurrencies"]
     if len(given) > 1:
@@ -161,29 +152,28 @@ def _axis_from(args: Namespace) -> tuple[str, list[float]]:
     return _AXES[name], _values_of(args, name)
 
 
-def _values_of(args: Namespace, name: str) -> list[float]:
-    text = getattr(args, name) or _DEFAULT_CONCURRENCIES
+def _values_of(args: TrafficArguments, name: str) -> list[float]:
     kind = int if name == "concurrencies" else float
-    return sorted(numbers_from(f"--{name}", text, kind))
+    return sorted(args.numbers_of(name, kind, _DEFAULT_CONCURRENCIES))
 
 
-def _arrivals_at(args: Namespace, axis: str, value: float) -> list[Arrival]:
+def _arrivals_at(args: TrafficArguments, axis: str, value: float) -> list[Arrival]:
     """The requests of one point, where `value` requests are open or come a second: the same lengths
     at every point, more of them at a high concurrency.
     """
-    return traffic_from(_args_at(args, axis, value), _rate_at(axis, value))
+    return _args_at(args, axis, value).draw(_rate_at(axis, value))
 
 
 def _rate_at(axis: str, value: float) -> float:
     return 0.0 if axis == "concurrency" else value
 
 
-def _args_at(args: Namespace, axis: str, value: float) -> Namespace:
+def _args_at(args: TrafficArguments, axis: str, value: float) -> TrafficArguments:
     changes = {"requests": args.requests or _OPEN_REQUESTS}
     if axis == "concurrency":
         requests = max(args.requests or _CLOSED_REQUESTS, 4 * int(value))
         changes = {"arrivals": "closed", "requests": requests}
-    return Namespace(**vars(args) | changes)
+    return args.changed(**changes)
 
 
 class _Engine(Protocol):
@@ -202,7 +192,7 @@ class _Engine(Protocol):
         ...
 
 
-def _sweep(args: Namespace, axis: str, values: Sequence[float], engine: _Engine) -> JsonDict:
+def _sweep(args: TrafficArguments, axis: str, values: Sequence[float], engine: _Engine) -> JsonDict:
     """Measure every point; everything but the knee, ready for JSON."""
     with progress() as watch:
         capacity = _capacity(args, axis, values[0], engine, watch)
@@ -221,7 +211,7 @@ def _sweep(args: Namespace, axis: str, values: Sequence[float], engine: _Engine)
 
 
 def _capacity(
-    args: Namespace, axis: str, least: float, engine: _Engine, watch: NamedWatch
+    args: TrafficArguments, axis: str, least: float, engine: _Engine, watch: NamedWatch
 ) -> float | None:
     """Requests a second at load 1; None where nothing is a share of it."""
     if axis != "load":
@@ -233,7 +223,7 @@ def _capacity(
 class _Steps:
     """What the points of a sweep have in common."""
 
-    args: Namespace
+    args: TrafficArguments
     axis: str
     capacity: float | None
     engine: _Engine
@@ -252,9 +242,9 @@ class _Steps:
         return {} if self.capacity is None else {"rate": value * self.capacity}
 
 
-def _last_traffic(args: Namespace, axis: str, value: float) -> JsonDict:
+def _last_traffic(args: TrafficArguments, axis: str, value: float) -> JsonDict:
     arrivals = _arrivals_at(args, axis, value)
-    return describe_traffic(_args_at(args, axis, value), arrivals, _rate_at(axis, value))
+    return _args_at(args, axis, value).describe(arrivals, _rate_at(axis, value))
 
 
 class _InProcess:
@@ -262,14 +252,14 @@ class _InProcess:
     otherwise.
     """
 
-    def __init__(self, args: Namespace, axis: str, values: Sequence[float]):
+    def __init__(self, args: TrafficArguments, axis: str, values: Sequence[float]):
         from jitney.engine.bench.offline import OfflineBench
         from jitney.engine.cli.display import load_llm
 
         if axis == "concurrency" and "max_seats" not in vars(args):
             args.max_seats = str(int(values[-1]))
         self._args = args
-        self._llm = load_llm(config_from(args))
+        self._llm = load_llm(args.load_config())
         self._bench = OfflineBench(self._llm.core, self._llm.tokenizer.encode)
         self._bench.warm_up(self._requests(_arrivals_at(args, axis, values[0])))
 
@@ -301,7 +291,7 @@ class _InProcess:
 class _AtEndpoint:
     """A server elsewhere."""
 
-    def __init__(self, args: Namespace):
+    def __init__(self, args: TrafficArguments):
         given = [flag_of(name) for name in _OF_A_SERVER if name in vars(args)]
         if given:
             raise ConfigError(f"{given[0]} is the server's business: leave it out with --url")
@@ -329,14 +319,14 @@ class _AtEndpoint:
         return self._about._asdict()
 
 
-def _figures_of(run: LoadResult | OfflineRun, args: Namespace, concurrency: int) -> JsonDict:
+def _figures_of(run: LoadResult | OfflineRun, args: TrafficArguments, concurrency: int) -> JsonDict:
     """concurrency: 0 where requests came at their own times."""
-    figures = run.figures(**figure_options(args))
+    figures = run.figures(**args.figure_options())
     figures["backlog"] = backlog_json(run.requests, concurrency > 0)
     return figures
 
 
-def _deliver(args: Namespace, report: JsonDict, knee: int | None) -> None:
+def _deliver(args: TrafficArguments, report: JsonDict, knee: int | None) -> None:
     from jitney.engine.report.page import write_page
     from jitney.engine.report.tables import print_table
 
@@ -346,7 +336,7 @@ def _deliver(args: Namespace, report: JsonDict, knee: int | None) -> None:
     if args.html:
         title = f"Throughput and latency over {axis}"
         write_page(args.html, title, summary, _sections(report, table, knee))
-    if write_report(args, report):
+    if args.write_report(report):
         print("\n".join(summary))
         print_table(table)
 
@@ -398,7 +388,7 @@ def _engine_line(report: JsonObject) -> str:
     policy = about.pop("policy", None)
     if policy is not None:
         return f"{EngineAbout(**about)}, {policy} batching"
-    return engine_and_client(about, report["client_machine"])
+    return f"{EngineAbout(**about)}; client's machine: {report['client_machine']}"
 
 
 def _grew(point: JsonObject) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, progress_reporter
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.fleet.cascade import Measure
@@ -111,7 +110,7 @@ def run(arguments: Sequence[str]) -> int:
     best = min(ladders, key=lambda ladder: ladder.cost_share(args.agreement))
     chosen = best.cheapest(args.agreement)
     tuned = _Tuned(by, args.agreement, pairs, refusals, ladders, best, chosen)
-    if write_report(args, _report_of(tuned)):
+    if args.write_report(_report_of(tuned)):
         _show(tuned)
     return int(chosen is None)
 
@@ -130,11 +129,10 @@ class _Tuned:
     chosen: Rung | None
 
 
-def _check(args: Namespace) -> None:
+def _check(args: Arguments) -> None:
     """Raises ConfigError."""
-    check_writable(args, "json")
-    check_numbers(
-        args,
+    args.check_writable("json")
+    args.check_numbers(
         at_once=1,
         timeout_s=0.001,
         small_price=0,
@@ -146,7 +144,7 @@ def _check(args: Namespace) -> None:
         raise ConfigError(f"--agreement must be over 0 and at most 1, not {args.agreement:g}")
 
 
-def _cost_of(args: Namespace) -> Cost:
+def _cost_of(args: Arguments) -> Cost:
     """Raises ConfigError."""
     prices = TokenPrices(args.small_price, args.large_price)
     if args.cost == "price" and not prices.known:
@@ -166,7 +164,7 @@ def _measure_from(text: str) -> Measure:
     raise ConfigError(f"--measure must be mean or least:WINDOW such as least:8, not {text!r}")
 
 
-def _fields_from(args: Namespace) -> JsonDict:
+def _fields_from(args: Arguments) -> JsonDict:
     fields: JsonDict = {"temperature": args.temperature}
     return fields if args.max_tokens is None else fields | {"max_tokens": args.max_tokens}
 
@@ -186,7 +184,7 @@ def _endpoint_from(flag: str, text: str, timeout_s: float) -> RemoteEndpoint:
     return RemoteEndpoint(url, model, key, timeout_s=timeout_s)
 
 
-async def _compare(args: Namespace, questions: Sequence[Question]) -> tuple[list[Pair], list[str]]:
+async def _compare(args: Arguments, questions: Sequence[Question]) -> tuple[list[Pair], list[str]]:
     import httpx
 
     from jitney.engine.fleet.http_engines import HttpEngines

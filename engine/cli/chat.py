@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
-from jitney.engine.cli.generate import ADAPTER, SAMPLING, check_adapter, sampling_from
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
+from jitney.engine.cli.generate import ADAPTER, SAMPLING, SamplingArguments
 from jitney.engine.errors import ModelError
 from jitney.engine.types import SamplingParams
 
@@ -29,15 +29,15 @@ _COMMAND = Command(
 
 def run(arguments: Sequence[str]) -> int:
     """Talk until the input ends; exit status 0."""
-    args = _COMMAND.parse(arguments)
-    config = config_from(args)
-    sampling_from(args)  # raises for a bad flag before anything is loaded
-    check_adapter(args, config)
+    args = _COMMAND.parse_as(SamplingArguments, arguments)
+    config = args.load_config()
+    args.sampling()  # raises for a bad flag before anything is loaded
+    args.check_adapter(config)
     llm = load_llm(config)
     if not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model.id} has no chat template; use jitney generate")
     print(_HELP, file=sys.stderr)
-    params = sampling_from(args, defaults=llm.info.model.sampling_defaults)
+    params = args.sampling(defaults=llm.info.model.sampling_defaults)
     _converse(llm, params, args.system, args.adapter)
     llm.close()
     return 0

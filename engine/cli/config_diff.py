@@ -9,8 +9,7 @@ import msgspec
 
 from jitney.engine.cli.config_show import JSON_FLAG, NO_DIGEST
 from jitney.engine.cli.config_sources import settings_of
-from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.keys import KEY_FLAG, engine_key
+from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
 from jitney.engine.config.digest import (
     ConfigReport,
     Difference,
@@ -34,7 +33,7 @@ _COMMAND = Command(
 def run(arguments: Sequence[str]) -> int:
     """Print what differs. Exit status: 0 nothing, 1 something, in settings, model or version."""
     args = _COMMAND.parse(arguments)
-    key = engine_key(args)
+    key = args.engine_key()
     a, b = settings_of(args.a, key), settings_of(args.b, key)
     found = list(a.differences(b))
     if args.counted:

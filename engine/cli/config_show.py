@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from jitney.engine.cli.config_sources import settings_here, settings_of
-from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.keys import KEY_FLAG, engine_key
+from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
 from jitney.engine.config.digest import ConfigReport
 
 _PLACE = Flag.of(
@@ -34,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print the settings; exit status 0."""
     args = _COMMAND.parse(arguments)
     if args.place is not None and "://" in args.place:
-        report = settings_of(args.place, engine_key(args))
+        report = settings_of(args.place, args.engine_key())
     else:
         report = settings_here(args.place)
     if args.json:

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.cli.sizes import as_served
+from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.config.digest import ConfigReport, configuration_digest
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config
@@ -33,7 +33,7 @@ def settings_here(file: str | None) -> ConfigReport:
     """What a server that is started here with this file is set to: file, environment, and the sizes
     that an earlier start measured.
     """
-    return _report(as_served(Layered.load(file, os.environ)))
+    return _report(ServerSizes(Layered.load(file, os.environ)).as_served())
 
 
 def settings_of(place: str, key: str) -> ConfigReport:

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.bench_flags import check_numbers
-from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.keys import KEY_FLAG, engine_key
-from jitney.engine.cli.listen import base_url, check_tls, listen, read_keys
+from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
+from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen
 from jitney.engine.config.layers import NOTHING, load_config
 from jitney.engine.config.layers import settings as all_settings
 from jitney.engine.config.schema import Config
@@ -88,12 +86,12 @@ _COMMAND = Command(
 def run(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted; exit status 0."""
     args = _COMMAND.parse(arguments)
-    key = engine_key(args)
+    key = args.engine_key()
     flags: JsonDict = {name: getattr(args, name) for name in _SETTINGS}
     # The engines' key is also what visitors sign in with, and the engines know what it may see.
     flags["admin_keys"] = (key,) if key else ()
     config = load_config(None, NOTHING, flags)
-    check_numbers(args, price_per_hour=0)
+    args.check_numbers(price_per_hour=0)
     given = [*args.replicas, *args.engine] or [_DEFAULT_ENGINE]
     _serve(config, _engines(given, key), args.price_per_hour)
     return 0
@@ -142,7 +140,7 @@ def _web_server(
     from jitney.engine.api.connections import Connections
     from jitney.engine.cli.serve import limits, web_server
 
-    settings = limits(config, read_keys(config.server))
+    settings = limits(config, AcceptedKeys.of(config.server))
     app = _page_of(engines, settings, price)
     return web_server(config, settings, app, Connections(settings))
 

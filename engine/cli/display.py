@@ -6,7 +6,6 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Protocol
 
-from jitney.engine.cli.flags import interactive
 from jitney.engine.config.schema import Config
 from jitney.engine.messages import Progress
 
@@ -42,7 +41,7 @@ class Display(Protocol):
 def make_display(log_level: str = "info") -> Display:
     """The display that suits standard error; also sets up logging to go with it."""
     level = log_level.upper()
-    return _Bars(level) if interactive() else _Lines(level)
+    return _Bars(level) if sys.stderr.isatty() else _Lines(level)
 
 
 class _Lines:

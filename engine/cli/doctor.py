@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.config_sources import digest_here
-from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup, layers_from
+from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup
 from jitney.engine.cli.listen import listen
-from jitney.engine.cli.sizes import as_served
+from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.config.cache_folder import make_folders, make_private
 from jitney.engine.config.digest import short
 from jitney.engine.config.platforms import check_platform
@@ -65,7 +65,7 @@ _COMMAND = Command(
 def run(arguments: Sequence[str]) -> int:
     """Print the findings; exit status 1 if one of them keeps Jitney from running here."""
     args = _COMMAND.parse(arguments)
-    config = as_served(layers_from(args)).config
+    config = ServerSizes(args.load_layers()).as_served().config
     os.environ.update(config.engine.jax_environment)  # before the first import of jax
     claim_memory(os.environ, config.engine.memory_share)
     findings = list(_examine(config))
@@ -145,7 +145,7 @@ def _gib(words: list[str]) -> str:
     return f"{int(words[0]) * 1024 / _GIB:.1f}"
 
 
-def devices(config: Config) -> Iterator[_Finding]:
+def _devices(config: Config) -> Iterator[_Finding]:
     check_platform(config.engine.platform)
     from jitney.engine.build import devices_of
 
@@ -201,7 +201,7 @@ def _port(config: Config) -> Iterator[_Finding]:
     yield _Finding("port", f"{server.port} on {server.host} is free", True)
 
 
-def model(config: Config) -> Iterator[_Finding]:
+def _model(config: Config) -> Iterator[_Finding]:
     from jitney.engine.checkpoints.sources import ModelSource
 
     is_here = ModelSource.is_here(config.model.id, config.model.revision or None)
@@ -229,7 +229,7 @@ def _split(config: Config) -> Iterator[_Finding]:
         yield _Finding("model on each", heads, True)
 
 
-def kernels(config: Config) -> Iterator[_Finding]:
+def _kernels(config: Config) -> Iterator[_Finding]:
     """Compares every kernel with what it should compute, in the shapes of the model and of these
     settings, without weights; those of a model that would have to be fetched are not known, and a
     random model of a few kilobytes stands in.
@@ -326,10 +326,10 @@ _CHECKS: dict[str, Callable[[Config], Iterator[_Finding]]] = {
     "versions": _versions,
     "cpu": _processor,
     "memory": _memory,
-    "devices": devices,
+    "devices": _devices,
     "cache folder": _folders,
     "port": _port,
-    "model": model,
-    "kernels": kernels,
+    "model": _model,
+    "kernels": _kernels,
     "one token": _one_token,
 }

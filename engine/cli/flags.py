@@ -5,7 +5,6 @@ disagree.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from argparse import Namespace
@@ -13,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jitney.engine.cli.arguments import ENGINE_KEY_VARIABLE, Arguments
 from jitney.engine.cli.dispatch import suggestion
-from jitney.engine.config.layers import NOTHING, Layered, Setting, settings
-from jitney.engine.config.presets import GOALS, preset, runs_on_device
+from jitney.engine.config.layers import NOTHING, Setting, settings
+from jitney.engine.config.presets import GOALS
 from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -38,9 +38,9 @@ class _Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def parse(self, arguments: Sequence[str]) -> Namespace:
+    def parse[A: Arguments](self, arguments: Sequence[str], kind: type[A]) -> A:
         """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
-        args, unknown = self.parse_known_args([_dashed(word) for word in arguments])
+        args, unknown = self.parse_known_args([_dashed(word) for word in arguments], kind())
         if unknown:
             word = unknown[0].partition("=")[0]
             self.error(f"{word} is unknown{suggestion(word, self._option_string_actions)}")
@@ -121,9 +121,13 @@ class Command:
     #: Where it is not the usual one.
     usage: str | None = None
 
-    def parse(self, arguments: Sequence[str]) -> Namespace:
-        """As `_Parser.parse`."""
-        return self.parser().parse(arguments)
+    def parse(self, arguments: Sequence[str]) -> Arguments:
+        """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
+        return self.parse_as(Arguments, arguments)
+
+    def parse_as[A: Arguments](self, kind: type[A], arguments: Sequence[str]) -> A:
+        """As `parse`, for a command with flags that `kind` reads."""
+        return self.parser().parse(arguments, kind)
 
     def parser(self) -> _Parser:
         parser = _Parser(self.name, self.about, self.usage)
@@ -145,6 +149,14 @@ FOR = Flag.of(
     "and long ones, balanced between; what it set is printed",
     dest="goal",
     choices=GOALS,
+)
+#: Of commands that ask an engine elsewhere.
+KEY_FLAG = Flag.of(
+    "--key-file",
+    "file whose first line is the engine's API key, readable by its owner only (or set "
+    f"{ENGINE_KEY_VARIABLE})",
+    "",
+    metavar="FILE",
 )
 ALL_SECTIONS = tuple(Config.model_fields)
 _ANY_SETTINGS = (
@@ -216,33 +228,6 @@ class _Joined(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, ",".join(values or ()))
-
-
-def config_from(args: Namespace) -> Config:
-    """The configuration from the file, the environment and the flags. Raises ConfigError."""
-    return layers_from(args).config
-
-
-def layers_from(args: Namespace) -> Layered:
-    """As `config_from`, with where each value came from."""
-    flags = {name: value for name, value in vars(args).items() if name in settings()}
-    if args.model_word is not None:
-        flags.setdefault("model", args.model_word)
-    given = Layered.load(args.config, os.environ, flags)
-    goal = getattr(args, "goal", None)
-    if goal is None:
-        return given
-    # `on_device`: of commands that know better than this machine.
-    on_device = getattr(args, "on_device", None)
-    if on_device is None:
-        on_device = runs_on_device(given.config.engine.platform)
-    filled = preset(goal, given.origins, on_device=on_device)
-    return Layered.load(args.config, os.environ, flags, filled)
-
-
-def interactive() -> bool:
-    """True when a person watches standard error."""
-    return sys.stderr.isatty()
 
 
 def say(message: str) -> None:

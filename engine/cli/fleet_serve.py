@@ -20,7 +20,6 @@ from jitney.engine.cli.listen import (
     check_tls,
     listen,
     read_key_file,
-    read_keys,
 )
 from jitney.engine.config.extras import how_to_install
 from jitney.engine.config.schema import Config
@@ -78,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     flags = {name: value for name, value in given.items() if value is not None}
     config = FleetConfig.read(args.file, os.environ, flags)
     check_tls(config.server)
-    keys = read_keys(config.server)
+    keys = AcceptedKeys.of(config.server)
     return _start_on_ray(config, keys) if args.on == "ray" else _start(config, keys)
 
 
@@ -122,7 +121,7 @@ def ray_application(args: dict[str, str]) -> Application:
         raise ConfigError("args of jitney's application are { file: FLEET_TOML }, no others")
     config = FleetConfig.read(args["file"], os.environ)
     check_tls(config.server)
-    return _application(config, read_keys(config.server), "")
+    return _application(config, AcceptedKeys.of(config.server), "")
 
 
 def _engine_key(config: FleetConfig) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, config_from
+from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
 from jitney.engine.config.layers import NOTHING
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
@@ -57,26 +57,42 @@ _COMMAND = Command(
 )
 
 
+class SamplingArguments(Arguments):
+    """The parsed flags of a command that has `SAMPLING` and `ADAPTER`."""
+
+    def check_adapter(self, config: Config) -> None:
+        """Raise ConfigError for one that the settings do not name."""
+        if self.adapter and self.adapter not in config.model.adapter_folders:
+            raise ConfigError(f"--adapter: give --adapters {self.adapter}=FOLDER too")
+
+    def sampling(self, *, n: int = 1, defaults: Mapping[str, float] = NOTHING) -> SamplingParams:
+        """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming
+        the flag that is out of range.
+        """
+        values = {name: getattr(self, name) for name in _MODEL_DEFAULTED}
+        given = {name: value for name, value in values.items() if value is not None}
+        fields: JsonDict = dict(defaults) | given
+        params = SamplingParams(
+            n=n, max_tokens=self.max_tokens, seed=self.seed, stop=tuple(self.stop), **fields
+        )
+        _check(params)
+        return params
+
+
 def run(arguments: Sequence[str]) -> int:
     """Print one text per prompt; exit status 0."""
-    args = _COMMAND.parse(arguments)
-    config = config_from(args)
-    sampling_from(args, n=args.n)  # raises for a bad flag before anything is loaded
+    args = _COMMAND.parse_as(SamplingArguments, arguments)
+    config = args.load_config()
+    args.sampling(n=args.n)  # raises for a bad flag before anything is loaded
     prompts = args.prompt or [sys.stdin.read()]
-    check_adapter(args, config)
+    args.check_adapter(config)
     llm = load_llm(config)
-    params = sampling_from(args, n=args.n, defaults=llm.info.model.sampling_defaults)
+    params = args.sampling(n=args.n, defaults=llm.info.model.sampling_defaults)
     outputs = llm.generate(prompts, params, adapter=args.adapter)
     llm.close()
     _show_all(prompts, [output.outputs for output in outputs], args.json)
     _raise_first(output.error for output in outputs)
     return 0
-
-
-def check_adapter(args: Namespace, config: Config) -> None:
-    """Raise ConfigError for one that the settings do not name."""
-    if args.adapter and args.adapter not in config.model.adapter_folders:
-        raise ConfigError(f"--adapter: give --adapters {args.adapter}=FOLDER too")
 
 
 def _show_all(
@@ -108,25 +124,6 @@ def _show_json(prompt: str, sequence: Completion) -> None:
         "tokens": len(sequence.token_ids),
     }
     print(json.dumps(line, ensure_ascii=False))
-
-
-def sampling_from(
-    args: Namespace, *, n: int = 1, defaults: Mapping[str, float] = NOTHING
-) -> SamplingParams:
-    """The parameters that the flags describe; defaults: the model's. Raises ConfigError naming the
-    flag that is out of range.
-    """
-    fields: JsonDict = dict(defaults) | _given(args)
-    params = SamplingParams(
-        n=n, max_tokens=args.max_tokens, seed=args.seed, stop=tuple(args.stop), **fields
-    )
-    _check(params)
-    return params
-
-
-def _given(args: Namespace) -> JsonDict:
-    values = {name: getattr(args, name) for name in _MODEL_DEFAULTED}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check(params: SamplingParams) -> None:

@@ -82,14 +82,12 @@ class AcceptedKeys(NamedTuple):
     users: tuple[str, ...] = ()
     admins: tuple[str, ...] = ()
 
-
-def read_keys(server: ServerSection) -> AcceptedKeys:
-    """The accepted API keys from the files and the settings. Raises ConfigError, never showing a
-    key.
-    """
-    users = [*server.api_keys, *_keys_in("api_key_file", server.api_key_file)]
-    admins = [*server.admin_keys, *_keys_in("admin_key_file", server.admin_key_file)]
-    return AcceptedKeys(tuple(users), tuple(admins))
+    @classmethod
+    def of(cls, server: ServerSection) -> AcceptedKeys:
+        """From the files and the settings. Raises ConfigError, never showing a key."""
+        users = [*server.api_keys, *_keys_in("api_key_file", server.api_key_file)]
+        admins = [*server.admin_keys, *_keys_in("admin_key_file", server.admin_key_file)]
+        return cls(tuple(users), tuple(admins))
 
 
 def webhook_secret(server: ServerSection) -> str:

@@ -4,13 +4,12 @@ seen, or compare fleets.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.bench_flags import check_numbers, check_writable, slo_from, write_report
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, Accelerator, find_device
@@ -46,22 +45,22 @@ def run(arguments: Sequence[str]) -> int:
         from jitney.engine.cli.plan_fleet import run as run_fleet
 
         return run_fleet([word for word in arguments if word != "--fleet"])
-    return _run_plan(COMMAND.parse(arguments))
+    return _run_plan(_COMMAND.parse(arguments))
 
 
-def _run_plan(args: Namespace) -> int:
-    check_numbers(args, count=1, rate=0)
-    check_writable(args, "json")
+def _run_plan(args: Arguments) -> int:
+    args.check_numbers(count=1, rate=0)
+    args.check_writable("json")
     if not args.model or not args.device:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
     roofline, demand = _roofline_of(args), _demand_of(args)
     sizing = plan(roofline, demand)
-    if write_report(args, _report_of(roofline, demand, sizing)):
+    if args.write_report(_report_of(roofline, demand, sizing)):
         _show(args.model, roofline, demand, sizing)
     return int(sizing.chosen is None)
 
 
-def _roofline_of(args: Namespace) -> Roofline:
+def _roofline_of(args: Arguments) -> Roofline:
     assumed = Assumptions(
         args.bandwidth_efficiency,
         args.flops_efficiency,
@@ -72,8 +71,8 @@ def _roofline_of(args: Namespace) -> Roofline:
     return Roofline(cost, find_device(args.device), args.count, assumed)
 
 
-def _demand_of(args: Namespace) -> Demand:
-    slo = slo_from(args) or Slo()
+def _demand_of(args: Arguments) -> Demand:
+    slo = args.slo() or Slo()
     same = {name: getattr(args, name) for name in _OF_DEMAND}
     return Demand(itl_s=slo.itl_s, ttft_s=slo.ttft_s, **same)
 
@@ -128,7 +127,7 @@ _ASSUMPTIONS = (
     *EFFICIENCIES,
     Flag.number("--memory-share", "share of the memory that may be used", _DEFAULT.memory),
 )
-COMMAND = Command(
+_COMMAND = Command(
     "plan",
     "Size a deployment: what fits, tokens/s by batch size, the knee, cost and replicas. "
     "`jitney plan buckets --help`: propose buckets instead; `jitney plan --fleet --help`: compare "

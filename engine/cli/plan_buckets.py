@@ -4,23 +4,19 @@ traffic.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.bench_flags import check_numbers, traffic_flags, write_report
-from jitney.engine.cli.flags import Command, Flag, FlagGroup, config_from
-from jitney.engine.cli.simulate import (
+from jitney.engine.cli.bench_flags import traffic_flags
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.simulate_flags import (
     NOT_SIMULATED,
     PACE,
+    SimulateArguments,
     read_records,
-    shape_for,
-    simulate_policy,
-    step_times,
-    traffic,
 )
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
@@ -78,15 +74,15 @@ _COMMAND = Command(
 
 def run(arguments: Sequence[str]) -> int:
     """Print the sizes as the flags that set them, and the padding they save; exit status 0."""
-    args = _COMMAND.parse(arguments)
-    check_numbers(args, budget=0, rate=1e-9, concurrency=0)
-    config = config_from(args)
+    args = _COMMAND.parse_as(SimulateArguments, arguments)
+    args.check_numbers(budget=0, rate=1e-9, concurrency=0)
+    config = args.load_config()
     present = buckets_of(config.engine, bool(args.chip))
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     check_budget(budget)  # before seconds of simulation
     records = _seen_steps(args, config, present)
     proposal = propose(seen_in(records), present, budget)
-    if write_report(args, _report_of(proposal, len(records))):
+    if args.write_report(_report_of(proposal, len(records))):
         _show(proposal, len(records), budget)
     return 0
 
@@ -99,7 +95,7 @@ def _report_of(proposal: Proposal, steps: int) -> JsonDict:
     }
 
 
-def _seen_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray:
+def _seen_steps(args: SimulateArguments, config: Config, present: Buckets) -> np.ndarray:
     """The records given, or those of the traffic simulated."""
     if not args.records:
         return _simulated_steps(args, config, present)
@@ -121,12 +117,12 @@ def _check_fit(records: np.ndarray, present: Buckets) -> None:
         )
 
 
-def _simulated_steps(args: Namespace, config: Config, present: Buckets) -> np.ndarray:
+def _simulated_steps(args: SimulateArguments, config: Config, present: Buckets) -> np.ndarray:
     """With a bucket for every size, so that none is rounded up."""
-    arrivals, policy = traffic(args), config.engine.policy
-    table = step_times(args, config)
-    shape = replace(shape_for(args, config, arrivals, table), buckets=_every_size(present))
-    return simulate_policy(policy, arrivals, shape, table, args, args.concurrency).records
+    arrivals, policy = args.coming(), config.engine.policy
+    table = args.step_times(config)
+    shape = replace(args.shape_for(config, arrivals, table), buckets=_every_size(present))
+    return args.simulate(policy, arrivals, shape, table, args.concurrency).records
 
 
 def _every_size(present: Buckets) -> Buckets:

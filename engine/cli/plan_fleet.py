@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.bench_flags import check_numbers, check_writable, words_of, write_report
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.fleet_flags import RUNNING, TRAFFIC, FleetArguments
 from jitney.engine.cli.plan import EFFICIENCIES, JSON, KV, MODEL, assumptions_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, find_device
-from jitney.engine.simulation.fleet import Failures
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
     FleetSizing,
@@ -23,34 +20,26 @@ from jitney.engine.simulation.fleet_planner import (
     Targets,
     plan_fleet,
 )
-from jitney.engine.simulation.fleet_routing import ROUTERS
-from jitney.engine.simulation.fleet_traffic import Day, Load, Recorded, Traffic
-from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline, find_shape
-from jitney.engine.simulation.workload import parse_lengths, read_trace
+from jitney.engine.simulation.fleet_traffic import Load
 from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
     from jitney.engine.report.page import Table
 
 _HOUR_S = 3600.0
-_WEIGHTS = ("bf16", "fp8", "int8", "int4")
-#: Of the accelerators that a word of --devices names: "h100", "4xv5e", "l4:int8".
-_DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<weights>\w+))?")
-_PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"
-_OUTPUT = "lognormal:mean=256,sigma=0.8,min=8,max=2000"
 
 
 def run(arguments: Sequence[str]) -> int:
     """Size a fleet of each kind and compare them; exit status 0, 1 if none keeps the targets."""
-    args = _COMMAND.parse(arguments)
+    args = _COMMAND.parse_as(FleetArguments, arguments)
     _check(args)
     kinds = _kinds_of(args)
-    load, targets, how = load_of(args), _targets_of(args), _circumstances_of(args)
+    load, targets, how = args.load(), _targets_of(args), _circumstances_of(args)
     began = time.perf_counter()
     sizings = [plan_fleet(kind, load, targets, how) for kind in kinds]
     report = _report_of(args, load, sizings, how)
     report["planned_in_s"] = round(time.perf_counter() - began, 1)
-    if write_report(args, report):
+    if args.write_report(report):
         _show(args, load, sizings, report)
     return int(all(sizing.problem for sizing in sizings))
 
@@ -66,21 +55,6 @@ _WHAT = (
     Flag.of("--prices", "of one chip an hour, such as h100=2.5,v5e=1.2", "", metavar="LIST"),
     KV,
 )
-TRAFFIC = (
-    Flag.of(
-        "--rates",
-        "requests a second, hour by hour: one number, or such as 10,8,30 for three hours",
-        metavar="LIST",
-    ),
-    Flag.of(
-        "--trace",
-        "times and lengths from a file of JSON lines instead (`jitney serve --record`)",
-        metavar="FILE",
-    ),
-    Flag.of("--prompt", f"prompt tokens, as `jitney simulate` takes them [{_PROMPT}]"),
-    Flag.of("--output", f"output tokens, likewise [{_OUTPUT}]"),
-    Flag.whole("--seed", "of times, lengths and failures", 0),
-)
 _TARGETS = (
     Flag.number(
         "--slo-ttft-ms",
@@ -91,20 +65,12 @@ _TARGETS = (
     Flag.number("--stream-tok-s", "least tokens a second of 99 in 100 streams; 0: any", 0.0),
     Flag.number("--refused", "most of 100 requests that may be refused", 0.1),
 )
-DEFAULT_HOW = Circumstances()
-#: How replicas are chosen, and how often they are lost.
-RUNNING = (
-    Flag.of("--router", "how requests find a replica", "least-wait", choices=ROUTERS),
-    Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
-    Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),
-    Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0),
-    Flag.number("--start-s", "seconds until a new replica is ready", DEFAULT_HOW.start_s),
-)
+_DEFAULT = Circumstances()
 _HOW = (
     *RUNNING,
-    Flag.whole("--most-seats", "most seats of a replica", DEFAULT_HOW.most_seats),
-    Flag.whole("--token-budget", "most rows of a step", DEFAULT_HOW.token_budget),
-    Flag.whole("--requests", "requests of one simulation, at most", DEFAULT_HOW.most_requests),
+    Flag.whole("--most-seats", "most seats of a replica", _DEFAULT.most_seats),
+    Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
+    Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT.most_requests),
     JSON,
 )
 _COMMAND = Command(
@@ -119,16 +85,8 @@ _COMMAND = Command(
     ),
     usage="jitney plan --fleet MODEL --devices LIST --rates LIST [FLAG ...]",
 )
-#: Least values of flags: of `RUNNING` and the traffic, and of all.
-LEAST_RUNNING = {
-    "core_mtbf_h": 1e-3,
-    "core_recovery_s": 0,
-    "machine_mtbf_h": 1e-3,
-    "start_s": 0,
-    "seed": 0,
-}
+#: Least values of flags.
 _LEAST = {
-    **LEAST_RUNNING,
     "slo_ttft_ms": 1e-3,
     "stream_tok_s": 0,
     "refused": 0,
@@ -138,27 +96,19 @@ _LEAST = {
 }
 
 
-def _check(args: Namespace) -> None:
+def _check(args: FleetArguments) -> None:
     """Raise ConfigError for flags that cannot be, before anything is simulated."""
-    check_numbers(args, **_LEAST)
-    check_writable(args, "json")
+    args.check_numbers(**_LEAST)
+    args.check_writable("json")
     if not args.model or not args.devices:
         raise ConfigError("say what to size: jitney plan --fleet MODEL --devices LIST --rates LIST")
-    check_traffic(args)
+    args.check_running()
 
 
-def check_traffic(args: Namespace) -> None:
-    """Raises ConfigError for flags of `TRAFFIC` that contradict each other."""
-    if bool(args.rates) == bool(args.trace):
-        raise ConfigError("say what comes: exactly one of --rates and --trace")
-    if args.trace and (args.prompt or args.output):
-        raise ConfigError("--prompt and --output are for --rates: a trace has its own lengths")
-
-
-def _kinds_of(args: Namespace) -> list[ReplicaKind]:
+def _kinds_of(args: FleetArguments) -> list[ReplicaKind]:
     """The replicas to compare, with their prices."""
-    prices = _prices_of(args.prices)
-    kinds = [kind_of(args, word, prices) for word in words_of(args.devices)]
+    prices = _prices_of(args)
+    kinds = [args.kind_of(word, prices) for word in args.words_of("devices")]
     if not kinds:
         raise ConfigError("--devices: names no device")
     unused = prices.keys() - {kind.roofline.device.name for kind in kinds}
@@ -167,71 +117,27 @@ def _kinds_of(args: Namespace) -> list[ReplicaKind]:
     return kinds
 
 
-def kind_of(args: Namespace, word: str, prices: Mapping[str, float]) -> ReplicaKind:
-    """The replica that a word of --devices describes. prices: of a chip an hour, by device. Raises
-    ConfigError.
-    """
-    found = _DEVICE.fullmatch(word.lower())
-    weights = (found and found["weights"]) or "bf16"
-    if found is None or weights not in _WEIGHTS:
-        raise ConfigError(
-            f"--devices: {word!r} is none; write h100, 4xv5e or l4:int8, with one of "
-            f"{', '.join(_WEIGHTS)} as the format of the weights"
-        )
-    device = find_device(found["name"])
-    assumed = Assumptions(args.bandwidth_efficiency, args.flops_efficiency, args.overhead_ms / 1e3)
-    cost = ModelCost(find_shape(args.model), weights, args.kv)
-    roofline = Roofline(cost, device, int(found["count"] or 1), assumed)
-    return ReplicaKind(word, roofline, prices.get(device.name))
-
-
-def _prices_of(text: str) -> dict[str, float]:
+def _prices_of(args: FleetArguments) -> dict[str, float]:
     """Device -> price of a chip an hour."""
     prices: dict[str, float] = {}
-    for word in words_of(text):
+    words = args.words_of("prices")
+    for word in words:
         name, _, price = word.partition("=")
         with suppress(ValueError):
             prices[find_device(name.strip()).name] = float(price)
-    if len(prices) != len(words_of(text)) or not all(0 < p < math.inf for p in prices.values()):
-        raise ConfigError(f"--prices: {text!r} is none; write such as h100=2.5,v5e=1.2")
+    if len(prices) != len(words) or not all(0 < p < math.inf for p in prices.values()):
+        raise ConfigError(f"--prices: {args.prices!r} is none; write such as h100=2.5,v5e=1.2")
     return prices
 
 
-def load_of(args: Namespace) -> Day | Recorded:
-    """What the flags of `TRAFFIC` describe. Raises ConfigError."""
-    if args.trace:
-        return Recorded(Traffic.of(read_trace(args.trace)))
-    prompt = parse_lengths(args.prompt or _PROMPT, "--prompt")
-    output = parse_lengths(args.output or _OUTPUT, "--output")
-    return Day(_rates_of(args.rates), prompt, output)
-
-
-def _rates_of(text: str) -> tuple[float, ...]:
-    """Requests a second of each hour; the same number may stand twice."""
-    with suppress(ValueError):
-        rates = tuple(map(float, text.split(",")))
-        if all(0 <= rate < math.inf for rate in rates) and max(rates) > 0:
-            return rates
-    raise ConfigError(f"--rates: {text!r} is none; write numbers such as 10,8,30, one above 0")
-
-
-def _targets_of(args: Namespace) -> Targets:
+def _targets_of(args: FleetArguments) -> Targets:
     return Targets(args.slo_ttft_ms / 1e3, args.stream_tok_s, args.refused / 100)
 
 
-def failures_of(args: Namespace) -> Failures:
-    """By the flags of `RUNNING`; those of machines are of one chip."""
-    return Failures(
-        core_mtbf_s=args.core_mtbf_h * _HOUR_S,
-        core_recovery_s=args.core_recovery_s,
-        machine_mtbf_s=args.machine_mtbf_h * _HOUR_S,
-    )
-
-
-def _circumstances_of(args: Namespace) -> Circumstances:
+def _circumstances_of(args: FleetArguments) -> Circumstances:
     return Circumstances(
         router=args.router,
-        failures=failures_of(args),
+        failures=args.failures(),
         start_s=args.start_s,
         token_budget=args.token_budget,
         most_seats=args.most_seats,
@@ -241,7 +147,7 @@ def _circumstances_of(args: Namespace) -> Circumstances:
 
 
 def _report_of(
-    args: Namespace, load: Load, sizings: list[FleetSizing], how: Circumstances
+    args: FleetArguments, load: Load, sizings: list[FleetSizing], how: Circumstances
 ) -> JsonDict:
     cheapest = _cheapest(sizings)
     return {
@@ -300,7 +206,7 @@ def _scaled_cost(sizing: FleetSizing) -> float:
     return sizing.cost_per_million(sizing.scaled_replica_hours) or math.inf
 
 
-def _show(args: Namespace, load: Load, sizings: list[FleetSizing], report: JsonDict) -> None:
+def _show(args: FleetArguments, load: Load, sizings: list[FleetSizing], report: JsonDict) -> None:
     from jitney.engine.report.tables import print_lines, print_table
 
     busiest = max(load.rates)

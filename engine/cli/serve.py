@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.descriptors import (
     connections_within,
     descriptor_limit,
@@ -24,16 +25,15 @@ from jitney.engine.cli.descriptors import (
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.equipment import Equipment
-from jitney.engine.cli.flags import ALL_SECTIONS, FOR, Command, Flag, FlagGroup, layers_from, say
+from jitney.engine.cli.flags import ALL_SECTIONS, FOR, Command, Flag, FlagGroup, say
 from jitney.engine.cli.listen import (
     AcceptedKeys,
     base_url,
     check_tls,
     listen,
-    read_keys,
     webhook_secret,
 )
-from jitney.engine.cli.sizes import described, kept_for, measured_for
+from jitney.engine.cli.sizes import ServerSizes, described
 from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.kept_sizes import are_measured
 from jitney.engine.config.layers import FROM_PRESET, Layered, settings, to_toml
@@ -84,15 +84,16 @@ def run(arguments: Sequence[str]) -> int:
     """
     parser = _COMMAND.parser()
     add_vllm_flags(parser)
-    args = parser.parse(arguments)
-    layered = layers_from(args)
+    args = parser.parse(arguments, Arguments)
+    layered = args.load_layers()
     chosen = [] if args.goal is None else [_filled_in(args.goal, layered)]
     layered = replace(layered, config=placed(layered.config, os.environ))
     measures = are_measured(layered)
-    kept = kept_for(layered)
+    sizes = ServerSizes(layered)
+    kept = sizes.kept()
     if kept is not None:
         chosen.append(described(kept))
-        layered = kept.applied_to(layered)
+        layered = sizes.set_to(kept)
     if args.print_config:
         _say_all(chosen)
         print(to_toml(layered.config), end="")
@@ -110,11 +111,12 @@ def _say_all(lines: Iterable[str]) -> None:
 
 async def _measured(layered: Layered, display: Display) -> Layered:
     """With the sizes that this machine's steps ask for, if they can be timed."""
-    sizes = await measured_for(layered, display)
-    if sizes is None:
+    sizes = ServerSizes(layered)
+    found = await sizes.measured(display)
+    if found is None:
         return layered
-    _log.info("%s", described(sizes))
-    return sizes.applied_to(layered)
+    _log.info("%s", described(found))
+    return sizes.set_to(found)
 
 
 def _filled_in(goal: str, layered: Layered) -> str:
@@ -145,7 +147,7 @@ def _start(layered: Layered, chosen: Sequence[str], measure: _Measure | None) ->
     section = layered.config.server
     check_platform(layered.config.engine.platform)
     check_tls(section)
-    keys = read_keys(section)
+    keys = AcceptedKeys.of(section)
     _warn_of_closed_pages(keys)
     raise_descriptor_limit()
     with contextlib.closing(listen(section.host, section.port)) as bound:

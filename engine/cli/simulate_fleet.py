@@ -6,23 +6,12 @@ from __future__ import annotations
 
 import re
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
-from jitney.engine.cli.bench_flags import check_numbers, check_writable, write_report
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.fleet_flags import RUNNING, TRAFFIC, FleetArguments
 from jitney.engine.cli.plan import EFFICIENCIES, JSON, KV, MODEL
-from jitney.engine.cli.plan_fleet import (
-    DEFAULT_HOW,
-    LEAST_RUNNING,
-    RUNNING,
-    TRAFFIC,
-    check_traffic,
-    failures_of,
-    kind_of,
-    load_of,
-)
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
@@ -31,7 +20,6 @@ from jitney.engine.simulation.fleet_planner import (
     ReplicaKind,
     Targets,
     engine_for,
-    of_replica,
 )
 from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
@@ -40,6 +28,7 @@ from jitney.engine.types import JsonDict
 #: Least and most replicas, such as 2:50.
 _SCALE = re.compile(r"(?P<least>[1-9]\d*):(?P<most>[1-9]\d*)")
 _RULE = ScalingRule()
+_DEFAULT = Circumstances()
 #: Most requests of a run, if not said otherwise: a minute or two.
 _MOST = 1_000_000
 
@@ -52,8 +41,8 @@ _WHAT = (
         metavar="WORD",
     ),
     Flag.whole("--replicas", "replicas at the beginning, all ready"),
-    Flag.whole("--seats", "most seats of a replica", DEFAULT_HOW.most_seats),
-    Flag.whole("--token-budget", "most rows of a step", DEFAULT_HOW.token_budget),
+    Flag.whole("--seats", "most seats of a replica", _DEFAULT.most_seats),
+    Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
     KV,
     Flag.number("--price", "of one chip an hour"),
     Flag.switch(
@@ -103,7 +92,6 @@ _COMMAND = Command(
     usage="jitney simulate --fleet MODEL --device WORD --replicas N --rates LIST [FLAG ...]",
 )
 _LEAST = {
-    **LEAST_RUNNING,
     "replicas": 1,
     "seats": 1,
     "token_budget": 2,
@@ -118,11 +106,11 @@ _LEAST = {
 
 def run(arguments: Sequence[str]) -> int:
     """Simulate one fleet; exit status 0. Raises ConfigError."""
-    args = _COMMAND.parse(arguments)
+    args = _COMMAND.parse_as(FleetArguments, arguments)
     _check(args)
     price = args.price
-    kind = kind_of(args, args.device, {})
-    load = load_of(args)
+    kind = args.kind_of(args.device, {})
+    load = args.load()
     traffic, asked = _traffic_of(args, load)
     plan = _plan_of(args, kind, traffic)
     began = time.perf_counter()
@@ -131,27 +119,27 @@ def run(arguments: Sequence[str]) -> int:
     hour = None if price is None else price * kind.roofline.count
     report = _report_of(args, plan, found, asked, hour)
     report["simulated_in_s"] = round(took, 1)
-    if write_report(args, report):
+    if args.write_report(report):
         _show(args, report)
     return 0
 
 
-def _check(args: Namespace) -> None:
+def _check(args: FleetArguments) -> None:
     """Raises ConfigError for flags that cannot be, before anything is simulated."""
     given = {name: least for name, least in _LEAST.items() if getattr(args, name) is not None}
-    check_numbers(args, **given)
-    check_writable(args, "json")
+    args.check_numbers(**given)
+    args.check_writable("json")
     if not args.model or not args.device or not args.replicas:
         raise ConfigError(
             "say what to simulate: jitney simulate --fleet MODEL --device WORD --replicas N "
             "--rates LIST"
         )
-    check_traffic(args)
+    args.check_running()
     if args.prefix_cache and not args.trace:
         raise ConfigError("--prefix-cache is for --trace: made-up traffic has no conversations")
 
 
-def _traffic_of(args: Namespace, load: Day | Recorded) -> tuple[Traffic, int]:
+def _traffic_of(args: FleetArguments, load: Day | Recorded) -> tuple[Traffic, int]:
     """(what is simulated, how many requests there are)."""
     if isinstance(load, Recorded):
         return load.busiest(1.0, args.requests, args.seed), len(load.traffic)
@@ -163,7 +151,7 @@ def _traffic_of(args: Namespace, load: Day | Recorded) -> tuple[Traffic, int]:
     return load.busiest(1.0, args.requests, args.seed), asked
 
 
-def _plan_of(args: Namespace, kind: ReplicaKind, traffic: Traffic) -> FleetPlan:
+def _plan_of(args: FleetArguments, kind: ReplicaKind, traffic: Traffic) -> FleetPlan:
     how = Circumstances(token_budget=args.token_budget, most_seats=args.seats)
     _, engine = engine_for(kind.roofline, traffic, Targets(ttft_s=1.0), how)
     return FleetPlan(
@@ -179,14 +167,14 @@ def _plan_of(args: Namespace, kind: ReplicaKind, traffic: Traffic) -> FleetPlan:
     )
 
 
-def _failures_of(args: Namespace, chips: int) -> Failures:
-    failures = replace(of_replica(failures_of(args), chips), notice_s=args.notice_s)
+def _failures_of(args: FleetArguments, chips: int) -> Failures:
+    failures = replace(args.failures().of_replica(chips), notice_s=args.notice_s)
     if args.outage_at_s is None:
         return failures
     return replace(failures, outage_at=args.outage_at_s, outage_share=args.outage_share)
 
 
-def _scaling_of(args: Namespace) -> ScalingRule | None:
+def _scaling_of(args: FleetArguments) -> ScalingRule | None:
     """None: there are always as many. Raises ConfigError."""
     if args.scale is None:
         return None
@@ -203,7 +191,7 @@ def _scaling_of(args: Namespace) -> ScalingRule | None:
 
 
 def _report_of(
-    args: Namespace, plan: FleetPlan, found: FleetRun, asked: int, hour: float | None
+    args: FleetArguments, plan: FleetPlan, found: FleetRun, asked: int, hour: float | None
 ) -> JsonDict:
     """hour: price of a replica."""
     return {
@@ -228,7 +216,7 @@ def _engine_json(engine: EngineShape) -> JsonDict:
     }
 
 
-def _show(args: Namespace, report: JsonDict) -> None:
+def _show(args: FleetArguments, report: JsonDict) -> None:
     from jitney.engine.report.page import Table
     from jitney.engine.report.tables import print_lines, print_table
 

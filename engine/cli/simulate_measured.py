@@ -4,23 +4,14 @@ prediction is.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jitney.engine.cli.bench_flags import figure_options
-from jitney.engine.cli.simulate import (
-    deliver,
-    describe,
-    learns_from_runs,
-    policies_of,
-    source_of,
-    step_times,
-    timed_figures,
-)
+from jitney.engine.cli.simulate import deliver, timed_figures
+from jitney.engine.cli.simulate_flags import SimulateArguments
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import MeasuredRun, cross_errors, read_runs
@@ -34,17 +25,17 @@ if TYPE_CHECKING:
 _Runs = Mapping[str, MeasuredRun]
 
 
-def run_measured(args: Namespace, config: Config) -> int:
+def run_measured(args: SimulateArguments, config: Config) -> int:
     """Simulate the arrivals of every run in the file on that run's own engine; exit status 0."""
     runs = read_runs(args.measured)
     chosen = _chosen(args, runs)
     tables = _calibrated(args, config, runs)
-    options = figure_options(args)
+    options = args.figure_options()
     figures = {name: _predicted(args, run, tables[name]) for name, run in chosen.items()}
-    learns = learns_from_runs(args)
+    learns = args.learns_from_runs
     report: JsonDict = {
-        "source": "; ".join(dict.fromkeys(source_of(tables[name]) for name in chosen)),
-        "engine": describe(list(chosen.values())[-1].note.shape),
+        "source": "; ".join(dict.fromkeys(tables[name].source for name in chosen)),
+        "engine": list(chosen.values())[-1].note.shape.as_json(),
         "policies": figures,
         "measured": {name: run.figures(**options) for name, run in chosen.items()},
         "errors": {},
@@ -54,15 +45,15 @@ def run_measured(args: Namespace, config: Config) -> int:
     return 0
 
 
-def _predicted(args: Namespace, run: MeasuredRun, table: StepTimes) -> JsonDict:
+def _predicted(args: SimulateArguments, run: MeasuredRun, table: StepTimes) -> JsonDict:
     concurrency = args.concurrency or None
     simulated = partial(run.predicted, table, concurrency=concurrency, seed=args.seed)
-    return timed_figures(simulated, figure_options(args))
+    return timed_figures(simulated, args.figure_options())
 
 
-def _chosen(args: Namespace, runs: _Runs) -> dict[str, MeasuredRun]:
+def _chosen(args: SimulateArguments, runs: _Runs) -> dict[str, MeasuredRun]:
     """The runs that the flags ask for."""
-    chosen = {name: runs[name] for name in runs if name in policies_of(args)}
+    chosen = {name: runs[name] for name in runs if name in args.compared()}
     if not chosen:
         raise ConfigError(
             f"{args.measured} holds the runs {', '.join(runs)}, none of which is asked for"
@@ -70,12 +61,12 @@ def _chosen(args: Namespace, runs: _Runs) -> dict[str, MeasuredRun]:
     return chosen
 
 
-def _calibrated(args: Namespace, config: Config, runs: _Runs) -> dict[str, StepTimes]:
+def _calibrated(args: SimulateArguments, config: Config, runs: _Runs) -> dict[str, StepTimes]:
     """The step times to predict each run with: what the flags ask for, else those of the runs
     themselves.
     """
-    if not learns_from_runs(args):
-        return dict.fromkeys(runs, step_times(args, config))
+    if not args.learns_from_runs:
+        return dict.fromkeys(runs, args.step_times(config))
     source = args.calibrate_on or _default_source(runs)
     if source == "each":
         return {name: _learned({name: run}) for name, run in runs.items()}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import date
 
 from jitney.engine.cli.display import Display
@@ -15,7 +16,6 @@ from jitney.engine.config.kept_sizes import (
     are_measured,
 )
 from jitney.engine.config.layers import Layered, settings
-from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.executor.threads import processors_here
 from jitney.engine.machine import processor_name
@@ -24,66 +24,78 @@ from jitney.engine.messages import Progress
 _log = logging.getLogger("jitney")
 
 #: Where all came out as their defaults.
-USUAL = "the usual ones"
+_USUAL = "the usual ones"
 _MEASURING = "once, to choose sizes by them; --no-measured-sizes takes the usual ones"
 
 
-def machine(config: Config) -> str:
-    """What computes here: the processor, and what of it may be used. Raises ConfigError."""
-    return f"{processor_name()}, {processors_here(config.engine.threads)}"
+@dataclass(frozen=True, slots=True)
+class ServerSizes:
+    """The sizes of a server with these settings."""
 
+    layered: Layered
 
-def kept_for(layered: Layered) -> KeptSizes | None:
-    """What was measured here before, if a server with these settings goes by it."""
-    if not are_measured(layered):
-        return None
-    kept = KeptSizes.read(layered.config, machine(layered.config))
-    return kept if kept is not None and _fit(layered, kept) else None
+    @property
+    def machine(self) -> str:
+        """What computes here: the processor, and what of it may be used. Raises ConfigError."""
+        return f"{processor_name()}, {processors_here(self.layered.config.engine.threads)}"
 
+    def kept(self) -> KeptSizes | None:
+        """What was measured here before, if the server goes by it."""
+        if not are_measured(self.layered):
+            return None
+        kept = KeptSizes.read(self.layered.config, self.machine)
+        return kept if kept is not None and self._can_have(kept) else None
 
-def _fit(layered: Layered, sizes: KeptSizes) -> bool:
-    """Whether an engine can have them; else the file is not what was written."""
-    try:
-        sizes.applied_to(layered)
-    except ConfigError:
-        return False
-    return True
+    def _can_have(self, sizes: KeptSizes) -> bool:
+        """Whether an engine can have them; else the file is not what was written."""
+        try:
+            self.set_to(sizes)
+        except ConfigError:
+            return False
+        return True
 
+    async def measured(self, display: Display) -> KeptSizes | None:
+        """Measure now and keep it. None, and one line in the log, if that cannot be done."""
+        # Of later starts none needs what measures.
+        from jitney.engine.bench.sizes import sizes_here
 
-async def measured_for(layered: Layered, display: Display) -> KeptSizes | None:
-    """Measure now and keep it. None, and one line in the log, if that cannot be done."""
-    # Of later starts none needs what measures.
-    from jitney.engine.bench.sizes import sizes_here
+        display.progress(Progress("sizes", 0, 1, _MEASURING))
+        try:
+            found = await sizes_here(self.layered.config)
+        except (JitneyError, OSError) as error:
+            _log.warning("sizes are the usual ones: %s", error)
+            return None
+        display.progress(Progress("sizes", 1, 1))
+        sizes = KeptSizes(found.values, date.today().isoformat())
+        reason = self.keep(sizes)
+        if reason:
+            _log.warning("sizes are measured anew at every start: %s", reason)
+        return sizes
 
-    display.progress(Progress("sizes", 0, 1, _MEASURING))
-    try:
-        found = await sizes_here(layered.config)
-    except (JitneyError, OSError) as error:
-        _log.warning("sizes are the usual ones: %s", error)
-        return None
-    display.progress(Progress("sizes", 1, 1))
-    sizes = KeptSizes(found.values, date.today().isoformat())
-    reason = sizes.keep(layered.config, machine(layered.config))
-    if reason:
-        _log.warning("sizes are measured anew at every start: %s", reason)
-    return sizes
+    def keep(self, sizes: KeptSizes) -> str:
+        """Have later starts take them. Why that cannot be; empty if it can."""
+        return sizes.keep(self.layered.config, self.machine)
 
+    def set_to(self, sizes: KeptSizes) -> Layered:
+        """The settings with the sizes that were measured."""
+        return sizes.applied_to(self.layered)
 
-def as_served(layered: Layered) -> Layered:
-    """As a server started now has its settings: with the sizes kept here, if there are any."""
-    kept = kept_for(layered)
-    return layered if kept is None else kept.applied_to(layered)
+    def as_served(self) -> Layered:
+        """As a server started now has its settings: with the sizes kept here, if there are any."""
+        kept = self.kept()
+        return self.layered if kept is None else self.set_to(kept)
 
 
 def described(sizes: KeptSizes) -> str:
     """In one line, as the flags that would set them."""
-    words = as_flags(sizes.values) or USUAL
+    words = as_flags(sizes.values)
     return f"sizes by this machine's steps, timed on {sizes.measured}: {words}"
 
 
 def as_flags(values: Mapping[str, Value]) -> str:
-    """As they would be given on the command line."""
-    return " ".join(f"{settings()[name].flag} {_text(value)}" for name, value in values.items())
+    """As they would be given on the command line; words where none need be."""
+    flags = [f"{settings()[name].flag} {_text(value)}" for name, value in values.items()]
+    return " ".join(flags) or _USUAL
 
 
 def _text(value: Value) -> str:

@@ -8,8 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.keys import KEY_FLAG, engine_key
+from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -37,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     show = _once if args.once else _watch
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(show(args.url, engine_key(args)))
+        asyncio.run(show(args.url, args.engine_key()))
     return 0
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import msgspec
+
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.types import JsonDict
+
+_NO_CAP = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,25 @@ class EngineShape:
             timeout_ms = static_timeout_ms
         limits = replace(self.limits, policy=policy, static_timeout_ms=timeout_ms)
         return replace(self, limits=limits)
+
+    def open_to_all(self) -> EngineShape:
+        """The same engine, refusing nobody."""
+        limits = replace(
+            self.limits,
+            max_waiting_requests=_NO_CAP,
+            max_waiting_tokens=_NO_CAP,
+            max_predicted_wait_s=0.0,
+        )
+        return replace(self, limits=limits)
+
+    def as_json(self) -> JsonDict:
+        """For a report."""
+        return {
+            "limits": msgspec.to_builtins(self.limits),
+            "pages": self.pages,
+            "page_size": self.page_size,
+            "buckets": [str(bucket) for bucket in self.buckets.all()],
+        }
 
 
 def _shared(settings: EngineSection) -> JsonDict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -64,6 +64,10 @@ class Failures:
         times = self.core_recovery_s, self.notice_s
         if not 0 <= min(times) <= max(times) < math.inf:
             raise ConfigError("times to recover and to notice must be 0 or more")
+
+    def of_replica(self, chips: int) -> Failures:
+        """Those of a replica, which is lost with any of its chips, where machines have one chip."""
+        return replace(self, machine_mtbf_s=self.machine_mtbf_s / chips)
 
 
 NO_FAILURES = Failures()

@@ -173,7 +173,7 @@ class FleetSizing:
 
 def plan_fleet(kind: ReplicaKind, load: Load, targets: Targets, how: Circumstances) -> FleetSizing:
     """Size a fleet of one kind; what cannot be is said in `FleetSizing.problem`."""
-    how = replace(how, failures=of_replica(how.failures, kind.roofline.count))
+    how = replace(how, failures=how.failures.of_replica(kind.roofline.count))
     lengths = load.sample(1.0, _FEWEST, how.seed)
     try:
         check_split(kind.roofline)
@@ -186,11 +186,6 @@ def plan_fleet(kind: ReplicaKind, load: Load, targets: Targets, how: Circumstanc
     sizing = _counted(kind, load, request_s, lengths, how)
     sizing = replace(sizing, seats=point.seats, pages=engine.pages)
     return _checked(sizing, engine, load, targets, how)
-
-
-def of_replica(failures: Failures, chips: int) -> Failures:
-    """A replica is lost with any of its chips. failures: those of machines are of one chip."""
-    return replace(failures, machine_mtbf_s=failures.machine_mtbf_s / chips)
 
 
 def _out_of_reach(targets: Targets) -> str:

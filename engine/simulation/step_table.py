@@ -106,6 +106,11 @@ class StepTimes(Protocol):
     """Anything that says how long a step takes."""
 
     @property
+    def source(self) -> str:
+        """One line that says where the numbers come from."""
+        ...
+
+    @property
     def host(self) -> HostTimes: ...
     @property
     def noise(self) -> dict[str, list[float]]:

@@ -9,7 +9,7 @@ from api_fakes import ByteTokenizer, FakeClient, call, make_app, run
 
 from jitney.dashboard import dashboard_routes
 from jitney.engine.api.app import create_app
-from jitney.engine.cli.listen import read_keys
+from jitney.engine.cli.listen import AcceptedKeys
 from jitney.engine.cli.serve import limits
 from jitney.engine.config.layers import load_config
 from jitney.engine.errors import ConfigError
@@ -28,7 +28,7 @@ ADDRESS_BAR = {"sec-fetch-site": "none"}
 def app_of(**flags: Any):
     """The whole HTTP side as `jitney serve` makes it from these flags."""
     config = load_config(None, {}, flags)
-    settings = limits(config, read_keys(config.server))
+    settings = limits(config, AcceptedKeys.of(config.server))
     client = FakeClient()
     routes = dashboard_routes(client, settings)  # type: ignore[arg-type]
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]

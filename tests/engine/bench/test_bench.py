@@ -20,7 +20,6 @@ from jitney.engine.bench.cases import (
     TrafficCase,
     at_load,
     load_curve,
-    open_to_all,
     simulated_capacity,
 )
 from jitney.engine.bench.compare import capacity, differences, ratios, run_policies
@@ -30,7 +29,8 @@ from jitney.engine.bench.saved import write_recording, write_records
 from jitney.engine.bench.sweep import _knee, knee_of
 from jitney.engine.bench.text import prompt_ids, prose
 from jitney.engine.cli import main
-from jitney.engine.cli.bench_policies import COMMAND, _cases_from, _draw, _set_rates, _with_flags
+from jitney.engine.cli.bench_flags import TrafficArguments
+from jitney.engine.cli.bench_policies import _COMMAND, _cases_from, _draw, _set_rates
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
@@ -225,7 +225,7 @@ TABLE = StepTable([Curve(1, 1, 0.006), Curve(4, 4, 0.01), Curve(16, 4, 0.02)])
 
 def flat_shape(policy: str = "continuous") -> EngineShape:
     held_to = SchedulerLimits(4, 2048, policy=policy, max_waiting_requests=2)
-    return open_to_all(EngineShape(held_to, make_buckets(max_seats=4, token_budget=16), 2000))
+    return EngineShape(held_to, make_buckets(max_seats=4, token_budget=16), 2000).open_to_all()
 
 
 def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():
@@ -292,31 +292,34 @@ def test_a_case_says_whose_queue_grew_and_what_it_was_offered():
 
 
 def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_carries():
-    cases = _cases_from(COMMAND.parse([]))
+    cases = _cases_from(_COMMAND.parse_as(TrafficArguments, []))
     assert list(cases) == ["heavy", "uniform", "light"]
     assert cases["uniform"][0].output == "50..800" and cases["light"][1] is CASES["light"]
     assert CASES["light"].of == "static" and CASES["light"].load < 1
     assert cases["heavy"][0].requests == CASES["heavy"].requests
     assert [
-        flags.requests for flags, _ in _cases_from(COMMAND.parse(["--requests", "7"])).values()
+        flags.requests
+        for flags, _ in _cases_from(
+            _COMMAND.parse_as(TrafficArguments, ["--requests", "7"])
+        ).values()
     ] == [7, 7, 7]
-    assert list(_cases_from(COMMAND.parse(["--rate", "9"]))) == ["given"]
-    assert list(_cases_from(COMMAND.parse(["--cases", "light"]))) == ["light"]
+    assert list(_cases_from(_COMMAND.parse_as(TrafficArguments, ["--rate", "9"]))) == ["given"]
+    assert list(_cases_from(_COMMAND.parse_as(TrafficArguments, ["--cases", "light"]))) == ["light"]
 
 
 def test_each_case_is_offered_its_own_rate():
     bench = make_bench(seats=4, pages=300, context=1000, budget=32)
-    flags = COMMAND.parse(["--requests", "30", "--prompt", "2..9"])
+    flags = _COMMAND.parse_as(TrafficArguments, ["--requests", "30", "--prompt", "2..9"])
     heavy = _draw(
-        bench, _with_flags(flags, output="4..40"), TrafficCase("4..40", 1.2, "continuous", 30, "x")
+        bench, flags.changed(output="4..40"), TrafficCase("4..40", 1.2, "continuous", 30, "x")
     )
     light = _draw(
-        bench, _with_flags(flags, output="4..40"), TrafficCase("4..40", 0.5, "static", 30, "x")
+        bench, flags.changed(output="4..40"), TrafficCase("4..40", 0.5, "static", 30, "x")
     )
     _set_rates(bench, {"heavy": heavy, "light": light}, TABLE, 10.0)
     assert heavy.rate == 12.0
     assert light.rate == pytest.approx(
-        0.5 * simulated_capacity(light.arrivals, open_to_all(bench.shape).under("static"), TABLE)
+        0.5 * simulated_capacity(light.arrivals, bench.shape.open_to_all().under("static"), TABLE)
     )
     assert [r.arrival.at for r in light.paced(2.0)] == pytest.approx(
         [a.at / 2 for a in light.arrivals]
@@ -528,7 +531,7 @@ def test_the_command_compares_the_policies_on_a_real_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     # Thirty simulated runs for the curve, whose shape is a test of its own.
-    monkeypatch.setattr("jitney.engine.cli.bench_policies.CURVE_REQUESTS", 50)
+    monkeypatch.setattr("jitney.engine.cli.bench_policies._CURVE_REQUESTS", 50)
     out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz", "e.json")}
     status = main(
         [

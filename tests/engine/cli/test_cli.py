@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import pytest
 
-from jitney.engine.cli import COMMANDS, main
+from jitney.engine.cli import _COMMANDS, main
 from jitney.engine.cli.chat import _converse
 from jitney.engine.cli.display import _Lines
-from jitney.engine.cli.listen import AcceptedKeys, base_url, listen, read_keys
+from jitney.engine.cli.listen import AcceptedKeys, base_url, listen
 from jitney.engine.cli.serve import _curl_line
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
@@ -53,7 +53,7 @@ def test_help_comes_at_once_and_lists_every_command():
     done = jitney("--help")
     assert time.monotonic() - began < 10  # it takes 0.1 s; the margin is for a busy machine
     assert done.returncode == 0
-    assert all(f"  {name} " in done.stdout for name in COMMANDS.table)
+    assert all(f"  {name} " in done.stdout for name in _COMMANDS.table)
 
 
 def test_help_loads_nothing_heavy():
@@ -83,7 +83,7 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]):
 
 
 def test_every_command_has_a_module_that_runs_it():
-    for name in COMMANDS.table:
+    for name in _COMMANDS.table:
         assert callable(importlib.import_module(f"jitney.engine.cli.{name}").run)
 
 
@@ -201,16 +201,18 @@ def test_keys_come_from_a_file_that_is_ours_alone(tmp_path: Path):
     file.write_text("# mine\nsk-one\n\n  sk-two \n")
     file.chmod(0o644)
     with pytest.raises(ConfigError, match=f"chmod 600 {file}"):
-        read_keys(ServerSection(api_key_file=str(file)))
+        AcceptedKeys.of(ServerSection(api_key_file=str(file)))
     file.chmod(0o600)
-    assert read_keys(ServerSection(api_key_file=str(file), api_keys=("env",))) == AcceptedKeys(
-        users=("env", "sk-one", "sk-two")
-    )
+    assert AcceptedKeys.of(
+        ServerSection(api_key_file=str(file), api_keys=("env",))
+    ) == AcceptedKeys(users=("env", "sk-one", "sk-two"))
     both = ServerSection(admin_key_file=str(file), admin_keys=("root",), api_keys=("env",))
-    assert read_keys(both) == AcceptedKeys(users=("env",), admins=("root", "sk-one", "sk-two"))
+    assert AcceptedKeys.of(both) == AcceptedKeys(
+        users=("env",), admins=("root", "sk-one", "sk-two")
+    )
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="holds no key"):
-        read_keys(ServerSection(api_key_file=str(file)))
+        AcceptedKeys.of(ServerSection(api_key_file=str(file)))
 
 
 def test_the_url_is_one_that_a_client_here_can_use():

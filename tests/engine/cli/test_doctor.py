@@ -46,7 +46,7 @@ def model_folder(folder: Path, **values: Any) -> str:
 def found(model: str, **settings: Any) -> dict[str, tuple[str, bool | None]]:
     """What `doctor` says of kernels: values and marks by name."""
     config = load_config(flags={"model": model, **SETTINGS, **settings})
-    return {one.name.strip(): (one.value, one.ok) for one in doctor.kernels(config)}
+    return {one.name.strip(): (one.value, one.ok) for one in doctor._kernels(config)}
 
 
 def wrong_at_heads_of_32(q: jax.Array, *args: Any, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def test_doctor_ends_with_1_where_a_kernel_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     choose(monkeypatch, replace(reference_set(), paged_attention=wrong_at_heads_of_32))
-    monkeypatch.setattr(doctor, "_CHECKS", {"kernels": doctor.kernels})
+    monkeypatch.setattr(doctor, "_CHECKS", {"kernels": doctor._kernels})
     flags = ["--dtype", "float32", "--max-seats", "2", "--token-budget", "16"]
     assert doctor.run(["--json", "--model", model_folder(tmp_path), *flags]) == 1
     assert json.loads(capsys.readouterr().out)["  attention"]["ok"] is False

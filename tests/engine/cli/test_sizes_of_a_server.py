@@ -15,7 +15,7 @@ import pytest
 from jitney.engine.bench import sizes
 from jitney.engine.bench.sizes import SizeTimes, Timed
 from jitney.engine.cli import main, serve
-from jitney.engine.cli.listen import read_keys
+from jitney.engine.cli.listen import AcceptedKeys
 from jitney.engine.config.kept_sizes import _FROM_MEASURED
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config
@@ -238,7 +238,7 @@ def test_the_engine_starts_with_what_was_measured(monkeypatch: pytest.MonkeyPatc
     async def work() -> Layered:
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
-            keys = read_keys(layered.config.server)
+            keys = AcceptedKeys.of(layered.config.server)
             server = serve._Server(layered, keys, bound, Shown(), measure)
             with pytest.raises(JitneyError, match="seen enough"):
                 await server._work()

@@ -23,7 +23,7 @@ from api_fakes import ByteTokenizer, FakeClient, until
 from jitney.dashboard import dashboard_routes
 from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
-from jitney.engine.cli.listen import base_url, check_tls, listen, read_keys
+from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen
 from jitney.engine.cli.serve import limits, web_server
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import ServerSection
@@ -56,7 +56,7 @@ def serving(**flags: Any) -> Iterator[str]:
     """The HTTP side as `jitney serve` runs it; yields its URL."""
     config = load_config(None, {"JITNEY_ADMIN_KEYS": KEY}, {"port": "0"} | flags)
     settings = replace(
-        limits(config, read_keys(config.server)),
+        limits(config, AcceptedKeys.of(config.server)),
         public_prefixes=("/dashboard/",),
         public_paths=frozenset({"/", "/dashboard"}),
     )

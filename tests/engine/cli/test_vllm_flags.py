@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.cli.flags import _add_settings, _Parser, config_from
+from jitney.engine.cli.arguments import Arguments
+from jitney.engine.cli.flags import _add_settings, _Parser
 from jitney.engine.cli.vllm_flags import (
     _VLLM_FLAGS,
     _AlwaysSo,
@@ -27,7 +28,7 @@ def parsed(line: str) -> Config:
     parser = _Parser("serve", "")
     _add_settings(parser)
     add_vllm_flags(parser)
-    return config_from(parser.parse(line.split()))
+    return parser.parse(line.split(), Arguments).load_config()
 
 
 def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -80,7 +81,7 @@ def test_adapters_as_vllm_has_them():
     parser = _Parser("serve", "")
     _add_settings(parser)
     add_vllm_flags(parser)
-    config = config_from(parser.parse(words))
+    config = parser.parse(words, Arguments).load_config()
     assert config.model.adapter_folders == {"fr": "/a/fr", "de": "/a/de"}
     assert parsed("--adapters fr=/a/fr de=/a/de").model == config.model
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from places import CONFIGS
 
-from jitney.engine.cli.plan import COMMAND
+from jitney.engine.cli.plan import _COMMAND
 from jitney.engine.cli.plan import run as run_plan
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config
@@ -62,7 +62,7 @@ def test_every_file_loads(file: Path):
 
 @pytest.mark.parametrize("file", ON_DEVICES, ids=lambda file: file.stem)
 def test_the_planned_deployment_is_the_configured_one(file: Path):
-    config, known = load_config(file), COMMAND.parse(command(file))
+    config, known = load_config(file), _COMMAND.parse(command(file))
     engine, model = config.engine, config.model
     assert config.model.id.rpartition("/")[2].lower() == known.model
     assert known.weights == WEIGHTS.get(model.weights, model.weights)
@@ -78,7 +78,7 @@ def test_the_planned_deployment_is_the_configured_one(file: Path):
 
 @pytest.mark.parametrize("file", ON_DEVICES, ids=lambda file: file.stem)
 def test_weights_and_the_keys_of_all_seats_fit(file: Path):
-    config, known = load_config(file), COMMAND.parse(command(file))
+    config, known = load_config(file), _COMMAND.parse(command(file))
     roofline = Roofline(
         ModelCost(find_shape(known.model), known.weights, known.kv),
         find_device(known.device),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.cli.sizes import as_flags, as_served, described, machine
+from jitney.engine.cli.sizes import ServerSizes, as_flags, described
 from jitney.engine.config.kept_sizes import (
     _FROM_MEASURED,
     KeptSizes,
@@ -111,15 +111,15 @@ def test_a_start_for_a_goal_measures_nothing():
 
 def test_what_was_measured_is_a_layer_below_all_that_is_given():
     layered = given(order="fair")
-    SIZES.keep(layered.config, machine(layered.config))
-    served = as_served(layered)
+    SIZES.keep(layered.config, ServerSizes(layered).machine)
+    served = ServerSizes(layered).as_served()
     assert served.config.engine.max_seats == 16
     assert served.config.engine.token_buckets == (32, 128)
     assert served.origins["max_seats"] == _FROM_MEASURED
     assert served.origins["order"] == layered.origins["order"]
     # Whoever gives one size decides on all.
     one_given = given(order="fair", max_seats=4)
-    assert as_served(one_given) is one_given
+    assert ServerSizes(one_given).as_served() is one_given
 
 
 def test_values_on_top_of_layers_are_checked_and_say_where_they_come_from():
@@ -153,13 +153,13 @@ def test_what_was_chosen_is_said_as_the_flags_that_set_it():
 @pytest.mark.parametrize("values", [{"max_seats": 0}, {"max_seats": 8, "token_budget": 4}])
 def test_sizes_that_no_engine_can_have_count_as_none(values: dict[str, Value]):
     layered = given()
-    KeptSizes(values, "2026-01-02").keep(layered.config, machine(layered.config))
-    assert as_served(layered) is layered
+    KeptSizes(values, "2026-01-02").keep(layered.config, ServerSizes(layered).machine)
+    assert ServerSizes(layered).as_served() is layered
 
 
 def test_settings_shown_are_those_of_a_server_started_here(capsys: pytest.CaptureFixture[str]):
-    config = given().config
-    SIZES.keep(config, machine(config))
+    layered = given()
+    SIZES.keep(layered.config, ServerSizes(layered).machine)
     assert main(["config", "show", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     rows = shown["settings"]

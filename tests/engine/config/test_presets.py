@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.cli.flags import FOR, _add_flags, _add_settings, _Parser, layers_from
+from jitney.engine.cli.arguments import Arguments
+from jitney.engine.cli.flags import FOR, _add_flags, _add_settings, _Parser
 from jitney.engine.config.layers import FROM_PRESET, Layered, settings
 from jitney.engine.config.presets import GOALS, preset, runs_on_device
 from jitney.engine.config.schema import EngineSection
@@ -25,7 +26,7 @@ def layers(*words: str) -> Layered:
     parser = _Parser("serve", "")
     _add_flags(parser, [FOR])
     _add_settings(parser)
-    return layers_from(parser.parse(["--platform", "cpu", *words]))
+    return parser.parse(["--platform", "cpu", *words], Arguments).load_layers()
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -112,7 +112,7 @@ def test_doctor_runs_the_proof(capsys: pytest.CaptureFixture[str], monkeypatch: 
     from jitney.engine.cli import doctor
 
     choose(monkeypatch, wrong_set())
-    checks = {"kernels": doctor.kernels, "one token": doctor._one_token}
+    checks = {"kernels": doctor._kernels, "one token": doctor._one_token}
     monkeypatch.setattr(doctor, "_CHECKS", checks)
     assert doctor.run(["--json", "--model", "tiny-random"]) == 1
     told = json.loads(capsys.readouterr().out)

@@ -607,14 +607,14 @@ def test_fewer_devices_than_asked_for():
 
 
 def test_doctor_counts_the_devices():
-    found = list(doctor.devices(load_config(flags={"tensor_parallel": 64})))
+    found = list(doctor._devices(load_config(flags={"tensor_parallel": 64})))
     assert found[0].name == "tensor parallel" and found[0].ok is False
     assert found[0].value.startswith("64 devices wanted, ")
-    assert "tensor parallel" not in {finding.name for finding in doctor.devices(load_config())}
+    assert "tensor parallel" not in {finding.name for finding in doctor._devices(load_config())}
 
 
 def test_doctor_says_whether_the_model_can_be_divided(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "_CHECKS", {"model": doctor.model})
+    monkeypatch.setattr(doctor, "_CHECKS", {"model": doctor._model})
 
     def said(count: int) -> list[tuple[str, bool | None]]:
         config = load_config(flags={"model": "tiny-random", "tensor_parallel": count})

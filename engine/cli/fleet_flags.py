@@ -1,0 +1,115 @@
+"""Flags of the commands that plan or simulate a fleet: traffic, replicas, and how they fail."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+
+from jitney.engine.cli.arguments import Arguments
+from jitney.engine.cli.flags import Flag
+from jitney.engine.errors import ConfigError
+from jitney.engine.simulation.devices import find_device
+from jitney.engine.simulation.fleet import Failures
+from jitney.engine.simulation.fleet_planner import Circumstances, ReplicaKind
+from jitney.engine.simulation.fleet_routing import ROUTERS
+from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
+from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline, find_shape
+from jitney.engine.simulation.workload import parse_lengths, read_trace
+
+_HOUR_S = 3600.0
+_WEIGHTS = ("bf16", "fp8", "int8", "int4")
+#: Of the accelerators that a word of --devices names: "h100", "4xv5e", "l4:int8".
+_DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<weights>\w+))?")
+_PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"
+_OUTPUT = "lognormal:mean=256,sigma=0.8,min=8,max=2000"
+
+TRAFFIC = (
+    Flag.of(
+        "--rates",
+        "requests a second, hour by hour: one number, or such as 10,8,30 for three hours",
+        metavar="LIST",
+    ),
+    Flag.of(
+        "--trace",
+        "times and lengths from a file of JSON lines instead (`jitney serve --record`)",
+        metavar="FILE",
+    ),
+    Flag.of("--prompt", f"prompt tokens, as `jitney simulate` takes them [{_PROMPT}]"),
+    Flag.of("--output", f"output tokens, likewise [{_OUTPUT}]"),
+    Flag.whole("--seed", "of times, lengths and failures", 0),
+)
+#: How replicas are chosen, and how often they are lost.
+RUNNING = (
+    Flag.of("--router", "how requests find a replica", "least-wait", choices=ROUTERS),
+    Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
+    Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),
+    Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0),
+    Flag.number("--start-s", "seconds until a new replica is ready", Circumstances().start_s),
+)
+#: Least values of these flags.
+_LEAST = {
+    "core_mtbf_h": 1e-3,
+    "core_recovery_s": 0,
+    "machine_mtbf_h": 1e-3,
+    "start_s": 0,
+    "seed": 0,
+}
+
+
+class FleetArguments(Arguments):
+    """The parsed flags of a command that has `TRAFFIC` and `RUNNING`, and names a replica."""
+
+    def check_running(self) -> None:
+        """Raises ConfigError for flags of `TRAFFIC` and `RUNNING` that cannot be, or that
+        contradict each other.
+        """
+        self.check_numbers(**_LEAST)
+        if bool(self.rates) == bool(self.trace):
+            raise ConfigError("say what comes: exactly one of --rates and --trace")
+        if self.trace and (self.prompt or self.output):
+            raise ConfigError("--prompt and --output are for --rates: a trace has its own lengths")
+
+    def kind_of(self, word: str, prices: Mapping[str, float]) -> ReplicaKind:
+        """The replica that a word of --devices describes. prices: of a chip an hour, by device.
+        Raises ConfigError.
+        """
+        found = _DEVICE.fullmatch(word.lower())
+        weights = (found and found["weights"]) or "bf16"
+        if found is None or weights not in _WEIGHTS:
+            raise ConfigError(
+                f"--devices: {word!r} is none; write h100, 4xv5e or l4:int8, with one of "
+                f"{', '.join(_WEIGHTS)} as the format of the weights"
+            )
+        device = find_device(found["name"])
+        reached = self.bandwidth_efficiency, self.flops_efficiency
+        assumed = Assumptions(*reached, self.overhead_ms / 1e3)
+        cost = ModelCost(find_shape(self.model), weights, self.kv)
+        roofline = Roofline(cost, device, int(found["count"] or 1), assumed)
+        return ReplicaKind(word, roofline, prices.get(device.name))
+
+    def load(self) -> Day | Recorded:
+        """What the flags of `TRAFFIC` describe. Raises ConfigError."""
+        if self.trace:
+            return Recorded(Traffic.of(read_trace(self.trace)))
+        prompt = parse_lengths(self.prompt or _PROMPT, "--prompt")
+        output = parse_lengths(self.output or _OUTPUT, "--output")
+        return Day(_rates_of(self.rates), prompt, output)
+
+    def failures(self) -> Failures:
+        """By the flags of `RUNNING`; those of machines are of one chip."""
+        return Failures(
+            core_mtbf_s=self.core_mtbf_h * _HOUR_S,
+            core_recovery_s=self.core_recovery_s,
+            machine_mtbf_s=self.machine_mtbf_h * _HOUR_S,
+        )
+
+
+def _rates_of(text: str) -> tuple[float, ...]:
+    """Requests a second of each hour; the same number may stand twice."""
+    with suppress(ValueError):
+        rates = tuple(map(float, text.split(",")))
+        if all(0 <= rate < math.inf for rate in rates) and max(rates) > 0:
+            return rates
+    raise ConfigError(f"--rates: {text!r} is none; write numbers such as 10,8,30, one above 0")
