@@ -31,7 +31,7 @@ from jitney.engine.simulation.drive import Offer, StepLog, drive
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import VirtualDevice, new_core
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
-from jitney.engine.simulation.workload import Arrival, Closed, request_of, synthesise
+from jitney.engine.simulation.workload import Arrival, Closed, synthesise
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import EngineRequest
@@ -108,7 +108,7 @@ class Clients(Offer):
     def take(self, now: float) -> EngineRequest:
         at, arrival = self.next_at, self.arrivals[self._sent]
         self._sent += 1
-        return request_of(str(self._sent), arrival, [0] * arrival.n_prompt, at)
+        return arrival.request(str(self._sent), [0] * arrival.n_prompt, at)
 
 
 def run(

@@ -38,7 +38,7 @@ from types import FrameType
 
 import httpx
 
-from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, first_model, open_client
+from jitney.engine.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.bench.load import LoadResult, run_load
 from jitney.engine.bench.peers import OUTPUTS, PROMPTS
 from jitney.engine.cli import main as jitney
@@ -168,15 +168,14 @@ def costs(pid: int) -> tuple[float, float]:
 
 async def drive(url: str, arrivals: list[Arrival], streams: int) -> LoadResult:
     """All requests as a closed loop."""
-    endpoint = RemoteEndpoint(url, "")
-    async with open_client(endpoint) as client:
-        named = RemoteEndpoint(url, await first_model(client, endpoint))
+    async with EndpointClient(RemoteEndpoint(url, "")) as client:
+        await client.find_model()
 
         async def send(number: int) -> Answer:
             arrival = arrivals[number]
-            body = named.body("", arrival.n_output)
+            body = client.endpoint.body("", arrival.n_output)
             body["prompt"] = [100 + (number + at) % 20_000 for at in range(arrival.n_prompt)]
-            return await ask(client, named, body)
+            return await client.ask(body)
 
         return await run_load(send, arrivals, concurrency=streams, closed=True)
 

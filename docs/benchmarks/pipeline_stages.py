@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
-from jitney.engine.simulation.devices import Accelerator, find_device
+from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
 
 #: Model, weights, chip of each host, hosts.
@@ -85,7 +85,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for model, weights, chip, hosts in CASES:
         for gigabits, hop_s in LINKS:
-            device = replace(find_device(chip), link=gigabits / 8 * 1e9)
+            device = replace(Accelerator.named(chip), link=gigabits / 8 * 1e9)
             cost = ModelCost(SHAPES[model], weights=weights)
             split = Split(cost, device, hosts, Assumptions(hop_s=hop_s), args.context)
             for seats in SEATS:

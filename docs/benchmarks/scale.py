@@ -20,7 +20,6 @@ import numpy as np
 from jitney.engine.fleet.routing import LeastWait, Ring, by_prefix, by_turn
 from jitney.engine.machine import cpu_name
 from jitney.engine.report.page import Table
-from jitney.engine.report.tables import markdown_lines
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.devices import DEVICES
@@ -38,7 +37,7 @@ from jitney.engine.simulation.fleet_routing import ROUTERS
 from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Day, Traffic
-from jitney.engine.simulation.planner import Demand, operate
+from jitney.engine.simulation.planner import Demand, Operating
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.workload import (
@@ -118,7 +117,7 @@ def compared(kind: ReplicaKind, prompt: str, output: str, pattern, load: float) 
     lengths = parse_lengths(prompt, "--prompt"), parse_lengths(output, "--output")
     drawn = Traffic.of(synthesise(2000, *lengths, Poisson(1.0), 1))
     demand = Demand(round(drawn.mean_prompt), round(drawn.mean_output), token_budget=BUDGET)
-    rate = load * operate(kind.roofline, demand, SEATS).req_s
+    rate = load * Operating.of(kind.roofline, demand, SEATS).req_s
     arrivals = synthesise(2000, *lengths, pattern(rate), 1)
     limits = SchedulerLimits(SEATS, 16_384, 10**6, 10**9, prefill_share="auto")
     buckets = make_buckets(max_seats=SEATS, token_budget=BUDGET, on_device=True)
@@ -400,7 +399,7 @@ def main() -> None:
         began = time.process_time()
         table = Table(HEADS[name], list(make[name]()))
         print(f"\n{name}, {cpu_name()}, {time.process_time() - began:.0f} s of it:\n", flush=True)
-        print("\n".join(markdown_lines(table)), flush=True)
+        print("\n".join(table.markdown_lines()), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from save_tokenizer import save_tokenizer
 
-from jitney.engine.bench.peer_process import Peer, serving
+from jitney.engine.bench.peer_process import Peer
 from jitney.engine.ports import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -344,7 +344,7 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
     data = str(args.folder.resolve() / "server")
     program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
     command = (sys.executable, "-c", program, "serve", args.serve, "--data-dir", data)
-    with serving(Peer("Jitney", command, {}, ""), free_port()) as url:
+    with Peer("Jitney", command, {}, "").serving(free_port()) as url:
         yield url
 
 

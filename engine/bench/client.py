@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import httpx
 import orjson
@@ -16,8 +17,6 @@ import orjson
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.types import JsonDict
 
-#: Fields that are no part of OpenAI's API and that an endpoint may refuse.
-EXTRA_FIELDS = ("ignore_eos",)
 _CONNECT_S = 10.0
 #: Characters of an error's text that are kept.
 _DETAIL = 200
@@ -38,8 +37,8 @@ class RemoteEndpoint:
     api_key: str = field(default="", repr=False)
     #: The chat route instead of text completions.
     chat: bool = False
-    #: Fields beside OpenAI's that are sent.
-    extras: tuple[str, ...] = EXTRA_FIELDS
+    #: Send the field of that name, which is no part of OpenAI's API and which it may refuse.
+    ignore_eos: bool = True
     #: Of a whole request.
     timeout_s: float = 600.0
 
@@ -66,9 +65,9 @@ class RemoteEndpoint:
         say so.
         """
         body = _BODY | {"model": self.model, "max_tokens": max_tokens, **self._prompt(text)}
-        if self.extras:
+        if self.ignore_eos:
             # An endpoint that knows such fields may have a penalty of its own as a default.
-            body |= {"repetition_penalty": 1.0, **dict.fromkeys(self.extras, True)}
+            body |= {"repetition_penalty": 1.0, "ignore_eos": True}
         if user:
             body["user"] = user
         return body
@@ -113,33 +112,99 @@ class Answer:
         self.detail = detail
 
 
-async def ask(client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: JsonDict) -> Answer:
-    """Send one request and read its stream to the end. Raises nothing but cancellation."""
-    answer = Answer(sent=time.monotonic())
-    try:
-        async with asyncio.timeout(endpoint.timeout_s):
-            await _exchange(client, endpoint, body, answer)
-    except (TimeoutError, httpx.TimeoutException) as error:
-        answer.fail("timeout", type(error).__name__)
-    except httpx.ConnectError as error:
-        answer.fail("connect", str(error))
-    except (httpx.HTTPError, orjson.JSONDecodeError, KeyError, TypeError, IndexError) as error:
-        answer.fail("broken_stream", f"{type(error).__name__}: {error}")
-    answer.finished = time.monotonic()
-    return answer
+class EndpointClient:
+    """Asks one endpoint, inside of `async with`; no request waits for a free connection."""
+
+    def __init__(self, endpoint: RemoteEndpoint):
+        #: `find_model` names its model.
+        self.endpoint = endpoint
+        self._http = httpx.AsyncClient(
+            headers=endpoint.headers,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+
+    async def ask(self, body: JsonDict) -> Answer:
+        """Send one request and read its stream to the end. Raises nothing but cancellation."""
+        answer = Answer(sent=time.monotonic())
+        try:
+            async with asyncio.timeout(self.endpoint.timeout_s):
+                await self._exchange(body, answer)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            answer.fail("timeout", type(error).__name__)
+        except httpx.ConnectError as error:
+            answer.fail("connect", str(error))
+        except (httpx.HTTPError, orjson.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+            answer.fail("broken_stream", f"{type(error).__name__}: {error}")
+        answer.finished = time.monotonic()
+        return answer
+
+    async def _exchange(self, body: JsonDict, answer: Answer) -> None:
+        """Send the request and write into `answer` what comes."""
+        url, content = self.endpoint.generation, orjson.dumps(body)
+        async with self._http.stream("POST", url, content=content, headers=_JSON) as response:
+            if response.status_code == 200:
+                await _read(answer, events(response.aiter_bytes()))
+            else:
+                await _read_refusal(answer, response)
+
+    async def read_page(self, path: str) -> httpx.Response | None:
+        """The answer; None where there is no such page."""
+        with contextlib.suppress(httpx.HTTPError):
+            response = await self._http.get(f"{self.endpoint.base}{path}")
+            if response.status_code == 200:
+                return response
+        return None
+
+    async def find_model(self) -> None:
+        """Name the first model that the endpoint lists, unless one is named. ConfigError if there
+        is no such endpoint, or it lists none.
+        """
+        if not self.endpoint.model:
+            self.endpoint = replace(self.endpoint, model=await self._first_model())
+
+    async def _first_model(self) -> str:
+        try:
+            response = await self._http.get(f"{self.endpoint.base}/v1/models")
+            response.raise_for_status()
+            return str(response.json()["data"][0]["id"])
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            reason = str(error) or type(error).__name__
+            raise ConfigError(
+                f"--url {self.endpoint.url}: no model list at /v1/models ({reason}); is a server "
+                "running there? name the model with --model if it has no list"
+            ) from None
+
+    async def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Prompt tokens of some texts, by the endpoint's own count. JitneyError if it does not
+        answer or count.
+        """
+        return [await self._count(text) for text in texts]
+
+    async def _count(self, text: str) -> int:
+        answer = await self.ask(self.endpoint.body(text, 1))
+        if not answer.served:
+            hint = ""
+            if "ignore_eos" in answer.detail:
+                hint = "; --no-ignore-eos leaves that field out"
+            reason = f"{answer.finish} {answer.detail}"
+            raise JitneyError(f"the endpoint refuses a trial request: {reason}{hint}")
+        if not answer.n_prompt:
+            raise JitneyError(_UNCOUNTED)
+        return answer.n_prompt
 
 
-async def _exchange(
-    client: httpx.AsyncClient, endpoint: RemoteEndpoint, body: JsonDict, answer: Answer
-) -> None:
-    """Send the request and write into `answer` what comes."""
-    async with client.stream(
-        "POST", endpoint.generation, content=orjson.dumps(body), headers=_JSON
-    ) as response:
-        if response.status_code == 200:
-            await _read(answer, events(response.aiter_bytes()))
-        else:
-            await _read_refusal(answer, response)
+_UNCOUNTED = (
+    "the endpoint streams no usage (stream_options.include_usage), so that prompts cannot "
+    "be made as long as wanted"
+)
 
 
 async def _read_refusal(answer: Answer, response: httpx.Response) -> None:
@@ -206,63 +271,3 @@ async def events(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             elif not line and lines:
                 yield b"\n".join(lines)
                 lines.clear()
-
-
-def open_client(endpoint: RemoteEndpoint) -> httpx.AsyncClient:
-    """A client that never makes a request wait for a free connection."""
-    return httpx.AsyncClient(
-        headers=endpoint.headers,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        timeout=httpx.Timeout(None, connect=_CONNECT_S),
-    )
-
-
-async def read_page(client: httpx.AsyncClient, url: str) -> httpx.Response | None:
-    """The answer; None where there is no such page."""
-    with contextlib.suppress(httpx.HTTPError):
-        response = await client.get(url)
-        if response.status_code == 200:
-            return response
-    return None
-
-
-async def first_model(client: httpx.AsyncClient, endpoint: RemoteEndpoint) -> str:
-    """The first model that the endpoint lists. ConfigError if there is no such endpoint, or it
-    lists none.
-    """
-    try:
-        response = await client.get(f"{endpoint.base}/v1/models")
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(
-            f"--url {endpoint.url}: no model list at /v1/models ({reason}); is a server running "
-            "there? name the model with --model if it has no list"
-        ) from None
-
-
-async def count_tokens(
-    client: httpx.AsyncClient, endpoint: RemoteEndpoint, texts: Sequence[str]
-) -> list[int]:
-    """Prompt tokens of some texts, by the endpoint's own count. JitneyError if it does not answer
-    or count.
-    """
-    return [await _count(client, endpoint, text) for text in texts]
-
-
-async def _count(client: httpx.AsyncClient, endpoint: RemoteEndpoint, text: str) -> int:
-    answer = await ask(client, endpoint, endpoint.body(text, 1))
-    if not answer.served:
-        hint = "; --no-ignore-eos leaves that field out" if "ignore_eos" in answer.detail else ""
-        reason = f"{answer.finish} {answer.detail}"
-        raise JitneyError(f"the endpoint refuses a trial request: {reason}{hint}")
-    if not answer.n_prompt:
-        raise JitneyError(_UNCOUNTED)
-    return answer.n_prompt
-
-
-_UNCOUNTED = (
-    "the endpoint streams no usage (stream_options.include_usage), so that prompts cannot "
-    "be made as long as wanted"
-)

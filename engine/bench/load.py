@@ -32,7 +32,7 @@ _MOST_CPU, _MOST_LAG_S = 0.85, 0.05
 #: Sends request number n and waits for its answer.
 _Send = Callable[[int], Awaitable[Answer]]
 #: Called with how many requests have ended, of how many.
-Watch = Callable[[int, int], None]
+type Watch = Callable[[int, int], None]
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jitney.engine.bench.load import Watch
@@ -24,16 +25,18 @@ from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.simulation.accuracy import MeasuredRun, RunNote
-from jitney.engine.simulation.drive import Offer, RealClock, StepLog, drive
+from jitney.engine.simulation.drive import Offer, StepLog, drive
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import span
-from jitney.engine.simulation.workload import Arrival, request_of
-from jitney.engine.telemetry.cost import Bill, RowOwners
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.cost import Bill, RowOwners, bill
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
 from jitney.engine.telemetry.summary import summarise
 from jitney.engine.types import EngineRequest, JsonDict
 
+#: Requests that the capacity is measured with, for each seat.
+_CAPACITY_ROUNDS = 4
 #: Limits with which a scheduler refuses nobody, but for those of how many may wait.
 _NO_REFUSALS = {"max_predicted_wait_s": 0.0, "max_waiting_tokens": 2**31 - 1}
 
@@ -107,12 +110,11 @@ class OfflineRun:
 
 
 #: Runs by the policy's name.
-PolicyRuns = Mapping[str, OfflineRun]
+type PolicyRuns = Mapping[str, OfflineRun]
 
 
-def bills_of(runs: PolicyRuns) -> dict[str, Bill]:
-    """What each run's device time was spent on."""
-    return {policy: run.costs for policy, run in runs.items()}
+#: Called with what runs (a policy, or "capacity"), and how many of how many requests have ended.
+type NamedWatch = Callable[[str, int, int], None]
 
 
 class _NotingRunner:
@@ -148,6 +150,20 @@ class _NotingRunner:
 
     def wake(self, alive: Callable[[], None]) -> None:
         self._runner.wake(alive)
+
+
+@dataclass(frozen=True, slots=True)
+class _RealClock:
+    """A clock that is read, and waited on by sleeping."""
+
+    read: Callable[[], float]
+    sleep: Callable[[float], None]
+
+    def __call__(self) -> float:
+        return self.read()
+
+    def wait_until(self, t: float) -> None:
+        self.sleep(max(0.0, t - self.read()))
 
 
 class OfflineBench:
@@ -220,10 +236,57 @@ class OfflineBench:
         gc.collect()
         started = self.clock()
         offer = _offer_of(requests, started, concurrency)
-        log = drive(core, RealClock(self.clock, self._sleep), offer, records)
+        log = drive(core, _RealClock(self.clock, self._sleep), offer, records)
         core.check()
         shape = replace(self.shape, limits=core.scheduler.limits)
         return _run_of(list(records.oldest()), log, owners, started, shape, concurrency)
+
+    def run_policies(
+        self,
+        requests: Sequence[PromptedArrival],
+        policies: Sequence[str],
+        *,
+        concurrency: int = 0,
+        watch: NamedWatch = lambda policy, done, total: None,
+        **limits: Any,
+    ) -> dict[str, OfflineRun]:
+        """Serve the same requests once under each policy, in that order. limits: as in `run`, for
+        all of them.
+        """
+        runs = {}
+        for policy in policies:
+            runs[policy] = self.run(
+                requests,
+                concurrency=concurrency,
+                policy=policy,
+                watch=partial(watch, policy),
+                **limits,
+            )
+        return runs
+
+    def capacity(
+        self,
+        arrivals: Sequence[Arrival],
+        seats: int,
+        *,
+        seed: int = 0,
+        watch: NamedWatch = lambda policy, done, total: None,
+    ) -> tuple[float, OfflineRun]:
+        """(requests a second that continuous batching serves when there is always a next one, the
+        run that showed it).
+
+        Measured on four requests for each seat, the first again after the last, as a closed loop
+        with twice as many open as seats. seed: as in `requests`.
+        """
+        coming = _again_and_again(arrivals, _CAPACITY_ROUNDS * seats)
+        run = self.run(
+            self.requests(coming, seed),
+            concurrency=2 * seats,
+            policy="continuous",
+            watch=partial(watch, "capacity"),
+        )
+        mean = sum(arrival.n_output for arrival in arrivals) / len(arrivals)
+        return _tokens_while_full(run, seats) / mean, run
 
     def _fresh(self, runner: StepRunner, requests: int, limits: JsonDict) -> EngineCore:
         """A core as the engine's own, with other limits; nobody is refused for the length of the
@@ -295,8 +358,40 @@ def _offer_of(requests: Sequence[PromptedArrival], started: float, concurrency: 
 
 def _request_at(requests: Sequence[PromptedArrival], number: int, at: float) -> EngineRequest:
     request = requests[number]
-    return request_of(str(number), request.arrival, request.prompt, at)
+    return request.arrival.request(str(number), request.prompt, at)
 
 
 def _output_of(request: RequestRecord) -> list[int]:
     return (request.tokens or [])[request.n_prompt :]
+
+
+def _again_and_again(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
+    """So many of them. A conversation that comes again is another one: its prompts are not in the
+    prefix cache yet.
+    """
+    talks = max(arrival.conversation for arrival in arrivals)
+    coming = []
+    for number in range(count):
+        again, first = divmod(number, len(arrivals))
+        arrival = arrivals[first]
+        if arrival.conversation:
+            other = arrival.conversation + again * talks
+            arrival = msgspec.structs.replace(arrival, conversation=other)
+        coming.append(arrival)
+    return coming
+
+
+def _tokens_while_full(run: OfflineRun, seats: int) -> float:
+    """Output tokens a second from when as many have boarded as there are seats to when the last
+    one boards: until then somebody waits for every seat that comes free.
+
+    Tokens, not ends: of long answers few end in so short a time.
+    """
+    boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
+    start, end = boarded[seats - 1], boarded[-1]
+    tokens = sum(_tokens_between(request, start, end) for request in run.requests)
+    return tokens / (end - start)
+
+
+def _tokens_between(request: RequestRecord, start: float, end: float) -> int:
+    return sum(start < time <= end for time in request.token_times or ())

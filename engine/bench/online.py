@@ -10,19 +10,9 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import httpx
-
-from jitney.engine.bench.client import (
-    Answer,
-    RemoteEndpoint,
-    ask,
-    count_tokens,
-    first_model,
-    open_client,
-    read_page,
-)
+from jitney.engine.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.bench.load import LoadResult, Watch, run_load
-from jitney.engine.bench.metrics import Samples, bill_between, queue_mean, read_metrics
+from jitney.engine.bench.metrics import ServerMetrics
 from jitney.engine.bench.text import arrival_prose, prose
 from jitney.engine.errors import JitneyError
 from jitney.engine.simulation.workload import Arrival
@@ -66,6 +56,14 @@ class EngineAbout(NamedTuple):
     kernels: str = ""
     dtype: str = ""
 
+    @classmethod
+    async def read(cls, client: EndpointClient) -> EngineAbout:
+        """What the endpoint's /version says; nothing where there is no such page."""
+        about = await _read_json(client, "/version")
+        if not isinstance(about, dict):
+            return cls()
+        return cls(*[str(about.get(name) or "") for name in cls._fields])
+
     def __str__(self) -> str:
         if not self.version and not self.device:
             return "an engine that does not say what it is"
@@ -106,16 +104,34 @@ class Sending:
     watch: Watch
 
 
-async def measure(
-    endpoint: RemoteEndpoint, arrivals: Sequence[Arrival], sending: Sending
-) -> OnlineRun:
-    """Send the arrivals to the endpoint.
-
-    Raises ConfigError or JitneyError if the endpoint does not answer at all.
+@dataclass(frozen=True, slots=True)
+class OnlineBench:
+    """Measures traffic at an endpoint. Both methods raise ConfigError or JitneyError if it does not
+    answer at all.
     """
-    async with open_client(endpoint) as client:
-        session = await _Session.open(client, endpoint, arrivals)
-        return await session.measure(arrivals, sending)
+
+    endpoint: RemoteEndpoint
+
+    async def measure(self, arrivals: Sequence[Arrival], sending: Sending) -> OnlineRun:
+        """Send the arrivals to the endpoint."""
+        async with EndpointClient(self.endpoint) as client:
+            session = await _Session.open(client, arrivals)
+            return await session.measure(arrivals, sending)
+
+    async def capacity(self, arrivals: Sequence[Arrival], streams: int, sending: Sending) -> float:
+        """Requests a second that the endpoint serves when there is always a next one.
+
+        A closed loop on the first requests, so many open at a time (0: twice the seats that the
+        server lists, 64 where it lists none), at most three times as many in all; only the time in
+        which all of them were open counts. JitneyError if too few were served to tell.
+        """
+        async with EndpointClient(self.endpoint) as client:
+            session = await _Session.open(client, arrivals)
+            streams = streams or await _likely_streams(client)
+            some = arrivals[: 3 * streams]
+            streams = min(streams, max(1, len(some) // 2))
+            run = await session.measure(some, replace(sending, concurrency=streams, closed=True))
+        return _served_per_second(run.load, streams)
 
 
 def _longest(arrivals: Sequence[Arrival]) -> int:
@@ -123,17 +139,9 @@ def _longest(arrivals: Sequence[Arrival]) -> int:
     return max(arrival.n_prompt for arrival in arrivals)
 
 
-async def read_about(client: httpx.AsyncClient, base: str) -> EngineAbout:
-    """What the endpoint's /version says; nothing where there is no such page."""
-    about = await _read_json(client, f"{base}/version")
-    if not isinstance(about, dict):
-        return _UNKNOWN_ENGINE
-    return EngineAbout(*[str(about.get(name) or "") for name in EngineAbout._fields])
-
-
-async def _read_json(client: httpx.AsyncClient, url: str) -> Any:
+async def _read_json(client: EndpointClient, path: str) -> Any:
     """The page's content; None where there is no such page."""
-    page = await read_page(client, url)
+    page = await client.read_page(path)
     with contextlib.suppress(ValueError):
         return None if page is None else page.json()
 
@@ -142,22 +150,18 @@ async def _read_json(client: httpx.AsyncClient, url: str) -> Any:
 class _Session:
     """An endpoint that is known already."""
 
-    client: httpx.AsyncClient
     #: With its model named.
-    endpoint: RemoteEndpoint
+    client: EndpointClient
     ruler: _Ruler
 
     @classmethod
-    async def open(
-        cls, client: httpx.AsyncClient, endpoint: RemoteEndpoint, arrivals: Sequence[Arrival]
-    ) -> _Session:
+    async def open(cls, client: EndpointClient, arrivals: Sequence[Arrival]) -> _Session:
         """Find the model, and learn how long texts as long as the arrivals' prompts are."""
-        model = endpoint.model or await first_model(client, endpoint)
-        endpoint = replace(endpoint, model=model)
-        return cls(client, endpoint, await _measured_ruler(client, endpoint, _longest(arrivals)))
+        await client.find_model()
+        return cls(client, await _measured_ruler(client, _longest(arrivals)))
 
     async def measure(self, arrivals: Sequence[Arrival], sending: Sending) -> OnlineRun:
-        """As the function `measure`.
+        """As `OnlineBench.measure`.
 
         Texts are new in every run: an endpoint that remembers prompts would answer those of an
         earlier run too fast.
@@ -165,10 +169,10 @@ class _Session:
         salt = secrets.randbits(32)
         texts = self._texts(arrivals, salt)
         await self._warm_up(arrivals[: sending.warmup], sending.concurrency, salt)
-        before = await read_metrics(self.client, self.endpoint.base)
+        before = await ServerMetrics.read(self.client)
         load = await self._send(arrivals, texts, sending)
-        about = await read_about(self.client, self.endpoint.base)
-        run = OnlineRun(self.endpoint, load, about=about)
+        about = await EngineAbout.read(self.client)
+        run = OnlineRun(self.client.endpoint, load, about=about)
         if before is not None:
             await self._read_bill(run, before)
         return run
@@ -187,14 +191,14 @@ class _Session:
         words, numbered = self.ruler.words, enumerate(arrivals)
         return [arrival_prose(arrival, words, number, salt) for number, arrival in numbered]
 
-    async def _read_bill(self, run: OnlineRun, before: Samples) -> None:
-        after = await read_metrics(self.client, self.endpoint.base)
+    async def _read_bill(self, run: OnlineRun, before: ServerMetrics) -> None:
+        after = await ServerMetrics.read(self.client)
         if after is not None:
-            run.bill = bill_between(before, after, run.load.seconds)
-            run.queue_mean_s = queue_mean(before, after)
+            run.bill = after.bill_since(before, run.load.seconds)
+            run.queue_mean_s = after.queue_mean_since(before)
 
     async def _ask(self, text: str, max_tokens: int, user: str = "") -> Answer:
-        return await ask(self.client, self.endpoint, self.endpoint.body(text, max_tokens, user))
+        return await self.client.ask(self.client.endpoint.body(text, max_tokens, user))
 
     async def _warm_up(self, arrivals: Sequence[Arrival], concurrency: int, salt: int) -> None:
         """Send requests with such prompts and short outputs, as a closed loop."""
@@ -209,11 +213,9 @@ class _Session:
             await run_load(send, at_once, concurrency=concurrency or len(arrivals), closed=True)
 
 
-async def _measured_ruler(
-    client: httpx.AsyncClient, endpoint: RemoteEndpoint, longest: int
-) -> _Ruler:
+async def _measured_ruler(client: EndpointClient, longest: int) -> _Ruler:
     """From two texts, the longer one nearly of `longest` tokens."""
-    one, few = await _lengths(client, endpoint, 1, _FEW_WORDS)
+    one, few = await _lengths(client, 1, _FEW_WORDS)
     if few <= one:
         raise JitneyError(
             f"the endpoint counts {one} and {few} tokens for texts of 1 and {_FEW_WORDS} words"
@@ -222,32 +224,14 @@ async def _measured_ruler(
     words = min(_MANY_WORDS, ruler.words(longest))
     if words <= _FEW_WORDS:
         return ruler
-    (many,) = await _lengths(client, endpoint, words)
+    (many,) = await _lengths(client, words)
     return _Ruler.of(one, many, words)
 
 
-async def _lengths(client: httpx.AsyncClient, endpoint: RemoteEndpoint, *words: int) -> list[int]:
+async def _lengths(client: EndpointClient, *words: int) -> list[int]:
     """Tokens of texts of so many words."""
     texts = [prose(count, seed=count) for count in words]
-    return await count_tokens(client, endpoint, texts)
-
-
-async def capacity_at(
-    endpoint: RemoteEndpoint, arrivals: Sequence[Arrival], streams: int, sending: Sending
-) -> float:
-    """Requests a second that the endpoint serves when there is always a next one.
-
-    A closed loop on the first requests, so many open at a time (0: twice the seats that the server
-    lists, 64 where it lists none), at most three times as many in all; only the time in which all
-    of them were open counts. JitneyError if too few were served to tell.
-    """
-    async with open_client(endpoint) as client:
-        session = await _Session.open(client, endpoint, arrivals)
-        streams = streams or await _likely_streams(client, endpoint.base)
-        some = arrivals[: 3 * streams]
-        streams = min(streams, max(1, len(some) // 2))
-        run = await session.measure(some, replace(sending, concurrency=streams, closed=True))
-    return _served_per_second(run.load, streams)
+    return await client.count_tokens(texts)
 
 
 def _served_per_second(load: LoadResult, streams: int) -> float:
@@ -260,9 +244,9 @@ def _served_per_second(load: LoadResult, streams: int) -> float:
     return full / (ends[full - 1] - load.started)
 
 
-async def _likely_streams(client: httpx.AsyncClient, base: str) -> int:
+async def _likely_streams(client: EndpointClient) -> int:
     """Twice as many requests as the server runs at once, by its list of seats at /slots."""
-    seats = await _read_json(client, f"{base}/slots")
+    seats = await _read_json(client, "/slots")
     if isinstance(seats, list) and seats:
         return 2 * len(seats)
     return _UNKNOWN_STREAMS

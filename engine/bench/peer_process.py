@@ -56,33 +56,49 @@ class Peer(NamedTuple):
     #: What a reader should know of how it runs.
     settings: str
 
+    @classmethod
+    def ours(cls, model: str, kernels: str, dtype: str, weights: str = "") -> Peer:
+        """This engine, as `jitney serve` starts it; weights: how they are kept, "" for the
+        default.
+        """
+        program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
+        words = ("serve", model, "--dtype", dtype, "--no-prefix-cache", "--kernels", kernels)
+        name = f"Jitney, {kernels} kernels"
+        if weights:
+            words = (*words, "--weights", weights)
+            name = f"Jitney, {weights}"
+        return cls(
+            name=name,
+            command=(sys.executable, "-c", program, *words),
+            environment={},
+            settings=f"jitney {' '.join(words)}",
+        )
 
-def ours(model: str, kernels: str, dtype: str, weights: str = "") -> Peer:
-    """This engine, as `jitney serve` starts it; weights: how they are kept, "" for the default."""
-    program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
-    words = ("serve", model, "--dtype", dtype, "--no-prefix-cache", "--kernels", kernels)
-    name = f"Jitney, {kernels} kernels"
-    if weights:
-        words = (*words, "--weights", weights)
-        name = f"Jitney, {weights}"
-    return Peer(
-        name=name,
-        command=(sys.executable, "-c", program, *words),
-        environment={},
-        settings=f"jitney {' '.join(words)}",
-    )
+    @classmethod
+    def vllm(cls, executable: str, folder: str, dtype: str, name: str = "vLLM, CPU") -> Peer:
+        """vLLM's CPU build on a Hugging Face folder of the same model; name: in the table."""
+        flags = (*_VLLM_FLAGS, "--dtype", dtype)
+        preload = _preload(executable)
+        return cls(
+            name=name,
+            command=(executable, "serve", folder, *flags),
+            environment=_VLLM_ENVIRONMENT | _preloading(preload),
+            settings=f"vllm serve {' '.join(flags)}; preloaded: {_file_names(preload)}",
+        )
 
-
-def vllm(executable: str, folder: str, dtype: str, name: str = "vLLM, CPU") -> Peer:
-    """vLLM's CPU build on a Hugging Face folder of the same model; name: in the table."""
-    flags = (*_VLLM_FLAGS, "--dtype", dtype)
-    preload = _preload(executable)
-    return Peer(
-        name=name,
-        command=(executable, "serve", folder, *flags),
-        environment=_VLLM_ENVIRONMENT | _preloading(preload),
-        settings=f"vllm serve {' '.join(flags)}; preloaded: {_file_names(preload)}",
-    )
+    @contextmanager
+    def serving(self, port: int) -> Iterator[str]:
+        """The engine's address once it is ready; it is stopped at the end. JitneyError if it does
+        not get ready.
+        """
+        url = f"http://127.0.0.1:{port}"
+        with tempfile.TemporaryFile() as log, _terminable():
+            process = _start(self, port, log)
+            try:
+                _wait_ready(process, url, log)
+                yield url
+            finally:
+                _stop(process)
 
 
 def _file_names(paths: Sequence[str]) -> str:
@@ -97,21 +113,6 @@ def _preload(executable: str) -> list[str]:
     """The allocator, and the OpenMP that vLLM's environment brings, as far as they are here."""
     openmp = str(Path(executable).resolve().parent.parent / "lib" / "libiomp5.so")
     return sorted(glob.glob(_TCMALLOC))[:1] + glob.glob(glob.escape(openmp))
-
-
-@contextmanager
-def serving(peer: Peer, port: int) -> Iterator[str]:
-    """The engine's address once it is ready; it is stopped at the end. JitneyError if it does not
-    get ready.
-    """
-    url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as log, _terminable():
-        process = _start(peer, port, log)
-        try:
-            _wait_ready(process, url, log)
-            yield url
-        finally:
-            _stop(process)
 
 
 def _start(peer: Peer, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:

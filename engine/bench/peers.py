@@ -16,19 +16,17 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-import httpx
 import msgspec
 
-from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, first_model, open_client
+from jitney.engine.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.bench.load import LoadResult, run_load
-from jitney.engine.bench.online import read_about
-from jitney.engine.bench.peer_process import Peer, serving
+from jitney.engine.bench.online import EngineAbout
+from jitney.engine.bench.peer_process import Peer
 from jitney.engine.bench.text import prompt_ids
 from jitney.engine.errors import JitneyError
 from jitney.engine.machine import cpu_name
 from jitney.engine.ports import free_port
 from jitney.engine.report.page import Table
-from jitney.engine.report.tables import markdown_lines
 from jitney.engine.simulation.workload import (
     Arrival,
     Closed,
@@ -52,7 +50,7 @@ _SEED = 0
 #: A line of progress.
 _Say = Callable[[str], None]
 #: Text -> token ids.
-Encode = Callable[[str], list[int]]
+type Encode = Callable[[str], list[int]]
 
 
 class _Measurement(NamedTuple):
@@ -193,7 +191,7 @@ class PeerBench:
         result.runs.append({})
         began = time.monotonic()
         try:
-            with serving(result.peer, self.port or free_port()) as url:
+            with result.peer.serving(self.port or free_port()) as url:
                 result.start_s.append(round(time.monotonic() - began, 1))
                 asyncio.run(self._measure_all(result, RemoteEndpoint(url, "")))
         except JitneyError as error:
@@ -201,14 +199,14 @@ class PeerBench:
             self.say(f"{result.peer.name}: {error}")
 
     async def _measure_all(self, result: _PeerResult, endpoint: RemoteEndpoint) -> None:
-        async with open_client(endpoint) as client:
-            about = await read_about(client, endpoint.base)
+        async with EndpointClient(endpoint) as client:
+            about = await EngineAbout.read(client)
             result.version, result.device = about.version, about.device
             result.kernels = about.kernels
-            named = RemoteEndpoint(endpoint.url, await first_model(client, endpoint))
+            await client.find_model()
             for measurement in self.measurements:
-                await _drive(client, named, measurement.warm_up())
-                load = await _drive(client, named, measurement)
+                await _drive(client, measurement.warm_up())
+                load = await _drive(client, measurement)
                 self._keep(result, measurement.name, _figures_of(load))
 
     def _keep(self, result: _PeerResult, name: str, figures: JsonDict) -> None:
@@ -234,17 +232,15 @@ def _progress_line(name: str, figures: JsonObject) -> str:
     )
 
 
-async def _drive(
-    client: httpx.AsyncClient, endpoint: RemoteEndpoint, measurement: _Measurement
-) -> LoadResult:
+async def _drive(client: EndpointClient, measurement: _Measurement) -> LoadResult:
     """Send the requests as a closed loop. JitneyError if one fails, or is not as long as it should
     be.
     """
 
     async def send(number: int) -> Answer:
-        body = endpoint.body("", measurement.outputs[number])
+        body = client.endpoint.body("", measurement.outputs[number])
         body["prompt"] = measurement.prompts[number]
-        return await ask(client, endpoint, body)
+        return await client.ask(body)
 
     arrivals = measurement.arrivals()
     load = await run_load(send, arrivals, concurrency=measurement.streams, closed=True)
@@ -332,7 +328,7 @@ def markdown(report: JsonObject) -> str:
         f"{report['machine']}; over HTTP with streaming, the client on the same machine; medians "
         "(least - most)."
     )
-    return "\n".join([taken, "", *markdown_lines(_table_of(report)), ""])
+    return "\n".join([taken, "", *_table_of(report).markdown_lines(), ""])
 
 
 def _table_of(report: JsonObject) -> Table:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from plotly.graph_objects import Figure
 
-from jitney.engine.bench.offline import OfflineRun, PolicyRuns, bills_of
+from jitney.engine.bench.offline import OfflineRun, PolicyRuns
 from jitney.engine.report import figures, tables
-from jitney.engine.report.page import PageSection, write_page
+from jitney.engine.report.page import Page, PageSection
 from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.types import JsonObject
 
@@ -29,7 +29,7 @@ def write_policies_page(
         sections += _case_sections(name, case, runs[name], price_per_hour)
     if report["load_curve"]:
         sections.append(_load_curve(report))
-    write_page(path, _TITLE, summary, sections)
+    Page(_TITLE, summary, sections).write(path)
 
 
 _TITLE = "Static, dynamic and continuous batching on the same requests"
@@ -91,7 +91,13 @@ def _figures(name: str, case: JsonObject) -> PageSection:
 
 def _cross_errors(name: str, case: JsonObject) -> PageSection:
     table = tables.cross_table(case["cross_errors"])
-    return PageSection(f"Predicted from one another: {name}", [tables.CROSS_NOTE], [table])
+    return PageSection(f"Predicted from one another: {name}", [_CROSS_NOTE], [table])
+
+
+_CROSS_NOTE = (
+    "Step times are learned from the steps of one run, another is simulated with them, and the "
+    "error is that of the simulated figure beside the measured one."
+)
 
 
 def _seats(name: str, runs: PolicyRuns) -> PageSection:
@@ -122,7 +128,7 @@ def _ends_of(run: OfflineRun) -> np.ndarray:
 
 
 def _ledger(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
-    bills = bills_of(runs)
+    bills = {policy: run.costs for policy, run in runs.items()}
     table = tables.ledgers_table(bills, price_per_hour)
     charts = [figures.ledger_bars(bills)]
     return PageSection(f"Ledger: {name}", [_LEDGER_NOTE], [table], charts)
@@ -153,4 +159,10 @@ def _load_curve(report: JsonObject) -> PageSection:
     simulated, measured = report["load_curve"], report["measured_loads"]
     shown = [tables.curve_table(points) for points in (simulated, measured) if points]
     chart = figures.load_curve(simulated, measured)
-    return PageSection("Waits over the load", [tables.CURVE_NOTE], shown, [chart])
+    return PageSection("Waits over the load", [_CURVE_NOTE], shown, [chart])
+
+
+_CURVE_NOTE = (
+    "Load: times what continuous batching can serve. A wait in brackets is that of a queue that "
+    "grows without bound: it says how long the run was."
+)

@@ -19,7 +19,7 @@ import msgspec
 
 from jitney.engine.bench.other_work import OtherWork
 from jitney.engine.bench.sizes import LONGEST_S, SizeTimes, Timed
-from jitney.engine.bench.step import StepCase, plan_of
+from jitney.engine.bench.step import StepCase
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.executor.threads import own_processors
@@ -127,7 +127,7 @@ def _timed(llm: LLM, cases: Sequence[StepCase]) -> Iterator[Timed]:
 def _least_seconds(llm: LLM, case: StepCase) -> float:
     """Of a step alone, from its plan to its tokens."""
     runner: Any = llm.core.runner
-    plan = plan_of(case, 0, llm.core.scheduler.pool.page_size)
+    plan = case.plan(0, llm.core.scheduler.pool.page_size)
 
     def run() -> float:
         started = time.perf_counter()

@@ -31,7 +31,6 @@ from jitney.engine.simulation.step_table import (
     HostTimes,
     Point,
     StepTable,
-    host_times,
     kind_of,
     noise_factors,
 )
@@ -82,6 +81,15 @@ class StepCase:
         """KV positions that its sequences hold."""
         prompts = sum(start + count for start, count in self.prompts)
         return sum(self.decode) + len(self.decode) + prompts
+
+    def plan(self, number: int, page_size: int) -> Plan:
+        """It as a plan whose sequences have just boarded, each with pages of its own."""
+        maker = _ChunkMaker(number, page_size)
+        chunks = [maker.chunk(length, 1, decode=True) for length in self.decode]
+        for start, count in self.prompts:
+            chunks.append(maker.chunk(start, count, decode=False))
+        boarded = [chunk.seq for chunk in chunks]
+        return Plan(number, chunks, self.bucket, True, StepWork.of(chunks), boarded=boarded)
 
 
 @dataclass(slots=True)
@@ -145,16 +153,6 @@ def _lone_prompts(bucket: Bucket, context: int) -> Iterator[tuple[tuple[int, int
     yield ((late, whole),)
 
 
-def plan_of(case: StepCase, number: int, page_size: int) -> Plan:
-    """The case as a plan whose sequences have just boarded, each with pages of its own."""
-    maker = _ChunkMaker(number, page_size)
-    chunks = [maker.chunk(length, 1, decode=True) for length in case.decode]
-    for start, count in case.prompts:
-        chunks.append(maker.chunk(start, count, decode=False))
-    boarded = [chunk.seq for chunk in chunks]
-    return Plan(number, chunks, case.bucket, True, StepWork.of(chunks), boarded=boarded)
-
-
 @dataclass(slots=True)
 class _ChunkMaker:
     """Makes the chunks of one plan, seat after seat."""
@@ -195,7 +193,7 @@ def _time_cases(
     """Each case `repeats` times in shuffled rounds after one that does not count; at least one
     round counts, and no new one begins after `seconds`.
     """
-    plans = [plan_of(case, number, page_size) for number, case in enumerate(wanted)]
+    plans = [case.plan(number, page_size) for number, case in enumerate(wanted)]
     timings = [_StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
     pairs = list(zip(plans, timings, strict=True))
     rng = random.Random(0)
@@ -292,7 +290,7 @@ def _host_of(core: EngineCore, seats: int) -> HostTimes:
     for number in range(2 * seats):
         core.add(_host_request(f"host-{first}-{number}", longest, number % 2, core.clock()))
     core.run_until_idle()
-    return host_times(core.ledger.since(first))
+    return HostTimes.of(core.ledger.since(first))
 
 
 def _host_request(name: str, longest: int, shorter: int, now: float) -> EngineRequest:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jitney.engine.bench.step import StepCase, plan_of
+from jitney.engine.bench.step import StepCase
 from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.plan import Plan
 from jitney.engine.simulation.roofline import ModelCost
@@ -67,7 +67,7 @@ def measure_parts(llm: LLM, config: ModelConfig, repeats: int) -> list[JsonDict]
     kv_bytes = ModelCost(config, number, number).kv_bytes
     rows = []
     for turn, case in enumerate(_part_cases(buckets, info.model.context_length)):
-        plan = plan_of(case, turn, pool.page_size)
+        plan = case.plan(turn, pool.page_size)
         if sum(len(chunk.seq.pages) for chunk in plan.chunks) <= pool.capacity:
             rows.append(_row_of(case, plan, _timed(runner, plan, clock, repeats), kv_bytes))
     return rows

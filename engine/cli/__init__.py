@@ -10,6 +10,43 @@ from collections.abc import Sequence
 from jitney.engine.cli.dispatch import Commands
 from jitney.engine.errors import ConfigError, JitneyError
 
+_BENCH = Commands(
+    "jitney bench",
+    "Measure an engine.",
+    {
+        "serve": "send traffic to an OpenAI-compatible endpoint, ours or another's, and time it",
+        "policies": "static, dynamic and continuous batching on the same requests, in this process",
+        "sweep": "throughput and latency over concurrency, rate or load, with the knee marked",
+        "peers": "this engine and others in turn on this machine, over HTTP, with one client",
+        "step": "time of one step by rows, seats and context: the simulator's table",
+        "sizes": "steps of growing sizes on this CPU, and the sizes that serve chooses by them",
+        "device": "kernels, steps and engine on this accelerator, each beside its floor",
+    },
+    prefix="bench_",
+)
+_FLEET = Commands(
+    "jitney fleet",
+    "Several engines behind one endpoint.",
+    {
+        "serve": "start the engines of a fleet.toml and answer for all of them",
+    },
+    prefix="fleet_",
+)
+_CASCADE = Commands(
+    "jitney cascade",
+    "A small model that asks a large one where it is not sure.",
+    {"tune": "find the threshold: cost against agreement, over requests of yours"},
+    prefix="cascade_",
+)
+_CONFIG = Commands(
+    "jitney config",
+    "What an engine is set to, here or elsewhere.",
+    {
+        "show": "every setting of a file or of a running server, and where its value came from",
+        "diff": "how the settings of two files or running servers differ",
+    },
+    prefix="config_",
+)
 _COMMANDS = Commands(
     "jitney",
     "In-flight batching for large language models in JAX.",
@@ -28,6 +65,7 @@ _COMMANDS = Commands(
         "config": "settings in force, and how those of two files or servers differ",
         "doctor": "say what this machine has and whether Jitney runs on it",
     },
+    groups={"bench": _BENCH, "fleet": _FLEET, "cascade": _CASCADE, "config": _CONFIG},
 )
 
 

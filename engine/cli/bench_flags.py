@@ -20,7 +20,6 @@ from jitney.engine.simulation.workload import (
     Lengths,
     LengthSummary,
     at_rate,
-    make_arrivals,
     make_pattern,
     parse_lengths,
     read_trace,
@@ -33,7 +32,7 @@ from jitney.engine.types import JsonDict, JsonObject
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from jitney.engine.bench.compare import NamedWatch
+    from jitney.engine.bench.offline import NamedWatch
 
 
 #: What the requests are made of.
@@ -130,7 +129,7 @@ class TrafficArguments(Arguments):
     def _made_up(self, rate: float) -> list[Arrival]:
         pattern = make_pattern(self.arrivals, rate=rate, shape=self.burst_shape)
         lengths = {name: self._lengths(name) for name in ("prompt", "output")}
-        return make_arrivals(WORKLOADS[self.preset], self.requests, pattern, self.seed, **lengths)
+        return WORKLOADS[self.preset].arrivals(self.requests, pattern, self.seed, **lengths)
 
     def _lengths(self, name: str) -> Lengths | None:
         text = getattr(self, name)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jitney.engine.bench.peer_process import Peer, ours, vllm
+from jitney.engine.bench.peer_process import Peer
 from jitney.engine.bench.peers import Encode, PeerBench, kernel_ratios, make_measurements, markdown
 from jitney.engine.bench.w8a8 import write_w8a8
 from jitney.engine.cli.arguments import Arguments
@@ -86,7 +86,7 @@ def _measured_beside(args: Arguments, streams: list[int], peers: list[Peer]) -> 
     measurements = make_measurements(_encoder(args.model), streams, args.requests)
     bench = PeerBench(measurements, args.port, partial(_save, args), say)
     report = bench.compare(peers, args.repetitions)
-    pair = [ours(args.model, kernels, args.dtype).name for kernels in ("auto", "reference")]
+    pair = [Peer.ours(args.model, kernels, args.dtype).name for kernels in ("auto", "reference")]
     report["auto_over_reference"] = kernel_ratios(report, pair)
     return report
 
@@ -112,8 +112,8 @@ def _peer(args: Arguments, name: str, folder: Path) -> Peer | None:
         case "vllm-w8a8":
             return _vllm_w8a8_from(args, folder / "w8a8")
         case "int8":
-            return ours(args.model, "auto", args.dtype, weights="int8")
-    return ours(args.model, name, args.dtype)
+            return Peer.ours(args.model, "auto", args.dtype, weights="int8")
+    return Peer.ours(args.model, name, args.dtype)
 
 
 def _vllm_w8a8_from(args: Arguments, target: Path) -> Peer | None:
@@ -121,7 +121,7 @@ def _vllm_w8a8_from(args: Arguments, target: Path) -> Peer | None:
     if plain is None:
         return None
     write_w8a8(Path(args.vllm_model), target)
-    return vllm(plain.command[0], str(target), args.dtype, name="vLLM, CPU, w8a8")
+    return Peer.vllm(plain.command[0], str(target), args.dtype, name="vLLM, CPU, w8a8")
 
 
 def _vllm_from(args: Arguments) -> Peer | None:
@@ -133,7 +133,7 @@ def _vllm_from(args: Arguments) -> Peer | None:
         raise ConfigError(
             "--vllm-model must name a Hugging Face folder of the same model, for vLLM"
         )
-    return vllm(program, folder, args.dtype)
+    return Peer.vllm(program, folder, args.dtype)
 
 
 def _encoder(model: str) -> Encode:

@@ -27,18 +27,15 @@ from jitney.engine.bench.cases import (
 from jitney.engine.bench.compare import (
     POLICIES,
     PUBLISHED,
-    NamedWatch,
-    capacity,
     differences,
     ratios,
-    run_policies,
 )
 from jitney.engine.bench.offline import (
+    NamedWatch,
     OfflineBench,
     OfflineRun,
     PolicyRuns,
     PromptedArrival,
-    bills_of,
 )
 from jitney.engine.cli.arguments import flag_of
 from jitney.engine.cli.bench_flags import (
@@ -55,9 +52,9 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.report.page import write_text
 from jitney.engine.simulation.accuracy import cross_errors
-from jitney.engine.simulation.shipped_errors import PolicyErrors
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import StepTable
+from jitney.engine.simulation.verdicts import PolicyErrors
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -225,10 +222,10 @@ class _Comparison:
         return rate
 
     def _capacity(self) -> tuple[float, OfflineRun]:
-        """As `compare.capacity`."""
+        """As `OfflineBench.capacity`."""
         first, seats = self.first, self.bench.limits.max_seats
         seed = first.args.seed
-        return capacity(self.bench, first.arrivals, seats, seed=seed, watch=self.watch)
+        return self.bench.capacity(first.arrivals, seats, seed=seed, watch=self.watch)
 
     def _expectation(self, table: StepTable) -> str:
         """How many runs come, and how long they will take."""
@@ -247,8 +244,7 @@ class _Comparison:
     def _run(
         self, requests: list[PromptedArrival], watch: NamedWatch, concurrency: int = 0
     ) -> dict[str, OfflineRun]:
-        return run_policies(
-            self.bench,
+        return self.bench.run_policies(
             requests,
             self.policies,
             watch=watch,
@@ -512,19 +508,18 @@ def _print_report(args: TrafficArguments, report: JsonObject, runs: _CaseRuns) -
 
 
 def _print_curve(points: Sequence[JsonObject], title: str) -> None:
-    from jitney.engine.report.tables import curve_table, print_table
+    from jitney.engine.report.tables import curve_table
 
     if points:
-        print_table(curve_table(points), title)
+        curve_table(points).print(title)
 
 
 def _print_case(name: str, case: JsonObject, runs: PolicyRuns, price: float | None) -> None:
     from jitney.engine.bench.policies_page import case_lines
-    from jitney.engine.report.tables import print_table
 
     print("\n".join([f"\n{name}", *case_lines(case)]))
     for title, table in _case_tables(case, runs, price):
-        print_table(table, title)
+        table.print(title)
 
 
 def _case_tables(
@@ -536,7 +531,8 @@ def _case_tables(
     yield "", tables.figures_table(case["policies"], case["share_of_capacity"])
     if case["ratios"]:
         yield "", tables.ratio_table(case["ratios"])
-    yield "Ledger", tables.ledgers_table(bills_of(runs), price_per_hour)
+    bills = {policy: run.costs for policy, run in runs.items()}
+    yield "Ledger", tables.ledgers_table(bills, price_per_hour)
     yield tables.CROSS_TITLE, tables.cross_table(case["cross_errors"])
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jitney.engine.bench.client import EXTRA_FIELDS, Answer, RemoteEndpoint
-from jitney.engine.bench.online import EngineAbout, OnlineRun, Sending, measure
+from jitney.engine.bench.client import Answer, RemoteEndpoint
+from jitney.engine.bench.online import EngineAbout, OnlineBench, OnlineRun, Sending
 from jitney.engine.cli.bench_flags import (
     TrafficArguments,
     backlog_json,
@@ -68,7 +68,7 @@ def _measure(args: TrafficArguments, arrivals: list[Arrival]) -> JsonDict:
 def _measured(args: TrafficArguments, arrivals: list[Arrival]) -> OnlineRun:
     with progress() as watch:
         sending = Sending(args.concurrency, args.is_closed, args.warmup, partial(watch, "requests"))
-        return asyncio.run(measure(endpoint_from(args), arrivals, sending))
+        return asyncio.run(OnlineBench(endpoint_from(args)).measure(arrivals, sending))
 
 
 _MODEL = Flag.of("--model", "the model's name there [the first in its list]", "", metavar="NAME")
@@ -127,8 +127,7 @@ def endpoint_from(args: TrafficArguments) -> RemoteEndpoint:
     if not args.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {args.url}: must begin with http:// or https://")
     model = getattr(args, "model", "")
-    extras = EXTRA_FIELDS if args.ignore_eos else ()
-    return RemoteEndpoint(args.url, model, _key(), args.chat, extras, args.timeout_s)
+    return RemoteEndpoint(args.url, model, _key(), args.chat, args.ignore_eos, args.timeout_s)
 
 
 def _key() -> str:
@@ -212,13 +211,13 @@ def _deliver(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> N
 
 
 def _print_report(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
-    from jitney.engine.report.tables import figures_table, ledger_table, print_table
+    from jitney.engine.report.tables import figures_table, ledger_table
 
     print("\n".join(_summary(report)))
-    print_table(figures_table({"measured": report["figures"]}))
+    figures_table({"measured": report["figures"]}).print()
     if online.bill is not None:
         ledger = ledger_table(online.bill, args.price_per_hour)
-        print_table(ledger, "Ledger of the server over the run")
+        ledger.print("Ledger of the server over the run")
 
 
 def _summary(report: JsonObject) -> list[str]:
@@ -262,12 +261,12 @@ def _server_lines(report: JsonObject) -> Iterator[str]:
 
 def _write_page(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
     """The HTML report: figures, curves, and the server's ledger if it has one."""
-    from jitney.engine.report.page import write_page
+    from jitney.engine.report.page import Page
 
     sections = list(_sections(report, online))
     if online.bill is not None:
         sections.append(_ledger_section(online.bill, args.price_per_hour))
-    write_page(args.html, f"Traffic for {report['model']}", _summary(report), sections)
+    Page(f"Traffic for {report['model']}", _summary(report), sections).write(args.html)
 
 
 def _sections(report: JsonObject, online: OnlineRun) -> Iterator[PageSection]:

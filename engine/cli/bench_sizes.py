@@ -77,11 +77,11 @@ def _keep(sizes: ServerSizes, found: Measured) -> None:
 def _show(report: JsonObject, found: Measured) -> None:
     """One row a step, then what was chosen."""
     from jitney.engine.report.page import Table
-    from jitney.engine.report.tables import print_lines, print_table
+    from jitney.engine.report.tables import print_lines
 
     rows = [row for times in found.times for row in _rows(times)]
     table = Table(["threads", "step", "rows", "ms", "rows/s"], rows)
-    print_table(table, "{model} on {machine}".format_map(report))
+    table.print("{model} on {machine}".format_map(report))
     print_lines([f"jitney serve: {as_flags(found.values)}"])
 
 

@@ -58,11 +58,11 @@ def _show(report: JsonObject) -> None:
     over rate.
     """
     from jitney.engine.report.page import Table
-    from jitney.engine.report.tables import print_lines, print_table
+    from jitney.engine.report.tables import print_lines
 
     heads = ["bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"]
     table = Table(heads, [_cells(case) for case in report["cases"]])
-    print_table(table, "{model} {dtype}, {kernels} kernels on {device}".format_map(report))
+    table.print("{model} {dtype}, {kernels} kernels on {device}".format_map(report))
     print_lines(_notes(report))
     if "parts" in report:
         _show_parts(report)
@@ -71,14 +71,14 @@ def _show(report: JsonObject) -> None:
 def _show_parts(report: JsonObject) -> None:
     """One row a step, the parts as shares of it."""
     from jitney.engine.report.page import Table
-    from jitney.engine.report.tables import print_lines, print_table
+    from jitney.engine.report.tables import print_lines
 
     if not report["parts"]:
         print_lines([_NO_PARTS.format_map(report)])
         return
     heads = ["step", "keys", "ms", *_PARTS.values(), "rest", "GB/s"]
     table = Table(heads, [_part_cells(row) for row in report["parts"]])
-    print_table(table, "parts of a step, % of its time")
+    table.print("parts of a step, % of its time")
     print_lines([_HOW_TO_READ_PARTS])
 
 

@@ -36,9 +36,8 @@ from jitney.engine.types import JsonDict, JsonObject
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from jitney.engine.bench.compare import NamedWatch
     from jitney.engine.bench.load import LoadResult, Watch
-    from jitney.engine.bench.offline import OfflineRun, PromptedArrival
+    from jitney.engine.bench.offline import NamedWatch, OfflineRun, PromptedArrival
     from jitney.engine.report.page import PageSection, Table
 
 _DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
@@ -267,10 +266,7 @@ class _InProcess:
         return self._bench.requests(arrivals, self._args.seed)
 
     def capacity(self, first: list[Arrival], watch: Watch) -> float:
-        from jitney.engine.bench.compare import capacity
-
-        rate, _ = capacity(
-            self._bench,
+        rate, _ = self._bench.capacity(
             first,
             self._bench.limits.max_seats,
             seed=self._args.seed,
@@ -300,17 +296,17 @@ class _AtEndpoint:
         self._about = EngineAbout()
 
     def capacity(self, first: list[Arrival], watch: Watch) -> float:
-        from jitney.engine.bench.online import Sending, capacity_at
+        from jitney.engine.bench.online import OnlineBench, Sending
 
         sending = Sending(0, True, self._args.warmup, watch)
         streams = self._args.capacity_streams
-        return asyncio.run(capacity_at(self._endpoint, first, streams, sending))
+        return asyncio.run(OnlineBench(self._endpoint).capacity(first, streams, sending))
 
     def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:
-        from jitney.engine.bench.online import Sending, measure
+        from jitney.engine.bench.online import OnlineBench, Sending
 
         sending = Sending(concurrency, concurrency > 0, self._args.warmup, watch)
-        online = asyncio.run(measure(self._endpoint, arrivals, sending))
+        online = asyncio.run(OnlineBench(self._endpoint).measure(arrivals, sending))
         self._about = online.about
         figures = _figures_of(online.load, self._args, concurrency)
         return figures | {"client": online.load.sender.as_json()}
@@ -327,18 +323,17 @@ def _figures_of(run: LoadResult | OfflineRun, args: TrafficArguments, concurrenc
 
 
 def _deliver(args: TrafficArguments, report: JsonDict, knee: int | None) -> None:
-    from jitney.engine.report.page import write_page
-    from jitney.engine.report.tables import print_table
+    from jitney.engine.report.page import Page
 
     axis, points = report["axis"], report["points"]
     report["knee"] = None if knee is None else points[knee][axis]
     table, summary = _curve_table(report, knee), _summary(report)
     if args.html:
         title = f"Throughput and latency over {axis}"
-        write_page(args.html, title, summary, _sections(report, table, knee))
+        Page(title, summary, _sections(report, table, knee)).write(args.html)
     if args.write_report(report):
         print("\n".join(summary))
-        print_table(table)
+        table.print()
 
 
 def _summary(report: JsonObject) -> list[str]:

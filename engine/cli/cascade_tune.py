@@ -221,12 +221,12 @@ def _total(pairs: Sequence[Pair], name: str) -> JsonDict:
 
 
 def _show(tuned: _Tuned) -> None:
-    from jitney.engine.report.tables import print_lines, print_table
+    from jitney.engine.report.tables import print_lines
 
     if len(tuned.ladders) > 1:
         title = f"Each measure's cheapest for {tuned.wanted:.1%}"
-        print_table(_measures_table(tuned), title)
-    print_table(_ladder_table(tuned), f"Thresholds by the measure {tuned.best.measure}")
+        _measures_table(tuned).print(title)
+    _ladder_table(tuned).print(f"Thresholds by the measure {tuned.best.measure}")
     print_lines(_lines(tuned))
 
 

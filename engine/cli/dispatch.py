@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,16 @@ class Commands:
     table: dict[str, str]
     #: What the names of the modules begin with.
     prefix: str = ""
+    #: Those commands that have commands of their own, in place of a module.
+    groups: Mapping[str, Commands] = field(default_factory=dict)
 
     def run(self, words: Sequence[str]) -> int:
         """Hand over to the command that the first word names; its exit status. Ends the program
         with status 2 and one line if there is no such command.
         """
         command = self._parse(words[:1])
+        if command in self.groups:
+            return self.groups[command].run(words[1:])
         module = importlib.import_module(f"jitney.engine.cli.{self.prefix}{command}")
         return module.run(words[1:])
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Flag
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.devices import find_device
+from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.fleet import Failures
 from jitney.engine.simulation.fleet_planner import Circumstances, ReplicaKind
 from jitney.engine.simulation.fleet_routing import ROUTERS
@@ -82,7 +82,7 @@ class FleetArguments(Arguments):
                 f"--devices: {word!r} is none; write h100, 4xv5e or l4:int8, with one of "
                 f"{', '.join(_WEIGHTS)} as the format of the weights"
             )
-        device = find_device(found["name"])
+        device = Accelerator.named(found["name"])
         reached = self.bandwidth_efficiency, self.flops_efficiency
         assumed = Assumptions(*reached, self.overhead_ms / 1e3)
         cost = ModelCost(find_shape(self.model), weights, self.kv)

@@ -12,7 +12,7 @@ import msgspec
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.devices import DEVICES, Accelerator, find_device
+from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.planner import (
     TTFT_QUANTILE,
     UTILISATION,
@@ -68,7 +68,7 @@ def _roofline_of(args: Arguments) -> Roofline:
         memory=args.memory_share,
     )
     cost = ModelCost(find_shape(args.model), args.weights, args.kv)
-    return Roofline(cost, find_device(args.device), args.count, assumed)
+    return Roofline(cost, Accelerator.named(args.device), args.count, assumed)
 
 
 def _demand_of(args: Arguments) -> Demand:
@@ -151,11 +151,11 @@ def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> JsonDict:
 
 
 def _show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
-    from jitney.engine.report.tables import print_lines, print_table
+    from jitney.engine.report.tables import print_lines
 
     title = f"{model} on {roofline.count} x {roofline.device.name}"
     tokens = f"{demand.prompt} prompt and {demand.output} output tokens"
-    print_table(_curve_table(sizing), f"{title}: {tokens}")
+    _curve_table(sizing).print(f"{title}: {tokens}")
     print_lines(_answers(roofline, demand, sizing))
     print("assumed:")
     print_lines(f"  {line}" for line in _assumptions(roofline, demand))

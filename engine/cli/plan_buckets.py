@@ -24,9 +24,8 @@ from jitney.engine.scheduler.buckets import FEWEST_ROWS, Bucket, Buckets
 from jitney.engine.simulation.bucket_tuner import (
     DECODE_EXECUTABLES,
     Proposal,
+    SeenSteps,
     check_budget,
-    propose,
-    seen_in,
 )
 from jitney.engine.simulation.engine_shape import buckets_of
 from jitney.engine.types import JsonDict
@@ -81,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     check_budget(budget)  # before seconds of simulation
     records = _seen_steps(args, config, present)
-    proposal = propose(seen_in(records), present, budget)
+    proposal = SeenSteps.of(records).propose(present, budget)
     if args.write_report(_report_of(proposal, len(records))):
         _show(proposal, len(records), budget)
     return 0

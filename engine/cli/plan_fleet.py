@@ -12,7 +12,7 @@ from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.fleet_flags import RUNNING, TRAFFIC, FleetArguments
 from jitney.engine.cli.plan import EFFICIENCIES, JSON, KV, MODEL, assumptions_of
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.devices import DEVICES, find_device
+from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
     FleetSizing,
@@ -124,7 +124,7 @@ def _prices_of(args: FleetArguments) -> dict[str, float]:
     for word in words:
         name, _, price = word.partition("=")
         with suppress(ValueError):
-            prices[find_device(name.strip()).name] = float(price)
+            prices[Accelerator.named(name.strip()).name] = float(price)
     if len(prices) != len(words) or not all(0 < p < math.inf for p in prices.values()):
         raise ConfigError(f"--prices: {args.prices!r} is none; write such as h100=2.5,v5e=1.2")
     return prices
@@ -207,12 +207,12 @@ def _scaled_cost(sizing: FleetSizing) -> float:
 
 
 def _show(args: FleetArguments, load: Load, sizings: list[FleetSizing], report: JsonDict) -> None:
-    from jitney.engine.report.tables import print_lines, print_table
+    from jitney.engine.report.tables import print_lines
 
     busiest = max(load.rates)
     title = f"{args.model}: {busiest:,.6g} requests/s in the busiest {_hour_of(load)}"
     cheapest = _cheapest(sizings)
-    print_table(_table(sizings, cheapest), title)
+    _table(sizings, cheapest).print(title)
     problems = [f"{each.kind.name}: {each.problem}" for each in sizings if each.problem]
     print_lines(problems)
     print(f"planned in {report['planned_in_s']:g} s; assumed:")

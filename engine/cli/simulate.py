@@ -16,14 +16,12 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import (
     COMPARED,
-    closed_concurrency,
+    Recording,
     errors,
     figure,
-    measured_figures,
-    measured_requests,
 )
 from jitney.engine.simulation.verdicts import verdict_of
-from jitney.engine.simulation.workload import TraceLine, read_trace_lines
+from jitney.engine.simulation.workload import TraceLine
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
@@ -58,9 +56,9 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
     table = args.step_times(config)
     shape = args.shape_for(config, arrivals, table)
     options = args.figure_options()
-    lines = _recording(args)
-    measured = measured_figures(lines, **options)
-    clients = args.concurrency or _clients_of(args, lines)
+    recording = _recording(args)
+    measured = recording.figures(**options)
+    clients = args.concurrency or _clients_of(args, recording)
     policies = {}
     for policy in args.compared():
         simulated = partial(args.simulate, policy, arrivals, shape, table, clients)
@@ -99,9 +97,9 @@ def _errors_elsewhere(args: SimulateArguments) -> ErrorsElsewhere | None:
     """What is known of predictions by the steps of a run under the policy that was recorded; None
     where step times come from no such run.
     """
-    from jitney.engine.simulation.shipped_errors import shipped
+    from jitney.engine.simulation.verdicts import PolicyErrors
 
-    return shipped().learned_from(args.measured_policy) if args.records else None
+    return PolicyErrors.shipped().learned_from(args.measured_policy) if args.records else None
 
 
 _SUBJECT = (
@@ -198,29 +196,28 @@ def _check_subject(args: SimulateArguments) -> None:
         )
 
 
-def _recording(args: SimulateArguments) -> list[TraceLine]:
-    """The lines of the trace, if it is simulated as it was recorded and can be compared."""
+def _recording(args: SimulateArguments) -> Recording:
+    """The trace, if it is simulated as it was recorded and can be compared; else empty."""
     if not args.trace or args.rate is not None or args.scale != 1:
-        return []
-    return read_trace_lines(args.trace)
+        return Recording(())
+    return Recording.of(TraceLine.read_all(args.trace))
 
 
-def _clients_of(args: SimulateArguments, lines: Sequence[TraceLine]) -> int:
+def _clients_of(args: SimulateArguments, recording: Recording) -> int:
     """Clients that sent the recorded requests, each after its last answer; 0 if they came by
     themselves.
     """
-    requests = measured_requests(lines)
-    if args.open_loop or not requests:
+    if args.open_loop or not recording.requests:
         return 0
-    return closed_concurrency(requests) or 0
+    return recording.clients()
 
 
 def _show(report: JsonObject) -> None:
-    from jitney.engine.report.tables import print_lines, print_table
+    from jitney.engine.report.tables import print_lines
 
     print_lines(_notes(report))
     for title, table in _tables(report):
-        print_table(table, title)
+        table.print(title)
     print_lines(filter(None, [report["verdict"]]))
 
 

@@ -97,11 +97,11 @@ class SimulateArguments(TrafficArguments):
         return self._roofline(config)
 
     def _roofline(self, config: Config) -> StepTimes:
-        from jitney.engine.simulation.devices import find_device
+        from jitney.engine.simulation.devices import Accelerator
         from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
         cost = ModelCost(find_shape(config.model.id), self.weight_format, self.kv)
-        return Roofline(cost, find_device(self.chip), self.count)
+        return Roofline(cost, Accelerator.named(self.chip), self.count)
 
     def shape_for(
         self, config: Config, arrivals: Sequence[Arrival], table: StepTimes

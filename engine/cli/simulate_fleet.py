@@ -19,7 +19,6 @@ from jitney.engine.simulation.fleet_planner import (
     Circumstances,
     ReplicaKind,
     Targets,
-    engine_for,
 )
 from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
@@ -153,7 +152,7 @@ def _traffic_of(args: FleetArguments, load: Day | Recorded) -> tuple[Traffic, in
 
 def _plan_of(args: FleetArguments, kind: ReplicaKind, traffic: Traffic) -> FleetPlan:
     how = Circumstances(token_budget=args.token_budget, most_seats=args.seats)
-    _, engine = engine_for(kind.roofline, traffic, Targets(ttft_s=1.0), how)
+    _, engine = kind.engine_for(traffic, Targets(ttft_s=1.0), how)
     return FleetPlan(
         engine,
         kind.roofline,
@@ -218,10 +217,10 @@ def _engine_json(engine: EngineShape) -> JsonDict:
 
 def _show(args: FleetArguments, report: JsonDict) -> None:
     from jitney.engine.report.page import Table
-    from jitney.engine.report.tables import print_lines, print_table
+    from jitney.engine.report.tables import print_lines
 
     title = f"{args.replicas:,} x {args.device} ({args.model}), router {args.router}"
-    print_table(Table(["", "value"], list(_rows(report))), title)
+    Table(["", "value"], list(_rows(report))).print(title)
     print_lines(_notes(report))
 
 

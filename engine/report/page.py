@@ -1,10 +1,10 @@
-"""One HTML file with everything in it: plotly.js, the charts and the tables. It asks the network
-for nothing.
+"""Tables for the terminal and for pages, and one HTML file with everything in it: plotly.js, the
+charts and the tables. It asks the network for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,10 @@ from jitney.engine.errors import ConfigError
 if TYPE_CHECKING:
     import plotly.graph_objects as go
     from jinja2 import Template
+    from rich.table import Table as RichTable
+
+#: Columns of text where no terminal says how many it has.
+_PIPED_WIDTH = 120
 
 
 @dataclass(slots=True)
@@ -27,6 +31,43 @@ class Table:
     rows: Sequence[Sequence[str]]
     #: True where cells are words rather than numbers: they begin at the left.
     words: bool = False
+
+    def print(self, title: str = "") -> None:
+        """On standard output."""
+        from rich.console import Console
+
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_PIPED_WIDTH)
+        console.print(self._rich(title))
+
+    def _rich(self, title: str) -> RichTable:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        padding = (0, 1, 0, 0)
+        shown = RichTable(
+            title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=padding
+        )
+        for column, head in enumerate(self.heads):
+            shown.add_column(Text(head), justify="right" if column else "left")
+        for row in self.rows:
+            shown.add_row(*[Text(cell) for cell in row])
+        return shown
+
+    def markdown_lines(self) -> Iterator[str]:
+        """As a table of Markdown."""
+        yield _markdown_row(self.heads)
+        yield f"|{'---|' * len(self.heads)}"
+        yield from map(_markdown_row, self.rows)
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    row = "|"
+    for cell in cells:
+        row += f" {cell}".rstrip() + " |"
+    return row
 
 
 @dataclass(slots=True)
@@ -42,28 +83,33 @@ class PageSection:
     charts: Sequence[go.Figure] = ()
 
 
-def page(title: str, summary: Sequence[str], sections: Sequence[PageSection]) -> str:
-    """The whole document; summary: sentences under the title."""
-    from plotly.io.json import to_json_plotly
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A whole document."""
 
-    charts = []
-    for section in sections:
-        charts += section.charts
-    return _template().render(
-        title=title,
-        summary=summary,
-        sections=sections,
-        # It writes <, > and / as \u003c and so on: nothing in it can end the script element.
-        figures=to_json_plotly(charts),
-        plotly=_plotly_js(),
-    )
+    title: str
+    #: Sentences under the title.
+    summary: Sequence[str]
+    sections: Sequence[PageSection]
 
+    def html(self) -> str:
+        from plotly.io.json import to_json_plotly
 
-def write_page(
-    path: str | Path, title: str, summary: Sequence[str], sections: Sequence[PageSection]
-) -> None:
-    """Write the page. ConfigError if the file cannot be written."""
-    write_text("--html", path, page(title, summary, sections))
+        charts = []
+        for section in self.sections:
+            charts += section.charts
+        return _template().render(
+            title=self.title,
+            summary=self.summary,
+            sections=self.sections,
+            # It writes <, > and / as \u003c and so on: nothing in it can end the script element.
+            figures=to_json_plotly(charts),
+            plotly=_plotly_js(),
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Write it to a file. ConfigError if that cannot be."""
+        write_text("--html", path, self.html())
 
 
 def write_text(flag: str, path: str | Path, text: str) -> None:

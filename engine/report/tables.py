@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from jitney.engine.report.page import Table
 from jitney.engine.telemetry.cost import IDLE, Bill, CostLine
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonObject
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 _QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
 _LATENCIES = {
@@ -37,18 +33,7 @@ LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
     IDLE: "no step running"
 }
 _NOTHING = CostLine(0, 0)
-#: Columns of text where no terminal says how many it has.
-_PIPED_WIDTH = 120
-
 CROSS_TITLE = "Error of the prediction: learned from -> predicted"
-CROSS_NOTE = (
-    "Step times are learned from the steps of one run, another is simulated with them, and the "
-    "error is that of the simulated figure beside the measured one."
-)
-CURVE_NOTE = (
-    "Load: times what continuous batching can serve. A wait in brackets is that of a queue that "
-    "grows without bound: it says how long the run was."
-)
 #: What the table of errors across policies shows: names among `accuracy.COMPARED`, and their heads.
 _CROSS_FIGURES = {
     "output_tok_s": "output tok/s",
@@ -230,30 +215,6 @@ def _curve_cell(waits: Mapping[str, float | None]) -> str:
     return f"({wait})" if (waits["share_of_capacity"] or 0) >= 1 else wait
 
 
-def print_table(table: Table, title: str = "") -> None:
-    """On standard output."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
-    console.print(_rich_table(table, title))
-
-
-def _rich_table(table: Table, title: str) -> RichTable:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    padding = (0, 1, 0, 0)
-    shown = RichTable(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=padding)
-    for column, head in enumerate(table.heads):
-        shown.add_column(Text(head), justify="right" if column else "left")
-    for row in table.rows:
-        shown.add_row(*[Text(cell) for cell in row])
-    return shown
-
-
 def print_lines(lines: Iterable[str]) -> None:
     """On standard output, wrapped at the terminal's width."""
     from rich.console import Console
@@ -261,20 +222,6 @@ def print_lines(lines: Iterable[str]) -> None:
     console = Console()
     for line in lines:
         console.print(line, highlight=False, markup=False)
-
-
-def markdown_lines(table: Table) -> Iterator[str]:
-    """As a table of Markdown."""
-    yield _markdown_row(table.heads)
-    yield f"|{'---|' * len(table.heads)}"
-    yield from map(_markdown_row, table.rows)
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    row = "|"
-    for cell in cells:
-        row += f" {cell}".rstrip() + " |"
-    return row
 
 
 def number(value: float | None) -> str:

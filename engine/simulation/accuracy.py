@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,10 +70,41 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
     return predicted / measured - 1
 
 
-def measured_requests(lines: Sequence[TraceLine]) -> list[RequestRecord]:
-    """What a recording says of its requests; lines that carry no measurement are left out."""
-    numbered = enumerate(lines)
-    return [_measured_request(*each) for each in numbered if each[1].e2e_s is not None]
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Requests that an engine was once sent, and what was measured of them."""
+
+    requests: Sequence[RequestRecord]
+
+    @classmethod
+    def of(cls, lines: Sequence[TraceLine]) -> Recording:
+        """What a trace says of its requests; lines that carry no measurement are left out."""
+        numbered = enumerate(lines)
+        return cls([_measured_request(*each) for each in numbered if each[1].e2e_s is not None])
+
+    def figures(self, **options: Any) -> JsonDict | None:
+        """From the first arrival to the last end; None if nothing was measured.
+
+        options: slo and price_per_hour of `figures.summarise`.
+        """
+        if not self.requests:
+            return None
+        return summarise(self.requests, records=None, seconds=span(self.requests), **options)
+
+    def clients(self) -> int:
+        """How many sent these requests, each the next one when its last had ended; 0 if they came
+        by themselves.
+
+        Such traffic waits for the engine. Replayed at its recorded times it would not: a slower
+        policy would meet more requests than its clients could send, a faster one fewer.
+        """
+        if any(map(_was_refused, self.requests)):
+            return 0  # such clients come again, at their own times
+        by_arrival = sorted(self.requests, key=_arrival_of)
+        clients = _most_open(_moments(by_arrival))
+        if len(by_arrival) < 3 * clients or not _mostly_busy(by_arrival, clients):
+            return 0
+        return clients if _mostly_following(by_arrival, clients) else 0
 
 
 def _measured_request(number: int, line: TraceLine) -> RequestRecord:
@@ -93,18 +125,6 @@ def _after(start: float, seconds: float | None) -> float | None:
     if seconds is None:
         return None
     return start + seconds
-
-
-def measured_figures(lines: Sequence[TraceLine], **options: Any) -> JsonDict | None:
-    """The figures of a recording, from its first arrival to its last end; None if it was not
-    measured.
-
-    options: slo and price_per_hour of `figures.summarise`.
-    """
-    requests = measured_requests(lines)
-    if not requests:
-        return None
-    return summarise(requests, records=None, seconds=span(requests), **options)
 
 
 class RunNote(msgspec.Struct, frozen=True):
@@ -175,22 +195,6 @@ def cross_errors(runs: Mapping[str, MeasuredRun], seed: int = 0) -> _CrossErrors
 _MOSTLY = 0.9
 #: Within which share of a median request, and at least how many seconds, an arrival follows an end.
 _FOLLOWS_SHARE, _FOLLOWS_S = 0.1, 0.05
-
-
-def closed_concurrency(requests: Sequence[RequestRecord]) -> int | None:
-    """How many clients sent these requests, each the next one when its last had ended; None if they
-    came by themselves.
-
-    Such traffic waits for the engine. Replayed at its recorded times it would not: a slower policy
-    would meet more requests than its clients could send, a faster one fewer.
-    """
-    if any(map(_was_refused, requests)):
-        return None  # such clients come again, at their own times
-    by_arrival = sorted(requests, key=_arrival_of)
-    clients = _most_open(_moments(by_arrival))
-    if len(by_arrival) < 3 * clients or not _mostly_busy(by_arrival, clients):
-        return None
-    return clients if _mostly_following(by_arrival, clients) else None
 
 
 _arrival_of = attrgetter("arrival")

@@ -28,16 +28,6 @@ _NEVER = np.iinfo(np.int64).max // 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """How often steps of so many rows came, padding excluded: decode-only ones, and those with
-    prompt rows, which by rows and by the seats that were taken.
-    """
-
-    decode: Mapping[int, int]
-    mixed: Mapping[tuple[int, int], int]
-
-
-@dataclass(frozen=True, slots=True)
 class Proposal:
     """Sizes to compile for, and what they would save on the steps seen."""
 
@@ -68,38 +58,48 @@ class Proposal:
         return _share(sum(self.padding_now.values()), self.rows)
 
 
-def seen_in(records: np.ndarray) -> _Seen:
-    """Rows of the steps in `ledger.STEP_DTYPE` records."""
-    rows = records["bucket_tokens"] - records["padding"]
-    mixed = records["mixed"] == 1
-    together = zip(rows[mixed].tolist(), records["seats_busy"][mixed].tolist(), strict=True)
-    return _Seen(Counter(rows[~mixed].tolist()), Counter(together))
-
-
-def propose(seen: _Seen, present: Buckets, executables: int) -> Proposal:
-    """The best sizes within a budget of executables, for the seats and the token budget of
-    `present`.
-
-    Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not allow
-    one bucket of each kind.
+@dataclass(frozen=True, slots=True)
+class SeenSteps:
+    """How often steps of so many rows came, padding excluded: decode-only ones, and those with
+    prompt rows, which by rows and by the seats that were taken.
     """
-    check_budget(executables)
-    seat_sizes, token_sizes = _least_waste(seen, present, executables)
-    proposed = make_buckets(
-        max_seats=present.seats,
-        token_budget=present.token_budget,
-        seat_sizes=seat_sizes,
-        token_sizes=token_sizes,
-    )
-    rows_of_prompts = sum(rows * count for (rows, _), count in seen.mixed.items())
-    return Proposal(
-        seat_buckets=seat_sizes,
-        token_buckets=token_sizes,
-        executables=DECODE_EXECUTABLES * len(seat_sizes) + _MIXED_EXECUTABLES * len(token_sizes),
-        padding=_paddings(seen, proposed),
-        padding_now=_paddings(seen, present),
-        rows=_total(seen.decode) + rows_of_prompts,
-    )
+
+    decode: Mapping[int, int]
+    mixed: Mapping[tuple[int, int], int]
+
+    @classmethod
+    def of(cls, records: np.ndarray) -> SeenSteps:
+        """Rows of the steps in `ledger.STEP_DTYPE` records."""
+        rows = records["bucket_tokens"] - records["padding"]
+        mixed = records["mixed"] == 1
+        together = zip(rows[mixed].tolist(), records["seats_busy"][mixed].tolist(), strict=True)
+        return cls(Counter(rows[~mixed].tolist()), Counter(together))
+
+    def propose(self, present: Buckets, executables: int) -> Proposal:
+        """The best sizes within a budget of executables, for the seats and the token budget of
+        `present`.
+
+        Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not
+        allow one bucket of each kind.
+        """
+        check_budget(executables)
+        seat_sizes, token_sizes = _least_waste(self, present, executables)
+        proposed = make_buckets(
+            max_seats=present.seats,
+            token_budget=present.token_budget,
+            seat_sizes=seat_sizes,
+            token_sizes=token_sizes,
+        )
+        rows_of_prompts = sum(rows * count for (rows, _), count in self.mixed.items())
+        return Proposal(
+            seat_buckets=seat_sizes,
+            token_buckets=token_sizes,
+            executables=DECODE_EXECUTABLES * len(seat_sizes)
+            + _MIXED_EXECUTABLES * len(token_sizes),
+            padding=_paddings(self, proposed),
+            padding_now=_paddings(self, present),
+            rows=_total(self.decode) + rows_of_prompts,
+        )
 
 
 def check_budget(executables: int) -> None:
@@ -112,7 +112,7 @@ def check_budget(executables: int) -> None:
         )
 
 
-def _least_waste(seen: _Seen, present: Buckets, executables: int) -> tuple[_Sizes, _Sizes]:
+def _least_waste(seen: SeenSteps, present: Buckets, executables: int) -> tuple[_Sizes, _Sizes]:
     """(seat sizes, token sizes): the best way to share the executables between both kinds."""
     seats, budget = present.seats, present.token_budget
     decode = _at_least(seen.decode, min(_FEWEST_SEATS, seats))
@@ -143,7 +143,7 @@ def _total(seen: Mapping[int, int]) -> int:
     return sum(rows * count for rows, count in seen.items())
 
 
-def _paddings(seen: _Seen, buckets: Buckets) -> dict[str, int]:
+def _paddings(seen: SeenSteps, buckets: Buckets) -> dict[str, int]:
     """Rows computed for nothing by kind."""
     mixed = 0
     for (rows, taken), count in seen.mixed.items():

@@ -24,6 +24,13 @@ class Accelerator:
     #: Bytes/s that it can send to the other chips of its group (one way).
     link: float
 
+    @classmethod
+    def named(cls, name: str) -> Accelerator:
+        """The one of that name; ConfigError lists the known ones."""
+        if name.lower() not in DEVICES:
+            raise ConfigError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")
+        return DEVICES[name.lower()]
+
     @property
     def rounds_fp8(self) -> bool:
         """Whether our kernels multiply fp8 rows there: GPUs with units for it, no TPU."""
@@ -62,10 +69,3 @@ DEVICES = {
         _chip("v7x", 192, 7380, 600, bf16=2307, fp8=4614),
     )
 }
-
-
-def find_device(name: str) -> Accelerator:
-    """The accelerator of that name; ConfigError lists the known ones."""
-    if name.lower() not in DEVICES:
-        raise ConfigError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")
-    return DEVICES[name.lower()]

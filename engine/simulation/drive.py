@@ -25,33 +25,6 @@ class _LoopClock(Protocol):
     def wait_until(self, t: float) -> None: ...
 
 
-@dataclass(slots=True)
-class VirtualClock:
-    """Seconds that pass when somebody moves them."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def wait_until(self, t: float) -> None:
-        self.now = t
-
-
-@dataclass(frozen=True, slots=True)
-class RealClock:
-    """A clock that is read, and waited on by sleeping."""
-
-    read: Callable[[], float]
-    sleep: Callable[[float], None]
-
-    def __call__(self) -> float:
-        return self.read()
-
-    def wait_until(self, t: float) -> None:
-        self.sleep(max(0.0, t - self.read()))
-
-
 _RequestAt = Callable[[int, float], EngineRequest]
 
 

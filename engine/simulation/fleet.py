@@ -70,7 +70,7 @@ class Failures:
         return replace(self, machine_mtbf_s=self.machine_mtbf_s / chips)
 
 
-NO_FAILURES = Failures()
+_NO_FAILURES = Failures()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class FleetPlan:
     replicas: int
     router: str = "least-wait"
     prefix_cache: bool = False
-    failures: Failures = NO_FAILURES
+    failures: Failures = _NO_FAILURES
     #: None: as many replicas as at the beginning.
     scaling: ScalingRule | None = None
     #: From the decision to start a replica until it is ready: machine, weights, compiled programs.

@@ -18,14 +18,13 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet import (
-    NO_FAILURES,
     Failures,
     FleetPlan,
     FleetRun,
     simulate_fleet,
 )
 from jitney.engine.simulation.fleet_traffic import Load, Traffic
-from jitney.engine.simulation.planner import Demand, Operating, check_split, plan
+from jitney.engine.simulation.planner import Demand, Operating, plan
 from jitney.engine.simulation.roofline import Roofline
 from jitney.engine.types import JsonDict
 
@@ -95,6 +94,28 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Circumstances:
+    """How a fleet is run, whatever it is made of. The mean time between losses of machines is that
+    of one chip."""
+
+    #: How a replica is chosen for a request.
+    router: str = "least-wait"
+    #: How often cores and machines are lost, and how long that takes to be mended.
+    failures: Failures = field(default_factory=Failures)
+    #: From the decision to start a replica until it is ready.
+    start_s: float = 180.0
+    #: Each replica's settings of these names; seats are chosen, up to so many.
+    token_budget: int = 2048
+    page_size: int = 16
+    most_seats: int = 256
+    #: Requests that are simulated at most: half as many while a load is looked for, all of them of
+    #: the busiest time at the end.
+    most_requests: int = 60_000
+    #: Of all that is drawn: arrivals, lengths and losses.
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaKind:
     """A kind of replica to compare."""
 
@@ -108,27 +129,37 @@ class ReplicaKind:
         """Price of a replica."""
         return None if self.chip_hour is None else self.chip_hour * self.roofline.count
 
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """How a fleet is run, whatever it is made of. The mean time between losses of machines is that
-    of one chip."""
-
-    #: How a replica is chosen for a request.
-    router: str = "least-wait"
-    #: How often cores and machines are lost, and how long that takes to be mended.
-    failures: Failures = NO_FAILURES
-    #: From the decision to start a replica until it is ready.
-    start_s: float = 180.0
-    #: Each replica's settings of these names; seats are chosen, up to so many.
-    token_budget: int = 2048
-    page_size: int = 16
-    most_seats: int = 256
-    #: Requests that are simulated at most: half as many while a load is looked for, all of them of
-    #: the busiest time at the end.
-    most_requests: int = 60_000
-    #: Of all that is drawn: arrivals, lengths and losses.
-    seed: int = 0
+    def engine_for(
+        self, lengths: Traffic, targets: Targets, how: Circumstances
+    ) -> tuple[Operating, EngineShape]:
+        """Seats that keep the speed of streams when all are busy, and the engine with them. Raises
+        ConfigError if nothing fits.
+        """
+        slowest = 1 / targets.stream_tok_s if targets.stream_tok_s else None
+        demand = Demand(
+            prompt=max(1, round(lengths.mean_prompt)),
+            output=max(1, round(lengths.mean_output)),
+            itl_s=slowest,
+            token_budget=how.token_budget,
+            page_size=how.page_size,
+        )
+        sizing = plan(self.roofline, demand)
+        allowed = [point for point in sizing.curve if point.seats <= how.most_seats]
+        if slowest is not None:
+            allowed = [point for point in allowed if point.step_s <= slowest]
+        if not allowed:
+            raise ConfigError(
+                f"streams are slower than {targets.stream_tok_s:g} tokens a second even alone"
+            )
+        point = allowed[-1]
+        limits = SchedulerLimits(
+            max_seats=point.seats,
+            context_length=max(2, lengths.longest),
+            prefill_share="auto",
+            max_predicted_wait_s=60.0,
+        )
+        buckets = make_buckets(max_seats=point.seats, token_budget=how.token_budget, on_device=True)
+        return point, EngineShape(limits, buckets, sizing.memory.pages + 1, how.page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +207,8 @@ def plan_fleet(kind: ReplicaKind, load: Load, targets: Targets, how: Circumstanc
     how = replace(how, failures=how.failures.of_replica(kind.roofline.count))
     lengths = load.sample(1.0, _FEWEST, how.seed)
     try:
-        check_split(kind.roofline)
-        point, engine = engine_for(kind.roofline, lengths, targets, how)
+        kind.roofline.check_split()
+        point, engine = kind.engine_for(lengths, targets, how)
     except ConfigError as error:
         return FleetSizing(kind, problem=str(error))
     request_s = _most_load(kind, engine, point, load, targets, how)
@@ -193,39 +224,6 @@ def _out_of_reach(targets: Targets) -> str:
         f"the first token does not come within {1e3 * targets.ttft_s:g} ms for 99 of 100 requests, "
         "even at a twentieth of what the seats can serve"
     )
-
-
-def engine_for(
-    roofline: Roofline, lengths: Traffic, targets: Targets, how: Circumstances
-) -> tuple[Operating, EngineShape]:
-    """Seats that keep the speed of streams when all are busy, and the engine with them. Raises
-    ConfigError if nothing fits.
-    """
-    slowest = 1 / targets.stream_tok_s if targets.stream_tok_s else None
-    demand = Demand(
-        prompt=max(1, round(lengths.mean_prompt)),
-        output=max(1, round(lengths.mean_output)),
-        itl_s=slowest,
-        token_budget=how.token_budget,
-        page_size=how.page_size,
-    )
-    sizing = plan(roofline, demand)
-    allowed = [point for point in sizing.curve if point.seats <= how.most_seats]
-    if slowest is not None:
-        allowed = [point for point in allowed if point.step_s <= slowest]
-    if not allowed:
-        raise ConfigError(
-            f"streams are slower than {targets.stream_tok_s:g} tokens a second even alone"
-        )
-    point = allowed[-1]
-    limits = SchedulerLimits(
-        max_seats=point.seats,
-        context_length=max(2, lengths.longest),
-        prefill_share="auto",
-        max_predicted_wait_s=60.0,
-    )
-    buckets = make_buckets(max_seats=point.seats, token_budget=how.token_budget, on_device=True)
-    return point, EngineShape(limits, buckets, sizing.memory.pages + 1, how.page_size)
 
 
 def _most_load(
@@ -260,14 +258,14 @@ def _plan_of(
     engine: EngineShape,
     replicas: int,
     how: Circumstances,
-    failures: Failures = NO_FAILURES,
+    failures: Failures | None = None,
 ) -> FleetPlan:
     return FleetPlan(
         engine,
         kind.roofline,
         replicas,
         how.router,
-        failures=failures,
+        failures=failures or Failures(),
         start_s=how.start_s,
         seed=how.seed,
     )

@@ -110,6 +110,26 @@ class Operating:
     #: Of a million output tokens; None without a price.
     cost_per_million: float | None
 
+    @classmethod
+    def of(cls, roofline: Roofline, demand: Demand, seats: int) -> Operating:
+        """With all of so many seats busy; where prompts do not fit the token budget beside the
+        decode rows, the rest of the seats are waiting for their prompts.
+        """
+        decoding = min(seats, demand.token_budget / (1 + demand.prompt_rows))
+        bucket, work = _steady_step(demand, decoding)
+        step = roofline.seconds(bucket, work)
+        tokens = decoding / step
+        return cls(
+            seats=seats,
+            decoding=decoding,
+            step_s=step,
+            output_tok_s=tokens,
+            req_s=tokens / demand.output,
+            ttft_s=_first_token(demand, seats, step),
+            bound=_bound(roofline, bucket, work),
+            cost_per_million=_cost_per_million(roofline, demand, tokens),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
@@ -136,11 +156,11 @@ def plan(roofline: Roofline, demand: Demand) -> Sizing:
     """Size one replica, and count replicas. Raises ConfigError when the model or a request does not
     fit.
     """
-    check_split(roofline)
+    roofline.check_split()
     _check_context(roofline, demand)
     memory = _fit(roofline, demand)
     sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
-    curve = tuple(operate(roofline, demand, seats) for seats in sizes)
+    curve = tuple(Operating.of(roofline, demand, seats) for seats in sizes)
     chosen, within = _knee(curve), None
     if demand.is_limited:
         chosen = within = _last_within(curve, demand)
@@ -170,11 +190,6 @@ def _loaded(sizing: Sizing, chosen: Operating, rate: float) -> Sizing:
     cost = full / UTILISATION if full else None
     replicas = math.ceil(rate / load) if rate else None
     return replace(sizing, load_req_s=load, cost_per_million_loaded=cost, replicas=replicas)
-
-
-def check_split(roofline: Roofline) -> None:
-    """Raise ConfigError unless the engine can divide the model over the chips."""
-    roofline.cost.config.local(roofline.count)
 
 
 def _fit(roofline: Roofline, demand: Demand) -> _Memory:
@@ -207,25 +222,6 @@ def _no_room(roofline: Roofline, demand: Demand) -> str:
     return (
         f"{weights:.1f} GB of weights leave no room for a sequence of {demand.longest} tokens on "
         f"{chips}: use more chips (--count), smaller --weights or --kv, or shorter requests"
-    )
-
-
-def operate(roofline: Roofline, demand: Demand, seats: int) -> Operating:
-    """The steady state with all of so many seats busy; where prompts do not fit the token budget
-    beside the decode rows, the rest of the seats are waiting for their prompts."""
-    decoding = min(seats, demand.token_budget / (1 + demand.prompt_rows))
-    bucket, work = _steady_step(demand, decoding)
-    step = roofline.seconds(bucket, work)
-    tokens = decoding / step
-    return Operating(
-        seats=seats,
-        decoding=decoding,
-        step_s=step,
-        output_tok_s=tokens,
-        req_s=tokens / demand.output,
-        ttft_s=_first_token(demand, seats, step),
-        bound=_bound(roofline, bucket, work),
-        cost_per_million=_cost_per_million(roofline, demand, tokens),
     )
 
 

@@ -19,12 +19,11 @@ import numpy as np
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import JitneyError
 from jitney.engine.scheduler.buckets import Bucket, Buckets
-from jitney.engine.simulation.accuracy import closed_concurrency, errors
+from jitney.engine.simulation.accuracy import Recording, errors
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.shipped_errors import shipped
 from jitney.engine.simulation.simulator import SimulatedRun, simulate, weighted_spread
 from jitney.engine.simulation.step_table import StepTable
-from jitney.engine.simulation.verdicts import verdict_of
+from jitney.engine.simulation.verdicts import PolicyErrors, verdict_of
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay
 from jitney.engine.telemetry.summary import spread, summarise
@@ -134,7 +133,7 @@ def _work(job: ReplayJob) -> JsonDict:
     far it has come.
     """
     table = StepTable.from_records(_array(job.records))
-    clients = closed_concurrency(job.requests) or 0
+    clients = Recording(job.requests).clients()
     measured = _measured_figures(job)
     off = {job.recorded: _own_error(job, table, clients, measured)}
     policies = {}
@@ -149,7 +148,7 @@ def _work(job: ReplayJob) -> JsonDict:
         "verdict": verdict_of(
             {name: run["figures"] for name, run in policies.items()},
             off,
-            shipped().learned_from(job.recorded),
+            PolicyErrors.shipped().learned_from(job.recorded),
         ),
     }
 

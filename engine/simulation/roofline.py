@@ -331,6 +331,10 @@ class Roofline:
         """All-reduces of a layer that a step waits for."""
         return 3 if self.cost.config.wide_qk_norm else 2
 
+    def check_split(self) -> None:
+        """Raise ConfigError unless the engine can divide the model over the chips."""
+        self.cost.config.local(self.count)
+
     @property
     def kv_split(self) -> int:
         """Among how many chips the KV is divided."""

@@ -29,10 +29,10 @@ from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Draft, MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.simulation.drive import Offer, StepLog, VirtualClock, drive
+from jitney.engine.simulation.drive import Offer, StepLog, drive
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.step_table import StepTimes, kind_of
-from jitney.engine.simulation.workload import Arrival, request_of
+from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
 from jitney.engine.telemetry.summary import QUANTILES, summarise, token_waits
@@ -124,6 +124,19 @@ class _FlyingStep(NamedTuple):
     tokens: int
 
 
+@dataclass(slots=True)
+class _VirtualClock:
+    """Seconds that pass when somebody moves them."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait_until(self, t: float) -> None:
+        self.now = t
+
+
 class VirtualDevice:
     """A runner whose steps take the time that a table says, one after another, while the host goes
     on.
@@ -132,7 +145,7 @@ class VirtualDevice:
     compiles = 0
 
     def __init__(self, table: StepTimes, seed: int = 0):
-        self.clock = VirtualClock()
+        self.clock = _VirtualClock()
         self.table = table
         self._free_at = 0.0
         self._scatter = {kind: _drawn(factors, seed) for kind, factors in table.noise.items()}
@@ -242,7 +255,7 @@ def _offer_of(arrivals: Series[Arrival], concurrency: int) -> Offer:
 
 def _request_at(arrivals: Series[Arrival], number: int, at: float) -> EngineRequest:
     arrival = arrivals[number]
-    return request_of(str(number), arrival, [0] * arrival.n_prompt, at)
+    return arrival.request(str(number), [0] * arrival.n_prompt, at)
 
 
 @contextlib.contextmanager

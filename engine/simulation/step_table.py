@@ -88,6 +88,15 @@ class HostTimes(msgspec.Struct, frozen=True):
     after: float = 0.0
     after_per_row: float = 0.0
 
+    @classmethod
+    def of(cls, records: np.ndarray) -> HostTimes:
+        """The host's part of each step, fitted over how many sequences sat."""
+        rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
+        launched = records["plan_s"] + records["batch_s"] + records["launch_s"]
+        before = _nonnegative(rows, launched.astype(float))
+        after = _nonnegative(rows, records["commit_s"].astype(float))
+        return cls(*before.tolist(), *after.tolist())
+
 
 #: A host that takes no time.
 _NO_HOST = HostTimes()
@@ -190,7 +199,7 @@ class StepTable:
             raise ConfigError(
                 "no step records to calibrate from: record a run with at least one step"
             )
-        points, host = _points_of(usable), host_times(usable)
+        points, host = _points_of(usable), HostTimes.of(usable)
         return cls.from_points(points, host, f"{source} ({len(usable)} steps)")
 
     def contents(self) -> JsonDict:
@@ -261,15 +270,6 @@ def _points_of(records: np.ndarray) -> list[Point]:
     )
     buckets = map(Bucket, records["bucket_tokens"].tolist(), records["bucket_seats"].tolist())
     return list(map(Point, buckets, works, records["device_s"].tolist()))
-
-
-def host_times(records: np.ndarray) -> HostTimes:
-    """The host's part of each step, fitted over how many sequences sat."""
-    rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
-    launched = records["plan_s"] + records["batch_s"] + records["launch_s"]
-    before = _nonnegative(rows, launched.astype(float))
-    after = _nonnegative(rows, records["commit_s"].astype(float))
-    return HostTimes(*before.tolist(), *after.tolist())
 
 
 def _fit_steadily(points: Sequence[Point]) -> list[Curve]:

@@ -1,16 +1,24 @@
 """How far off predictions are in speed, and which policy they say is faster, with the error of
 saying so.
+
+`policy_errors.json`, beside this file, is written by `jitney bench policies --errors FILE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from jitney.engine.types import JsonObject
 
+_FILE = Path(__file__).with_name("policy_errors.json")
 
-def speed_error(off: Mapping[str, float]) -> float | None:
+
+def _speed_error(off: Mapping[str, float]) -> float | None:
     """How far a prediction is off in speed, out of its `accuracy.errors`; None if nothing is
     known of it.
 
@@ -26,18 +34,61 @@ class ErrorsElsewhere(NamedTuple):
 
     #: Which machine, and when.
     where: str
-    #: `speed_error` of each policy.
+    #: `_speed_error` of each policy.
     errors: Mapping[str, float]
 
 
-def verdict(
+class PolicyErrors(msgspec.Struct, frozen=True):
+    """What one `jitney bench policies` found: how far off it is to learn step times from the run of
+    one policy and predict another, on one machine; for whoever has run one policy only.
+    """
+
+    #: What ran it, in words.
+    machine: str
+    #: When, as YYYY-MM-DD.
+    date: str
+    #: {learned from: {predicted: the largest `_speed_error` of the cases}}.
+    speed_errors: dict[str, dict[str, float]]
+
+    @classmethod
+    def of_report(cls, report: JsonObject) -> PolicyErrors:
+        """Of what `jitney bench policies --json` writes."""
+        found: dict[str, dict[str, float]] = {}
+        for case in report["cases"].values():
+            for source, predicted in case["cross_errors"].items():
+                _keep_largest(found.setdefault(source, {}), predicted)
+        return cls(report["engine"]["device"], report["date"], found)
+
+    @classmethod
+    @cache
+    def shipped(cls) -> PolicyErrors:
+        """Those that come with the package."""
+        return msgspec.json.decode(_FILE.read_bytes(), type=cls)
+
+    def learned_from(self, policy: str) -> ErrorsElsewhere:
+        """Those of predictions by the steps of a run under that policy."""
+        where = f"{self.machine}, {self.date}"
+        return ErrorsElsewhere(where, self.speed_errors.get(policy, {}))
+
+
+def _keep_largest(largest: dict[str, float], predicted: Mapping[str, Mapping[str, float]]) -> None:
+    for policy, off in predicted.items():
+        known = [largest.get(policy), _speed_error(off)]
+        largest[policy] = _most(error for error in known if error is not None)
+
+
+def _most(errors: Iterable[float]) -> float:
+    return round(max(errors), 4)
+
+
+def _verdict(
     output_tok_s: Mapping[str, float],
     off: Mapping[str, float | None],
     elsewhere: ErrorsElsewhere | None = None,
 ) -> str:
     """Who makes most tokens and how many times those of the slowest, with the error of saying so.
 
-    output_tok_s: of each policy, predicted. off: `speed_error` of each policy, as far as it was
+    output_tok_s: of each policy, predicted. off: `_speed_error` of each policy, as far as it was
     measured here; elsewhere: for those that were not.
     """
     if len(output_tok_s) < 2:
@@ -62,8 +113,8 @@ def verdict_of(
     off: `accuracy.errors` of those measured.
     """
     speeds = {name: figures["output_tok_s"] for name, figures in predicted.items()}
-    here = {name: speed_error(by_figure) for name, by_figure in off.items()}
-    return verdict(speeds, here, elsewhere)
+    here = {name: _speed_error(by_figure) for name, by_figure in off.items()}
+    return _verdict(speeds, here, elsewhere)
 
 
 def _certainty(

@@ -40,21 +40,20 @@ class Arrival(msgspec.Struct, frozen=True):
     #: Prompt tokens that a recorded engine found in its prefix cache.
     n_cached: int = 0
 
-
-def request_of(name: str, arrival: Arrival, prompt: list[int], at: float) -> EngineRequest:
-    """The request that comes at `at` (seconds of the loop's clock): greedy, and ended by length
-    alone.
-    """
-    n_output = max(1, arrival.n_output)
-    sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=n_output, ignore_eos=True)
-    return EngineRequest(
-        id=name,
-        prompt=prompt,
-        sampling=sampling,
-        arrival=at,
-        tenant=arrival.tenant,
-        priority=arrival.priority,
-    )
+    def request(self, name: str, prompt: list[int], at: float) -> EngineRequest:
+        """It as it comes at `at` (seconds of the loop's clock): greedy, and ended by length
+        alone.
+        """
+        n_output = max(1, self.n_output)
+        sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=n_output, ignore_eos=True)
+        return EngineRequest(
+            id=name,
+            prompt=prompt,
+            sampling=sampling,
+            arrival=at,
+            tenant=self.tenant,
+            priority=self.priority,
+        )
 
 
 class TraceLine(
@@ -98,22 +97,22 @@ class TraceLine(
     def arrival(self) -> Arrival:
         return Arrival(*[getattr(self, name) for name in Arrival.__struct_fields__])
 
+    @classmethod
+    def read_all(cls, path: str | Path) -> list[TraceLine]:
+        """All lines of a trace or a recording, by time. ConfigError names the file, the line and
+        what is wrong with it.
+        """
+        rows = _bytes_of(path).splitlines()
+        lines = []
+        for number, row in enumerate(rows, 1):
+            if row.strip():
+                lines.append(_read_line(row, f"{path}, line {number}"))
+        if not lines:
+            raise ConfigError(f"{path}: holds no request")
+        return sorted(lines, key=lambda line: line.at)
+
 
 _LINE = msgspec.json.Decoder(TraceLine)
-
-
-def read_trace_lines(path: str | Path) -> list[TraceLine]:
-    """All lines of a trace or a recording, by time. ConfigError names the file, the line and what
-    is wrong with it.
-    """
-    rows = _bytes_of(path).splitlines()
-    lines = []
-    for number, row in enumerate(rows, 1):
-        if row.strip():
-            lines.append(_read_line(row, f"{path}, line {number}"))
-    if not lines:
-        raise ConfigError(f"{path}: holds no request")
-    return sorted(lines, key=lambda line: line.at)
 
 
 def _bytes_of(path: str | Path) -> bytes:
@@ -150,8 +149,8 @@ def _fault_of(line: TraceLine) -> str:
 
 
 def read_trace(path: str | Path) -> list[Arrival]:
-    """The requests of a trace file, by time. ConfigError as in `read_trace_lines`."""
-    return [line.arrival for line in read_trace_lines(path)]
+    """The requests of a trace file, by time. ConfigError as in `TraceLine.read_all`."""
+    return [line.arrival for line in TraceLine.read_all(path)]
 
 
 class Lengths(Protocol):
@@ -348,6 +347,22 @@ class _Workload(NamedTuple):
     about: str
     conversations: Conversations | None = None
 
+    def arrivals(
+        self,
+        count: int,
+        pattern: _Pattern,
+        seed: int,
+        *,
+        prompt: Lengths | None = None,
+        output: Lengths | None = None,
+    ) -> list[Arrival]:
+        """`count` requests; prompt and output: lengths to take instead of its own."""
+        n_in = prompt or parse_lengths(self.prompt, "--prompt")
+        n_out = output or parse_lengths(self.output, "--output")
+        if self.conversations is None:
+            return synthesise(count, n_in, n_out, pattern, seed)
+        return self.conversations.requests(count, n_in, n_out, pattern, seed)
+
 
 #: The traffic that the commands offer by name (`--preset`).
 WORKLOADS = {
@@ -378,23 +393,6 @@ WORKLOADS = {
         "800",
     ),
 }
-
-
-def make_arrivals(
-    workload: _Workload,
-    count: int,
-    pattern: _Pattern,
-    seed: int,
-    *,
-    prompt: Lengths | None = None,
-    output: Lengths | None = None,
-) -> list[Arrival]:
-    """`count` requests of a workload; prompt and output: lengths to take instead of its own."""
-    n_in = prompt or parse_lengths(workload.prompt, "--prompt")
-    n_out = output or parse_lengths(workload.output, "--output")
-    if workload.conversations is None:
-        return synthesise(count, n_in, n_out, pattern, seed)
-    return workload.conversations.requests(count, n_in, n_out, pattern, seed)
 
 
 class LengthSummary(msgspec.Struct, frozen=True):

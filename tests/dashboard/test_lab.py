@@ -31,7 +31,7 @@ from jitney.engine.simulation.replay import (
     _seen_until,
     _work,
 )
-from jitney.engine.simulation.shipped_errors import shipped
+from jitney.engine.simulation.verdicts import PolicyErrors
 from jitney.engine.telemetry.request_record import RequestRecord
 
 ENGINE = EngineSection(max_seats=4, token_budget=16, page_size=8, prefill_share=1.0)
@@ -195,7 +195,7 @@ def test_the_prediction_tells_its_error():
     frame, found = work_of(served_client(40), Experiment(policies=["static", "continuous"]))
     assert frame["measured"]["policy"] == "continuous" and set(found["errors"]) == {"continuous"}
     assert abs(found["errors"]["continuous"]["output_tok_s"]) < 0.2
-    where = shipped().learned_from("continuous").where
+    where = PolicyErrors.shipped().learned_from("continuous").where
     assert f" % (for static measured on {where})." in found["verdict"]
     _, few = work_of(served_client(12), Experiment(policies=["static", "continuous"]))
     assert few["errors"]["continuous"] == {} and few["verdict"].endswith(

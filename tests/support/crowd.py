@@ -12,7 +12,7 @@ from jitney.engine.simulation.drive import Offer, drive
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import VirtualDevice, new_core
 from jitney.engine.simulation.step_table import StepTimes
-from jitney.engine.simulation.workload import Arrival, request_of
+from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import EngineRequest
@@ -79,7 +79,7 @@ class _Comings(Offer):
         self.run.returns += number > 0
         # A prompt of its own, by which the engine knows it again.
         arrival = self.arrivals[client]
-        return request_of(name, arrival, [client + 1] * arrival.n_prompt, at)
+        return arrival.request(name, [client + 1] * arrival.n_prompt, at)
 
     def _request(self, number: int, at: float) -> EngineRequest:
         raise NotImplementedError

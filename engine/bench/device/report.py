@@ -12,7 +12,6 @@ import msgspec
 from jitney.engine.bench.device.rows import About, Floors, Row
 from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.report.page import Table
-from jitney.engine.report.tables import markdown_lines
 from jitney.engine.types import JsonDict, JsonObject
 
 _VERDICTS = {None: "", True: "met", False: "**missed**"}
@@ -119,7 +118,7 @@ class DeviceReport:
         """Goals beside the worst that was measured."""
         heads = ["goal", "first", "then", "measured (worst)", "figures", "first", "then"]
         rows = [_goal_cells(row) for row in self.goals()]
-        yield from markdown_lines(Table(heads, rows))
+        yield from Table(heads, rows).markdown_lines()
 
     def _opening(self) -> Iterator[str]:
         results = self.results
@@ -145,7 +144,7 @@ class DeviceReport:
             if rows:
                 yield f"## {part}: {what}"
                 yield ""
-                yield from markdown_lines(Table(_HEAD, rows))
+                yield from Table(_HEAD, rows).markdown_lines()
                 yield ""
 
 

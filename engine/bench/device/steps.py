@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, timing_fields
 from jitney.engine.bench.device.timing import repeated
-from jitney.engine.bench.step import StepCase, plan_of
+from jitney.engine.bench.step import StepCase
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.memory import GIB
@@ -183,7 +183,7 @@ def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[
     are not finite.
     """
     runner = bench.runner
-    plan = plan_of(case, 0, bench.page_size)
+    plan = case.plan(0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.is_plain(case.bucket, True)
     launched = LaunchedStep(plan, runner.run(case.bucket, plain, packed)[0], 0)
     if min(runner.fetch(launched).tokens) < 0:

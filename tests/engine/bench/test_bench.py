@@ -22,7 +22,7 @@ from jitney.engine.bench.cases import (
     load_curve,
     simulated_capacity,
 )
-from jitney.engine.bench.compare import capacity, differences, ratios, run_policies
+from jitney.engine.bench.compare import differences, ratios
 from jitney.engine.bench.offline import OfflineBench, OfflineRun
 from jitney.engine.bench.policies_page import case_lines
 from jitney.engine.bench.saved import write_recording, write_records
@@ -36,23 +36,23 @@ from jitney.engine.machine import cpu_name
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.report.figures import _held_seats, ledger_bars, seat_timeline
 from jitney.engine.report.figures import load_curve as chart_of_loads
-from jitney.engine.report.page import PageSection, Table, page
+from jitney.engine.report.page import Page, PageSection, Table
 from jitney.engine.report.tables import curve_table, figures_table, ledgers_table
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import read_runs
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.shipped_errors import PolicyErrors
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
+from jitney.engine.simulation.verdicts import PolicyErrors
 from jitney.engine.simulation.workload import (
     Arrival,
     Closed,
     Conversations,
     Fixed,
     Poisson,
+    TraceLine,
     Uniform,
-    read_trace_lines,
     repeated_tokens,
     synthesise,
 )
@@ -100,7 +100,7 @@ def test_prompts_are_text_of_exactly_the_wanted_length():
 def test_all_policies_give_the_tokens_of_a_request_alone():
     bench = make_bench()
     requests = bench.requests(mixed(Poisson(30.0)))
-    runs = run_policies(bench, requests)
+    runs = bench.run_policies(requests, POLICIES)
     assert list(runs) == list(POLICIES) and differences(runs) == []
     for request, tokens in zip(requests, runs["continuous"].tokens, strict=True):
         alone = make_request(
@@ -118,7 +118,7 @@ def test_chat_turns_hit_the_prefix_cache_under_every_policy():
     arrivals = talks.requests(12, Fixed(4), Fixed(4), Closed(), 1)
     requests = bench.requests(arrivals)
     assert [len(request.prompt) for request in requests] == [a.n_prompt for a in arrivals]
-    runs = run_policies(bench, requests, concurrency=2)
+    runs = bench.run_policies(requests, POLICIES, concurrency=2)
     assert differences(runs) == []
     for run in runs.values():
         computed = int(run.records["prefill"].sum())
@@ -129,7 +129,7 @@ def test_chat_turns_hit_the_prefix_cache_under_every_policy():
 
 def test_a_difference_is_found_where_it_begins():
     bench = make_bench()
-    runs = run_policies(bench, bench.requests(mixed()), ["static", "continuous"])
+    runs = bench.run_policies(bench.requests(mixed()), ["static", "continuous"])
     runs["continuous"].tokens[3][2:3] = [VOCAB]
     assert differences(runs) == [(3, ("static", "continuous"), 2)]
 
@@ -185,7 +185,7 @@ def test_a_request_that_cannot_fit_is_named_before_anything_runs():
 def test_capacity_is_what_full_seats_serve():
     bench = make_bench(seats=4)
     arrivals = synthesise(40, Fixed(4), Fixed(12), Closed(), 0)
-    rate, measured = capacity(bench, arrivals, 4)
+    rate, measured = bench.capacity(arrivals, 4)
     assert len(measured.requests) == 16 and len(measured.records)
     saturated = bench.run(bench.requests(arrivals), concurrency=8).figures()["req_s"]
     assert rate == pytest.approx(saturated, rel=0.1)
@@ -201,7 +201,7 @@ def test_few_requests_tell_the_capacity_that_many_do(few: int):
     arrivals = synthesise(256, Fixed(4), Uniform(30, 90), Closed(), 0)
     tokens = {}
     for count in (few, 256):
-        rate, measured = capacity(bench, arrivals[:count], 16)
+        rate, measured = bench.capacity(arrivals[:count], 16)
         lengths = [request.n_output for request in measured.requests]
         assert len(lengths) == 64 and lengths[:few] == [a.n_output for a in arrivals[:few]]
         tokens[count] = rate * np.mean([arrival.n_output for arrival in arrivals[:count]])
@@ -215,7 +215,7 @@ def test_conversations_that_come_again_are_others():
     arrivals = talks.requests(8, Fixed(16), Fixed(4), Closed(), 1)
     computed = []
     for count in (2, 8):
-        _, measured = capacity(bench, arrivals[:count], 2)
+        _, measured = bench.capacity(arrivals[:count], 2)
         computed.append(int(measured.records["prefill"].sum()))
     assert computed[0] == computed[1]
 
@@ -415,7 +415,7 @@ def read_page(text: str) -> Collector:
 
 def test_the_report_asks_nobody_for_anything_and_shows_markup_as_text():
     evil = "</script><b onclick=x>\"'&"
-    text = page(
+    text = Page(
         evil,
         [evil],
         [
@@ -426,7 +426,7 @@ def test_the_report_asks_nobody_for_anything_and_shows_markup_as_text():
                 [go.Figure(go.Scatter(name=evil), {"template": None})],
             )
         ],
-    )
+    ).html()
     found = read_page(text)
     assert [chart["data"] for chart in found.charts] == [[{"name": evil, "type": "scatter"}]]
     assert found.text.count(evil) == 8 and "@import" not in text.split("<script>")[0]
@@ -435,7 +435,7 @@ def test_the_report_asks_nobody_for_anything_and_shows_markup_as_text():
 
 def measured(policies: Sequence[str] = POLICIES) -> dict[str, OfflineRun]:
     bench = make_bench()
-    return run_policies(bench, bench.requests(mixed(Poisson(30.0))), policies)
+    return bench.run_policies(bench.requests(mixed(Poisson(30.0))), policies)
 
 
 def test_tables_have_a_column_for_each_run():
@@ -473,7 +473,7 @@ def test_recordings_and_records_come_back(tmp_path: Path):
         run.figures()["seat_fill"]
     )
     write_recording(tmp_path / "t.jsonl", run.requests, run.started)
-    lines = read_trace_lines(tmp_path / "t.jsonl")
+    lines = TraceLine.read_all(tmp_path / "t.jsonl")
     assert sorted(line.e2e_s or 0 for line in lines) == pytest.approx(
         sorted(t.e2e_s or 0.0 for t in run.requests)
     )
@@ -612,7 +612,7 @@ def test_the_command_compares_the_policies_on_a_real_engine(
     assert case["ratios"]["static"]["output_tok_s"] > 0 and case["traffic"]["requests"] == 10
     assert case["limits"]["static"]["static_timeout_ms"] == 0
     assert len(read_page(out["p.html"].read_text()).charts) == 9
-    assert len(read_trace_lines(tmp_path / "t.static.jsonl")) == 10
+    assert len(TraceLine.read_all(tmp_path / "t.static.jsonl")) == 10
     told = capsys.readouterr()
     shown = told.out
     assert "outputs 2 (" in shown and case["traffic"]["output_lengths"]["median"] > 2

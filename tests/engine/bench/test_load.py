@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 from traces import write_trace
 
-from jitney.engine.bench.client import Answer, RemoteEndpoint, ask, events, open_client
+from jitney.engine.bench.client import Answer, EndpointClient, RemoteEndpoint, events
 from jitney.engine.bench.load import _record_of, _Sender, run_load
-from jitney.engine.bench.metrics import _parse_metrics, bill_between, queue_mean
-from jitney.engine.bench.online import Sending, _Ruler, measure
+from jitney.engine.bench.metrics import ServerMetrics
+from jitney.engine.bench.online import OnlineBench, Sending, _Ruler
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.machine import cpu_name
-from jitney.engine.simulation.workload import WORKLOADS, Arrival, read_trace_lines
+from jitney.engine.simulation.workload import WORKLOADS, Arrival, TraceLine
 from jitney.engine.telemetry.cost import CostLine
 
 SERVICE_S = 0.05
@@ -98,9 +98,9 @@ def one_at_a_time() -> Handler:
 async def against(handler: Handler, arrivals: list[Arrival], **options):
     async with ScriptedServer(handler) as url:
         target = RemoteEndpoint(url, "m")
-        async with open_client(target) as client:
+        async with EndpointClient(target) as client:
             return await run_load(
-                lambda n: ask(client, target, target.body("hi", arrivals[n].n_output)),
+                lambda n: client.ask(target.body("hi", arrivals[n].n_output)),
                 arrivals,
                 **options,
             )
@@ -194,11 +194,11 @@ def test_every_failure_is_counted_by_kind():
     async def main() -> list[Answer]:
         async with ScriptedServer(handler) as url:
             target = RemoteEndpoint(url, "m", timeout_s=1.0)
-            async with open_client(target) as client:
-                answers = [await ask(client, target, target.body("x", n)) for n in range(1, 7)]
+            async with EndpointClient(target) as client:
+                answers = [await client.ask(target.body("x", n)) for n in range(1, 7)]
         gone = RemoteEndpoint(url, "m")
-        async with open_client(gone) as client:
-            return [*answers, await ask(client, gone, gone.body("x", 1))]
+        async with EndpointClient(gone) as client:
+            return [*answers, await client.ask(gone.body("x", 1))]
 
     answers = asyncio.run(main())
     assert [a.finish for a in answers] == [
@@ -233,7 +233,7 @@ def test_frames_may_be_cut_anywhere():
 
 
 def test_chat_and_completions_are_asked_alike():
-    chat = RemoteEndpoint("http://h/v1/", "m", chat=True, extras=())
+    chat = RemoteEndpoint("http://h/v1/", "m", chat=True, ignore_eos=False)
     assert chat.generation == "http://h/v1/chat/completions"
     assert chat.body("hi", 5)["messages"] == [{"role": "user", "content": "hi"}]
     assert "ignore_eos" not in chat.body("hi", 5)
@@ -273,10 +273,10 @@ jitney_up 1
 
 
 def test_the_servers_ledger_is_the_difference_of_two_readings():
-    before = _parse_metrics(METRICS % (10, 20, 30, "0.5", 4, "2.0"))
-    after = _parse_metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
-    lines = bill_between(before, after, seconds=1.25)
-    assert queue_mean(before, after) == 0.125 and queue_mean(after, after) is None
+    before = ServerMetrics.of(METRICS % (10, 20, 30, "0.5", 4, "2.0"))
+    after = ServerMetrics.of(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
+    lines = after.bill_since(before, seconds=1.25)
+    assert after.queue_mean_since(before) == 0.125 and after.queue_mean_since(after) is None
     assert lines["prefill"] == CostLine(2, 200_000_000) and lines["decode"] == CostLine(
         6, 600_000_000
     )
@@ -284,8 +284,8 @@ def test_the_servers_ledger_is_the_difference_of_two_readings():
         0, 250_000_000
     )
     assert lines["cancelled"] == CostLine(0, 0)
-    free = _parse_metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
-    lines = bill_between(before, free, seconds=1.25)
+    free = ServerMetrics.of(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
+    lines = free.bill_since(before, seconds=1.25)
     assert lines["padding"] == CostLine(2, 0)
     assert lines["prefill"] == CostLine(2, 250_000_000)
 
@@ -310,8 +310,7 @@ def test_texts_are_sized_by_the_endpoints_own_count():
     async def main():
         async with ScriptedServer(handler) as url:
             arrivals = [Arrival(0.0, 101, 4), Arrival(0.0, 33, 2)]
-            return await measure(
-                RemoteEndpoint(url, ""),
+            return await OnlineBench(RemoteEndpoint(url, "")).measure(
                 arrivals,
                 Sending(2, True, 1, lambda done, total: None),
             )
@@ -408,7 +407,7 @@ def test_the_serve_command_measures_anothers_endpoint(
         report["errors"]["http_429"]["count"] == 1
         and "not now" in report["errors"]["http_429"]["first"]
     )
-    lines = read_trace_lines(tmp_path / "r.jsonl")
+    lines = TraceLine.read_all(tmp_path / "r.jsonl")
     assert [line.finish for line in lines].count("length") == 9 and {
         line.tenant for line in lines
     } == {"a"}
@@ -624,8 +623,7 @@ def test_an_endpoint_that_is_not_there_is_one_clear_error():
 
     async def main(model: str):
         async with ScriptedServer(nobody) as url:
-            await measure(
-                RemoteEndpoint(url, model),
+            await OnlineBench(RemoteEndpoint(url, model)).measure(
                 [Arrival(0.0, 9, 1)],
                 Sending(1, True, 0, lambda done, total: None),
             )

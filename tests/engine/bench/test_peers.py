@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from places import SUPPORT
 
-from jitney.engine.bench.peer_process import Peer, ours, serving, vllm
+from jitney.engine.bench.peer_process import Peer
 from jitney.engine.bench.peers import (
     OUTPUTS,
     PROMPTS,
@@ -116,7 +116,7 @@ def test_an_engine_that_fails_is_left_out_with_its_reason(tmp_path: Path):
 
 def test_a_measurement_that_is_ended_takes_its_engine_along(tmp_path: Path):
     log, port = tmp_path / "log", free_port()
-    with pytest.raises(SystemExit) as left, serving(fake("own", log), port):
+    with pytest.raises(SystemExit) as left, fake("own", log).serving(port):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert left.value.code == 128 + signal.SIGTERM
@@ -195,8 +195,8 @@ def test_every_engine_is_started_alike(tmp_path: Path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
-    theirs = vllm(str(tmp_path / "bin" / "vllm"), "folder", "bfloat16")
-    own = ours("smollm2-135m", "reference", "bfloat16")
+    theirs = Peer.vllm(str(tmp_path / "bin" / "vllm"), "folder", "bfloat16")
+    own = Peer.ours("smollm2-135m", "reference", "bfloat16")
     assert "--no-enable-prefix-caching" in theirs.command and "--no-prefix-cache" in own.command
     assert theirs.environment["LD_PRELOAD"].endswith(str(tmp_path / "lib" / "libiomp5.so"))
     assert str(tmp_path) not in theirs.settings and "libiomp5.so" in theirs.settings
@@ -204,7 +204,7 @@ def test_every_engine_is_started_alike(tmp_path: Path):
         own.command[own.command.index("--kernels") + 1] == "reference"
         and own.command[0] == sys.executable
     )
-    int8 = ours("smollm2-135m", "auto", "bfloat16", weights="int8")
+    int8 = Peer.ours("smollm2-135m", "auto", "bfloat16", weights="int8")
     assert int8.name == "Jitney, int8" and int8.settings.endswith("--weights int8")
     assert int8.command[-2:] == ("--weights", "int8")
 

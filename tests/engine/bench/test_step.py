@@ -21,7 +21,6 @@ from jitney.engine.bench.step import (
     _measured_floor,
     _StepTiming,
     _table_of,
-    plan_of,
 )
 from jitney.engine.bench.step_parts import DECODING, _part_cases, measure_parts
 from jitney.engine.checkpoints.families import tiny_config
@@ -47,7 +46,7 @@ def test_every_case_is_a_step_the_engine_could_plan(
     assert {case.bucket for case in made} == set(buckets.all())
     assert len(set(made)) == len(made)
     for number, case in enumerate(made):
-        plan = plan_of(case, number, 16)
+        plan = case.plan(number, 16)
         assert plan.rows <= case.bucket.tokens and 0 < len(plan.chunks) <= case.bucket.seats
         assert all(chunk.end <= context for chunk in plan.chunks)
         assert plan.n_decode == plan.rows or not case.bucket.decode_only
@@ -59,7 +58,7 @@ def test_every_case_is_a_step_the_engine_could_plan(
 
 
 def test_the_work_of_a_case_by_hand():
-    plan = plan_of(StepCase(Bucket(64, 8), (100, 20), ((0, 10), (30, 4))), 0, 16)
+    plan = StepCase(Bucket(64, 8), (100, 20), ((0, 10), (30, 4))).plan(0, 16)
     # pairs: 1 + 2 + ... + 10, and 31 + 32 + 33 + 34
     assert plan.work == StepWork(decode=2, prompt=14, keys=101 + 21, longest=101, pairs=55 + 130)
     assert [len(chunk.seq.pages) for chunk in plan.chunks] == [7, 2, 1, 3]

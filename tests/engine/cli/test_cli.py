@@ -83,7 +83,11 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]):
 
 
 def test_every_command_has_a_module_that_runs_it():
-    for name in _COMMANDS.table:
+    assert set(_COMMANDS.groups) < set(_COMMANDS.table)
+    modules = [name for name in _COMMANDS.table if name not in _COMMANDS.groups]
+    for group in _COMMANDS.groups.values():
+        modules += [group.prefix + name for name in group.table]
+    for name in modules:
         assert callable(importlib.import_module(f"jitney.engine.cli.{name}").run)
 
 

@@ -15,7 +15,7 @@ from jitney.engine.cli.plan import run as run_plan
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
-from jitney.engine.simulation.devices import find_device
+from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.planner import Demand, plan
 from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
@@ -81,7 +81,7 @@ def test_weights_and_the_keys_of_all_seats_fit(file: Path):
     config, known = load_config(file), _COMMAND.parse(command(file))
     roofline = Roofline(
         ModelCost(find_shape(known.model), known.weights, known.kv),
-        find_device(known.device),
+        Accelerator.named(known.device),
         known.count,
     )
     sizing = plan(

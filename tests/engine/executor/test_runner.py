@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from lowered_steps import lower_step
 
-from jitney.engine.bench.step import StepCase, plan_of
+from jitney.engine.bench.step import StepCase
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.core import EngineCore
 from jitney.engine.executor import inputs, program
@@ -86,7 +86,7 @@ def test_mixed_steps_are_plain_only_where_that_is_asked_for(runner: Runner):
 
 
 def test_a_mixed_step_answers_alike_with_and_without_the_sampler(runner: Runner):
-    plan = plan_of(StepCase(MIXED, prompts=((0, 9), (0, 17))), 0, SIZES.page_size)
+    plan = StepCase(MIXED, prompts=((0, 9), (0, 17))).plan(0, SIZES.page_size)
     found = []
     for plain in (True, False):
         runner.plain_mixed = plain

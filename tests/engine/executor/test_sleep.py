@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from jitney.engine.bench.step import StepCase, plan_of
+from jitney.engine.bench.step import StepCase
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.runner import Runner
@@ -26,7 +26,7 @@ SIZES = StateSizes(
     seats=4, n_pages=1 << 14, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
 )
 POOL_BYTES = 128 << 20
-PLAN = plan_of(StepCase(Bucket(32, 4), prompts=((0, 9), (0, 17))), 0, SIZES.page_size)
+PLAN = StepCase(Bucket(32, 4), prompts=((0, 9), (0, 17))).plan(0, SIZES.page_size)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import simulate
-from jitney.engine.simulation.workload import TraceLine, read_trace, read_trace_lines
+from jitney.engine.simulation.workload import TraceLine, read_trace
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
@@ -82,7 +82,7 @@ def test_lines_carry_times_and_lengths(tmp_path: Path):
     said = [(104.0, output(second, tokens=2, cached_tokens=8, finish="stop"))]
     play(second, recorder, clock, said, queue_s=3.0)
     recorder.close()
-    assert read_trace_lines(tmp_path / "t.jsonl") == [
+    assert TraceLine.read_all(tmp_path / "t.jsonl") == [
         TraceLine(
             at=0.5,
             n_prompt=9,
@@ -126,7 +126,7 @@ def test_each_sequence_has_a_line_and_a_refusal_has_one(tmp_path: Path):
     full = ErrorInfo("queue_full", "full")
     play(refused, recorder, clock, [(5.0, output(refused, finish="error", error=full))])
     recorder.close()
-    lines = sorted(read_trace_lines(tmp_path / "t.jsonl"), key=lambda line: line.e2e_s or 0)
+    lines = sorted(TraceLine.read_all(tmp_path / "t.jsonl"), key=lambda line: line.e2e_s or 0)
     assert [(line.n_output, line.finish, line.ttft_s, line.e2e_s) for line in lines] == [
         (2, "stop", 1.0, 2.0),
         (3, "length", 1.0, 4.0),
@@ -147,7 +147,7 @@ class RecordedCore(Watched):
         """What was written once the work is done."""
         self.run()
         self.recorder.close()
-        return read_trace_lines(self.path)
+        return TraceLine.read_all(self.path)
 
 
 def test_from_the_core_into_the_simulator(tmp_path: Path):
@@ -197,7 +197,7 @@ def test_a_dead_core_ends_every_request(tmp_path: Path):
     core.step()
     core.history.core_lost("engine_dead")
     core.recorder.close()
-    (line,) = read_trace_lines(core.path)
+    (line,) = TraceLine.read_all(core.path)
     assert (line.n_output, line.finish) == (1, "error")
 
 
@@ -238,4 +238,4 @@ def test_a_disk_that_fills_up_leaves_whole_lines_alone(tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes().endswith(b"}\n")
-    assert 3 <= len(read_trace_lines(path)) < 53
+    assert 3 <= len(TraceLine.read_all(path)) < 53

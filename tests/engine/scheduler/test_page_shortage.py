@@ -33,7 +33,6 @@ from jitney.engine.simulation.workload import (
     Closed,
     LogNormal,
     Uniform,
-    request_of,
     synthesise,
 )
 from jitney.engine.telemetry.history import RequestRecords
@@ -72,7 +71,7 @@ class EndingDevice(VirtualDevice):
         return StepResult(self.sampled.pop(0))
 
 
-def endless(name: str, arrival: Arrival, prompt: list[int], at: float) -> EngineRequest:
+def endless(arrival: Arrival, name: str, prompt: list[int], at: float) -> EngineRequest:
     """A request that does not tell how long its answer gets."""
     sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=2000, stop_token_ids=(END,))
     return EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=at)
@@ -100,11 +99,11 @@ def closed_loop(outputs: str, seats: int, known: bool) -> Outcome:
     limits = SchedulerLimits(seats, 3000, max_waiting_requests=1000)
     shape = EngineShape(limits, make_buckets(max_seats=seats, token_budget=512), 201)
     core = new_core(shape, device)
-    make = request_of if known else endless
+    make = Arrival.request if known else endless
 
     def request_at(number: int, at: float) -> EngineRequest:
         arrival = arrivals[number]
-        return make(str(number), arrival, [0] * arrival.n_prompt, at)
+        return make(arrival, str(number), [0] * arrival.n_prompt, at)
 
     offer = Offer([0.0] * len(arrivals), request_at, 32)
     drive(core, device.clock, offer, requests, device.reported)

@@ -18,21 +18,18 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import (
     COMPARED,
+    Recording,
     RunNote,
-    closed_concurrency,
     cross_errors,
     errors,
     figure,
-    measured_figures,
-    measured_requests,
     read_runs,
     span,
 )
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.shipped_errors import PolicyErrors, shipped
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
-from jitney.engine.simulation.verdicts import ErrorsElsewhere, speed_error, verdict
+from jitney.engine.simulation.verdicts import ErrorsElsewhere, PolicyErrors, _speed_error, _verdict
 from jitney.engine.simulation.workload import Arrival, Poisson, TraceLine, Uniform, synthesise
 from jitney.engine.telemetry.request_record import RequestRecord
 
@@ -64,14 +61,14 @@ def test_lines_without_a_measurement_do_not_count():
         at=2.0, n_prompt=5, n_output=4, queue_s=0.5, ttft_s=1.0, e2e_s=3.0, finish="stop"
     )
     lines = [TraceLine(at=1.0, n_prompt=5, n_output=4), measured]
-    (times,) = measured_requests(lines)
+    (times,) = Recording.of(lines).requests
     assert (times.boarded, times.first_token, times.finished, times.finish) == (
         2.5,
         3.0,
         5.0,
         "stop",
     )
-    assert span([times]) == 3.0 and measured_figures(lines[:1]) is None
+    assert span([times]) == 3.0 and Recording.of(lines[:1]).figures() is None
 
 
 def measured_file(path: Path) -> None:
@@ -166,41 +163,41 @@ def test_step_times_of_one_run_predict_another_and_the_error_is_told(tmp_path: P
 
 def test_a_verdict_is_never_without_its_error():
     rates = {"static": 100.0, "dynamic": 200.0, "continuous": 290.0}
-    assert verdict(rates, {}) == (
+    assert _verdict(rates, {}) == (
         "By simulation continuous makes 2.90x the tokens of static; error unknown: neither "
         "was measured."
     )
-    assert verdict(rates, {"continuous": 0.05, "static": 0.03}).endswith(
+    assert _verdict(rates, {"continuous": 0.05, "static": 0.03}).endswith(
         "2.90x the tokens of static, ±8 %."
     )
-    assert verdict(rates, {"continuous": 0.08}).endswith(
+    assert _verdict(rates, {"continuous": 0.08}).endswith(
         "±8 % for continuous, error unknown for static, which was not measured."
     )
-    assert verdict(rates, {"dynamic": 0.01, "static": None}).endswith(
+    assert _verdict(rates, {"dynamic": 0.01, "static": None}).endswith(
         "error unknown: neither was measured."
     )
     elsewhere = ErrorsElsewhere("A CPU, 2 cores, 2026-11-22", {"static": 0.09, "continuous": 0.2})
-    assert verdict(rates, {"continuous": 0.08}, elsewhere).endswith(
+    assert _verdict(rates, {"continuous": 0.08}, elsewhere).endswith(
         "2.90x the tokens of static, ±17 % (for static measured on A CPU, 2 cores, 2026-11-22)."
     )
-    assert verdict(rates, {}, elsewhere).endswith(
+    assert _verdict(rates, {}, elsewhere).endswith(
         "2.90x the tokens of static, ±29 % (measured on A CPU, 2 cores, 2026-11-22)."
     )
-    assert verdict(rates, {"continuous": 0.05, "static": 0.03}, elsewhere).endswith(", ±8 %.")
-    assert verdict({"static": 1.0}, {}) == "" and "same" in verdict(
+    assert _verdict(rates, {"continuous": 0.05, "static": 0.03}, elsewhere).endswith(", ±8 %.")
+    assert _verdict({"static": 1.0}, {}) == "" and "same" in _verdict(
         {"static": 2.0, "dynamic": 2.0}, {}
     )
 
 
 def test_the_errors_that_are_shipped_are_the_published_ones():
     report = json.loads((ROOT / "docs/benchmarks/policies.json").read_text())
-    assert shipped() == PolicyErrors.of_report(report)
-    known = shipped().learned_from("continuous")
+    assert PolicyErrors.shipped() == PolicyErrors.of_report(report)
+    known = PolicyErrors.shipped().learned_from("continuous")
     assert known.where == "AMD EPYC (family 26, model 2), 2 cores, 2026-11-26"
     # The largest of the three cases: its ITL in the light one.
     assert known.errors["static"] == pytest.approx(0.0335, abs=1e-4)
     assert set(known.errors) == set(POLICIES)
-    assert shipped().learned_from("other").errors == {}
+    assert PolicyErrors.shipped().learned_from("other").errors == {}
 
 
 def test_a_recording_under_one_policy_says_the_error_of_predicting_others(
@@ -214,7 +211,10 @@ def test_a_recording_under_one_policy_says_the_error_of_predicting_others(
     words = ["simulate", "--trace", str(tmp_path / "t.jsonl"), "--seats", "8", "--json", "-"]
     assert main([*words, "--records", str(tmp_path / "steps.npy")]) == 0
     told = json.loads(capsys.readouterr().out)["verdict"]
-    assert f"(for static measured on {shipped().learned_from('continuous').where})." in told
+    assert (
+        f"(for static measured on {PolicyErrors.shipped().learned_from('continuous').where})."
+        in told
+    )
     assert main([*words, "--table", str(tmp_path / "table.json")]) == 0
     told = json.loads(capsys.readouterr().out)["verdict"]
     assert "error unknown for static" in told, "a table of steps was learned from no such run"
@@ -224,8 +224,8 @@ def test_the_error_of_speed_is_not_that_of_the_traffic():
     """An engine that is half empty makes the tokens that were asked for, however wrong its step
     times are.
     """
-    assert speed_error({"output_tok_s": 0.001, "itl_p50_s": -0.12, "ttft_p99_s": 3.0}) == 0.12
-    assert speed_error({"ttft_p50_s": 0.1}) is None
+    assert _speed_error({"output_tok_s": 0.001, "itl_p50_s": -0.12, "ttft_p99_s": 3.0}) == 0.12
+    assert _speed_error({"ttft_p50_s": 0.1}) is None
 
 
 def served(arrival: float, finished: float, finish: str = "length") -> RequestRecord:
@@ -251,23 +251,23 @@ def run_of(arrivals: list[Arrival], concurrency: int | None = None) -> list[Requ
 @pytest.mark.parametrize("clients", [1, 6, 20])
 def test_clients_that_wait_for_their_answers_are_recognised(clients: int):
     times = run_of(synthesise(120, Uniform(5, 40), Uniform(5, 40), Poisson(8.0), 0), clients)
-    assert closed_concurrency(times) == clients
+    assert Recording(times).clients() == clients
 
 
 @pytest.mark.parametrize("rate", [0.2, 2.0, 8.0, 40.0])
 def test_open_traffic_is_not_taken_for_clients_that_wait(rate: float):
     times = run_of(synthesise(120, Uniform(5, 40), Uniform(5, 40), Poisson(rate), 0))
-    assert closed_concurrency(times) is None
+    assert Recording(times).clients() == 0
     bursts = [Arrival(20.0 * (n // 8), 10, 10) for n in range(80)]
-    assert closed_concurrency(run_of(bursts)) is None
+    assert Recording(run_of(bursts)).clients() == 0
 
 
 def test_refused_requests_are_of_open_traffic():
     chain = [served(float(n), n + 1.0) for n in range(20)]
-    assert closed_concurrency(chain) == 1
+    assert Recording(chain).clients() == 1
     assert (
-        closed_concurrency([*chain, served(3.5, 3.5, "error")]) is None
-        and closed_concurrency(chain[:2]) is None
+        Recording([*chain, served(3.5, 3.5, "error")]).clients() == 0
+        and Recording(chain[:2]).clients() == 0
     )
 
 

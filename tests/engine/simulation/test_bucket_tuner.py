@@ -11,7 +11,7 @@ import pytest
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
-from jitney.engine.simulation.bucket_tuner import _best_sizes, _padding, _Seen, propose, seen_in
+from jitney.engine.simulation.bucket_tuner import SeenSteps, _best_sizes, _padding
 
 
 def cheapest(seen: dict[int, int], largest: int, most: int) -> int:
@@ -42,7 +42,7 @@ def test_by_hand():
     assert found[1:] == [(51, (8,)), (1, (3, 8)), (0, (3, 7, 8))]
 
 
-def exhaustive(seen: _Seen, seats: int, budget: int, executables: int) -> int:
+def exhaustive(seen: SeenSteps, seats: int, budget: int, executables: int) -> int:
     """Padding of the best pair of size lists within the budget of executables, by trying all splits
     and choices.
     """
@@ -72,12 +72,12 @@ def holds(tokens: int, seats: int, rows: int, taken: int) -> bool:
 def test_the_budget_is_shared_between_the_kinds_at_best(seed: int):
     rng = random.Random(seed)
     present = make_buckets(max_seats=16, token_budget=64)
-    seen = _Seen(
+    seen = SeenSteps(
         {rng.randint(1, 16): rng.randint(1, 300) for _ in range(6)},
         {(rng.randint(4, 64), rng.randint(1, 4)): rng.randint(1, 100) for _ in range(6)},
     )
     for executables in (3, 5, 8, 30):
-        proposal = propose(seen, present, executables)
+        proposal = seen.propose(present, executables)
         assert (
             proposal.executables
             == 2 * len(proposal.seat_buckets) + len(proposal.token_buckets)
@@ -93,7 +93,7 @@ def test_the_budget_is_shared_between_the_kinds_at_best(seed: int):
             token_sizes=proposal.token_buckets,
         )
     now = 2 * len(present.decode) + len(present.mixed)
-    best = propose(seen, present, now)
+    best = seen.propose(present, now)
     assert (
         sum(best.padding.values()) <= sum(best.padding_now.values())
         and best.share <= best.share_now
@@ -108,13 +108,13 @@ def test_rows_are_read_from_records():
         [0, 0, 1, 1],
     )
     records["seats_busy"] = [5, 6, 7, 8]
-    seen = seen_in(records)
-    assert seen == _Seen({5: 2}, {(54, 7): 1, (32, 8): 1})
+    seen = SeenSteps.of(records)
+    assert seen == SeenSteps({5: 2}, {(54, 7): 1, (32, 8): 1})
 
 
 def test_short_prompts_beside_few_streams_get_a_small_step():
     present = make_buckets(max_seats=64, token_budget=512)
-    proposal = propose(_Seen({4: 100}, {(24, 5): 900, (400, 64): 100}), present, 4)
+    proposal = SeenSteps({4: 100}, {(24, 5): 900, (400, 64): 100}).propose(present, 4)
     assert (proposal.seat_buckets, proposal.token_buckets) == ((64,), (24, 512))
     assert proposal.padding["mixed"] == 100 * 112
     assert proposal.padding_now["mixed"] == 900 * (128 - 24) + 100 * 112
@@ -122,9 +122,9 @@ def test_short_prompts_beside_few_streams_get_a_small_step():
 
 def test_too_small_a_budget_is_refused():
     with pytest.raises(ConfigError, match="too small"):
-        propose(_Seen({}, {}), make_buckets(max_seats=8, token_budget=32), 2)
+        SeenSteps({}, {}).propose(make_buckets(max_seats=8, token_budget=32), 2)
 
 
 def test_nothing_seen_keeps_the_largest():
-    proposal = propose(_Seen({}, {}), make_buckets(max_seats=8, token_budget=32), 12)
+    proposal = SeenSteps({}, {}).propose(make_buckets(max_seats=8, token_budget=32), 12)
     assert (proposal.seat_buckets, proposal.token_buckets, proposal.share) == ((8,), (32,), 0.0)

@@ -27,7 +27,6 @@ from jitney.engine.simulation.workload import (
     Fixed,
     Poisson,
     Uniform,
-    make_arrivals,
 )
 
 H100 = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])
@@ -233,7 +232,7 @@ def test_a_record_is_taken_as_it_was():
 
 
 def test_a_share_of_the_traffic_has_whole_conversations():
-    traffic = Traffic.of(make_arrivals(WORKLOADS["chat"], 1000, Poisson(1.0), 1))
+    traffic = Traffic.of(WORKLOADS["chat"].arrivals(1000, Poisson(1.0), 1))
     part = traffic.thinned(0.3, 1)
     for conversation in set(part.conversation.tolist()):
         turns = np.count_nonzero(traffic.conversation == conversation)

@@ -18,7 +18,7 @@ from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet_replica import FleetRequest, ReplicaModel
 from jitney.engine.simulation.fleet_steps import StepCosts
-from jitney.engine.simulation.planner import Demand, operate
+from jitney.engine.simulation.planner import Demand, Operating
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import StepTimes
@@ -27,7 +27,6 @@ from jitney.engine.simulation.workload import (
     Arrival,
     Gamma,
     Poisson,
-    make_arrivals,
     parse_lengths,
     synthesise,
 )
@@ -98,7 +97,7 @@ def traffic(kind: str, table: Roofline, load: float, count: int = 400) -> tuple[
     drawn = synthesise(count, *lengths, Poisson(1.0), 7)
     n_prompt = round(np.mean([arrival.n_prompt for arrival in drawn]))
     n_output = round(np.mean([arrival.n_output for arrival in drawn]))
-    point = operate(table, Demand(n_prompt, n_output, token_budget=1024), 64)
+    point = Operating.of(table, Demand(n_prompt, n_output, token_budget=1024), 64)
     arrivals = synthesise(count, *lengths, pattern(load * point.req_s), 7)
     return arrivals, n_prompt + n_output // 2
 
@@ -235,7 +234,7 @@ def test_a_full_queue_refuses():
 
 
 def test_a_thousand_requests_of_a_conversation_take_no_room_twice():
-    arrivals = make_arrivals(WORKLOADS["chat"], 1000, Poisson(20.0), 3)
+    arrivals = WORKLOADS["chat"].arrivals(1000, Poisson(20.0), 3)
     replica = model(shape(pages=1000), H100, 300.0, prefix_cache=True)
     served = serve(replica, arrivals)
     found = sum(request.n_cached for request in served)

@@ -19,8 +19,6 @@ from jitney.engine.simulation.planner import (
     _fit,
     _knee,
     _seat_wait,
-    check_split,
-    operate,
     plan,
 )
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
@@ -49,7 +47,7 @@ def test_memory_by_hand():
 
 def test_a_steady_step_by_hand():
     """64 decoding, 128 prompt rows beside them: memory bound."""
-    point = operate(LLAMA, DEMAND, 64)
+    point = Operating.of(LLAMA, DEMAND, 64)
     positions = 64 * 640 + 128 * 256 / 128 + 192
     step = (2 * (6_979_321_856 + 525_336_576) + positions * 131072) / (0.8 * 3.35e12) + 3e-4
     assert point.step_s == pytest.approx(step) and point.bound == "memory"
@@ -59,14 +57,14 @@ def test_a_steady_step_by_hand():
 
 
 def test_the_token_budget_bounds_who_decodes():
-    point = operate(LLAMA, replace(DEMAND, token_budget=300), 200)
+    point = Operating.of(LLAMA, replace(DEMAND, token_budget=300), 200)
     assert point.decoding == pytest.approx(100)  # 100 decode rows and 200 prompt rows
 
 
 def test_cost_is_price_over_tokens():
-    point = operate(replace(LLAMA, count=2), replace(DEMAND, price_per_hour=3.0), 32)
+    point = Operating.of(replace(LLAMA, count=2), replace(DEMAND, price_per_hour=3.0), 32)
     assert point.cost_per_million == pytest.approx(2 * 3.0 / (point.output_tok_s * 3600) * 1e6)
-    assert operate(LLAMA, DEMAND, 32).cost_per_million is None
+    assert Operating.of(LLAMA, DEMAND, 32).cost_per_million is None
 
 
 def test_waiting_for_one_server_is_the_m_m_1_queue():
@@ -130,8 +128,8 @@ def test_what_does_not_fit_says_so():
         plan(LLAMA, Demand(prompt=131_000, output=100))
     for count in (0, 3, 5):
         with pytest.raises(ConfigError, match="divide"):
-            check_split(replace(LLAMA, count=count))
-    check_split(replace(LLAMA, count=16))  # KV heads are replicated
+            replace(LLAMA, count=count).check_split()
+    replace(LLAMA, count=16).check_split()  # KV heads are replicated
 
 
 @pytest.mark.parametrize(
@@ -156,5 +154,5 @@ def test_the_simulator_agrees_with_the_steady_state():
     )
     run = simulate(arrivals, EngineShape(limits, buckets, 32 * 20), roofline, concurrency=40)
     assert run.figures()["output_tok_s"] == pytest.approx(
-        operate(roofline, demand, 32).output_tok_s, rel=0.05
+        Operating.of(roofline, demand, 32).output_tok_s, rel=0.05
     )

@@ -27,7 +27,7 @@ from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.scheduler import Scheduler
-from jitney.engine.simulation.accuracy import measured_figures
+from jitney.engine.simulation.accuracy import Recording
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import (
     SimulatedRun,
@@ -42,8 +42,8 @@ from jitney.engine.simulation.workload import (
     Closed,
     Fixed,
     Poisson,
+    TraceLine,
     Uniform,
-    read_trace_lines,
     synthesise,
 )
 from jitney.engine.telemetry.request_record import Stay
@@ -576,7 +576,7 @@ def test_the_command_prints_the_error_beside_a_recording(tmp_path: Path, table_f
     assert report["errors"]["continuous"]["output_tok_s"] == pytest.approx(1.14 / 1.07 - 1)
     assert list(report["errors"]) == ["continuous"]
     assert f"{0.05 / 0.075 - 1:+.1%}" in capsys.readouterr().out
-    measured = measured_figures(read_trace_lines(trace))
+    measured = Recording.of(TraceLine.read_all(trace)).figures()
     assert measured is not None and measured["seconds"] == pytest.approx(1.14)
 
 

@@ -15,7 +15,7 @@ from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
-from jitney.engine.simulation.devices import DEVICES, find_device
+from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
 from jitney.engine.simulation.step_table import (
     Curve,
@@ -349,10 +349,10 @@ def test_two_chips_share_weights_and_talk():
 
 
 def test_devices_are_found_and_listed():
-    assert find_device("H100").bandwidth == 3.35e12
+    assert Accelerator.named("H100").bandwidth == 3.35e12
     assert set(DEVICES) == {"l4", "a100-40", "a100-80", "h100", "h200", "v5e", "v6e", "v7x"}
     with pytest.raises(ConfigError, match="v6e"):
-        find_device("tpu")
+        Accelerator.named("tpu")
 
 
 def test_shapes_come_from_names_files_and_models(tmp_path: Path):

@@ -27,11 +27,9 @@ from jitney.engine.simulation.workload import (
     Uniform,
     _Empirical,
     at_rate,
-    make_arrivals,
     make_pattern,
     parse_lengths,
     read_trace,
-    read_trace_lines,
     repeated_tokens,
     synthesise,
 )
@@ -108,7 +106,7 @@ def test_a_recording_keeps_what_was_measured(tmp_path: Path):
     (tmp_path / "r.jsonl").write_text(
         '{"t":2,"in":3,"out":4,"queue_s":0.5,"e2e_s":9,"finish":"stop"}\n\n{"t":1,"in":1,"out":1}\n'
     )
-    assert read_trace_lines(tmp_path / "r.jsonl") == [
+    assert TraceLine.read_all(tmp_path / "r.jsonl") == [
         TraceLine(at=1, n_prompt=1, n_output=1),
         TraceLine(at=2, n_prompt=3, n_output=4, queue_s=0.5, e2e_s=9, finish="stop"),
     ]
@@ -209,17 +207,17 @@ def test_a_summary_of_lengths_is_numpys():
 
 @pytest.mark.parametrize("name", ["short", "mixed", "long-form", "chat", "uniform"])
 def test_no_named_workload_is_mostly_its_own_cuts(name: str):
-    arrivals = make_arrivals(WORKLOADS[name], 4000, Closed(), 0)
+    arrivals = WORKLOADS[name].arrivals(4000, Closed(), 0)
     outputs = LengthSummary.of(a.n_output for a in arrivals)
     assert outputs.at_shortest < 0.05 and outputs.at_longest < 0.06
     assert outputs.shortest < outputs.median / 1.7 and outputs.p95 > 1.3 * outputs.median
-    assert arrivals == make_arrivals(WORKLOADS[name], 4000, Closed(), 0)
-    assert arrivals != make_arrivals(WORKLOADS[name], 4000, Closed(), 1)
+    assert arrivals == WORKLOADS[name].arrivals(4000, Closed(), 0)
+    assert arrivals != WORKLOADS[name].arrivals(4000, Closed(), 1)
 
 
 def test_the_named_workloads_are_four_kinds_of_traffic():
     def means(name: str) -> tuple[float, float]:
-        arrivals = make_arrivals(WORKLOADS[name], 4000, Closed(), 0)
+        arrivals = WORKLOADS[name].arrivals(4000, Closed(), 0)
         return float(np.mean([a.n_prompt for a in arrivals])), float(
             np.mean([a.n_output for a in arrivals])
         )
@@ -243,7 +241,7 @@ def test_a_turn_carries_everything_that_was_said_before():
 
 
 def test_own_lengths_replace_a_turns_and_not_the_history():
-    arrivals = make_arrivals(WORKLOADS["chat"], 256, Closed(), 0, prompt=Fixed(5), output=Fixed(7))
+    arrivals = WORKLOADS["chat"].arrivals(256, Closed(), 0, prompt=Fixed(5), output=Fixed(7))
     assert {a.n_output for a in arrivals} == {7}
     assert {(a.n_prompt - 128 - 5) % 12 for a in arrivals} == {0} and max(
         a.n_prompt for a in arrivals
@@ -251,7 +249,7 @@ def test_own_lengths_replace_a_turns_and_not_the_history():
 
 
 def test_prompts_of_one_conversation_begin_alike_and_others_do_not():
-    arrivals = make_arrivals(WORKLOADS["chat"], 200, Closed(), 0)
+    arrivals = WORKLOADS["chat"].arrivals(200, Closed(), 0)
     texts = [arrival_prose(a, lambda n_tokens: n_tokens, n, 5) for n, a in enumerate(arrivals)]
     ids = [
         arrival_ids(lambda text: [ord(c) for c in text], a, n, 5) for n, a in enumerate(arrivals)
@@ -274,7 +272,7 @@ def test_prompts_of_one_conversation_begin_alike_and_others_do_not():
 def test_the_page_of_the_workloads_tells_what_they_come_to():
     page = (ROOT / "docs" / "workloads.md").read_text()
     for name, workload in WORKLOADS.items():
-        arrivals = make_arrivals(workload, 10_000, Closed(), 0)
+        arrivals = workload.arrivals(10_000, Closed(), 0)
         prompts = LengthSummary.of(a.n_prompt for a in arrivals)
         outputs = LengthSummary.of(a.n_output for a in arrivals)
         assert f"| `{name}` | {prompts} | {outputs} |" in page
