@@ -29,7 +29,7 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.drive import Offer, StepLog, drive
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.simulator import VirtualDevice, new_core
+from jitney.engine.simulation.simulator import VirtualDevice
 from jitney.engine.simulation.step_table import Curve, HostTimes, StepTable
 from jitney.engine.simulation.workload import Arrival, Closed, synthesise
 from jitney.engine.telemetry.history import RequestRecords
@@ -119,7 +119,7 @@ def run(
     sizes = make_buckets(max_seats=SEATS, token_budget=TOKEN_BUDGET)
     buckets = replace(sizes, padding_is_free=table.padding_is_free)
     device = VirtualDevice(table, args.seed)
-    core = new_core(EngineShape(limits, buckets, 4097, plans_late=late), device)
+    core = device.new_core(EngineShape(limits, buckets, 4097, plans_late=late))
     requests = RequestRecords(keep_times=True)
     clients = Clients(arrivals, requests, args.streams, args.client_ms / 1000)
     log = drive(core, device.clock, clients, requests, device.reported)

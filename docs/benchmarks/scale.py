@@ -30,7 +30,6 @@ from jitney.engine.simulation.fleet_planner import (
     FleetSizing,
     ReplicaKind,
     Targets,
-    plan_fleet,
 )
 from jitney.engine.simulation.fleet_replica import ReplicaModel
 from jitney.engine.simulation.fleet_routing import ROUTERS
@@ -97,7 +96,7 @@ def engine_of(sizing: FleetSizing) -> EngineShape:
 
 
 def sized(kind: ReplicaKind) -> FleetSizing:
-    return plan_fleet(kind, day(100.0), TARGETS, HOW)
+    return FleetSizing.of(kind, day(100.0), TARGETS, HOW)
 
 
 def accuracy() -> Iterator[list[str]]:
@@ -307,7 +306,7 @@ RULES = (
 
 def scaling() -> Iterator[list[str]]:
     """Traffic that grows threefold in ten minutes, stays for five, and falls again."""
-    sizing = plan_fleet(H100, day(100.0), TARGETS, replace(HOW, most_seats=32))
+    sizing = FleetSizing.of(H100, day(100.0), TARGETS, replace(HOW, most_seats=32))
     up, down = np.linspace(2, 6, 11).tolist(), np.linspace(6, 2, 6).tolist()
     shares = [2.0] * 4 + up + [6.0] * 5 + down + [2.0] * 6
     rates = [0.9 * share * sizing.load_req_s for share in shares]

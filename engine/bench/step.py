@@ -27,13 +27,7 @@ from jitney.engine.scheduler.plan import Chunk, Plan, StepWork
 from jitney.engine.scheduler.sequence import Sequence as Seq
 from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline
-from jitney.engine.simulation.step_table import (
-    HostTimes,
-    Point,
-    StepTable,
-    kind_of,
-    noise_factors,
-)
+from jitney.engine.simulation.step_table import HostTimes, StepTable
 from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams
 
 if TYPE_CHECKING:
@@ -322,7 +316,9 @@ def measure(
     timings = _time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
     kernels = f"{info.kernels.label} kernels on {info.device.name}"
     source = f"bench step: {info.model.name} {info.formats.dtype}, {kernels}"
-    return _report_of(info, config, timings, _table_of(timings, host, source))
+    measured = [(timing.case.bucket, timing.work, timing.seconds) for timing in timings]
+    table = StepTable.from_repeats(measured, host, source)
+    return _report_of(info, config, timings, table)
 
 
 def _report_of(
@@ -338,19 +334,6 @@ def _report_of(
         "cases": [_row_of(timing, table, floor) for timing in timings],
         "table": table.contents(),
     }
-
-
-def _table_of(timings: Sequence[_StepTiming], host: HostTimes, source: str) -> StepTable:
-    """Curves through the medians, and the scatter of the repeats around them."""
-    ratios: dict[str, list[float]] = {}
-    points = []
-    for timing in timings:
-        bucket, middle = timing.case.bucket, timing.median
-        points.append(Point(bucket, timing.work, middle))
-        of_kind = ratios.setdefault(kind_of(bucket), [])
-        of_kind.extend(np.divide(timing.seconds, middle))
-    noise = {kind: noise_factors(np.array(values)) for kind, values in ratios.items()}
-    return StepTable.from_points(points, host, source, noise)
 
 
 def _row_of(timing: _StepTiming, table: StepTable, floor: Roofline) -> JsonDict:

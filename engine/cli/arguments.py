@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.presets import preset, runs_on_device
@@ -19,12 +19,12 @@ from jitney.engine.types import JsonDict, JsonObject
 if TYPE_CHECKING:
     from jitney.engine.telemetry.summary import Slo
 
-#: Has the API key with which a command asks an engine elsewhere.
-ENGINE_KEY_VARIABLE = "JITNEY_ENGINE_KEY"
-
 
 class Arguments(Namespace):
     """What the flags of a command were set to, by the name of each."""
+
+    #: In the environment, the API key with which a command asks an engine elsewhere.
+    key_variable: ClassVar = "JITNEY_ENGINE_KEY"
 
     def changed(self, **changes: Any) -> Self:
         """The same arguments with some of them changed."""
@@ -58,7 +58,7 @@ class Arguments(Namespace):
 
         if self.key_file:
             return read_key_file(self.key_file)
-        return os.environ.get(ENGINE_KEY_VARIABLE, "")
+        return os.environ.get(self.key_variable, "")
 
     def check_numbers(self, **least: float) -> None:
         """Raise ConfigError naming the first flag below its least value; absent flags (None)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from jitney.engine.bench.device.prompt_choice import choose_prompts
 from jitney.engine.bench.device.report import DeviceReport
 from jitney.engine.bench.device.rows import TINY
-from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan, measure
+from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan
 from jitney.engine.bench.device.saved import ResultFiles
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
@@ -91,11 +90,11 @@ def run(arguments: Sequence[str]) -> int:
     files = ResultFiles(folder, again=args.again)
     if args.earlier:
         files.bring(_folder("--from", args.earlier))
-    results = measure(_plan_from(args), files, say)
+    results = _plan_from(args).measure(files, say)
     report = DeviceReport(results)
     print(report.numerics())
     print("\n".join(report.goal_table()))
-    choice = choose_prompts(results)
+    choice = report.prompt_choice()
     if choice is not None:
         print(_choice_line(choice))
     print("written:", *(files.save(results) or ()))

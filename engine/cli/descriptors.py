@@ -13,7 +13,7 @@ _ENOUGH = 1 << 20
 _OWN = 128
 
 
-def descriptor_limit() -> int:
+def _descriptor_limit() -> int:
     """Files that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _ENOUGH if soft == resource.RLIM_INFINITY else soft
@@ -27,13 +27,15 @@ def raise_descriptor_limit() -> int:
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return descriptor_limit()
+    return _descriptor_limit()
 
 
-def connections_within(limit: int, wanted: int) -> int:
-    """How many connections of the wanted ones a limit of open files allows; says so if it is
-    fewer.
+def connections_within(wanted: int, limit: int | None = None) -> int:
+    """How many connections of the wanted ones a limit of open files allows; says so if it is fewer.
+    limit: None: this process's own.
     """
+    if limit is None:
+        limit = _descriptor_limit()
     possible = max(1, limit - _OWN)
     if possible >= wanted:
         return wanted

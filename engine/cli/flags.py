@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jitney.engine.cli.arguments import ENGINE_KEY_VARIABLE, Arguments
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.dispatch import suggestion
 from jitney.engine.config.layers import NOTHING, Setting, settings
 from jitney.engine.config.presets import GOALS
@@ -154,7 +154,7 @@ FOR = Flag.of(
 KEY_FLAG = Flag.of(
     "--key-file",
     "file whose first line is the engine's API key, readable by its owner only (or set "
-    f"{ENGINE_KEY_VARIABLE})",
+    f"{Arguments.key_variable})",
     "",
     metavar="FILE",
 )

@@ -90,17 +90,12 @@ class AcceptedKeys(NamedTuple):
         return cls(tuple(users), tuple(admins))
 
 
-def webhook_secret(server: ServerSection) -> str:
-    """What messages to other servers are signed with; empty where none are sent. Raises
-    ConfigError.
+def read_key_file(path: str, setting: str = "key file") -> str:
+    """The first key of a file; empty if there is none in the settings. setting: what names it.
+    Raises ConfigError.
     """
-    secrets = _keys_in("webhook_secret_file", server.webhook_secret_file)
-    return secrets[0] if secrets else ""
-
-
-def read_key_file(path: str) -> str:
-    """The first key of a file. Raises ConfigError."""
-    return _keys_in("key file", path)[0]
+    keys = _keys_in(setting, path)
+    return keys[0] if keys else ""
 
 
 def _keys_in(setting: str, path: str) -> list[str]:

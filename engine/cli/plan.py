@@ -5,7 +5,7 @@ seen, or compare fleets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,6 @@ from jitney.engine.simulation.planner import (
     Demand,
     Operating,
     Sizing,
-    plan,
 )
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
 from jitney.engine.telemetry.summary import Slo
@@ -54,7 +53,7 @@ def _run_plan(args: Arguments) -> int:
     if not args.model or not args.device:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
     roofline, demand = _roofline_of(args), _demand_of(args)
-    sizing = plan(roofline, demand)
+    sizing = Sizing.of(roofline, demand)
     if args.write_report(_report_of(roofline, demand, sizing)):
         _show(args.model, roofline, demand, sizing)
     return int(sizing.chosen is None)
@@ -77,23 +76,53 @@ def _demand_of(args: Arguments) -> Demand:
     return Demand(itl_s=slo.itl_s, ttft_s=slo.ttft_s, **same)
 
 
-#: Flags of all commands that size by a roofline.
-MODEL = Flag(
-    "model",
-    {
-        "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
-        "nargs": "?",
-        "metavar": "MODEL",
-    },
+_DEFAULT = Assumptions()
+
+
+class _RooflineFlags(NamedTuple):
+    """Flags of all commands that size by a roofline."""
+
+    model: Flag
+    #: Number format of keys and values.
+    kv: Flag
+    json: Flag
+    #: How far a device comes.
+    efficiencies: tuple[Flag, ...]
+
+
+ROOFLINE = _RooflineFlags(
+    model=Flag(
+        "model",
+        {
+            "help": f"{', '.join(SHAPES)}, a config.json, or what --model takes",
+            "nargs": "?",
+            "metavar": "MODEL",
+        },
+    ),
+    kv=Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8")),
+    json=Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
+    efficiencies=(
+        Flag.number(
+            "--bandwidth-efficiency",
+            "share of the published memory bandwidth that is reached",
+            _DEFAULT.bandwidth,
+        ),
+        Flag.number(
+            "--flops-efficiency",
+            "share of the published operations that is reached",
+            _DEFAULT.flops,
+        ),
+        Flag.number(
+            "--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"
+        ),
+    ),
 )
-KV = Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8"))
-JSON = Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE")
 _FLAGS = (
-    MODEL,
+    ROOFLINE.model,
     Flag.of("--device", f"one of: {', '.join(DEVICES)}", metavar="NAME"),
     Flag.whole("--count", "chips of a replica, by tensor parallelism", 1),
     Flag.of("--weights", "number format of the layers", "bf16", choices=_WEIGHTS),
-    KV,
+    ROOFLINE.kv,
     Flag.whole("--prompt", "mean prompt tokens", 512),
     Flag.whole("--output", "mean output tokens", 256),
     Flag.number("--slo-itl-ms", "most milliseconds between two tokens", metavar="MS"),
@@ -106,25 +135,10 @@ _FLAGS = (
     Flag.number("--rate", "requests a second to serve: how many replicas", 0.0),
     Flag.whole("--token-budget", "most rows of a step", 2048),
     Flag.whole("--page-size", "KV positions per page", 16),
-    JSON,
-)
-_DEFAULT = Assumptions()
-#: How far a device comes.
-EFFICIENCIES = (
-    Flag.number(
-        "--bandwidth-efficiency",
-        "share of the published memory bandwidth that is reached",
-        _DEFAULT.bandwidth,
-    ),
-    Flag.number(
-        "--flops-efficiency",
-        "share of the published operations that is reached",
-        _DEFAULT.flops,
-    ),
-    Flag.number("--overhead-ms", "fixed time of a step", 1e3 * _DEFAULT.overhead_s, metavar="MS"),
+    ROOFLINE.json,
 )
 _ASSUMPTIONS = (
-    *EFFICIENCIES,
+    *ROOFLINE.efficiencies,
     Flag.number("--memory-share", "share of the memory that may be used", _DEFAULT.memory),
 )
 _COMMAND = Command(

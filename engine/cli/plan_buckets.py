@@ -16,7 +16,6 @@ from jitney.engine.cli.simulate_flags import (
     NOT_SIMULATED,
     PACE,
     SimulateArguments,
-    read_records,
 )
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
@@ -102,7 +101,7 @@ def _seen_steps(args: SimulateArguments, config: Config, present: Buckets) -> np
         raise ConfigError(
             "--records says what was seen: give no --table, --device or --trace with it"
         )
-    records = read_records(args.records)
+    records = args.read_records()
     _check_fit(records, present)
     return records
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.fleet_flags import RUNNING, TRAFFIC, FleetArguments
-from jitney.engine.cli.plan import EFFICIENCIES, JSON, KV, MODEL, assumptions_of
+from jitney.engine.cli.plan import ROOFLINE, assumptions_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, Accelerator
 from jitney.engine.simulation.fleet_planner import (
@@ -18,7 +18,6 @@ from jitney.engine.simulation.fleet_planner import (
     FleetSizing,
     ReplicaKind,
     Targets,
-    plan_fleet,
 )
 from jitney.engine.simulation.fleet_traffic import Load
 from jitney.engine.types import JsonDict
@@ -36,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     kinds = _kinds_of(args)
     load, targets, how = args.load(), _targets_of(args), _circumstances_of(args)
     began = time.perf_counter()
-    sizings = [plan_fleet(kind, load, targets, how) for kind in kinds]
+    sizings = [FleetSizing.of(kind, load, targets, how) for kind in kinds]
     report = _report_of(args, load, sizings, how)
     report["planned_in_s"] = round(time.perf_counter() - began, 1)
     if args.write_report(report):
@@ -45,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 _WHAT = (
-    MODEL,
+    ROOFLINE.model,
     Flag.of(
         "--devices",
         "replicas to compare: chips of one by tensor parallelism, device and number format of the "
@@ -53,7 +52,7 @@ _WHAT = (
         metavar="LIST",
     ),
     Flag.of("--prices", "of one chip an hour, such as h100=2.5,v5e=1.2", "", metavar="LIST"),
-    KV,
+    ROOFLINE.kv,
 )
 _TARGETS = (
     Flag.number(
@@ -71,7 +70,7 @@ _HOW = (
     Flag.whole("--most-seats", "most seats of a replica", _DEFAULT.most_seats),
     Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
     Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT.most_requests),
-    JSON,
+    ROOFLINE.json,
 )
 _COMMAND = Command(
     "plan --fleet",
@@ -81,7 +80,7 @@ _COMMAND = Command(
         FlagGroup(TRAFFIC, "traffic"),
         FlagGroup(_TARGETS, "targets"),
         FlagGroup(_HOW, "how it is run"),
-        FlagGroup(EFFICIENCIES, "assumptions"),
+        FlagGroup(ROOFLINE.efficiencies, "assumptions"),
     ),
     usage="jitney plan --fleet MODEL --devices LIST --rates LIST [FLAG ...]",
 )

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.descriptors import (
     connections_within,
-    descriptor_limit,
     raise_descriptor_limit,
 )
 from jitney.engine.cli.display import Display, make_display
@@ -31,7 +30,7 @@ from jitney.engine.cli.listen import (
     base_url,
     check_tls,
     listen,
-    webhook_secret,
+    read_key_file,
 )
 from jitney.engine.cli.sizes import ServerSizes, described
 from jitney.engine.cli.vllm_flags import add_vllm_flags
@@ -349,9 +348,9 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
         api_keys=tuple(map(digest_key, keys.users)),
         admin_keys=tuple(map(digest_key, keys.admins)),
         allowed_hosts=server.answered_hosts,
-        max_connections=connections_within(descriptor_limit(), server.max_connections),
+        max_connections=connections_within(server.max_connections),
         data_dir=server.data_folder,
-        webhook_secret=webhook_secret(server),
+        webhook_secret=read_key_file(server.webhook_secret_file, "webhook_secret_file"),
     )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jitney.engine.cli.bench_flags import report_flags, traffic_flags
 from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup
 from jitney.engine.cli.simulate_flags import NOT_SIMULATED, PACE, POLICIES, SimulateArguments
@@ -16,7 +18,9 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.accuracy import (
     COMPARED,
+    MeasuredRun,
     Recording,
+    cross_errors,
     errors,
     figure,
 )
@@ -27,6 +31,7 @@ from jitney.engine.types import JsonDict, JsonObject
 if TYPE_CHECKING:
     from jitney.engine.report.page import Table
     from jitney.engine.simulation.simulator import SimulatedRun
+    from jitney.engine.simulation.step_table import StepTimes
     from jitney.engine.simulation.verdicts import ErrorsElsewhere
 
 
@@ -43,10 +48,9 @@ def run(arguments: Sequence[str]) -> int:
     args.on_device = args.chip is not None
     config = args.load_config()
     if args.measured:
-        from jitney.engine.cli.simulate_measured import run_measured
-
-        return run_measured(args, config)
-    deliver(args, _simulated(args, config))
+        _deliver(args, _predicted_runs(args, config))
+    else:
+        _deliver(args, _simulated(args, config))
     return 0
 
 
@@ -62,7 +66,7 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
     policies = {}
     for policy in args.compared():
         simulated = partial(args.simulate, policy, arrivals, shape, table, clients)
-        policies[policy] = timed_figures(simulated, options)
+        policies[policy] = _timed_figures(simulated, options)
     return {
         "source": table.source,
         "engine": shape.as_json(),
@@ -74,7 +78,7 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
     }
 
 
-def timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) -> JsonDict:
+def _timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) -> JsonDict:
     """The figures of a run, and how long simulating it took."""
     started = time.perf_counter()
     figures = simulated().figures(**options)
@@ -82,7 +86,7 @@ def timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) ->
     return figures
 
 
-def deliver(args: SimulateArguments, report: JsonDict) -> None:
+def _deliver(args: SimulateArguments, report: JsonDict) -> None:
     """Work out the errors of what was also measured, print the tables and write the file."""
     predicted = report["policies"]
     for policy, measured in report["measured"].items():
@@ -210,6 +214,81 @@ def _clients_of(args: SimulateArguments, recording: Recording) -> int:
     if args.open_loop or not recording.requests:
         return 0
     return recording.clients()
+
+
+#: Measured runs by the policy's name.
+_Runs = Mapping[str, MeasuredRun]
+
+
+def _predicted_runs(args: SimulateArguments, config: Config) -> JsonDict:
+    """The arrivals of every run in the file of --measured, simulated on that run's own engine, and
+    how far off that is.
+    """
+    runs = MeasuredRun.read_all(args.measured)
+    chosen = _chosen(args, runs)
+    tables = _calibrated(args, config, runs)
+    options = args.figure_options()
+    figures = {name: _predicted(args, run, tables[name]) for name, run in chosen.items()}
+    learns = args.learns_from_runs
+    return {
+        "source": "; ".join(dict.fromkeys(tables[name].source for name in chosen)),
+        "engine": list(chosen.values())[-1].note.shape.as_json(),
+        "policies": figures,
+        "measured": {name: run.figures(**options) for name, run in chosen.items()},
+        "errors": {},
+        "cross_errors": cross_errors(chosen, args.seed) if learns else {},
+    }
+
+
+def _predicted(args: SimulateArguments, run: MeasuredRun, table: StepTimes) -> JsonDict:
+    concurrency = args.concurrency or None
+    simulated = partial(run.predicted, table, concurrency=concurrency, seed=args.seed)
+    return _timed_figures(simulated, args.figure_options())
+
+
+def _chosen(args: SimulateArguments, runs: _Runs) -> dict[str, MeasuredRun]:
+    """The runs that the flags ask for."""
+    chosen = {name: runs[name] for name in runs if name in args.compared()}
+    if not chosen:
+        raise ConfigError(
+            f"{args.measured} holds the runs {', '.join(runs)}, none of which is asked for"
+        )
+    return chosen
+
+
+def _calibrated(args: SimulateArguments, config: Config, runs: _Runs) -> dict[str, StepTimes]:
+    """The step times to predict each run with: what the flags ask for, else those of the runs
+    themselves.
+    """
+    if not args.learns_from_runs:
+        return dict.fromkeys(runs, args.step_times(config))
+    source = args.calibrate_on or _default_source(runs)
+    if source == "each":
+        return {name: _learned({name: run}) for name, run in runs.items()}
+    return dict.fromkeys(runs, _learned(_runs_named(source, runs)))
+
+
+def _runs_named(source: str, runs: _Runs) -> _Runs:
+    """The runs to learn from."""
+    if source == "all":
+        return runs
+    if source not in runs:
+        raise ConfigError(
+            f"--calibrate-on {source}: must be all, each, or one of {', '.join(runs)}"
+        )
+    return {source: runs[source]}
+
+
+def _default_source(runs: _Runs) -> str:
+    return "continuous" if "continuous" in runs else next(iter(runs))
+
+
+def _learned(runs: _Runs) -> StepTimes:
+    """From the steps of all these runs."""
+    from jitney.engine.simulation.step_table import StepTable
+
+    records = np.concatenate([run.records for run in runs.values()])
+    return StepTable.from_records(records, f"the steps of {', '.join(runs)}")
 
 
 def _show(report: JsonObject) -> None:

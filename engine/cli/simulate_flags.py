@@ -93,8 +93,21 @@ class SimulateArguments(TrafficArguments):
         if self.table:
             return StepTable.load(self.table)
         if self.records:
-            return StepTable.from_records(read_records(self.records), Path(self.records).name)
+            return StepTable.from_records(self.read_records(), Path(self.records).name)
         return self._roofline(config)
+
+    def read_records(self) -> np.ndarray:
+        """The step records of --records: from .npy, or from the arrays of that type in an .npz, one
+        after another.
+        """
+        import numpy as np
+
+        fields = [(array, set(array.dtype.names or ())) for array in _arrays_in(self.records)]
+        records = [array for array, names in fields if "device_s" in names]
+        known = [array for array, names in fields if names >= _NEEDED]
+        if not records or len(known) < len(records):
+            raise ConfigError(f"{self.records}: holds no step records of this version")
+        return np.concatenate(records)
 
     def _roofline(self, config: Config) -> StepTimes:
         from jitney.engine.simulation.devices import Accelerator
@@ -176,18 +189,6 @@ def _pages_that_fit(roofline: Roofline, page_size: int) -> int:
             f"the model does not fit {chips}: use more chips (--count) or smaller --weights"
         )
     return pages
-
-
-def read_records(file: str) -> np.ndarray:
-    """Step records from .npy, or from the arrays of that type in an .npz, one after another."""
-    import numpy as np
-
-    fields = [(array, set(array.dtype.names or ())) for array in _arrays_in(file)]
-    records = [array for array, names in fields if "device_s" in names]
-    known = [array for array, names in fields if names >= _NEEDED]
-    if not records or len(known) < len(records):
-        raise ConfigError(f"{file}: holds no step records of this version")
-    return np.concatenate(records)
 
 
 def _arrays_in(file: str) -> list[np.ndarray]:

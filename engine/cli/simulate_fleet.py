@@ -11,7 +11,7 @@ from dataclasses import astuple, replace
 
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.fleet_flags import RUNNING, TRAFFIC, FleetArguments
-from jitney.engine.cli.plan import EFFICIENCIES, JSON, KV, MODEL
+from jitney.engine.cli.plan import ROOFLINE
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
@@ -32,7 +32,7 @@ _DEFAULT = Circumstances()
 _MOST = 1_000_000
 
 _WHAT = (
-    MODEL,
+    ROOFLINE.model,
     Flag.of(
         "--device",
         "chips of a replica by tensor parallelism, device and number format of the weights, such "
@@ -42,14 +42,14 @@ _WHAT = (
     Flag.whole("--replicas", "replicas at the beginning, all ready"),
     Flag.whole("--seats", "most seats of a replica", _DEFAULT.most_seats),
     Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
-    KV,
+    ROOFLINE.kv,
     Flag.number("--price", "of one chip an hour"),
     Flag.switch(
         "--prefix-cache",
         "prompts of one conversation find the pages of those before, where a --trace names "
         "conversations",
     ),
-    JSON,
+    ROOFLINE.json,
 )
 _HOW_MUCH = (
     *TRAFFIC,
@@ -86,7 +86,7 @@ _COMMAND = Command(
         FlagGroup(_HOW_MUCH, "traffic"),
         FlagGroup(_FAILING, "routing and failures"),
         FlagGroup(_SCALING, "replicas that come and go"),
-        FlagGroup(EFFICIENCIES, "assumptions"),
+        FlagGroup(ROOFLINE.efficiencies, "assumptions"),
     ),
     usage="jitney simulate --fleet MODEL --device WORD --replicas N --rates LIST [FLAG ...]",
 )

@@ -136,6 +136,10 @@ class RunNote(msgspec.Struct, frozen=True):
     concurrency: int = 0
 
 
+#: Where runs come from.
+_SEE = "(see jitney bench policies --records)"
+
+
 class MeasuredRun(NamedTuple):
     """One run as `jitney bench policies --records` keeps it."""
 
@@ -144,6 +148,22 @@ class MeasuredRun(NamedTuple):
     #: [steps] STEP_DTYPE.
     records: np.ndarray
     note: RunNote
+
+    @classmethod
+    def read_all(cls, path: str | Path) -> dict[str, MeasuredRun]:
+        """The runs in an .npz file, by name. Raises ConfigError if it holds none."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                runs = _runs_in(arrays)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: {error.strerror or 'cannot be read as an .npz file'}"
+            ) from None
+        except (ValueError, KeyError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{path}: holds no runs of this version {_SEE}: {error}") from None
+        if not runs:
+            raise ConfigError(f"{path}: holds no runs {_SEE}")
+        return runs
 
     @property
     def arrivals(self) -> list[Arrival]:
@@ -260,22 +280,6 @@ def _following(later: Sequence[RequestRecord], ends: Iterable[float], soon: floa
             count += 1
             end = next(waiting, None)
     return count
-
-
-def read_runs(path: str | Path) -> dict[str, MeasuredRun]:
-    """The runs in an .npz file, by name. Raises ConfigError if it holds none."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            runs = _runs_in(arrays)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or 'cannot be read as an .npz file'}") from None
-    except (ValueError, KeyError, msgspec.DecodeError) as error:
-        raise ConfigError(
-            f"{path}: holds no runs of this version (see jitney bench policies --records): {error}"
-        ) from None
-    if not runs:
-        raise ConfigError(f"{path}: holds no runs (see jitney bench policies --records)")
-    return runs
 
 
 def _runs_in(arrays: Mapping[str, np.ndarray]) -> dict[str, MeasuredRun]:

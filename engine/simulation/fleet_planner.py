@@ -24,7 +24,7 @@ from jitney.engine.simulation.fleet import (
     simulate_fleet,
 )
 from jitney.engine.simulation.fleet_traffic import Load, Traffic
-from jitney.engine.simulation.planner import Demand, Operating, plan
+from jitney.engine.simulation.planner import Demand, Operating, Sizing
 from jitney.engine.simulation.roofline import Roofline
 from jitney.engine.types import JsonDict
 
@@ -143,7 +143,7 @@ class ReplicaKind:
             token_budget=how.token_budget,
             page_size=how.page_size,
         )
-        sizing = plan(self.roofline, demand)
+        sizing = Sizing.of(self.roofline, demand)
         allowed = [point for point in sizing.curve if point.seats <= how.most_seats]
         if slowest is not None:
             allowed = [point for point in allowed if point.step_s <= slowest]
@@ -194,29 +194,29 @@ class FleetSizing:
         hour = self.kind.replica_hour
         return None if hour is None else hour * self.replicas
 
+    @classmethod
+    def of(cls, kind: ReplicaKind, load: Load, targets: Targets, how: Circumstances) -> FleetSizing:
+        """Size a fleet of one kind; what cannot be is said in `FleetSizing.problem`."""
+        how = replace(how, failures=how.failures.of_replica(kind.roofline.count))
+        lengths = load.sample(1.0, _FEWEST, how.seed)
+        try:
+            kind.roofline.check_split()
+            point, engine = kind.engine_for(lengths, targets, how)
+        except ConfigError as error:
+            return cls(kind, problem=str(error))
+        request_s = _most_load(kind, engine, point, load, targets, how)
+        if not request_s:
+            return cls(kind, problem=_out_of_reach(targets), seats=point.seats)
+        sizing = _counted(kind, load, request_s, lengths, how)
+        sizing = replace(sizing, seats=point.seats, pages=engine.pages)
+        return _checked(sizing, engine, load, targets, how)
+
     def cost_per_million(self, replica_hours: float) -> float | None:
         """Of output tokens, over all hours."""
         hour = self.kind.replica_hour
         if hour is None or not self.output_tokens:
             return None
         return hour * replica_hours / self.output_tokens * 1e6
-
-
-def plan_fleet(kind: ReplicaKind, load: Load, targets: Targets, how: Circumstances) -> FleetSizing:
-    """Size a fleet of one kind; what cannot be is said in `FleetSizing.problem`."""
-    how = replace(how, failures=how.failures.of_replica(kind.roofline.count))
-    lengths = load.sample(1.0, _FEWEST, how.seed)
-    try:
-        kind.roofline.check_split()
-        point, engine = kind.engine_for(lengths, targets, how)
-    except ConfigError as error:
-        return FleetSizing(kind, problem=str(error))
-    request_s = _most_load(kind, engine, point, load, targets, how)
-    if not request_s:
-        return FleetSizing(kind, problem=_out_of_reach(targets), seats=point.seats)
-    sizing = _counted(kind, load, request_s, lengths, how)
-    sizing = replace(sizing, seats=point.seats, pages=engine.pages)
-    return _checked(sizing, engine, load, targets, how)
 
 
 def _out_of_reach(targets: Targets) -> str:

@@ -151,21 +151,21 @@ class Sizing:
     #: For the demanded rate, None if no rate was asked.
     replicas: int | None = None
 
-
-def plan(roofline: Roofline, demand: Demand) -> Sizing:
-    """Size one replica, and count replicas. Raises ConfigError when the model or a request does not
-    fit.
-    """
-    roofline.check_split()
-    _check_context(roofline, demand)
-    memory = _fit(roofline, demand)
-    sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
-    curve = tuple(Operating.of(roofline, demand, seats) for seats in sizes)
-    chosen, within = _knee(curve), None
-    if demand.is_limited:
-        chosen = within = _last_within(curve, demand)
-    sizing = Sizing(memory, curve, _knee(curve), within, chosen)
-    return sizing if chosen is None else _loaded(sizing, chosen, demand.rate)
+    @classmethod
+    def of(cls, roofline: Roofline, demand: Demand) -> Sizing:
+        """Size one replica, and count replicas. Raises ConfigError when the model or a request
+        does not fit.
+        """
+        roofline.check_split()
+        _check_context(roofline, demand)
+        memory = _fit(roofline, demand)
+        sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
+        curve = tuple(Operating.of(roofline, demand, seats) for seats in sizes)
+        chosen, within = _knee(curve), None
+        if demand.is_limited:
+            chosen = within = _last_within(curve, demand)
+        sizing = cls(memory, curve, _knee(curve), within, chosen)
+        return sizing if chosen is None else _loaded(sizing, chosen, demand.rate)
 
 
 def _last_within(curve: Sequence[Operating], demand: Demand) -> Operating | None:

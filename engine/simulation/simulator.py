@@ -42,21 +42,6 @@ from jitney.engine.types import EngineRequest, JsonDict
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
-def new_core(
-    shape: EngineShape, device: VirtualDevice, hits: Mapping[str, int] = _NO_HITS
-) -> EngineCore:
-    """A core of this shape on a virtual device; hits: prompt tokens that requests find cached, by
-    id.
-    """
-    pool = PagePool(shape.pages, shape.page_size, retain=False)
-    kind = _RecordedHits if hits else Scheduler
-    scheduler = kind(shape.limits, shape.buckets, pool, device.clock)
-    if isinstance(scheduler, _RecordedHits):
-        scheduler.hits = hits
-    late = shape.plans_late
-    return EngineCore(scheduler, device, Ledger(), device.clock, plans_late=late)
-
-
 class _RecordedHits(Scheduler):
     """A scheduler whose prefix cache is a list: each request finds as many tokens as it once did.
 
@@ -150,6 +135,16 @@ class VirtualDevice:
         self._free_at = 0.0
         self._scatter = {kind: _drawn(factors, seed) for kind, factors in table.noise.items()}
 
+    def new_core(self, shape: EngineShape, hits: Mapping[str, int] = _NO_HITS) -> EngineCore:
+        """A core of this shape on it; hits: prompt tokens that requests find cached, by id."""
+        pool = PagePool(shape.pages, shape.page_size, retain=False)
+        kind = _RecordedHits if hits else Scheduler
+        scheduler = kind(shape.limits, shape.buckets, pool, self.clock)
+        if isinstance(scheduler, _RecordedHits):
+            scheduler.hits = hits
+        late = shape.plans_late
+        return EngineCore(scheduler, self, Ledger(), self.clock, plans_late=late)
+
     def batch(self, plan: Plan) -> Plan:
         """The host has planned, and now packs and launches: all three pass here."""
         host = self.table.host
@@ -221,7 +216,7 @@ def simulate(
     history = RequestRecords(keep_times=keep_times)
     device = VirtualDevice(table, seed)
     device.clock.now = arrivals[0].at
-    core = new_core(engine, device, _hits_of(arrivals))
+    core = device.new_core(engine, _hits_of(arrivals))
     offer = _offer_of(arrivals, concurrency or 0)
     with _no_collection():
         log = drive(core, device.clock, offer, history, device.reported)

@@ -16,8 +16,9 @@ its neighbours by linear interpolation over the rows, and the slopes of the near
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -39,7 +40,7 @@ _NOISE_POINTS = 200
 _COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair", "per_decode")
 
 
-class Point(NamedTuple):
+class _Point(NamedTuple):
     """One measured step."""
 
     bucket: Bucket
@@ -172,9 +173,9 @@ class StepTable:
         return self._by_shape[shape].seconds(work)
 
     @classmethod
-    def from_points(
+    def _from_points(
         cls,
-        points: Sequence[Point],
+        points: Sequence[_Point],
         host: HostTimes = _NO_HOST,
         source: str = "",
         noise: dict[str, list[float]] | None = None,
@@ -190,6 +191,25 @@ class StepTable:
         return table
 
     @classmethod
+    def from_repeats(
+        cls,
+        repeats: Iterable[tuple[Bucket, StepWork, Sequence[float]]],
+        host: HostTimes,
+        source: str,
+    ) -> StepTable:
+        """Fit steps of which each was measured several times, in seconds: curves through the
+        medians, and the scatter around them.
+        """
+        ratios: dict[str, list[float]] = {}
+        points = []
+        for bucket, work, seconds in repeats:
+            middle = median(seconds)
+            points.append(_Point(bucket, work, middle))
+            ratios.setdefault(kind_of(bucket), []).extend(np.divide(seconds, middle))
+        noise = {kind: _noise_factors(np.array(values)) for kind, values in ratios.items()}
+        return cls._from_points(points, host, source, noise)
+
+    @classmethod
     def from_records(cls, records: np.ndarray, source: str = "step records") -> StepTable:
         """Fit the step records of a real run (`ledger.STEP_DTYPE`); ConfigError if there are none
         to learn from.
@@ -200,7 +220,7 @@ class StepTable:
                 "no step records to calibrate from: record a run with at least one step"
             )
         points, host = _points_of(usable), HostTimes.of(usable)
-        return cls.from_points(points, host, f"{source} ({len(usable)} steps)")
+        return cls._from_points(points, host, f"{source} ({len(usable)} steps)")
 
     def contents(self) -> JsonDict:
         """The table as plain data, for JSON."""
@@ -223,9 +243,9 @@ class StepTable:
         return cls(read.curves, read.host, read.noise, read.errors, read.source)
 
 
-def _by_kind(points: Sequence[Point]) -> dict[str, list[Point]]:
+def _by_kind(points: Sequence[_Point]) -> dict[str, list[_Point]]:
     """Decode steps before mixed ones; a kind without points is left out."""
-    kinds: dict[str, list[Point]] = {"decode": [], "mixed": []}
+    kinds: dict[str, list[_Point]] = {"decode": [], "mixed": []}
     for point in points:
         kinds[kind_of(point.bucket)].append(point)
     return {kind: group for kind, group in kinds.items() if group}
@@ -238,7 +258,7 @@ class _Contents(msgspec.Struct):
     #: What was measured, in words.
     source: str = ""
     host: HostTimes = _NO_HOST
-    #: By kind of step: `noise_factors` of measured / fitted.
+    #: By kind of step: `_noise_factors` of measured / fitted.
     noise: dict[str, list[float]] = {}
     #: By kind of step.
     errors: dict[str, _FitError] = {}
@@ -256,7 +276,7 @@ def kind_of(bucket: Bucket) -> str:
     return "mixed"
 
 
-def _points_of(records: np.ndarray) -> list[Point]:
+def _points_of(records: np.ndarray) -> list[_Point]:
     """Step records -> points; prompt rows are those the ledger counted as prefill or recomputed."""
     prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)
     decode = records["bucket_tokens"] - records["padding"] - prompt
@@ -269,10 +289,10 @@ def _points_of(records: np.ndarray) -> list[Point]:
         records["pairs"].tolist(),
     )
     buckets = map(Bucket, records["bucket_tokens"].tolist(), records["bucket_seats"].tolist())
-    return list(map(Point, buckets, works, records["device_s"].tolist()))
+    return list(map(_Point, buckets, works, records["device_s"].tolist()))
 
 
-def _fit_steadily(points: Sequence[Point]) -> list[Curve]:
+def _fit_steadily(points: Sequence[_Point]) -> list[Curve]:
     """Curves of one kind that a few stalled steps do not bend: what exceeds STALL times a first fit
     shapes no curve, and is spread over all of them, so that the sum of the steps stays what it
     was."""
@@ -286,16 +306,16 @@ def _fit_steadily(points: Sequence[Point]) -> list[Curve]:
     return [_scaled(curve, scale) for curve in curves]
 
 
-def _retimed(points: Sequence[Point], seconds: np.ndarray) -> list[Point]:
+def _retimed(points: Sequence[_Point], seconds: np.ndarray) -> list[_Point]:
     """The same work with other times."""
     return list(map(_with_time, points, seconds.tolist()))
 
 
-def _with_time(point: Point, seconds: float) -> Point:
+def _with_time(point: _Point, seconds: float) -> _Point:
     return point._replace(seconds=seconds)
 
 
-def _seconds_of(points: Sequence[Point]) -> np.ndarray:
+def _seconds_of(points: Sequence[_Point]) -> np.ndarray:
     return np.array([point.seconds for point in points])
 
 
@@ -304,7 +324,7 @@ def _scaled(curve: Curve, scale: float) -> Curve:
     return msgspec.structs.replace(curve, **changes)
 
 
-def _fitted_to(curves: Sequence[Curve], points: Sequence[Point]) -> np.ndarray:
+def _fitted_to(curves: Sequence[Curve], points: Sequence[_Point]) -> np.ndarray:
     """What the curves say of the points, seconds, never quite 0."""
     by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
     seconds = []
@@ -314,7 +334,7 @@ def _fitted_to(curves: Sequence[Curve], points: Sequence[Point]) -> np.ndarray:
     return np.maximum(seconds, 1e-9)
 
 
-def _fit_kind(points: Sequence[Point]) -> list[Curve]:
+def _fit_kind(points: Sequence[_Point]) -> list[Curve]:
     """Curves of all buckets of one kind, rows ascending."""
     shapes = np.array([(point.bucket.tokens, point.bucket.seats) for point in points])
     buckets, which = np.unique(shapes, axis=0, return_inverse=True)
@@ -378,7 +398,7 @@ def _column_scale(design: np.ndarray) -> np.ndarray:
     return scale
 
 
-def _residuals(table: StepTable, points: Sequence[Point]) -> tuple[list[float], _FitError]:
+def _residuals(table: StepTable, points: Sequence[_Point]) -> tuple[list[float], _FitError]:
     """(factors of scatter, the error) over the points."""
     measured, fitted = _seconds_of(points), _fitted_to(table.curves, points)
     error = _FitError(
@@ -386,10 +406,10 @@ def _residuals(table: StepTable, points: Sequence[Point]) -> tuple[list[float], 
         float(np.median(np.abs(fitted / measured - 1))),
         float(fitted.sum() / measured.sum() - 1),
     )
-    return noise_factors(measured / fitted), error
+    return _noise_factors(measured / fitted), error
 
 
-def noise_factors(ratios: np.ndarray) -> list[float]:
+def _noise_factors(ratios: np.ndarray) -> list[float]:
     """At most NOISE_POINTS equally likely factors, ascending, of mean 1: means of equal shares of
     the sorted ratios.
 

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from jitney.engine.messages import StepReport
 from jitney.engine.simulation.drive import Offer, drive
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.simulator import VirtualDevice, new_core
+from jitney.engine.simulation.simulator import VirtualDevice
 from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import RequestRecords
@@ -107,7 +107,7 @@ def crowd(
 ) -> CrowdRun:
     """Run until all have been served, or have given up."""
     device = VirtualDevice(table, 0)
-    core = new_core(shape, device)
+    core = device.new_core(shape)
     comings = _Comings(arrivals, obeys)
     records = RequestRecords()
 

@@ -22,7 +22,6 @@ from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.timing import distance, timed
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.quantization import KV_TYPES
-from jitney.engine.types import JsonDict
 from jitney.kernels import reference as plain
 from jitney.kernels.interface import AttentionMeta, KernelSet, RotateAndWrite
 from jitney.kernels.proof_attention import MetaBuilder
@@ -184,7 +183,7 @@ def attend_row(
     given = _make_inputs(load, job, dtype, 0, kv)
     attend = partial(_attend_with, kernels, job.config.head_dim**-0.5)
 
-    def time(floor_s: float) -> JsonDict:
+    def time(floor_s: float) -> list[float]:
         seeds = range(1, job.copies_of(moved))
         copies = [given, *(_make_inputs(load, job, dtype, seed, kv) for seed in seeds)]
         return timed(
@@ -228,7 +227,7 @@ def measured(
     operations: float = 0.0,
     error: float | None,
     itemsize: int,
-    time: Callable[[float], JsonDict],
+    time: Callable[[float], Sequence[float]],
 ) -> Row:
     """The row with its floor, its error and its times; a kernel that is wrong is not timed.
 
@@ -240,7 +239,7 @@ def measured(
     if error is not None and not error < _LIMITS[itemsize]:
         wrong = row.as_wrong(f"{error:.3g} from the reference")
         return replace(wrong, goal="", floor_s=None)
-    return replace(row, **time(floor_s))
+    return row.timed(time(floor_s))
 
 
 def _writes(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
@@ -272,7 +271,7 @@ def _write_row(
         _, pool = jax.lax.optimization_barrier(write(rotate_and_write, pool, heads))
         return pool
 
-    def time(floor_s: float) -> JsonDict:
+    def time(floor_s: float) -> list[float]:
         pool = jnp.copy(given.kv)
         return timed(step, pool, [heads], floor_s=floor_s, sample_s=job.sizes.sample_s)
 

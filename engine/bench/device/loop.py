@@ -21,7 +21,6 @@ from jitney.engine.bench.device.rows import (
     Row,
     Task,
     Tasks,
-    timing_fields,
 )
 from jitney.engine.bench.device.steps import RandomModel, StepBench
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
@@ -135,8 +134,7 @@ def _run_row(job: PartJob, bench: StepBench, run: OfflineRun, row: Row) -> Row:
     """Output tokens a second, and the floor of all its steps one after another."""
     tokens = sum(len(output) for output in run.tokens)
     return replace(
-        row,
-        **timing_fields([run.seconds]),
+        row.timed([run.seconds]),
         floor_s=sum(_floors_of(job, bench, run.records)),
         bound="steps",
         figures={

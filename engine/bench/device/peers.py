@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, timing_fields
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import ModelCost
@@ -195,7 +195,7 @@ def second_batch(
                 f"{tokens} tokens came out of {streams} requests for {n_output} each"
             )
     figures = {"tokens_s": streams * n_output / seconds}
-    return replace(row, figures=figures, **timing_fields([seconds]))
+    return replace(row.timed([seconds]), figures=figures)
 
 
 def _batching_options(model: Any, n_output: int) -> JsonDict:
@@ -253,7 +253,7 @@ def _attention_row(
             run(each)
 
     spent = [sample / copies for sample in _samples(run_all, job.sizes.sample_s)]
-    return replace(row, floor_s=floor_s, bound=bound, **timing_fields(spent))
+    return replace(row.timed(spent), floor_s=floor_s, bound=bound)
 
 
 def _flashinfer_row(job: PartJob, rows: int, row: Row) -> Iterator[Row]:
@@ -316,7 +316,7 @@ def _compiled_row(
     figures = {"tokens_s": seqs / median(spent)}
     if _place().type == "cuda":
         figures["CUDA graphs skipped"] = float(_graphs_skipped() - skipped)
-    yield replace(row, floor_s=floor_s, bound=bound, figures=figures, **timing_fields(spent))
+    yield replace(row.timed(spent), floor_s=floor_s, bound=bound, figures=figures)
 
 
 def _graphs_skipped() -> int:

@@ -19,8 +19,7 @@ from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.timing import distance, timed
 from jitney.engine.executor.sampling import threshold
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
-from jitney.engine.types import JsonDict
-from jitney.kernels import eight_bits
+from jitney.kernels import fp8, int8
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
@@ -57,7 +56,7 @@ def _product_row(
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     moved = held + x.nbytes + 4 * rows * shape[1]
 
-    def time(floor_s: float) -> JsonDict:
+    def time(floor_s: float) -> list[float]:
         seeds = range(1, job.copies_of(moved))
         made = (_make_weights(scheme, shape, dtype, seed) for seed in seeds)
         copies = [weights, *(_laid_out(weights, kernels) for weights in made)]
@@ -141,7 +140,7 @@ def _threshold_row(
         found = jax.jit(search)(scaled, top_k, top_p)
         error = float(distance(found, threshold(scaled, top_k, top_p)))
 
-    def time(floor_s: float) -> JsonDict:
+    def time(floor_s: float) -> list[float]:
         return timed(
             lambda p, given: _chained(p, search(given[0], given[1], p)),
             top_p,

@@ -2,8 +2,8 @@
 the kernel set `flashinfer` calls them, and cuDNN's over pages, which jax carries.
 
 They are measured beside ours (`engine.bench.device.kernels`), at the same sizes, so that a device
-says whose are the quickest for its heads (`prompt_choice`). cuDNN's cannot serve: it has keys and
-values in pools of their own, and takes every prompt from its first token on.
+says whose are the quickest for its heads (`DeviceReport.prompt_choice`). cuDNN's cannot serve: it
+has keys and values in pools of their own, and takes every prompt from its first token on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 from jitney.engine.bench.device.kernels import Contexts, attend_row, measured
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.timing import distance, timed
-from jitney.engine.types import JsonDict
 from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.select import ServedHeads, select
 
@@ -68,7 +67,7 @@ def _cudnn_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[Row]:
     moved = load.moved(job.config, size, size)
     given = _make_prompt(job, rows, dtype, 0)
 
-    def time(floor_s: float) -> JsonDict:
+    def time(floor_s: float) -> list[float]:
         seeds = range(1, job.copies_of(moved))
         copies = [given, *(_make_prompt(job, rows, dtype, seed) for seed in seeds)]
         return timed(

@@ -12,8 +12,16 @@ import msgspec
 from jitney.engine.bench.device.rows import About, Floors, Row
 from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.report.page import Table
+from jitney.engine.simulation.roofline import SHAPES
 from jitney.engine.types import JsonDict, JsonObject
+from jitney.kernels.prompt_choices import SERVING, PromptChoice
 
+#: Kernels that are measured beside those that can serve.
+_OTHERS = ("cuDNN",)
+#: Share of our time that FlashInfer may take at most to be chosen: its kernels are compiled by the
+#: first start, for minutes, and an even race is not worth that.
+_WORTH = 0.95
+_PACKAGES = ("jitney", "jax", "triton", "flashinfer-python")
 _VERDICTS = {None: "", True: "met", False: "**missed**"}
 _HEAD = ("what", "case", "by", "time", "floor", "fraction", "spread", "error", "")
 _TINY_NOTE = (
@@ -119,6 +127,36 @@ class DeviceReport:
         heads = ["goal", "first", "then", "measured (worst)", "figures", "first", "then"]
         rows = [_goal_cells(row) for row in self.goals()]
         yield from Table(heads, rows).markdown_lines()
+
+    def prompt_choice(self) -> PromptChoice | None:
+        """Whose kernels should attend to prompts on this device: the entry for the table
+        `kernels/prompt_choices.json`. None until prompts of the same sizes were measured by every
+        set that can serve, on an NVIDIA GPU.
+        """
+        results, about = self.results, self.results.about
+        if about is None or not about.sm or not results.real:
+            return None
+        times = {name: _times_of(results.rows, name) for name in (*SERVING, *_OTHERS)}
+        cases = set.intersection(*(set(times[name]) for name in SERVING))
+        if not cases:
+            return None
+        seconds = {
+            name: round(sum(found[case] for case in cases), 9)
+            for name, found in times.items()
+            if cases <= set(found)
+        }
+        ours, theirs = SERVING
+        return {
+            "sm": about.sm,
+            "head_dim": SHAPES[results.shape].head_dim,
+            "by": theirs if seconds[theirs] < _WORTH * seconds[ours] else ours,
+            "seconds": seconds,
+            "rows": sorted(int(case.split()[0].replace(",", "")) for case in cases),
+            "device": about.device,
+            "versions": {
+                name: about.versions[name] for name in _PACKAGES if name in about.versions
+            },
+        }
 
     def _opening(self) -> Iterator[str]:
         results = self.results
@@ -283,3 +321,13 @@ def _figure(name: str, value: float) -> str:
     if kind in ("tokens", "requests"):
         return f"{value:,.1f} {kind}/s"
     return f"{kind} {_duration(value)}"
+
+
+def _times_of(rows: Sequence[Row], name: str) -> dict[str, float]:
+    """Seconds of each case of prompts by these kernels, of those that gave right answers."""
+    found = {}
+    for row in rows:
+        by = row.by.partition(" ")[0]  # without the instructions: "flashinfer (fa3)"
+        if (row.name, by) == ("prompt attention", name) and row.seconds is not None:
+            found[row.case] = row.seconds
+    return found

@@ -17,7 +17,6 @@ import msgspec
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.simulation.roofline import SHAPES
-from jitney.engine.types import JsonDict
 
 TINY = "tiny"
 #: The part before all others: what the device is, and which programs run on it.
@@ -168,6 +167,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """The row of a case without figures, which counts for no goal."""
         return msgspec.structs.replace(self, note=note, goal="")
 
+    def timed(self, samples: Sequence[float]) -> Row:
+        """The row with what these samples tell, in seconds."""
+        return msgspec.structs.replace(
+            self,
+            seconds=median(samples),
+            least=min(samples),
+            most=max(samples),
+            repeats=len(samples),
+        )
+
     def as_wrong(self, why: str) -> Row:
         """The row of a case that gave wrong answers."""
         return msgspec.structs.replace(self, note=f"{_WRONG}: {why}")
@@ -179,16 +188,6 @@ class Task:
 
     row: Row  # without figures
     run: Callable[[Row], Iterable[Row]]  # the rows that come of it, made of the one above
-
-
-def timing_fields(samples: Sequence[float]) -> JsonDict:
-    """The fields of a `Row` that tell these samples, in seconds."""
-    return {
-        "seconds": median(samples),
-        "least": min(samples),
-        "most": max(samples),
-        "repeats": len(samples),
-    }
 
 
 type Tasks = Iterator[Task]

@@ -108,6 +108,22 @@ class DevicePlan:
             if name not in PARTS:
                 raise ConfigError(f"--only: unknown part {name!r}; known: {', '.join(PARTS)}")
 
+    def measure(
+        self, store: _ResultStore, report: _Report, start: _Start | None = None
+    ) -> DeviceResults:
+        """Run the parts that no earlier call has finished; saved after every row, `report` is
+        called with a line of progress.
+
+        start: runs a job, in a process of its own by default. Raises JitneyError if the device
+        cannot be described or its floors cannot be measured, ConfigError for a shape too large.
+        """
+        measuring = _Measuring(DeviceResults(self), store, report, start or _run_apart)
+        measuring.describe()
+        for part in self.parts():
+            measuring.run(part)
+        measuring.run_rest()
+        return measuring.results
+
     def parts(self) -> Iterator[str]:
         """The parts in order; floors are measured for all that have one."""
         needed = {"floors"} if set(self.only) - {"check"} else set()
@@ -181,23 +197,6 @@ class DeviceResults:
         """A row, in the place of an earlier attempt at the same."""
         self.rows = [old for old in self.rows if old.of != row.of or old.settled]
         self.rows.append(row)
-
-
-def measure(
-    plan: DevicePlan, store: _ResultStore, report: _Report, start: _Start | None = None
-) -> DeviceResults:
-    """Run the parts that no earlier call has finished; saved after every row, `report` is called
-    with a line of progress.
-
-    start: runs a job, in a process of its own by default. Raises JitneyError if the device cannot
-    be described or its floors cannot be measured, ConfigError for a shape too large.
-    """
-    measuring = _Measuring(DeviceResults(plan), store, report, start or _run_apart)
-    measuring.describe()
-    for part in plan.parts():
-        measuring.run(part)
-    measuring.run_rest()
-    return measuring.results
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from jitney.engine.bench.device.prompt_choice import choose_prompts
 from jitney.engine.bench.device.report import DeviceReport
 from jitney.engine.bench.device.rows import Floors, Row
 from jitney.engine.bench.device.run import DeviceResults
@@ -119,7 +118,7 @@ class ResultFiles:
 
     def _save_prompt_choice(self, results: DeviceResults) -> None:
         """The table of whose kernels attend to prompts, with what this card measured."""
-        choice = choose_prompts(results)
+        choice = DeviceReport(results).prompt_choice()
         if choice is None:
             return
         table = self._folder / TABLE.name

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from statistics import median
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks, timing_fields
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.timing import repeated
 from jitney.engine.bench.step import StepCase
 from jitney.engine.checkpoints.model_config import ModelConfig
@@ -207,10 +208,9 @@ def _step_row(
         return
     bench.compile(group)
     samples, work = _time_step(bench, case, job.sizes.sample_s)
-    times = timing_fields(samples)
     floor_s, bound = job.measured.of(bench.floor_bytes(work), bench.operations(case.bucket, work))
-    figures = {"tokens_s": (work.decode + work.prompt) / times["seconds"]}
-    yield replace(row, floor_s=floor_s, bound=bound, figures=figures, **times)
+    figures = {"tokens_s": (work.decode + work.prompt) / median(samples)}
+    yield replace(row.timed(samples), floor_s=floor_s, bound=bound, figures=figures)
 
 
 def _no_room(bench: StepBench, wanted: int) -> str:

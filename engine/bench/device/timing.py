@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jitney.engine.bench.device.rows import Floors, Sizes, timing_fields
-from jitney.engine.types import JsonDict
+from jitney.engine.bench.device.rows import Floors, Sizes
 
 _REPEATS = 7
 #: Device seconds that one call should take at least, by its floor.
@@ -35,9 +34,9 @@ def timed(
     *,
     floor_s: float,
     sample_s: float,
-) -> JsonDict:
+) -> list[float]:
     """Time carry = step(carry, one of the copies), the repeats chained through `carry`, which is
-    donated -> the fields of a `Row`, for one run of the step.
+    donated -> seconds of one run of the step, for each repeat.
     """
     unrolled = max(len(copies), min(_MOST_UNROLLED, math.ceil(_CALL_S / max(floor_s, 1e-9))))
 
@@ -48,7 +47,7 @@ def timed(
 
     call = jax.jit(program, donate_argnums=0).lower(carry, copies).compile()
     calls = repeated(lambda carry: call(carry, copies), carry, sample_s)
-    return timing_fields([spent / unrolled for spent in calls])
+    return [spent / unrolled for spent in calls]
 
 
 def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[float]:

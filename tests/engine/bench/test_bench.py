@@ -40,7 +40,7 @@ from jitney.engine.report.page import Page, PageSection, Table
 from jitney.engine.report.tables import curve_table, figures_table, ledgers_table
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
-from jitney.engine.simulation.accuracy import read_runs
+from jitney.engine.simulation.accuracy import MeasuredRun
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
@@ -468,7 +468,7 @@ def test_recordings_and_records_come_back(tmp_path: Path):
     assert loaded["times_continuous"]["finished"].max() == pytest.approx(last)
     note = json.loads(str(loaded["note_continuous"]))
     assert note["shape"]["limits"]["policy"] == "continuous" and note["shape"]["pages"] == 33
-    back = read_runs(tmp_path / "r.npz")["continuous"]
+    back = MeasuredRun.read_all(tmp_path / "r.npz")["continuous"]
     assert back.note.shape == run.shape and back.figures()["seat_fill"] == pytest.approx(
         run.figures()["seat_fill"]
     )

@@ -48,7 +48,6 @@ from jitney.engine.bench.device.run import (
     DevicePlan,
     DeviceResults,
     _run_apart,
-    measure,
 )
 from jitney.engine.bench.device.saved import ResultFiles, _Choices
 from jitney.engine.bench.device.worker import PartMessage, _lines_of, _rows_of
@@ -216,7 +215,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path
         # Nobody reads these times: programs of few repeats are compiled and run sooner.
         patch.setattr(timing, "_MOST_UNROLLED", 2)
         patch.setattr(timing, "_REPEATS", 3)
-        return measure(plan, ResultFiles(folder), quiet, in_process), folder
+        return plan.measure(ResultFiles(folder), quiet, in_process), folder
 
 
 def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, Path]):
@@ -490,7 +489,7 @@ class Device:
 
 def test_nothing_begins_when_the_time_is_up():
     device = Device()
-    found = measure(DevicePlan(seconds=0.0), Kept(), quiet, device)
+    found = DevicePlan(seconds=0.0).measure(Kept(), quiet, device)
     assert device.parts == [ABOUT, "floors"]
     assert {r.part: r.note for r in found.rows} == dict.fromkeys(
         [part for part in PARTS if part != "floors"], "not run: the time was up"
@@ -501,7 +500,7 @@ def test_nothing_begins_when_the_time_is_up():
 def test_parts_run_in_order_with_what_was_found_first():
     device = Device()
     plan = DevicePlan(only=("graphs", "steps"), environment={"A": "b"})
-    measure(plan, Kept(), quiet, device)
+    plan.measure(Kept(), quiet, device)
     assert device.parts == [ABOUT, "floors", "steps", "graphs"]
     first, _, steps, _ = device.jobs
     assert (first.shape, steps.shape, steps.page_size) == ("", "llama-3.1-8b", 64)
@@ -512,7 +511,7 @@ def test_parts_run_in_order_with_what_was_found_first():
 
 def test_steps_with_cublas_alone_stand_beside_those_of_their_weights():
     device = Device()
-    measure(DevicePlan(only=("steps", "cublas")), Kept(), quiet, device)
+    DevicePlan(only=("steps", "cublas")).measure(Kept(), quiet, device)
     assert device.parts == [ABOUT, "floors", "steps", "cublas"]
     assert "triton_gemm=false" in device.environments[3]["XLA_FLAGS"]
     tasks = {
@@ -546,24 +545,24 @@ def test_xla_knows_the_options_of_a_part(part: str):
 
 def test_no_part_has_more_than_five_minutes_and_all_have_25():
     device = Device()
-    measure(DevicePlan(), Kept(), quiet, device)
+    DevicePlan().measure(Kept(), quiet, device)
     assert TOTAL_S == 1500 and _PART_S == 300
     assert device.parts[1:] == list(PARTS)
     assert all(job.seconds < job.limit_s <= _PART_S for job in device.jobs)
     short = Device()
-    measure(DevicePlan(seconds=100.0), Kept(), quiet, short)
+    DevicePlan(seconds=100.0).measure(Kept(), quiet, short)
     assert all(job.limit_s <= 100 for job in short.jobs if job.part not in (ABOUT, "floors"))
 
 
 def test_in_a_short_call_no_part_takes_the_time_of_those_behind_it():
     device = Device()
-    measure(DevicePlan(only=("check", "steps", "loop"), seconds=480.0), Kept(), quiet, device)
+    DevicePlan(only=("check", "steps", "loop"), seconds=480.0).measure(Kept(), quiet, device)
     limits = {job.part: job.limit_s for job in device.jobs}
     assert limits["check"] == 160
     assert limits["steps"] == pytest.approx(240, abs=1)  # half of what is left
     assert limits["loop"] == _PART_S
     alone = Device()
-    measure(DevicePlan(only=("check",), seconds=200.0), Kept(), quiet, alone)
+    DevicePlan(only=("check",), seconds=200.0).measure(Kept(), quiet, alone)
     assert alone.jobs[-1].limit_s == pytest.approx(200, abs=1)
 
 
@@ -587,7 +586,7 @@ def test_what_was_cut_short_for_others_is_taken_up_with_what_is_left(
             yield PartMessage(row=row(part=job.part, seconds=None if note else 1.0, note=note))
 
     plan = DevicePlan(only=("check", "steps"), seconds=300.0)
-    found = measure(plan, Kept(), quiet, start)
+    found = plan.measure(Kept(), quiet, start)
     assert limits == [("check", 100), ("steps", 200), ("check", 190)]
     assert found.finished == ["floors", "steps", "check"]
     assert [(r.part, r.note) for r in found.rows] == [("steps", ""), ("check", "")]
@@ -631,7 +630,7 @@ def test_it_is_said_where_what_xla_measures_is_lost():
         (CPU, False),
     ):
         said: list[str] = []
-        measure(DevicePlan(only=("check",)), Kept(), said.append, Device(about))
+        DevicePlan(only=("check",)).measure(Kept(), said.append, Device(about))
         assert any("what XLA measures is not kept" in line for line in said) == lost
 
 
@@ -648,26 +647,26 @@ def test_an_archive_puts_files_into_its_own_folder_alone(tmp_path: Path):
 def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path):
     first = Device()
     first.notes = {"steps second": "not run: the time was up", "loop first": "failed: OSError: no"}
-    measure(DevicePlan(only=("steps", "loop")), ResultFiles(tmp_path), quiet, first)
+    DevicePlan(only=("steps", "loop")).measure(ResultFiles(tmp_path), quiet, first)
     second = Device()
-    found = measure(DevicePlan(only=("steps", "loop")), ResultFiles(tmp_path), quiet, second)
+    found = DevicePlan(only=("steps", "loop")).measure(ResultFiles(tmp_path), quiet, second)
     assert second.parts == [ABOUT, "steps"]  # what failed by itself would fail again
     measured = {(r.part, r.case): r.seconds for r in found.rows if r.part == "steps"}
     assert measured == {("steps", "first"): 3.0, ("steps", "second"): 2.0}
     report = json.loads((tmp_path / "device_a_card_80gb_llama-3.1-8b.json").read_text())
     assert report["calls"] == 2 and set(report["finished"]) == {"floors", "steps", "loop"}
     third = Device()
-    merged = measure(DevicePlan(only=("graphs",)), ResultFiles(tmp_path), quiet, third)
+    merged = DevicePlan(only=("graphs",)).measure(ResultFiles(tmp_path), quiet, third)
     assert {r.part for r in merged.rows} == {"steps", "loop", "graphs"}
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["again", "another program"])
 def test_no_call_overwrites_another_measurement(tmp_path: Path, again: bool):
     plan = DevicePlan(only=("steps",))
-    measure(plan, ResultFiles(tmp_path), quiet, Device())
+    plan.measure(ResultFiles(tmp_path), quiet, Device())
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     about = GPU if again else msgspec.structs.replace(GPU, versions={"jax": "1"})
-    measure(plan, ResultFiles(tmp_path, again=again), quiet, Device(about))
+    plan.measure(ResultFiles(tmp_path, again=again), quiet, Device(about))
     after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert len(before) == 2 and len(after) == 4
     assert {name: after[name] for name in before} == before
@@ -676,11 +675,11 @@ def test_no_call_overwrites_another_measurement(tmp_path: Path, again: bool):
 
 def test_another_machine_of_the_same_card_goes_on_with_the_same_file(tmp_path: Path):
     plan = DevicePlan(only=("steps",))
-    measure(plan, ResultFiles(tmp_path), quiet, Device())
+    plan.measure(ResultFiles(tmp_path), quiet, Device())
     versions = {**GPU.versions, "torch": "2"}
     other = msgspec.structs.replace(GPU, memory=GPU.memory + 4096, versions=versions, choices="a")
     second = Device(other)
-    measure(plan, ResultFiles(tmp_path), quiet, second)
+    plan.measure(ResultFiles(tmp_path), quiet, second)
     assert second.parts == [ABOUT] and len(list(tmp_path.iterdir())) == 2
 
 
@@ -696,33 +695,33 @@ def test_another_machine_of_the_same_card_goes_on_with_the_same_file(tmp_path: P
 )
 def test_what_decides_figures_begins_a_file_of_its_own(tmp_path: Path, fields: dict[str, Any]):
     plan = DevicePlan(only=("steps",))
-    measure(plan, ResultFiles(tmp_path), quiet, Device())
+    plan.measure(ResultFiles(tmp_path), quiet, Device())
     second = Device(msgspec.structs.replace(GPU, **fields))
-    measure(plan, ResultFiles(tmp_path), quiet, second)
+    plan.measure(ResultFiles(tmp_path), quiet, second)
     assert second.parts == [ABOUT, "floors", "steps"] and len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
     (file := tmp_path / "device_a_card_80gb_llama-3.1-8b.json").write_text("[]")
-    measure(DevicePlan(only=("steps",)), ResultFiles(tmp_path), quiet, Device())
+    DevicePlan(only=("steps",)).measure(ResultFiles(tmp_path), quiet, Device())
     assert file.read_text() == "[]" and len(list(tmp_path.iterdir())) == 3
 
 
 def test_every_row_is_kept_at_once():
     store = Kept()
-    measured = measure(DevicePlan(), store, quiet, Device())
+    measured = DevicePlan().measure(store, quiet, Device())
     assert set(range(1, len(measured.rows) + 1)) <= set(store.saved)
 
 
 def test_the_reference_is_never_measured_in_silence():
     plain = msgspec.structs.replace(GPU, platform="METAL", kernel_set="reference")
     with pytest.raises(ConfigError, match="no kernels of our own for METAL"):
-        measure(DevicePlan(), Kept(), quiet, Device(plain))
-    asked = measure(DevicePlan(kernels="reference", only=("check",)), Kept(), quiet, Device(plain))
+        DevicePlan().measure(Kept(), quiet, Device(plain))
+    asked = DevicePlan(kernels="reference", only=("check",)).measure(Kept(), quiet, Device(plain))
     assert asked.finished == ["check"]
     said: list[str] = []
     slow = msgspec.structs.replace(CPU, kernel_set="reference")
-    measure(DevicePlan(only=("check",)), Kept(), said.append, Device(slow))
+    DevicePlan(only=("check",)).measure(Kept(), said.append, Device(slow))
     assert any("REFERENCE kernels are measured" in line for line in said)
 
 
@@ -741,11 +740,11 @@ def test_power_is_read_until_it_is_stopped():
 
 def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():
     with pytest.raises(ConfigError, match="needs a GPU or TPU"):
-        measure(DevicePlan(shape="qwen3-8b"), Kept(), quiet, Device(CPU))
+        DevicePlan(shape="qwen3-8b").measure(Kept(), quiet, Device(CPU))
     with pytest.raises(JitneyError, match="could not be described"):
-        measure(DevicePlan(), Kept(), quiet, lambda job, environment: iter(()))
+        DevicePlan().measure(Kept(), quiet, lambda job, environment: iter(()))
     with pytest.raises(JitneyError, match="could not be measured"):
-        measure(DevicePlan(), Kept(), quiet, Device(floors=None))
+        DevicePlan().measure(Kept(), quiet, Device(floors=None))
     with pytest.raises(ConfigError, match=r"unknown part 'step'; known: check, floors, attention"):
         DevicePlan(only=("step",))
 

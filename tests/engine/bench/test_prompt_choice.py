@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from jitney.engine.bench.device import check, prompt_peers
-from jitney.engine.bench.device.prompt_choice import choose_prompts
+from jitney.engine.bench.device.report import DeviceReport
 from jitney.engine.bench.device.rows import About, PartJob, Row
 from jitney.engine.bench.device.run import DevicePlan, DeviceResults
 from jitney.engine.bench.device.saved import ResultFiles
@@ -54,7 +54,7 @@ def results(rows: list[Row], about: About = H100, shape: str = "") -> DeviceResu
 
 
 def test_the_quicker_one_over_all_sizes_is_chosen():
-    choice = choose_prompts(results(MEASURED))
+    choice = DeviceReport(results(MEASURED)).prompt_choice()
     assert choice is not None
     assert choice == {
         "sm": 90,
@@ -74,24 +74,24 @@ def test_the_quicker_one_over_all_sizes_is_chosen():
 @pytest.mark.parametrize("seconds,by", [(1.88e-3, "flashinfer"), (1.9e-3, "triton")])
 def test_an_even_race_is_ours(seconds: float, by: str):
     rows = [prompt("triton", "4,096", 2e-3), prompt("flashinfer (fa3)", "4,096", seconds)]
-    choice = choose_prompts(results(rows))
+    choice = DeviceReport(results(rows)).prompt_choice()
     assert choice is not None and choice["by"] == by
 
 
 def test_sizes_that_one_has_not_do_not_count():
     rows = [*MEASURED, prompt("triton", "8,192", 9e-3), prompt("flashinfer", "8,192", None)]
-    choice = choose_prompts(results(rows))
+    choice = DeviceReport(results(rows)).prompt_choice()
     assert choice is not None and choice["rows"] == [512, 4096]
     without = [row for row in MEASURED if (row.by, row.case) != ("cuDNN", "512 rows")]
-    choice = choose_prompts(results(without))
+    choice = DeviceReport(results(without)).prompt_choice()
     assert choice is not None and list(choice["seconds"]) == ["triton", "flashinfer"]
 
 
 def test_nothing_is_chosen_where_only_ours_was_measured_or_no_gpu_was():
     ours = [row for row in MEASURED if row.by != "flashinfer"]
-    assert choose_prompts(results(ours)) is None
-    assert choose_prompts(results(MEASURED, replace(H100, sm=0))) is None
-    assert choose_prompts(results(MEASURED, shape="tiny")) is None
+    assert DeviceReport(results(ours)).prompt_choice() is None
+    assert DeviceReport(results(MEASURED, replace(H100, sm=0))).prompt_choice() is None
+    assert DeviceReport(results(MEASURED, shape="tiny")).prompt_choice() is None
 
 
 def test_the_table_lies_beside_the_results_and_keeps_other_cards(tmp_path: Path):

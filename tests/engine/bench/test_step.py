@@ -19,15 +19,13 @@ from jitney.engine.bench.step import (
     StepCase,
     _cases,
     _measured_floor,
-    _StepTiming,
-    _table_of,
 )
 from jitney.engine.bench.step_parts import DECODING, _part_cases, measure_parts
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_step import _show
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.plan import StepWork
-from jitney.engine.simulation.step_table import HostTimes, StepTable
+from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.types import SamplingParams
 from jitney.kernels.select import reference
 
@@ -62,23 +60,6 @@ def test_the_work_of_a_case_by_hand():
     # pairs: 1 + 2 + ... + 10, and 31 + 32 + 33 + 34
     assert plan.work == StepWork(decode=2, prompt=14, keys=101 + 21, longest=101, pairs=55 + 130)
     assert [len(chunk.seq.pages) for chunk in plan.chunks] == [7, 2, 1, 3]
-
-
-def test_the_table_goes_through_the_medians():
-    bucket = Bucket(4, 4)
-    timings = [
-        _StepTiming(
-            StepCase(bucket, (length,) * 4),
-            StepWork(4, 0, 4 * length, length),
-            [0.9 * t, t, 5 * t],
-        )
-        for length in (10, 100, 1000)
-        for t in [0.01 + 1e-5 * length]
-    ]
-    table = _table_of(timings, HostTimes(), "here")
-    for timing in timings:
-        assert table.seconds(bucket, timing.work) == pytest.approx(timing.median, rel=1e-3)
-    assert table.noise["decode"][-1] > 2 * table.noise["decode"][0] and "mixed" not in table.noise
 
 
 def test_the_floor_counts_bytes_and_operations():

@@ -16,7 +16,7 @@ from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
 from jitney.engine.simulation.devices import Accelerator
-from jitney.engine.simulation.planner import Demand, plan
+from jitney.engine.simulation.planner import Demand, Sizing
 from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
 
 FOLDER = CONFIGS
@@ -84,7 +84,7 @@ def test_weights_and_the_keys_of_all_seats_fit(file: Path):
         Accelerator.named(known.device),
         known.count,
     )
-    sizing = plan(
+    sizing = Sizing.of(
         roofline,
         Demand(
             known.prompt, known.output, token_budget=known.token_budget, page_size=known.page_size

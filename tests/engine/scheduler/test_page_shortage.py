@@ -26,7 +26,7 @@ from jitney.engine.scheduler.page_demand import _times_ahead
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.simulation.drive import Offer, drive
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.simulator import VirtualDevice, _FlyingStep, new_core
+from jitney.engine.simulation.simulator import VirtualDevice, _FlyingStep
 from jitney.engine.simulation.step_table import Curve, StepTable
 from jitney.engine.simulation.workload import (
     Arrival,
@@ -98,7 +98,7 @@ def closed_loop(outputs: str, seats: int, known: bool) -> Outcome:
     device = EndingDevice(arrivals)
     limits = SchedulerLimits(seats, 3000, max_waiting_requests=1000)
     shape = EngineShape(limits, make_buckets(max_seats=seats, token_budget=512), 201)
-    core = new_core(shape, device)
+    core = device.new_core(shape)
     make = Arrival.request if known else endless
 
     def request_at(number: int, at: float) -> EngineRequest:

@@ -18,12 +18,12 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import (
     COMPARED,
+    MeasuredRun,
     Recording,
     RunNote,
     cross_errors,
     errors,
     figure,
-    read_runs,
     span,
 )
 from jitney.engine.simulation.engine_shape import EngineShape
@@ -143,7 +143,7 @@ def test_step_times_of_one_run_predict_another_and_the_error_is_told(tmp_path: P
     only there.
     """
     measured_file(tmp_path / "r.npz")
-    runs = read_runs(tmp_path / "r.npz")
+    runs = MeasuredRun.read_all(tmp_path / "r.npz")
     static = runs["static"]
     slow = [
         msgspec.structs.replace(
@@ -204,7 +204,7 @@ def test_a_recording_under_one_policy_says_the_error_of_predicting_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     measured_file(tmp_path / "r.npz")
-    run = read_runs(tmp_path / "r.npz")["continuous"]
+    run = MeasuredRun.read_all(tmp_path / "r.npz")["continuous"]
     np.save(tmp_path / "steps.npy", run.records)
     write_recording(str(tmp_path / "t.jsonl"), run.requests, 0.0)
     (tmp_path / "table.json").write_text(json.dumps({"table": TABLE.contents()}))
@@ -298,7 +298,7 @@ def test_files_that_hold_no_runs_are_one_line(tmp_path: Path):
         ("absent.npz", "No such file"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            read_runs(tmp_path / name)
+            MeasuredRun.read_all(tmp_path / name)
 
 
 @pytest.mark.parametrize(

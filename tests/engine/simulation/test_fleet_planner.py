@@ -11,10 +11,10 @@ from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.fleet import Failures
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
+    FleetSizing,
     ReplicaKind,
     Targets,
     _spare_for,
-    plan_fleet,
 )
 from jitney.engine.simulation.fleet_traffic import Day, Recorded
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
@@ -28,7 +28,7 @@ HOW = Circumstances(most_requests=5000, most_seats=32)
 
 
 def test_a_fleet_keeps_its_targets_at_the_least_cost():
-    found = plan_fleet(H100, DAY, TARGETS, HOW)
+    found = FleetSizing.of(H100, DAY, TARGETS, HOW)
     assert not found.problem and found.seats == 32
     assert found.figures["ttft_s"]["p99"] <= 0.5
     assert found.figures["stream_tok_s"]["p1"] >= 50
@@ -42,20 +42,20 @@ def test_a_fleet_keeps_its_targets_at_the_least_cost():
     assert found.scaled_replica_hours == sum(found.by_hour)  # nothing is started after the first
     cost = found.cost_per_million(found.fixed_replica_hours)
     assert cost == pytest.approx(6.0 * found.replicas / found.output_tokens * 1e6)
-    assert plan_fleet(H100, DAY, TARGETS, HOW) == found
+    assert FleetSizing.of(H100, DAY, TARGETS, HOW) == found
 
 
 def test_more_is_asked_of_more_replicas():
-    usual = plan_fleet(H100, DAY, TARGETS, HOW)
-    strict = plan_fleet(H100, DAY, replace(TARGETS, stream_tok_s=120.0), HOW)
+    usual = FleetSizing.of(H100, DAY, TARGETS, HOW)
+    strict = FleetSizing.of(H100, DAY, replace(TARGETS, stream_tok_s=120.0), HOW)
     assert strict.replicas >= usual.replicas and strict.load_req_s <= usual.load_req_s
-    double = plan_fleet(H100, replace(DAY, rates=(1200.0,)), TARGETS, HOW)
+    double = FleetSizing.of(H100, replace(DAY, rates=(1200.0,)), TARGETS, HOW)
     assert double.replicas == pytest.approx(2 * usual.replicas, abs=1)
 
 
 def test_a_record_is_sized_by_its_own_bursts():
     record = Recorded(replace(DAY, rates=(60.0,), hour_s=60.0).whole(3))
-    found = plan_fleet(H100, record, TARGETS, HOW)
+    found = FleetSizing.of(H100, record, TARGETS, HOW)
     assert not found.problem and found.replicas >= 1
     assert found.figures["requests"] == min(5000, len(record.traffic))
     assert found.fixed_replica_hours == pytest.approx(found.replicas * len(record.rates) / 60)
@@ -63,13 +63,13 @@ def test_a_record_is_sized_by_its_own_bursts():
 
 def test_what_cannot_be_says_why():
     small = ReplicaKind("v5e", Roofline(LLAMA, DEVICES["v5e"]))
-    assert "leave no room" in plan_fleet(small, DAY, TARGETS, HOW).problem
-    fast = plan_fleet(H100, DAY, replace(TARGETS, stream_tok_s=5000.0), HOW)
+    assert "leave no room" in FleetSizing.of(small, DAY, TARGETS, HOW).problem
+    fast = FleetSizing.of(H100, DAY, replace(TARGETS, stream_tok_s=5000.0), HOW)
     assert "even alone" in fast.problem and not fast.replicas
-    soon = plan_fleet(H100, DAY, replace(TARGETS, ttft_s=0.001), HOW)
+    soon = FleetSizing.of(H100, DAY, replace(TARGETS, ttft_s=0.001), HOW)
     assert "does not come within 1 ms" in soon.problem
     odd = ReplicaKind("3xh100", replace(H100.roofline, count=3))
-    assert plan_fleet(odd, DAY, TARGETS, HOW).problem
+    assert FleetSizing.of(odd, DAY, TARGETS, HOW).problem
 
 
 def test_to_spare_by_hand():
@@ -87,7 +87,7 @@ def test_a_machine_of_several_chips_is_lost_with_any_of_them():
     how = replace(HOW, failures=Failures(machine_mtbf_s=20_000.0), start_s=100.0)
     four = ReplicaKind("4xh100", replace(H100.roofline, count=4))
     day = Day((200.0,), Fixed(300), Fixed(60))
-    one, of_four = (plan_fleet(kind, day, TARGETS, how) for kind in (H100, four))
+    one, of_four = (FleetSizing.of(kind, day, TARGETS, how) for kind in (H100, four))
     assert of_four.spare / of_four.replicas > one.spare / one.replicas
 
 

@@ -15,11 +15,11 @@ from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.planner import (
     Demand,
     Operating,
+    Sizing,
     _first_token,
     _fit,
     _knee,
     _seat_wait,
-    plan,
 )
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.simulation.simulator import simulate
@@ -97,7 +97,7 @@ def test_the_knee_is_where_the_curve_bends():
 
 def test_limits_choose_the_batch_size_and_replicas():
     demand = replace(DEMAND, itl_s=0.0085, ttft_s=1.0, rate=100.0, price_per_hour=2.0)
-    sizing = plan(LLAMA, demand)
+    sizing = Sizing.of(LLAMA, demand)
     chosen = sizing.chosen
     assert chosen is not None and sizing.within_slo == chosen
     assert chosen.step_s <= 0.0085 and chosen.ttft_s <= 1.0
@@ -109,23 +109,23 @@ def test_limits_choose_the_batch_size_and_replicas():
 
 
 def test_without_limits_the_knee_is_chosen_and_impossible_ones_choose_nothing():
-    assert plan(LLAMA, DEMAND).chosen == plan(LLAMA, DEMAND).knee
-    assert plan(LLAMA, DEMAND).replicas is None
-    hopeless = plan(LLAMA, replace(DEMAND, itl_s=0.001, rate=5.0))
+    assert Sizing.of(LLAMA, DEMAND).chosen == Sizing.of(LLAMA, DEMAND).knee
+    assert Sizing.of(LLAMA, DEMAND).replicas is None
+    hopeless = Sizing.of(LLAMA, replace(DEMAND, itl_s=0.001, rate=5.0))
     assert (hopeless.chosen, hopeless.load_req_s, hopeless.replicas) == (None, None, None)
 
 
 def test_what_does_not_fit_says_so():
     with pytest.raises(ConfigError, match="--count"):
-        plan(Roofline(ModelCost(SHAPES["llama-3.1-70b"]), DEVICES["h100"]), DEMAND)
+        Sizing.of(Roofline(ModelCost(SHAPES["llama-3.1-70b"]), DEVICES["h100"]), DEMAND)
     assert (
-        plan(
+        Sizing.of(
             Roofline(ModelCost(SHAPES["llama-3.1-70b"]), DEVICES["h100"], 4), DEMAND
         ).memory.seats_full
         > 0
     )
     with pytest.raises(ConfigError, match="context of 131072"):
-        plan(LLAMA, Demand(prompt=131_000, output=100))
+        Sizing.of(LLAMA, Demand(prompt=131_000, output=100))
     for count in (0, 3, 5):
         with pytest.raises(ConfigError, match="divide"):
             replace(LLAMA, count=count).check_split()

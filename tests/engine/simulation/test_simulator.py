@@ -32,7 +32,6 @@ from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import (
     SimulatedRun,
     VirtualDevice,
-    new_core,
     simulate,
     weighted_spread,
 )
@@ -101,7 +100,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one_where_the_engine_plans_l
 
 
 def test_where_nobody_could_board_the_next_step_is_planned_at_once():
-    core = new_core(replace(shape(seats=1), plans_late=True), VirtualDevice(SECOND))
+    core = VirtualDevice(SECOND).new_core(replace(shape(seats=1), plans_late=True))
     core.add(_ten_tokens())
     for _ in range(6):
         core.step()
@@ -109,7 +108,7 @@ def test_where_nobody_could_board_the_next_step_is_planned_at_once():
 
 
 def test_company_ends_a_while_before_the_step_does():
-    core = new_core(replace(shape(), plans_late=True), VirtualDevice(SECOND))
+    core = VirtualDevice(SECOND).new_core(replace(shape(), plans_late=True))
     core.add(_ten_tokens())
     waits = []
     for _ in range(6):
@@ -387,13 +386,15 @@ def test_the_steps_are_those_of_the_real_core(policy: str):
     )
     diary: list[tuple] = []
 
-    def watched(shape: EngineShape, device: VirtualDevice, hits: dict[str, int]) -> EngineCore:
+    new_core = VirtualDevice.new_core
+
+    def watched(device: VirtualDevice, shape: EngineShape, hits: dict[str, int]) -> EngineCore:
         batch = device.batch
         device.batch = lambda plan: (diary.append(diary_of(plan)), batch(plan))[1]
-        return new_core(shape, device, hits)
+        return new_core(device, shape, hits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jitney.engine.simulation.simulator.new_core", watched)
+        patch.setattr(VirtualDevice, "new_core", watched)
         run = simulate(arrivals, engine, SECOND)
     real_diary, real_records = real_loop(arrivals, engine)
     assert diary == real_diary and len(diary) > 100

@@ -20,11 +20,11 @@ from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Ro
 from jitney.engine.simulation.step_table import (
     Curve,
     HostTimes,
-    Point,
     StepTable,
     _fit_kind,
+    _noise_factors,
     _nonnegative,
-    noise_factors,
+    _Point,
 )
 
 D8, D32, M64, M128 = Bucket(8, 8), Bucket(32, 32), Bucket(64, 32), Bucket(128, 32)
@@ -51,14 +51,14 @@ def random_work(rng: np.random.Generator, bucket: Bucket) -> StepWork:
 
 def points(
     count: int, scatter: float = 0.0, seed: int = 0, buckets: tuple[Bucket, ...] = tuple(TRUE)
-) -> list[Point]:
+) -> list[_Point]:
     rng = np.random.default_rng(seed)
     found = []
     for bucket in buckets:
         for _ in range(count):
             work = random_work(rng, bucket)
             found.append(
-                Point(
+                _Point(
                     bucket,
                     work,
                     TRUE[bucket].seconds(work) * float(rng.uniform(1 - scatter, 1 + scatter)),
@@ -68,7 +68,7 @@ def points(
 
 
 def test_a_fit_finds_the_curve_behind_the_points():
-    table = StepTable.from_points(points(40))
+    table = StepTable._from_points(points(40))
     for point in points(20, seed=1):
         assert table.seconds(point.bucket, point.work) == pytest.approx(point.seconds, rel=1e-6)
     assert {curve.points for curve in table.curves} == {40}
@@ -77,7 +77,7 @@ def test_a_fit_finds_the_curve_behind_the_points():
 
 
 def test_scatter_averages_out_and_is_kept_as_noise():
-    table = StepTable.from_points(points(400, scatter=0.3))
+    table = StepTable._from_points(points(400, scatter=0.3))
     for point in points(20, seed=1):
         assert table.seconds(point.bucket, point.work) == pytest.approx(point.seconds, rel=0.08)
     noise = table.noise["mixed"]
@@ -91,7 +91,7 @@ def test_a_stalled_step_bends_no_curve_and_its_time_is_not_lost():
     made[150] = made[150]._replace(
         seconds=made[150].seconds * 200
     )  # a decode step of the larger bucket
-    table = StepTable.from_points(made)
+    table = StepTable._from_points(made)
     stretch = sum(p.seconds for p in made[:200]) / sum(p.seconds for p in points(100)[:200])
     assert stretch > 1.5 and abs(table.errors["decode"].total) < 1e-9
     for point in points(20, seed=1):
@@ -114,16 +114,16 @@ def test_coefficients_are_never_negative():
 
 def test_what_never_differs_is_no_slope():
     """One row in every step: it is not known what a second one would cost."""
-    made = [Point(D8, StepWork(decode=1, keys=keys), 0.010) for keys in range(100, 140)]
-    table = StepTable.from_points(made)
+    made = [_Point(D8, StepWork(decode=1, keys=keys), 0.010) for keys in range(100, 140)]
+    table = StepTable._from_points(made)
     assert table.seconds(D8, StepWork(decode=8, keys=120)) == pytest.approx(0.010)
 
 
 def test_few_points_keep_the_common_slope():
     """A bucket seen once, at one context, says nothing about how it grows with the context."""
     lonely = StepWork(decode=20, keys=20_000, longest=1000)
-    table = StepTable.from_points(
-        [*points(40, buckets=(D8,)), Point(D32, lonely, TRUE[D32].seconds(lonely))]
+    table = StepTable._from_points(
+        [*points(40, buckets=(D8,)), _Point(D32, lonely, TRUE[D32].seconds(lonely))]
     )
     for keys in (2_000, 40_000):
         work = lonely._replace(keys=keys)
@@ -142,8 +142,8 @@ def test_steps_tell_whether_padding_is_free(free: bool):
             work = random_work(rng, bucket)
             rows = work.decode + work.prompt if free else bucket.tokens
             seconds = (0.010 + 0.001 * rows) * float(rng.uniform(0.95, 1.05))
-            made.append(Point(bucket, work, seconds))
-    table = StepTable.from_points(made)
+            made.append(_Point(bucket, work, seconds))
+    table = StepTable._from_points(made)
     assert table.padding_is_free == free
     assert StepTable(table.curves).padding_is_free == free
     assert not StepTable([Curve(8, 8, 0.010)]).padding_is_free, "no step had a prompt"
@@ -167,7 +167,7 @@ def test_unseen_buckets_lie_between_their_neighbours():
     assert table.seconds(Bucket(96, 32), StepWork()) == pytest.approx(0.15)
 
 
-def records_of(many: list[Point]) -> np.ndarray:
+def records_of(many: list[_Point]) -> np.ndarray:
     records = np.zeros(len(many), STEP_DTYPE)
     for record, (bucket, work, seconds) in zip(records, many, strict=True):
         fields = {
@@ -210,7 +210,7 @@ def test_no_records_is_an_error():
 
 
 def test_a_table_survives_its_file(tmp_path: Path):
-    table = StepTable.from_points(
+    table = StepTable._from_points(
         points(40, scatter=0.2), HostTimes(1e-4, 2e-6, 3e-5, 4e-6), "here"
     )
     (file := tmp_path / "t.json").write_text(json.dumps({"model": "x", "table": table.contents()}))
@@ -241,16 +241,29 @@ def test_a_file_that_is_no_table_is_one_line(tmp_path: Path, text: str, word: st
 
 
 def test_noise_keeps_the_weight_of_rare_stalls():
-    assert noise_factors(np.array([2.0, 2.0])) == pytest.approx([1.0, 1.0])
-    assert noise_factors(np.array([1.0, 3.0])) == pytest.approx([0.5, 1.5])
+    assert _noise_factors(np.array([2.0, 2.0])) == pytest.approx([1.0, 1.0])
+    assert _noise_factors(np.array([1.0, 3.0])) == pytest.approx([0.5, 1.5])
     ratios = np.concatenate(
         [np.ones(9_999), [1001.0]]
     )  # one step in ten thousand takes a thousand times as long
-    factors = noise_factors(ratios)
+    factors = _noise_factors(ratios)
     assert len(factors) == 200 and np.mean(factors) == pytest.approx(1)
     assert factors[:199] == pytest.approx([1 / 1.1] * 199) and factors[199] == pytest.approx(
         21 / 1.1
     )
+
+
+def test_of_steps_that_were_repeated_the_table_goes_through_the_medians():
+    repeats = [
+        (Bucket(4, 4), StepWork(4, 0, 4 * length, length), [0.9 * t, t, 5 * t])
+        for length in (10, 100, 1000)
+        for t in [0.01 + 1e-5 * length]
+    ]
+    table = StepTable.from_repeats(repeats, HostTimes(), "here")
+    for bucket, work, (_, median, _) in repeats:
+        assert table.seconds(bucket, work) == pytest.approx(median, rel=1e-3)
+    assert table.noise["decode"][-1] > 2 * table.noise["decode"][0] and "mixed" not in table.noise
+    assert table.source == "here"
 
 
 def test_parameters_are_the_published_ones():
