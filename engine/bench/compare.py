@@ -1,20 +1,139 @@
-"""The three ways to batch on the same requests: who wins, by how much, and whether the answers are
-the same.
+"""The three ways to batch on the same requests: the traffic that they are compared on, what each of
+them could serve of it, who wins, by how much, and whether the answers are the same.
+
+One load cannot show three policies. Where continuous batching is full, the queues of the other two
+grow without bound, and a percentile of their waits says how long the run was; where static is not
+full, all three make the tokens that were asked for, and their waits can be compared. So there is a
+heavy case and a light one, and a curve of waits over loads.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from jitney.engine.bench.offline import OfflineRun, PolicyRuns
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.simulator import simulate
+from jitney.engine.simulation.step_table import StepTimes
+from jitney.engine.simulation.workload import Arrival
 from jitney.engine.types import JsonDict, JsonObject
 
 POLICIES = ("static", "dynamic", "continuous")
 #: What others report for in-flight batching over each of these, as (least, most) times the
 #: throughput; over dynamic batching at high concurrency.
 PUBLISHED = {"static": (1.6, 3.4), "dynamic": (3.0, 5.0)}
+#: Loads of the curve, as shares of what continuous batching can serve.
+_CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
+#: Rounds of all seats, or batches, that a policy's capacity is simulated with.
+_CAPACITY_ROUNDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCase:
+    """One kind of traffic."""
+
+    #: Output lengths as the flag writes them; None: the preset's.
+    output: str | None
+    #: Times what `of` can serve.
+    load: float
+    #: A policy.
+    of: str
+    #: How many come by default: all cases together take some 17 minutes on two CPU cores.
+    requests: int
+    #: In words.
+    what: str
+
+
+CASES = {
+    "heavy": TrafficCase(
+        output=None,
+        load=1.15,
+        of="continuous",
+        requests=224,
+        what="more than continuous batching can serve, most outputs short",
+    ),
+    "uniform": TrafficCase(
+        output="50..800",
+        load=1.15,
+        of="continuous",
+        requests=96,
+        what="likewise, outputs of every length from 50 to 800 alike",
+    ),
+    "light": TrafficCase(
+        output=None,
+        load=0.7,
+        of="static",
+        requests=128,
+        what="what static batching can serve, most outputs short",
+    ),
+}
+
+
+def simulated_capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes) -> float:
+    """Requests a second that the engine serves where there is always a next one, by simulation.
+
+    Those count who board after the first round of seats, from the first boarding to the last: then
+    seats run empty.
+    """
+    limits = shape.limits
+    a_round = limits.max_seats if limits.policy == "continuous" else limits.batch
+    run = simulate(_at_once(arrivals, _CAPACITY_ROUNDS * a_round), shape, table)
+    boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
+    return (len(boarded) - a_round) / (boarded[-1] - boarded[0])
+
+
+def _at_once(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
+    """So many of them, from the first again after the last, all at time 0."""
+    again = itertools.islice(itertools.cycle(arrivals), count)
+    return [msgspec.structs.replace(arrival, at=0.0) for arrival in again]
+
+
+def at_load(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """Arrivals drawn at one request a second, for `rate` requests a second."""
+    return [msgspec.structs.replace(arrival, at=arrival.at / rate) for arrival in arrivals]
+
+
+def load_curve(
+    arrivals: Sequence[Arrival],
+    shape: EngineShape,
+    table: StepTimes,
+    policies: Sequence[str],
+    loads: Sequence[float] = _CURVE_LOADS,
+) -> list[JsonDict]:
+    """First-token waits of each policy over the load, by simulation: one point a load.
+
+    arrivals: at one request a second. A point says for each policy which share of its own capacity
+    the load is: from 1 on its queue grows without bound, and its waits are those of a run of this
+    length.
+    """
+    shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, "continuous"}}
+    able = {policy: simulated_capacity(arrivals, shapes[policy], table) for policy in shapes}
+    points = []
+    for load in loads:
+        rate = load * able["continuous"]
+        coming = at_load(arrivals, rate)
+        waits = {}
+        for policy in policies:
+            run = simulate(coming, shapes[policy], table)
+            waits[policy] = waits_of(run.figures(), rate / able[policy])
+        points.append({"load": load, "rate": rate, "policies": waits})
+    return points
+
+
+def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:
+    """What the curve shows of a run. share_of_capacity: None where it is not known."""
+    waits = figures["ttft_s"] or {}
+    return {
+        "ttft_p50_s": waits.get("p50"),
+        "ttft_p99_s": waits.get("p99"),
+        "output_tok_s": figures["output_tok_s"],
+        "share_of_capacity": share_of_capacity,
+    }
 
 
 class _Difference(NamedTuple):

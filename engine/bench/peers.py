@@ -22,7 +22,7 @@ from jitney.engine.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.bench.load import LoadResult, run_load
 from jitney.engine.bench.online import EngineAbout
 from jitney.engine.bench.peer_process import Peer
-from jitney.engine.bench.text import prompt_ids
+from jitney.engine.bench.text import arrival_ids
 from jitney.engine.errors import JitneyError
 from jitney.engine.machine import cpu_name
 from jitney.engine.ports import free_port
@@ -146,7 +146,7 @@ def _measurement(
 ) -> _Measurement:
     prompts = []
     for number, arrival in enumerate(arrivals):
-        prompts.append(prompt_ids(encode, arrival.n_prompt, [_SEED, number]))
+        prompts.append(arrival_ids(encode, arrival, number, _SEED))
     return _Measurement(name, streams, prompts, [arrival.n_output for arrival in arrivals])
 
 

@@ -131,12 +131,10 @@ def prose(words: int, seed: int | Sequence[int]) -> str:
     return " ".join(text[: max(1, words)])
 
 
-def prompt_ids(
+def _prompt_ids(
     encode: Callable[[str], list[int]], n_tokens: int, seed: int | Sequence[int]
 ) -> list[int]:
-    """Text of exactly n_tokens tokens, as ids [n_tokens]; encode: text -> ids, at least a quarter
-    of a token a word.
-    """
+    """Text of exactly n_tokens tokens, as ids [n_tokens]; encode: as for `arrival_ids`."""
     ids: list[int] = []
     words = n_tokens
     while len(ids) < n_tokens:
@@ -166,8 +164,11 @@ def _system_prompt(words: int, seed: int) -> list[str]:
 def arrival_ids(
     encode: Callable[[str], list[int]], arrival: Arrival, number: int, seed: int
 ) -> list[int]:
+    """The prompt of request `number`, as ids of exactly its length; encode: text -> ids, at least a
+    quarter of a token a word. Prompts of one conversation begin alike.
+    """
     if not arrival.conversation:
-        return prompt_ids(encode, arrival.n_prompt, [seed, number])
-    shared = prompt_ids(encode, arrival.n_shared, [seed, 0, _SYSTEM])
+        return _prompt_ids(encode, arrival.n_prompt, [seed, number])
+    shared = _prompt_ids(encode, arrival.n_shared, [seed, 0, _SYSTEM])
     own = arrival.n_prompt - len(shared)
-    return shared + prompt_ids(encode, own, [seed, arrival.conversation, _CONVERSATION])
+    return shared + _prompt_ids(encode, own, [seed, arrival.conversation, _CONVERSATION])

@@ -4,7 +4,7 @@ reports go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,13 +26,13 @@ from jitney.engine.simulation.workload import (
     repeated_tokens,
 )
 from jitney.engine.telemetry.backlog import QueueGrowth
-from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from jitney.engine.bench.offline import NamedWatch
+    from jitney.engine.bench.load import LoadResult
+    from jitney.engine.bench.offline import NamedWatch, OfflineRun
 
 
 #: What the requests are made of.
@@ -149,6 +149,13 @@ class TrafficArguments(Arguments):
             "seed": self.seed,
         }
 
+    def figures_of(self, run: LoadResult | OfflineRun, *, closed: bool) -> JsonDict:
+        """The figures of a run, and how its queue went; None in a closed loop, where it cannot
+        grow.
+        """
+        backlog = None if closed else msgspec.to_builtins(QueueGrowth.of(run.requests))
+        return run.figures(**self.figure_options()) | {"backlog": backlog}
+
     def _source(self) -> dict[str, str | None]:
         """What was asked for. A preset is "custom" where a flag says other lengths than it has."""
         if self.trace:
@@ -186,13 +193,6 @@ def _size_of(arrivals: list[Arrival]) -> JsonDict:
         size[f"{kind}_tokens"] = sum(lengths)
         size[f"{kind}_lengths"] = msgspec.to_builtins(LengthSummary.of(lengths))
     return size
-
-
-def backlog_json(requests: Sequence[RequestRecord], closed: bool) -> JsonDict | None:
-    """How the queue went, None for a closed loop: there it cannot grow."""
-    if closed:
-        return None
-    return msgspec.to_builtins(QueueGrowth.of(requests))
 
 
 def traffic_line(traffic: JsonObject) -> str:

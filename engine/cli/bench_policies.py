@@ -1,8 +1,8 @@
 """`jitney bench policies`: static, dynamic and continuous batching on the same requests, one after
 another, in this process: the same weights, the same compiled programs, the same prompts.
 
-Without further flags it takes the three cases of `bench.cases` in turn; flags that say what traffic
-comes make it one.
+Without further flags it takes the three cases of `bench.compare` in turn; flags that say what
+traffic comes make it one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from jitney.engine.bench.cases import (
-    CASES,
-    TrafficCase,
-    at_load,
-    load_curve,
-    simulated_capacity,
-    waits_of,
-)
 from jitney.engine.bench.compare import (
+    CASES,
     POLICIES,
     PUBLISHED,
+    TrafficCase,
+    at_load,
     differences,
+    load_curve,
     ratios,
+    simulated_capacity,
+    waits_of,
 )
 from jitney.engine.bench.offline import (
     NamedWatch,
@@ -40,7 +38,6 @@ from jitney.engine.bench.offline import (
 from jitney.engine.cli.arguments import flag_of
 from jitney.engine.cli.bench_flags import (
     TrafficArguments,
-    backlog_json,
     progress,
     report_flags,
     traffic_flags,
@@ -253,7 +250,7 @@ class _Comparison:
         )
 
     def _measure_load(self, load: float, rate: float) -> JsonDict:
-        """A point of `cases.load_curve`, measured on the first case; shares of capacity are not
+        """A point of `compare.load_curve`, measured on the first case; shares of capacity are not
         known here.
         """
         runs = self._run(self.first.paced(load * rate), _named(self.watch, f"load {load:g}"))
@@ -433,9 +430,8 @@ def _compared(runs: PolicyRuns) -> JsonDict:
 
 def _run_figures(args: TrafficArguments, run: OfflineRun) -> JsonDict:
     price = args.price_per_hour
-    return run.figures(**args.figure_options()) | {
+    return args.figures_of(run, closed=args.is_closed) | {
         "ledger": run.costs.as_json(price),
-        "backlog": backlog_json(run.requests, args.is_closed),
         "request_shares": run.request_shares.as_json(price),
     }
 

@@ -16,7 +16,6 @@ from jitney.engine.bench.client import Answer, RemoteEndpoint
 from jitney.engine.bench.online import EngineAbout, OnlineBench, OnlineRun, Sending
 from jitney.engine.cli.bench_flags import (
     TrafficArguments,
-    backlog_json,
     progress,
     report_flags,
     traffic_flags,
@@ -152,7 +151,7 @@ def _make_report(args: TrafficArguments, online: OnlineRun, arrivals: list[Arriv
     return {
         "url": online.endpoint.url,
         "model": online.endpoint.model,
-        "figures": _figures(args, online),
+        "figures": args.figures_of(online.load, closed=args.is_closed),
         "engine": online.about._asdict(),
         "client_machine": cpu_name(),
         "server_queue_mean_s": online.queue_mean_s,
@@ -163,12 +162,6 @@ def _make_report(args: TrafficArguments, online: OnlineRun, arrivals: list[Arriv
         "client": online.load.sender.as_json(),
         "traffic": _traffic(args, arrivals),
     }
-
-
-def _figures(args: TrafficArguments, online: OnlineRun) -> JsonDict:
-    figures = online.load.figures(**args.figure_options())
-    figures["backlog"] = backlog_json(online.load.requests, args.is_closed)
-    return figures
 
 
 def _server_ledger(args: TrafficArguments, online: OnlineRun) -> JsonDict | None:

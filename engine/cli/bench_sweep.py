@@ -15,7 +15,6 @@ from jitney.engine.bench.sweep import knee_of, point_of
 from jitney.engine.cli.arguments import flag_of
 from jitney.engine.cli.bench_flags import (
     TrafficArguments,
-    backlog_json,
     progress,
     report_flags,
     traffic_flags,
@@ -36,8 +35,8 @@ from jitney.engine.types import JsonDict, JsonObject
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from jitney.engine.bench.load import LoadResult, Watch
-    from jitney.engine.bench.offline import NamedWatch, OfflineRun, PromptedArrival
+    from jitney.engine.bench.load import Watch
+    from jitney.engine.bench.offline import NamedWatch, PromptedArrival
     from jitney.engine.report.page import PageSection, Table
 
 _DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
@@ -276,7 +275,7 @@ class _InProcess:
 
     def measure(self, arrivals: list[Arrival], concurrency: int, watch: Watch) -> JsonDict:
         run = self._bench.run(self._requests(arrivals), concurrency=concurrency, watch=watch)
-        return _figures_of(run, self._args, concurrency)
+        return self._args.figures_of(run, closed=concurrency > 0)
 
     def close(self) -> dict[str, str]:
         info = self._llm.info.flat()
@@ -308,18 +307,11 @@ class _AtEndpoint:
         sending = Sending(concurrency, concurrency > 0, self._args.warmup, watch)
         online = asyncio.run(OnlineBench(self._endpoint).measure(arrivals, sending))
         self._about = online.about
-        figures = _figures_of(online.load, self._args, concurrency)
+        figures = self._args.figures_of(online.load, closed=concurrency > 0)
         return figures | {"client": online.load.sender.as_json()}
 
     def close(self) -> dict[str, str]:
         return self._about._asdict()
-
-
-def _figures_of(run: LoadResult | OfflineRun, args: TrafficArguments, concurrency: int) -> JsonDict:
-    """concurrency: 0 where requests came at their own times."""
-    figures = run.figures(**args.figure_options())
-    figures["backlog"] = backlog_json(run.requests, concurrency > 0)
-    return figures
 
 
 def _deliver(args: TrafficArguments, report: JsonDict, knee: int | None) -> None:

@@ -10,12 +10,11 @@ from contextlib import suppress
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Flag
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.fleet import Failures
 from jitney.engine.simulation.fleet_planner import Circumstances, ReplicaKind
 from jitney.engine.simulation.fleet_routing import ROUTERS
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
-from jitney.engine.simulation.roofline import Assumptions, ModelCost, Roofline, find_shape
+from jitney.engine.simulation.roofline import Assumptions, Roofline
 from jitney.engine.simulation.workload import parse_lengths, read_trace
 
 _HOUR_S = 3600.0
@@ -82,12 +81,17 @@ class FleetArguments(Arguments):
                 f"--devices: {word!r} is none; write h100, 4xv5e or l4:int8, with one of "
                 f"{', '.join(_WEIGHTS)} as the format of the weights"
             )
-        device = Accelerator.named(found["name"])
         reached = self.bandwidth_efficiency, self.flops_efficiency
         assumed = Assumptions(*reached, self.overhead_ms / 1e3)
-        cost = ModelCost(find_shape(self.model), weights, self.kv)
-        roofline = Roofline(cost, device, int(found["count"] or 1), assumed)
-        return ReplicaKind(word, roofline, prices.get(device.name))
+        roofline = Roofline.named(
+            self.model,
+            found["name"],
+            weights=weights,
+            kv=self.kv,
+            count=int(found["count"] or 1),
+            assumed=assumed,
+        )
+        return ReplicaKind(word, roofline, prices.get(roofline.device.name))
 
     def load(self) -> Day | Recorded:
         """What the flags of `TRAFFIC` describe. Raises ConfigError."""

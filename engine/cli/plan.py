@@ -20,7 +20,7 @@ from jitney.engine.simulation.planner import (
     Operating,
     Sizing,
 )
-from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
+from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
 from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import JsonDict
 
@@ -66,8 +66,14 @@ def _roofline_of(args: Arguments) -> Roofline:
         args.overhead_ms / 1e3,
         memory=args.memory_share,
     )
-    cost = ModelCost(find_shape(args.model), args.weights, args.kv)
-    return Roofline(cost, Accelerator.named(args.device), args.count, assumed)
+    return Roofline.named(
+        args.model,
+        args.device,
+        weights=args.weights,
+        kv=args.kv,
+        count=args.count,
+        assumed=assumed,
+    )
 
 
 def _demand_of(args: Arguments) -> Demand:

@@ -83,6 +83,7 @@ class SimulateArguments(TrafficArguments):
 
     def step_times(self, config: Config) -> StepTimes:
         """The step times that one of --table, --records and --device asks for."""
+        from jitney.engine.simulation.roofline import Roofline
         from jitney.engine.simulation.step_table import StepTable
 
         sources = list(filter(None, [self.table, self.records, self.chip]))
@@ -94,7 +95,8 @@ class SimulateArguments(TrafficArguments):
             return StepTable.load(self.table)
         if self.records:
             return StepTable.from_records(self.read_records(), Path(self.records).name)
-        return self._roofline(config)
+        formats = {"weights": self.weight_format, "kv": self.kv}
+        return Roofline.named(config.model.id, self.chip, count=self.count, **formats)
 
     def read_records(self) -> np.ndarray:
         """The step records of --records: from .npy, or from the arrays of that type in an .npz, one
@@ -108,13 +110,6 @@ class SimulateArguments(TrafficArguments):
         if not records or len(known) < len(records):
             raise ConfigError(f"{self.records}: holds no step records of this version")
         return np.concatenate(records)
-
-    def _roofline(self, config: Config) -> StepTimes:
-        from jitney.engine.simulation.devices import Accelerator
-        from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
-
-        cost = ModelCost(find_shape(config.model.id), self.weight_format, self.kv)
-        return Roofline(cost, Accelerator.named(self.chip), self.count)
 
     def shape_for(
         self, config: Config, arrivals: Sequence[Arrival], table: StepTimes

@@ -80,7 +80,7 @@ SHAPES = {
 }
 
 
-def find_shape(model: str) -> ModelConfig:
+def _find_shape(model: str) -> ModelConfig:
     """The shape of a built-in name, a config.json or whatever `--model` takes; its weights are not
     needed, but a repository id is fetched. Raises ModelError."""
     if model.lower() in SHAPES:
@@ -132,6 +132,9 @@ class Assumptions:
                 raise ConfigError(f"the {name} efficiency must be more than 0 and at most 1")
         if min(self.overhead_s, self.hop_s) < 0:
             raise ConfigError("the overhead of a step must not be negative")
+
+
+_USUAL = Assumptions()
 
 
 @dataclass(frozen=True)
@@ -270,11 +273,28 @@ class Roofline:
     #: One of the chips.
     device: Accelerator
     count: int = 1
-    assumed: Assumptions = Assumptions()
+    assumed: Assumptions = _USUAL
     #: What the host takes around each step.
     host: HostTimes = _ASSUMED_HOST
     #: See `step_table.StepTable`.
     noise: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def named(
+        cls,
+        model: str,
+        device: str,
+        *,
+        weights: str = "bf16",
+        kv: str = "bf16",
+        count: int = 1,
+        assumed: Assumptions = _USUAL,
+    ) -> Roofline:
+        """Of a model, a built-in shape, a config.json or what `--model` takes, on chips of that
+        name. Raises ModelError and ConfigError.
+        """
+        cost = ModelCost(_find_shape(model), weights, kv)
+        return cls(cost, Accelerator.named(device), count, assumed)
 
     @property
     def source(self) -> str:

@@ -14,20 +14,21 @@ import plotly.graph_objects as go
 import pytest
 from fakes import VOCAB, FakeClock, make_core, make_request, solo
 
-from jitney.engine.bench.cases import (
+from jitney.engine.bench.compare import (
     _CURVE_LOADS,
     CASES,
     TrafficCase,
     at_load,
+    differences,
     load_curve,
+    ratios,
     simulated_capacity,
 )
-from jitney.engine.bench.compare import differences, ratios
 from jitney.engine.bench.offline import OfflineBench, OfflineRun
 from jitney.engine.bench.policies_page import case_lines
 from jitney.engine.bench.saved import write_recording, write_records
 from jitney.engine.bench.sweep import _knee, knee_of
-from jitney.engine.bench.text import prompt_ids, prose
+from jitney.engine.bench.text import _prompt_ids, prose
 from jitney.engine.cli import main
 from jitney.engine.cli.bench_flags import TrafficArguments
 from jitney.engine.cli.bench_policies import _COMMAND, _cases_from, _draw, _set_rates
@@ -91,9 +92,9 @@ def test_prompts_are_text_of_exactly_the_wanted_length():
     )
     assert len({prose(12, seed) for seed in range(200)}) == 200
     for wanted in (1, 7, 500):
-        assert len(prompt_ids(encode, wanted, 3)) == wanted
+        assert len(_prompt_ids(encode, wanted, 3)) == wanted
         assert (
-            len(prompt_ids(lambda text: list(range(len(text.split()) // 4)), wanted, 3)) == wanted
+            len(_prompt_ids(lambda text: list(range(len(text.split()) // 4)), wanted, 3)) == wanted
         )
 
 

@@ -15,9 +15,8 @@ from jitney.engine.cli.plan import run as run_plan
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config
 from jitney.engine.scheduler.buckets import Buckets, make_buckets
-from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.planner import Demand, Sizing
-from jitney.engine.simulation.roofline import ModelCost, Roofline, find_shape
+from jitney.engine.simulation.roofline import Roofline, _find_shape
 
 FOLDER = CONFIGS
 FILES = sorted(FOLDER.glob("*.toml"))
@@ -72,17 +71,15 @@ def test_the_planned_deployment_is_the_configured_one(file: Path):
         engine.token_budget,
         engine.page_size,
     )
-    assert model.context <= find_shape(known.model).context_length
+    assert model.context <= _find_shape(known.model).context_length
     assert engine.platform == ("tpu" if known.device.startswith("v") else "cuda")
 
 
 @pytest.mark.parametrize("file", ON_DEVICES, ids=lambda file: file.stem)
 def test_weights_and_the_keys_of_all_seats_fit(file: Path):
     config, known = load_config(file), _COMMAND.parse(command(file))
-    roofline = Roofline(
-        ModelCost(find_shape(known.model), known.weights, known.kv),
-        Accelerator.named(known.device),
-        known.count,
+    roofline = Roofline.named(
+        known.model, known.device, weights=known.weights, kv=known.kv, count=known.count
     )
     sizing = Sizing.of(
         roofline,

@@ -16,7 +16,7 @@ from jitney.engine.records import STEP_DTYPE
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.devices import DEVICES, Accelerator
-from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, find_shape
+from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline, _find_shape
 from jitney.engine.simulation.step_table import (
     Curve,
     HostTimes,
@@ -379,14 +379,14 @@ def test_shapes_come_from_names_files_and_models(tmp_path: Path):
         "tie_word_embeddings": True,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = find_shape(str(tmp_path / "config.json"))
-    assert (shape.n_layers, shape.hidden_size) == (2, 64) and find_shape(str(tmp_path)) == shape
-    assert find_shape("tiny-random") == tiny_config()
+    shape = _find_shape(str(tmp_path / "config.json"))
+    assert (shape.n_layers, shape.hidden_size) == (2, 64) and _find_shape(str(tmp_path)) == shape
+    assert _find_shape("tiny-random") == tiny_config()
     with pytest.raises(ModelError, match="built-in shape: llama"):
-        find_shape("no-such-model")
+        _find_shape("no-such-model")
     (tmp_path / "bad.json").write_text("[]")
     with pytest.raises(ModelError, match="must hold an object"):
-        find_shape(str(tmp_path / "bad.json"))
+        _find_shape(str(tmp_path / "bad.json"))
 
 
 @pytest.mark.parametrize(
