@@ -88,11 +88,10 @@ def run(arguments: Sequence[str]) -> int:
     chosen = [] if args.goal is None else [_filled_in(args.goal, layered)]
     layered = replace(layered, config=placed(layered.config, os.environ))
     measures = are_measured(layered)
-    sizes = ServerSizes(layered)
-    kept = sizes.kept()
+    kept = ServerSizes(layered).kept()
     if kept is not None:
         chosen.append(described(kept))
-        layered = sizes.set_to(kept)
+        layered = kept.applied_to(layered)
     if args.print_config:
         _say_all(chosen)
         print(to_toml(layered.config), end="")
@@ -110,12 +109,11 @@ def _say_all(lines: Iterable[str]) -> None:
 
 async def _measured(layered: Layered, display: Display) -> Layered:
     """With the sizes that this machine's steps ask for, if they can be timed."""
-    sizes = ServerSizes(layered)
-    found = await sizes.measured(display)
-    if found is None:
+    sizes = await ServerSizes(layered).measured(display)
+    if sizes is None:
         return layered
-    _log.info("%s", described(found))
-    return sizes.set_to(found)
+    _log.info("%s", described(sizes))
+    return sizes.applied_to(layered)
 
 
 def _filled_in(goal: str, layered: Layered) -> str:

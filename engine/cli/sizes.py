@@ -49,7 +49,7 @@ class ServerSizes:
     def _can_have(self, sizes: KeptSizes) -> bool:
         """Whether an engine can have them; else the file is not what was written."""
         try:
-            self.set_to(sizes)
+            sizes.applied_to(self.layered)
         except ConfigError:
             return False
         return True
@@ -76,14 +76,10 @@ class ServerSizes:
         """Have later starts take them. Why that cannot be; empty if it can."""
         return sizes.keep(self.layered.config, self.machine)
 
-    def set_to(self, sizes: KeptSizes) -> Layered:
-        """The settings with the sizes that were measured."""
-        return sizes.applied_to(self.layered)
-
     def as_served(self) -> Layered:
         """As a server started now has its settings: with the sizes kept here, if there are any."""
         kept = self.kept()
-        return self.layered if kept is None else self.set_to(kept)
+        return self.layered if kept is None else kept.applied_to(self.layered)
 
 
 def described(sizes: KeptSizes) -> str:
