@@ -102,34 +102,12 @@ class ReportData(NamedTuple):
             shown=shown,
         )
 
-    notes: the page's newest warnings. now: time.monotonic(); wall: the same in time.time().
-    """
-    history = client.history
-    start, end = timeline.window(now - 60 * minutes, now, now)
-    shown = yield from timeline.timeline(history, start, end, _BINS, now)
-    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
-    span = f"The {minutes:g} min before {made}; state {client.state}."
-    model = client.info.model.name if client.info else "no model"
-    rows = [*_figure_rows(shown["bins"], end - start)]
-    rows += _latency_rows(latency.summary(history, start, end))
-    figures = Table((), rows, words=True)
-    yield
-    slowest = yield from _slowest(history, start, now)
-    return ReportData(
-        title=f"Jitney: {model}",
-        summary=[_facts(client), span],
-        above=[PageSection("Figures", [_headline(client)], [figures])],
-        below=[slowest, *_notes(notes)],
-        shown=shown,
-    )
-
-
-def render(snapshot: ReportData) -> str:
-    """The HTML. Drawing takes 0.1 s, and 0.5 s at first: work for another process, see
-    `drawing`.
-    """
-    sections = [*snapshot.above, *_chart_sections(snapshot.shown), *snapshot.below]
-    return Page(snapshot.title, snapshot.summary, sections).html()
+    def drawn(self) -> str:
+        """The HTML. Drawing takes 0.1 s, and 0.5 s at first: work for another process, see
+        `drawing`.
+        """
+        sections = [*self.above, *_chart_sections(self.shown), *self.below]
+        return Page(self.title, self.summary, sections).html()
 
 
 def _notes(notes: Sequence[Note]) -> list[PageSection]:

@@ -29,7 +29,7 @@ from jitney.engine.simulation.drive import Offer, StepLog, drive
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import span
 from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.cost import Bill, RowOwners, bill
+from jitney.engine.telemetry.cost import Bill, RowOwners
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
 from jitney.engine.telemetry.summary import summarise

@@ -19,7 +19,7 @@ from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.timing import distance, timed
 from jitney.engine.executor.sampling import threshold
 from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
-from jitney.kernels import fp8, int8
+from jitney.kernels import eight_bits
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
