@@ -1,6 +1,6 @@
 """The forms of the answers, for the document that describes the routes (`engine.api.openapi`).
 
-Answers are written elsewhere, piece by piece (`engine.api.formats`, `engine.api.ops`); a test holds
+Answers are written elsewhere, piece by piece (`engine.api.formats`, `engine.api.routes`); a test holds
 what is written to what is described here.
 """
 
