@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import os
 import platform
 import re
@@ -14,10 +15,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from jitney.kernels.cpu import build
 
@@ -345,6 +348,37 @@ def test_the_wheel_says_that_its_packages_are_typed(wheel: zipfile.ZipFile):
 def test_the_wheel_installs_the_program(wheel: zipfile.ZipFile):
     (entry,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "jitney = jitney.engine.cli:main" in wheel.read(entry).decode()
+
+
+#: Found by these names: how a wheel is built (PEP 517).
+FOUND_BY_NAME = {
+    "build_wheel",
+    "build_editable",
+    "get_requires_for_build_wheel",
+    "get_requires_for_build_editable",
+}
+
+
+def test_a_name_that_only_its_own_file_uses_begins_with_an_underscore():
+    """So that a reader sees what a file is for. Not those that the OpenAPI document shows."""
+    others = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    uses = Counter[str]()
+    for file in [*FILES.values(), *others]:
+        uses.update(set(re.findall(r"\w+", file.read_text())))
+    alone = [
+        f"{module}.{name}"
+        for module, file in FILES.items()
+        for node in ast.parse(file.read_text()).body
+        for name in names_of(node)
+        if uses[name] == 1 and not name.startswith("_") and not is_shown(module, name)
+    ]
+    assert not [name for name in alone if name.rpartition(".")[2] not in FOUND_BY_NAME]
+
+
+def is_shown(module: str, name: str) -> bool:
+    """Whether it is a class whose name stands in the OpenAPI document."""
+    defined = getattr(importlib.import_module(module), name)
+    return isinstance(defined, type) and issubclass(defined, BaseModel)
 
 
 #: Of names on the pages, those that are Python's and pytest's.

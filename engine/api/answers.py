@@ -1,7 +1,7 @@
 """The forms of the answers, for the document that describes the routes (`engine.api.openapi`).
 
-Answers are written elsewhere, piece by piece (`engine.api.formats`, `engine.api.routes`); a test holds
-what is written to what is described here.
+Answers are written elsewhere, piece by piece (`engine.api.formats`, `engine.api.routes`); a test
+holds what is written to what is described here.
 """
 
 from __future__ import annotations
