@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.slices import Work
-from jitney.engine.conversation.events import AssistantEvent, AssistantParser, ToolCallStart
+from jitney.engine.conversation.events import AssistantEvent, ToolCallStart
+from jitney.engine.conversation.thoughts import AssistantParser
 from jitney.engine.text.detokenizer import TextDelta, TextStream, TokenBytes
 from jitney.engine.types import (
     EngineRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jitney.engine.conversation.events import AssistantParser
+from jitney.engine.conversation.thoughts import AssistantParser
 from jitney.engine.types import EngineRequest, SamplingParams
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +42,6 @@ class ToolCallArguments:
 
 
 type AssistantEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
-
-
-class AssistantParser(Protocol):
-    """Splits the text of one sequence.
-
-    However the text is cut into pieces, the events say the same once neighbours of one kind are
-    joined. All of the text comes out, but for the markers between its parts.
-    """
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Tokens so far that were thoughts, the marker that ends them not counted."""
-        ...
-
-    def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
-        """Add text, and the tokens that brought it; what is certain now. Text that may be the
-        beginning of a marker is held back.
-        """
-        ...
-
-    def finish(self) -> list[AssistantEvent]:
-        """What was held back when no more text comes."""
-        ...
 
 
 @dataclass(slots=True)

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from jinja2 import Environment, TemplateError, meta
 
 from jitney.engine.conversation import harmony
-from jitney.engine.conversation.events import AssistantParser
+from jitney.engine.conversation.events import AssistantEvent, ContentDelta
 from jitney.engine.conversation.harmony import HarmonyReader
 from jitney.engine.conversation.python_calls import PythonCalls
-from jitney.engine.conversation.reading import ContentReader, TextReader
-from jitney.engine.conversation.thoughts import ThinkReader, TurnParser
+from jitney.engine.conversation.reading import Reading, TextReader
+from jitney.engine.conversation.thoughts import AssistantParser, ThinkReader
 from jitney.engine.conversation.tool_calls import (
     BareCalls,
     BraceCalls,
     MistralCalls,
     NamedCalls,
-    NameMarkers,
     TaggedCalls,
 )
 from jitney.engine.errors import RequestError
@@ -97,10 +96,6 @@ def _tagged(start: str, end: str) -> _NewReader:
     return lambda names: TaggedCalls(start, end)
 
 
-def _named(markers: NameMarkers) -> _NewReader:
-    return lambda names: NamedCalls(markers)
-
-
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _CALL_SEP = "<｜tool▁sep｜>"
@@ -134,13 +129,11 @@ _TOOL_FORMATS = (
     _ToolFormat(
         "deepseek_v31",
         (),
-        _named(
-            NameMarkers(
-                _CALL_BEGIN,
-                after_name=(_CALL_SEP,),
-                end=_CALL_END,
-                around=(_CALLS_BEGIN, _CALLS_END),
-            )
+        lambda names: NamedCalls(
+            _CALL_BEGIN,
+            _CALL_END,
+            after_name=_CALL_SEP,
+            around=(_CALLS_BEGIN, _CALLS_END),
         ),
         CallText(
             first=_CALLS_BEGIN,
@@ -157,15 +150,13 @@ _TOOL_FORMATS = (
     _ToolFormat(
         "deepseek_v3",
         ("deepseek_r1",),
-        _named(
-            NameMarkers(
-                _CALL_BEGIN,
-                before_name=f"function{_CALL_SEP}",
-                after_name=("```json",),
-                before_end="```",
-                end=_CALL_END,
-                around=(_CALLS_BEGIN, _CALLS_END),
-            )
+        lambda names: NamedCalls(
+            _CALL_BEGIN,
+            _CALL_END,
+            before_name=f"function{_CALL_SEP}",
+            after_name="```json",
+            before_end="```",
+            around=(_CALLS_BEGIN, _CALLS_END),
         ),
         CallText(
             first=_CALLS_BEGIN,
@@ -349,12 +340,12 @@ class TurnFormat:
         """Of a turn that follows a prompt text. names: of the functions that may be called; empty:
         calls are content. forced: a grammar makes the model call, see `CallText`.
         """
-        return TurnParser(self._reader(prompt, names, forced))
+        return AssistantParser(self._reader(prompt, names, forced))
 
     def _reader(self, prompt: str, names: frozenset[str], forced: bool) -> TextReader:
         if self.has_channels:
             return HarmonyReader()
-        answer: TextReader = ContentReader()
+        answer: TextReader = _ContentReader()
         if names:
             answer = self.forced_tools.new_reader(names) if forced else self._call_reader(names)
         if self.reasoning is None or self.reasoning.is_closed(prompt):
@@ -367,7 +358,7 @@ class TurnFormat:
         )
 
     def _call_reader(self, names: frozenset[str]) -> TextReader:
-        return ContentReader() if self.tools is None else self.tools.new_reader(names)
+        return _ContentReader() if self.tools is None else self.tools.new_reader(names)
 
     @property
     def forced_tools(self) -> _ToolFormat:
@@ -375,6 +366,16 @@ class TurnFormat:
         if self.tools is None or self.tools.text is None:
             return _GENERIC
         return self.tools
+
+
+class _ContentReader(TextReader):
+    """All text is content."""
+
+    def feed(self, text: str) -> list[AssistantEvent]:
+        return [ContentDelta(text)] if text else []
+
+    def read(self) -> Reading:
+        yield from self.next_char()
 
 
 def _template_variables(template: str) -> frozenset[str]:

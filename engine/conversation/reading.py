@@ -254,16 +254,6 @@ class TextReader:
         return read
 
 
-class ContentReader(TextReader):
-    """All text is content."""
-
-    def feed(self, text: str) -> list[AssistantEvent]:
-        return [ContentDelta(text)] if text else []
-
-    def read(self) -> Reading:
-        yield from self.next_char()
-
-
 class CallReader(TextReader):
     """Content with calls between markers. What turns out to be no call is content."""
 

@@ -6,19 +6,26 @@ from jitney.engine.conversation.events import AssistantEvent
 from jitney.engine.conversation.reading import Malformed, Reading, TextReader
 
 
-class TurnParser:
-    """An `AssistantParser` of a reader. Thoughts are counted exactly where tokens come one by
-    one.
+class AssistantParser:
+    """Splits the text of one sequence, as a reader reads it.
+
+    However the text is cut into pieces, the events say the same once neighbours of one kind are
+    joined. All of the text comes out, but for the markers between its parts.
     """
 
     def __init__(self, reader: TextReader):
         self._reader = reader
+        #: Tokens so far that were thoughts, the marker that ends them not counted. Exact where
+        #: tokens come one by one.
         self.reasoning_tokens = 0
         #: Text that may belong to the marker that ends the thoughts, and how many tokens brought
         #: each piece.
         self._unsure: list[tuple[str, int]] = []
 
     def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
+        """Add text, and the tokens that brought it; what is certain now. Text that may be the
+        beginning of a marker is held back.
+        """
         was_thinking = self._reader.is_thinking
         events = self._reader.feed(text)
         if was_thinking:
@@ -30,6 +37,7 @@ class TurnParser:
         return events
 
     def finish(self) -> list[AssistantEvent]:
+        """What was held back when no more text comes."""
         self._count()
         return self._reader.close()
 

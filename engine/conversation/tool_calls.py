@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from jitney.engine.conversation.json_calls import JsonReader
 from jitney.engine.conversation.reading import CallReader, Finding, Malformed, Reading
@@ -57,39 +56,37 @@ class BareCalls(CallReader, JsonReader):
             yield from self.read_call()
 
 
-@dataclass(frozen=True, slots=True)
-class NameMarkers:
-    """How a call is written whose name is no part of the JSON."""
-
-    #: Before each call.
-    start: str
-    #: Between the start and the name.
-    before_name: str = ""
-    #: Between the name and the arguments: the first one that fits.
-    after_name: tuple[str, ...] = ()
-    #: Between the arguments and the end.
-    before_end: str = ""
-    #: After each call.
-    end: str = ""
-    #: Around all calls of a turn.
-    around: tuple[str, ...] = ()
-
-
 class NamedCalls(CallReader, JsonReader):
     """DeepSeek: a name, then the arguments as JSON, with markers around them."""
 
-    def __init__(self, markers: NameMarkers):
-        self._markers = markers
-        super().__init__((markers.start,), (markers.end,), markers.around)
+    def __init__(
+        self,
+        start: str,
+        end: str,
+        *,
+        before_name: str = "",
+        after_name: str = "",
+        before_end: str = "",
+        around: tuple[str, ...] = (),
+    ):
+        """start, end: before and after each call; around: around all calls of a turn.
+
+        before_name: between the start and the name. after_name: between the name and the arguments.
+        before_end: between the arguments and the end.
+        """
+        self._end = end
+        self._before_name = before_name
+        self._after_name = after_name
+        self._before_end = before_end
+        super().__init__((start,), (end,), around)
 
     def read_calls(self) -> Reading:
-        yield from self.expect(self._markers.before_name)
+        yield from self.expect(self._before_name)
         name = yield from self.read_name()
-        yield from self.skip_blanks()
-        yield from self.any_of(self._markers.after_name)
+        yield from self.expect_next(self._after_name)
         yield from self.read_named(name)
-        yield from self.expect_next(self._markers.before_end)
-        yield from self.expect_next(self._markers.end)
+        yield from self.expect_next(self._before_end)
+        yield from self.expect_next(self._end)
 
     def read_named(self, name: str) -> Reading:
         """The arguments of a call."""
@@ -116,7 +113,6 @@ class MistralCalls(NamedCalls):
     _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 
     def __init__(self, start: str):
-        self._markers = NameMarkers(start)
         CallReader.__init__(self, (start,))
 
     def new_id(self) -> str:
@@ -167,15 +163,15 @@ class BraceCalls(NamedCalls):
 
     def __init__(self, start: str, quote: str, end: str):
         self._quote = quote
-        super().__init__(NameMarkers(start, before_name="call:", end=end))
+        super().__init__(start, end, before_name="call:")
 
     def read_calls(self) -> Reading:
-        yield from self.expect_next(self._markers.before_name)
+        yield from self.expect_next(self._before_name)
         name = yield from self.read_name()
         yield from self.look_for("{")
         self._index = self.begin_call(name)
         yield from self._read_members("}", self._read_pair)
-        yield from self.expect_next(self._markers.end)
+        yield from self.expect_next(self._end)
 
     def _write(self, text: str) -> None:
         """More of the arguments."""
