@@ -235,11 +235,11 @@ class EngineCore:
         """From here on answers can be held to grammars. tokenizer: the model's, as the `tokenizers`
         library writes it (JSON). Takes half a second for 50,000 tokens.
         """
-        from jitney.engine.structured.desk import open_desk
+        from jitney.engine.structured.desk import GrammarDesk
 
         scheduler = self.scheduler
         try:
-            self.grammars = open_desk(
+            self.grammars = GrammarDesk.open(
                 tokenizer, scheduler.request_limits.vocab_size, scheduler.eos_ids
             )
         except ValueError as error:

@@ -31,7 +31,8 @@ import orjson
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import RequestError
 from jitney.engine.structured import grammar
-from jitney.engine.structured.compiling import new_matcher, token_trie
+from jitney.engine.structured.compiling import new_matcher
+from jitney.engine.structured.desk import _token_trie
 from jitney.engine.structured.matchers import GrammarMatcher, Matchers
 from jitney.engine.text.tokenizer import Tokenizer
 
@@ -261,7 +262,7 @@ def main() -> None:
     args = parser.parse_args()
     source = ModelSource.resolve("smollm2-135m")
     tokenizer = Tokenizer.load(source)
-    trie = token_trie(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
+    trie = _token_trie(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
     suite = Suite(tokenizer, Matchers(trie), trie)
     folder = args.folder or downloaded()
     print(table({draft: run(suite, folder, draft) for draft in args.drafts.split(",")}))

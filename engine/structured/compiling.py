@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,6 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 #: Schemas looked at in all, and characters of the answer.
 _MOST_LOOKS = 200
 _MOST_PLACE = 120
-
-
-def token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
-    """The tokens by their bytes. Takes half a second, and the interpreter, for 50,000 tokens.
-
-    tokenizer: as the `tokenizers` library writes it (JSON). vocab_size: of the model, which may
-    have more tokens than the tokenizer. end_ids: tokens that end a text; a model without one must
-    not be let end by a token. Raises ValueError for a tokenizer that llguidance cannot read.
-    """
-    return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(end_ids) or [0])
 
 
 def in_lark(grammar: Grammar) -> Grammar:

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from llguidance import LLTokenizer
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import GrammarWork
 from jitney.engine.scheduler.plan import MaskedRow, Plan
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.structured.compiling import token_trie
-from jitney.engine.structured.matchers import GrammarMatcher, Matchers
-from jitney.engine.structured.token_rules import RuledMatcher
+from jitney.engine.structured.matchers import GrammarMatcher, Matchers, RuledMatcher
 from jitney.engine.types import EngineRequest, FinishReason, Grammar, SamplingParams
 
 #: Seconds between two looks at a grammar that somebody waits for.
@@ -69,19 +68,17 @@ class _Masks(NamedTuple):
     endings: list[_Ending]
 
 
-def open_desk(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarDesk:
-    """A desk for one model; see `compiling.token_trie`. Raises ValueError for a tokenizer that
-    cannot be read.
-    """
-    return GrammarDesk(Matchers(token_trie(tokenizer, vocab_size, end_ids)))
-
-
 class GrammarDesk:
     """Grammars as the core's loop sees them."""
 
     def __init__(self, matchers: Matchers):
         self._matchers = matchers
         self._waiting: list[_Waiting] = []
+
+    @classmethod
+    def open(cls, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarDesk:
+        """Of one model; see `_token_trie`."""
+        return cls(Matchers(_token_trie(tokenizer, vocab_size, end_ids)))
 
     @property
     def has_waiting(self) -> bool:
@@ -178,3 +175,13 @@ class GrammarDesk:
     def take_work(self) -> GrammarWork | None:
         """See `Matchers.take_work`."""
         return self._matchers.take_work()
+
+
+def _token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:
+    """The tokens by their bytes. Takes half a second, and the interpreter, for 50,000 tokens.
+
+    tokenizer: as the `tokenizers` library writes it (JSON). vocab_size: of the model, which may
+    have more tokens than the tokenizer. end_ids: tokens that end a text; a model without one must
+    not be let end by a token. Raises ValueError for a tokenizer that llguidance cannot read.
+    """
+    return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(end_ids) or [0])

@@ -22,7 +22,6 @@ from jitney.engine.lru import LruCache
 from jitney.engine.messages import GrammarWork
 from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.structured.compiling import new_matcher
-from jitney.engine.structured.token_rules import RuledMatcher, TokenRules, clear
 from jitney.engine.types import Grammar, SamplingParams
 
 _log = logging.getLogger("jitney.core")
@@ -76,6 +75,68 @@ def _too_complex(matcher: LLMatcher) -> RequestError:
     return RequestError(
         "the grammar became too complex to go on with this answer", code="grammar_too_complex"
     )
+
+
+class _TokenRules:
+    """What the sequences of one request share: which tokens they may choose from, whatever its
+    grammar says. Those it allows (`allowed_token_ids`), without those that would complete a word
+    it bans (`bad_words`).
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int):
+        may_come = np.zeros(32 * mask_words(vocab_size), bool)
+        if params.allowed_token_ids:
+            may_come[list(params.allowed_token_ids)] = True
+        else:
+            may_come[:vocab_size] = True
+        #: uint32 [ceil(V / 32)]: tokens that may ever come.
+        self.base = np.packbits(may_come, bitorder="little").view(np.uint32)
+        #: Banned words of several tokens, by the last token before the one that completes them.
+        self.by_token: dict[int, list[tuple[int, ...]]] = {}
+        for banned in params.banned_sequences:
+            if len(banned) == 1:
+                _clear(self.base, banned[0])
+            else:
+                self.by_token.setdefault(banned[-2], []).append(banned)
+        #: Output tokens that have to be remembered.
+        self.memory = max([len(banned) - 1 for banned in params.banned_sequences], default=0)
+
+
+@dataclass(eq=False, slots=True)
+class RuledMatcher:
+    """Where one sequence stands (`engine.scheduler.sequence.Matcher`)."""
+
+    _rules: _TokenRules
+    #: Of its grammar; None: it has none.
+    _inner: GrammarMatcher | None
+    #: The last output tokens.
+    _tail: tuple[int, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return self._inner is not None and self._inner.complete
+
+    @property
+    def may_end(self) -> bool:
+        """See `GrammarMatcher.may_end`."""
+        return self._inner is None or self._inner.may_end
+
+    def take(self, tokens: list[int], start: int) -> None:
+        if self._inner is not None:
+            self._inner.take(tokens, start)
+        self._tail = tuple(tokens[max(start, len(tokens) - self._rules.memory) :])
+
+    def fill(self, masks: np.ndarray, row: int) -> None:
+        """Write which tokens may come next into a row of int32 [n, words]."""
+        allowed = self._rules.base.copy()
+        for banned in self._rules.by_token.get(self._tail[-1] if self._tail else -1, ()):
+            if self._tail[1 - len(banned) :] == banned[:-1]:
+                _clear(allowed, banned[-1])
+        if self._inner is None:
+            masks[row] = allowed.view(np.int32)
+        else:
+            self._inner.fill(masks, row)
+            masks[row] &= allowed.view(np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,9 +209,9 @@ class Matchers:
             self.begin(grammar)
         return None
 
-    def rules(self, params: SamplingParams) -> TokenRules:
+    def rules(self, params: SamplingParams) -> _TokenRules:
         """What all sequences of a request share of its rules about tokens."""
-        return TokenRules(params, self._trie.vocab_size)
+        return _TokenRules(params, self._trie.vocab_size)
 
     def masks(self, rows: int) -> np.ndarray:
         """Room for the masks of so many rows, int32 [rows, ceil(V / 32)]."""
@@ -250,5 +311,10 @@ def _mask_without(tokens: Iterable[int], words: int) -> np.ndarray:
     """A mask, int32 [words], of all tokens but these."""
     mask = np.full(words, -1, np.int32)
     for token in tokens:
-        clear(mask.view(np.uint32), token)
+        _clear(mask.view(np.uint32), token)
     return mask
+
+
+def _clear(mask: np.ndarray, token: int) -> None:
+    """Take a token out of a mask, uint32 [ceil(V / 32)]."""
+    mask[token // 32] &= ~np.uint32(1 << (token % 32))

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.desk import GrammarDesk
-from jitney.engine.structured.matchers import Matchers
-from jitney.engine.structured.token_rules import RuledMatcher, TokenRules
+from jitney.engine.structured.matchers import Matchers, RuledMatcher, _TokenRules
 from jitney.engine.types import Grammar, SamplingParams, SequenceOutput
 
 PROMPT = [1, 2, 3]
@@ -66,7 +65,7 @@ def test_the_mask_is_what_the_definition_says(allowed, banned, output):
     params = SamplingParams(
         allowed_token_ids=tuple(allowed), banned_sequences=tuple(map(tuple, banned))
     )
-    matcher = RuledMatcher(TokenRules(params, VOCAB), None)
+    matcher = RuledMatcher(_TokenRules(params, VOCAB), None)
     for end in range(len(output) + 1):  # token by token, as a sequence grows
         matcher.take(PROMPT + output[:end], len(PROMPT))
     wanted = set(allowed) or set(range(VOCAB))
