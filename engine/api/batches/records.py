@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from jitney.engine.api.batches.rows import OwnedTable
 from jitney.engine.types import JsonDict
 
-#: Batches and jobs in these states are over, and change no more.
-ENDED = ("completed", "failed", "expired", "cancelled")
 #: States of a batch whose time an answer tells, beside the times of coming and expiring.
 _TIMED = (
     "in_progress",
@@ -89,7 +88,8 @@ class Batch:
     created_at: int
     #: Lines that were not asked by then are not any more.
     expires_at: int
-    #: As OpenAI names them: validating, in_progress, finalizing and cancelling, then one of ENDED.
+    #: As OpenAI names them: validating, in_progress, finalizing and cancelling, then one of
+    #: `OwnedTable.ENDED`.
     status: str = "validating"
     #: When each other state was reached.
     times: dict[str, int] = field(default_factory=dict[str, int])
@@ -105,7 +105,7 @@ class Batch:
 
     @property
     def is_over(self) -> bool:
-        return self.status in ENDED
+        return self.status in OwnedTable.ENDED
 
     def shown(self) -> JsonDict:
         """As clients see it."""

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 import orjson
 
-from jitney.engine.api.batches.records import ENDED
-
-_ENDED = ", ".join(f"'{status}'" for status in ENDED)
+_ENDED = ("completed", "failed", "expired", "cancelled")
+_LISTED = ", ".join(f"'{status}'" for status in _ENDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +19,10 @@ class OwnedTable:
     method blocks, and is a part of its caller's transaction.
     """
 
+    #: Rows in these states are over, and change no more.
+    ENDED: ClassVar[tuple[str, ...]] = _ENDED
     #: Which rows are not over, for a query.
-    OPEN: ClassVar[str] = f"status NOT IN ({_ENDED})"
+    OPEN: ClassVar[str] = f"status NOT IN ({_LISTED})"
 
     #: It gives rows by name.
     db: sqlite3.Connection
@@ -46,14 +47,14 @@ class OwnedTable:
             f"UPDATE {self.name} SET status = ?, times = ? WHERE id = ?",
             (status, orjson.dumps(times), row["id"]),
         )
-        if status in ENDED and row["webhook_url"]:
+        if status in self.ENDED and row["webhook_url"]:
             self.db.execute(f"UPDATE {self.name} SET told_at = ? WHERE id = ?", (now, row["id"]))
 
     def forget_ended(self, owner: str, keep: int) -> None:
         """Of an owner's rows that are over, and told, keep the newest."""
         query = f"""DELETE FROM {self.name} WHERE number IN (
             SELECT number FROM {self.name}
-            WHERE owner = ? AND status IN ({_ENDED}) AND told_at IS NULL
+            WHERE owner = ? AND status IN ({_LISTED}) AND told_at IS NULL
             ORDER BY number DESC LIMIT -1 OFFSET ?)"""
         self.db.execute(query, (owner, keep))
 

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.runner import BatchRunner
-from jitney.engine.api.batches.webhooks import Deliveries, Event, Webhooks
+from jitney.engine.api.batches.webhooks import Deliveries, Webhooks
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.errors import JitneyError, RequestError
@@ -27,13 +24,7 @@ _log = logging.getLogger("jitney.api")
 
 #: Uploads at a time, over all keys.
 _MOST_UPLOADS = 8
-
-
-def _batch_event(row: sqlite3.Row) -> Event:
-    return Event.of_end(row["id"], row["status"], orjson.loads(row["times"]))
-
-
-_BATCH_ENDS = Deliveries("batches", _batch_event)
+_BATCH_ENDS = Deliveries("batches")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ _DOTS = re.compile(r"(?:\.|%2e){1,2}", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class _Event:
     """What is told."""
 
     #: The same at every try, so that the other side knows it again.
@@ -59,9 +59,7 @@ class Event:
     data: JsonDict
 
     @classmethod
-    def of_end(
-        cls, id: str, status: str, times: dict[str, int], more: JsonDict | None = None
-    ) -> Event:
+    def of_end(cls, id: str, status: str, times: dict[str, int], more: JsonDict) -> _Event:
         """The end of a batch or of a job.
 
         id: "batch_..." or "job_...", and the event's own begins with "evt_".
@@ -69,7 +67,7 @@ class Event:
         more: what is told beside the id.
         """
         kind, _, rest = id.partition("_")
-        return cls(f"evt_{rest}", f"{kind}.{status}", times[status], {"id": id} | (more or {}))
+        return cls(f"evt_{rest}", f"{kind}.{status}", times[status], {"id": id} | more)
 
     def text(self) -> bytes:
         return orjson.dumps(
@@ -90,7 +88,7 @@ class _Delivery:
     #: Of the row.
     id: str
     url: str
-    event: Event
+    event: _Event
     #: How often it was tried already.
     attempts: int
 
@@ -100,10 +98,10 @@ class Deliveries:
     and runs on the store's thread.
     """
 
-    def __init__(self, table: str, event_of: Callable[[sqlite3.Row], Event]):
-        """event_of: what is told of a row that is over."""
+    def __init__(self, table: str, more_of: Callable[[sqlite3.Row], JsonDict] | None = None):
+        """more_of: what is told of a row that is over, beside its id."""
         self._table = table
-        self._event_of = event_of
+        self._more_of = more_of
 
     def next_at(self, store: BatchStore) -> float | None:
         """When the next one is due; None if none is."""
@@ -116,7 +114,9 @@ class Deliveries:
         return [self._delivery(row) for row in store.db.execute(query, (now, limit))]
 
     def _delivery(self, row: sqlite3.Row) -> _Delivery:
-        return _Delivery(row["id"], row["webhook_url"], self._event_of(row), row["attempts"])
+        more = {} if self._more_of is None else self._more_of(row)
+        event = _Event.of_end(row["id"], row["status"], orjson.loads(row["times"]), more)
+        return _Delivery(row["id"], row["webhook_url"], event, row["attempts"])
 
     def tried(self, store: BatchStore, id: str, again_at: float | None) -> None:
         """An event was told, or is to be told again then."""

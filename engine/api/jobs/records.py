@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import orjson
 
-from jitney.engine.api.batches.records import ENDED
+from jitney.engine.api.batches.rows import OwnedTable
 from jitney.engine.types import JsonDict
 
 #: States whose time an answer tells, beside the times of coming and expiring.
@@ -39,7 +40,7 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        return self.status in ENDED
+        return self.status in OwnedTable.ENDED
 
     @property
     def response(self) -> orjson.Fragment | None:
@@ -68,18 +69,12 @@ class Job:
 class JobRequest:
     """The request of a new job, and by what a repetition of it is known."""
 
+    #: In which clients say what they call it.
+    REPEAT_HEADER: ClassVar[str] = "idempotency-key"
+
     #: JSON of an object.
     body: bytes
     #: As the client calls it; None: each time it comes is another job.
     repeat_key: str | None
     #: Of all that the client sent.
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """A job that is there already."""
-
-    job: Job
-    #: Of what was asked for when it was made.
     digest: str

@@ -25,8 +25,7 @@ from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jobs.forms import JobAnswer, JobBody, JobList
-from jitney.engine.api.jobs.records import Job, JobRequest, Repeated
-from jitney.engine.api.jobs.runner import JobRunner
+from jitney.engine.api.jobs.records import Job, JobRequest
 from jitney.engine.api.jobs.service import Jobs
 from jitney.engine.api.jobs.table import JOBS
 from jitney.engine.api.jsonio import json_answer, read_object
@@ -39,7 +38,6 @@ _GET = ("GET",)
 _POST = ("POST",)
 #: Jobs that are over and are remembered, of one key.
 _KEPT_JOBS = 1000
-_REPEAT_HEADER = "idempotency-key"
 _MOST_KEY_CHARS = 255
 
 
@@ -55,12 +53,10 @@ async def _create_job(host: RequestHost, request: Request) -> Response:
     asked = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
     ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
     most = host.settings.server.key_jobs
-    known = await keeper.do(JOBS.add, job, asked, most_open=most, keep=_KEPT_JOBS)
-    if known is None:
+    kept = await keeper.do(JOBS.add, job, asked, most_open=most, keep=_KEPT_JOBS)
+    if kept is job:
         runner.begin(job)
-        return _accepted(job, ignored)
-    _check_same(known, asked)
-    return _accepted(known.job, ignored)
+    return _accepted(kept, ignored)
 
 
 def _new_job(host: RequestHost, body: JobBody, owner: str) -> Job:
@@ -80,10 +76,11 @@ def _new_job(host: RequestHost, body: JobBody, owner: str) -> Job:
 
 def _repeat_key(request: Request) -> str | None:
     """What the client calls this request, so that it may send it again without doing it again."""
-    key = request.headers.get(_REPEAT_HEADER)
+    key = request.headers.get(JobRequest.REPEAT_HEADER)
     if key is not None and not 0 < len(key) <= _MOST_KEY_CHARS:
         raise RequestError(
-            f"Idempotency-Key must have 1 to {_MOST_KEY_CHARS} characters", param=_REPEAT_HEADER
+            f"Idempotency-Key must have 1 to {_MOST_KEY_CHARS} characters",
+            param=JobRequest.REPEAT_HEADER,
         )
     return key
 
@@ -91,17 +88,6 @@ def _repeat_key(request: Request) -> str | None:
 def _digest(body: JobBody) -> str:
     text = orjson.dumps(body.model_dump(), option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(text).hexdigest()
-
-
-def _check_same(known: Repeated, asked: JobRequest) -> None:
-    """Raise HttpError 409 if a job of that name was asked for with other words."""
-    if known.digest != asked.digest:
-        raise HttpError(
-            409,
-            f"job {known.job.id} has this Idempotency-Key, and asks for something else",
-            code="idempotency_key_used",
-            param=_REPEAT_HEADER,
-        )
 
 
 def _accepted(job: Job, headers: dict[str, str]) -> Response:
@@ -137,15 +123,14 @@ async def _cancel_job(host: RequestHost, request: Request) -> Response:
 
 async def _job_events(host: RequestHost, request: Request) -> ASGIApp:
     jobs = _jobs(host)
-    keeper, runner = await jobs.keeper(), await jobs.runner()
-    await _job(keeper, request)
-    return _EventAnswer(_events(keeper, runner, request, host.settings.comment_s))
+    await jobs.runner()  # what raises is an answer of its own: none has begun yet
+    await _job(await jobs.keeper(), request)
+    return _EventAnswer(_events(jobs, request, host.settings.comment_s))
 
 
-async def _events(
-    keeper: StoreKeeper, runner: JobRunner, request: Request, comment_s: float
-) -> AsyncGenerator[bytes]:
+async def _events(jobs: Jobs, request: Request, comment_s: float) -> AsyncGenerator[bytes]:
     """The job now and at each change to its end, and comments where nothing changes for long."""
+    keeper, runner = await jobs.keeper(), await jobs.runner()
     status = ""
     while not runner.is_stopped:
         changed = runner.changed(request.path_params["job_id"])

@@ -11,12 +11,13 @@ import sqlite3
 
 import orjson
 
-from jitney.engine.api.batches.records import ENDED
 from jitney.engine.api.batches.rows import OwnedTable
 from jitney.engine.api.batches.store import BatchStore
-from jitney.engine.api.batches.webhooks import Deliveries, Event
-from jitney.engine.api.jobs.records import Job, JobRequest, Repeated
+from jitney.engine.api.batches.webhooks import Deliveries
+from jitney.engine.api.errors import HttpError
+from jitney.engine.api.jobs.records import Job, JobRequest
 from jitney.engine.errors import RequestError
+from jitney.engine.types import JsonDict
 
 #: Columns that are fields of `Job` as they are.
 _PLAIN = (
@@ -38,18 +39,20 @@ class _JobTable(Deliveries):
 
     def add(
         self, store: BatchStore, job: Job, asked: JobRequest, *, most_open: int, keep: int
-    ) -> Repeated | None:
-        """Keep a new job, unless its owner has one that is called so: that one is returned. Of the
+    ) -> Job:
+        """Keep a new job, unless its owner has one that is called so: the job that is kept. Of the
         owner's jobs that are over, the newest `keep` stay. Raises RequestError for an owner with
-        `most_open` jobs under way.
+        `most_open` jobs under way, and HttpError 409 where the one that is called so was asked for
+        with other words.
         """
         with store.transaction():
-            known = self._find_repeated(store, job.owner, asked.repeat_key)
-            if known is None:
-                self._check_room(store, job.owner, most_open)
-                self._rows(store).forget_ended(job.owner, keep)
-                self._insert(store, job, asked)
-            return known
+            known = self._find_repeated(store, job.owner, asked)
+            if known is not None:
+                return known
+            self._check_room(store, job.owner, most_open)
+            self._rows(store).forget_ended(job.owner, keep)
+            self._insert(store, job, asked)
+            return job
 
     def _check_room(self, store: BatchStore, owner: str, most_open: int) -> None:
         if self._rows(store).n_open(owner) >= most_open:
@@ -70,15 +73,22 @@ class _JobTable(Deliveries):
         }
         self._rows(store).insert(columns)
 
-    def _find_repeated(
-        self, store: BatchStore, owner: str, repeat_key: str | None
-    ) -> Repeated | None:
-        """The job that an owner called so."""
-        if repeat_key is None:
+    def _find_repeated(self, store: BatchStore, owner: str, asked: JobRequest) -> Job | None:
+        """The job that an owner called so. Raises HttpError 409."""
+        if asked.repeat_key is None:
             return None
         query = f"SELECT {_COLUMNS}, digest FROM jobs WHERE owner = ? AND repeat_key = ?"
-        row = store.db.execute(query, (owner, repeat_key)).fetchone()
-        return None if row is None else Repeated(_job_of(row), row["digest"])
+        row = store.db.execute(query, (owner, asked.repeat_key)).fetchone()
+        if row is None:
+            return None
+        if row["digest"] != asked.digest:
+            raise HttpError(
+                409,
+                f"job {row['id']} has this Idempotency-Key, and asks for something else",
+                code="idempotency_key_used",
+                param=asked.REPEAT_HEADER,
+            )
+        return _job_of(row)
 
     def find(self, store: BatchStore, id: str, owner: str) -> Job | None:
         """The job of that id, if it is this owner's."""
@@ -104,7 +114,7 @@ class _JobTable(Deliveries):
         """A job is taken up, again perhaps: the body of its request; None if it is over."""
         with store.transaction():
             row = store.db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
-            if row is None or row["status"] in ENDED:
+            if row is None or row["status"] in OwnedTable.ENDED:
                 return None
             self._rows(store).set_status(row, "in_progress", now)
             return row["body"]
@@ -116,7 +126,7 @@ class _JobTable(Deliveries):
         with store.transaction():
             query = "SELECT id, webhook_url, status, times FROM jobs WHERE id = ?"
             row = store.db.execute(query, (id,)).fetchone()
-            if row is None or row["status"] in ENDED:
+            if row is None or row["status"] in OwnedTable.ENDED:
                 return False
             store.db.execute("UPDATE jobs SET answer = ?, body = x'' WHERE id = ?", (answer, id))
             self._rows(store).set_status(row, status, now)
@@ -134,12 +144,11 @@ def _job_of(row: sqlite3.Row) -> Job:
     )
 
 
-def _job_event(row: sqlite3.Row) -> Event:
-    """The end of a job, with its answer."""
+def _told_of(row: sqlite3.Row) -> JsonDict:
+    """What the end of a job is told with."""
     job = _job_of(row)
-    more = {"metadata": job.metadata or None, "response": job.response}
-    return Event.of_end(job.id, job.status, job.times, more)
+    return {"metadata": job.metadata or None, "response": job.response}
 
 
 #: Also of the ends that have to be told.
-JOBS = _JobTable("jobs", _job_event)
+JOBS = _JobTable("jobs", _told_of)
