@@ -7,16 +7,22 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
+from jitney.engine.api.context import Context
+from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.edge import application
-from jitney.engine.api.endpoints import Endpoint, GenerationEndpoint
+from jitney.engine.api.endpoints import Endpoint
+from jitney.engine.api.errors import HttpError
 from jitney.engine.api.openapi import document
 from jitney.engine.api.own_requests import OwnRequests
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, RouteTable
 from jitney.engine.api.service import Service
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 
 if TYPE_CHECKING:
@@ -56,6 +62,32 @@ def create_app(
     return app
 
 
+class _GenerationEndpoint(Endpoint[Service]):
+    """What every route that generates has around its handler: the limits of its key, the counts of
+    open, refused and abandoned requests, and an end to its work when the client leaves.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = Context.of(scope)
+        request = Request(scope, receive)
+        try:
+            # Kept in the request, so that from here on `receive` waits for the client's leaving.
+            await request.body()
+            with self.service.generating(), self.service.quotas.open(context.tenant):
+                answering = self._answer(request, send)
+                if context.background:
+                    answering = self.service.until_drain(answering)
+                context.left = await until_disconnect(receive, answering)
+        except ClientDisconnect:
+            context.left = True
+        except (RequestError, HttpError) as error:
+            code = error.info.code if isinstance(error, RequestError) else error.code
+            self.service.metrics.rejected.labels(code or "invalid_request").inc()
+            raise
+        if context.left:
+            self.service.metrics.disconnects.inc()
+
+
 def _starlette_route(route: HttpRoute, service: Service) -> Route:
-    kind = GenerationEndpoint if route.generates else Endpoint
+    kind = _GenerationEndpoint if route.generates else Endpoint
     return Route(route.path, kind(service, route.handler), methods=route.methods)

@@ -24,7 +24,7 @@ from jitney.engine.types import (
 _ECHO_TOKENS = 64
 
 
-class Scores:
+class _Scores:
     """Log-probabilities of tokens, in columns: 250 bytes a token with 20 alternatives, where
     objects take a thousand and keep the garbage collector busy.
     """
@@ -53,7 +53,7 @@ class Scores:
         self._top.extend(logprobs)
         self._top.extend([0.0] * missing)
 
-    def extend(self, others: Scores) -> None:
+    def extend(self, others: _Scores) -> None:
         """others: of the same width."""
         self.chosen.extend(others.chosen)
         self._top_ids.extend(others._top_ids)
@@ -71,8 +71,8 @@ class Scores:
                 yield id, logprob
 
 
-def _scores(width: int | None) -> Scores | None:
-    return None if width is None else Scores(width)
+def _scores(width: int | None) -> _Scores | None:
+    return None if width is None else _Scores(width)
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class TokenList:
     #: Character position in the text at which each begins.
     offsets: list[int]
     #: None where log-probabilities are not wanted.
-    scores: Scores | None
+    scores: _Scores | None
 
     @classmethod
     def empty(cls, width: int | None) -> TokenList:
@@ -134,7 +134,7 @@ class PromptEcho:
     text: str
     tokens: TokenList
     #: As wide as `prompt_logprobs` asks for; None where it does not.
-    scores: Scores | None = None
+    scores: _Scores | None = None
     #: They come with the first output token, and become `tokens.scores` and `scores`.
     logprobs: PromptLogprobs | None = None
 

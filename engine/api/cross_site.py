@@ -7,18 +7,15 @@ What sends neither (curl, an SDK, a probe) is no browser, and acts for itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.settings import ServerSettings
 
-#: Methods that change nothing. OPTIONS is how a browser asks beforehand.
-_SAFE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 #: Values of Sec-Fetch-Site: a page of this very server, and a person (an address typed in).
 _OURS = ("same-origin", "none")
 #: Headers of ours that a page of another site may read.
@@ -30,21 +27,6 @@ _READABLE = (
     "retry-after",
     "retry-after-ms",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SiteGuard:
-    """Refuses requests that change something and come from a page of another site, unless that site
-    is one of `cors_origins`.
-    """
-
-    app: ASGIApp
-    settings: ServerSettings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method", "GET") not in _SAFE:
-            refuse_other_sites(scope, self.settings.server.cors_origins)
-        await self.app(scope, receive, send)
 
 
 def refuse_other_sites(scope: Scope, allowed: Sequence[str]) -> None:

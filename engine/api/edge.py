@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 
 from starlette.applications import Starlette
@@ -14,17 +15,19 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api.access import AccessControl, ApiKeys, Identity
 from jitney.engine.api.background import BackgroundRequests
 from jitney.engine.api.context import Context
-from jitney.engine.api.cross_site import SiteGuard, cors
+from jitney.engine.api.cross_site import cors, refuse_other_sites
 from jitney.engine.api.errors import ErrorReply, HttpError, echo
 from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, RequestObserver
 from jitney.engine.api.routing import Role, RouteTable, route_path
 from jitney.engine.api.settings import ServerSettings
 
+#: Methods that change nothing. OPTIONS is how a browser asks beforehand.
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 #: What lives as long as the application.
 type _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -55,7 +58,7 @@ def _edge(
         *cors(settings),
         Middleware(ErrorMiddleware, service=observer, table=table),
         Middleware(HeaderLimits, settings=settings),
-        Middleware(SiteGuard, settings=settings),
+        Middleware(_SiteGuard, settings=settings),
         Middleware(
             AccessControl,
             role_of=partial(_role_of, settings),
@@ -65,6 +68,21 @@ def _edge(
         Middleware(BackgroundRequests),
         Middleware(BodyLimit, settings=settings),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _SiteGuard:
+    """Refuses requests that change something and come from a page of another site, unless that site
+    is one of `cors_origins`.
+    """
+
+    app: ASGIApp
+    settings: ServerSettings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method", "GET") not in _SAFE:
+            refuse_other_sites(scope, self.settings.server.cors_origins)
+        await self.app(scope, receive, send)
 
 
 def _role_of(settings: ServerSettings, scope: Scope) -> Role:

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from jitney.engine.api.blocks import EVENT_STREAM, AnswerParts, BlockAnswer
 from jitney.engine.api.choices import Deltas
 from jitney.engine.api.context import Context
-from jitney.engine.api.disconnect import until_disconnect
-from jitney.engine.api.errors import HttpError
 from jitney.engine.api.formats import Format
 from jitney.engine.api.generation import Generation
 from jitney.engine.api.generation_request import GenerationRequest
@@ -25,7 +23,6 @@ from jitney.engine.api.routing import Handler
 from jitney.engine.api.schema import ModelBody
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
-from jitney.engine.errors import RequestError
 from jitney.engine.text.detokenizer import TokenBytes
 
 #: Names listed in x-ignored-params, and characters of each.
@@ -140,29 +137,3 @@ class Endpoint[S]:
     async def _answer(self, request: Request, send: Send) -> None:
         answer = await self.handler(self.service, request)
         await answer(request.scope, request.receive, send)
-
-
-class GenerationEndpoint(Endpoint[Service]):
-    """What every route that generates has around its handler: the limits of its key, the counts of
-    open, refused and abandoned requests, and an end to its work when the client leaves.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = Context.of(scope)
-        request = Request(scope, receive)
-        try:
-            # Kept in the request, so that from here on `receive` waits for the client's leaving.
-            await request.body()
-            with self.service.generating(), self.service.quotas.open(context.tenant):
-                answering = self._answer(request, send)
-                if context.background:
-                    answering = self.service.until_drain(answering)
-                context.left = await until_disconnect(receive, answering)
-        except ClientDisconnect:
-            context.left = True
-        except (RequestError, HttpError) as error:
-            code = error.info.code if isinstance(error, RequestError) else error.code
-            self.service.metrics.rejected.labels(code or "invalid_request").inc()
-            raise
-        if context.left:
-            self.service.metrics.disconnects.inc()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from jitney.engine.api.choices import Choice, ChoiceDelta, PromptEcho, Scores, TokenList
+from jitney.engine.api.choices import Choice, ChoiceDelta, PromptEcho, TokenList
 from jitney.engine.api.errors import ErrorReply
 from jitney.engine.api.generation import Generation
 from jitney.engine.api.jsonio import LongJson, in_pieces
@@ -161,22 +161,20 @@ class Format:
     def _prompt_logprobs(self, prompt: int) -> JsonDict:
         """In vLLM's form, by token id; nothing if they were not asked for."""
         echo = self.generation.echoes[prompt]
-        scores = echo.scores
-        if scores is None:
+        if echo.scores is None:
             return {}
-        ids = echo.tokens.ids
-        entries = LongJson.of(
-            lambda place: self._ranked(scores, ids[place], place), len(scores.chosen)
-        )
+        entries = LongJson.of(lambda place: self._ranked(echo, place), len(echo.scores.chosen))
         return {"prompt_logprobs": entries}
 
-    def _ranked(self, scores: Scores, token: int, place: int) -> JsonDict | None:
+    def _ranked(self, echo: PromptEcho, place: int) -> JsonDict | None:
         """A token of the prompt, and the likeliest ones of its place."""
-        own = scores.logprob(place)
+        assert echo.scores is not None
+        own = echo.scores.logprob(place)
         if own is None:
             return None
+        token = echo.tokens.ids[place]
         entry = {str(token): self._ranked_token(token, own, None)}
-        for rank, (id, logprob) in enumerate(scores.top(place), start=1):
+        for rank, (id, logprob) in enumerate(echo.scores.top(place), start=1):
             entry[str(id)] = self._ranked_token(id, logprob, rank)
         return entry
 

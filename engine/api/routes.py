@@ -30,7 +30,6 @@ from jitney.engine.api.responses.routes import RESPONSE_ROUTES
 from jitney.engine.api.routing import HttpRoute, Role
 from jitney.engine.api.schema import ChatBody, CompletionBody
 from jitney.engine.api.service import Service
-from jitney.engine.api.text_tools.infill import INFILL_ROUTES
 from jitney.engine.api.text_tools.routes import TEXT_ROUTES
 from jitney.engine.config.digest import ConfigReport
 from jitney.engine.types import EngineInfo, JsonDict, KernelProof, Seat
@@ -253,7 +252,6 @@ ROUTES = (
     *RESPONSE_ROUTES,
     *MESSAGE_ROUTES,
     *EMBEDDING_ROUTES,
-    *INFILL_ROUTES,
     *TEXT_ROUTES,
     *BATCH_ROUTES,
     *JOB_ROUTES,

@@ -6,10 +6,22 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, RootModel, model_validator
 
-from jitney.engine.api.schema import ChatBody, ModelBody, at_field
+from jitney.engine.api.schema import ChatBody, GenerationBody, Label, ModelBody, Part, at_field
+from jitney.engine.types import JsonValue
 
 #: Most ids of a list that is turned into text.
 _MOST_IDS = 1 << 20
+#: Most other texts of an /infill.
+_MOST_EXTRA = 64
+#: Fields of other routes; and those that the answer of /infill has no place for.
+_REFUSED_INFILL: dict[str, tuple[JsonValue, ...]] = {
+    "max_completion_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "stream_options": (),
+    "suffix": (),
+}
 
 
 class TextTokenizeBody(ModelBody):
@@ -122,3 +134,43 @@ class TemplateAnswer(_Answer):
     """What the chat template makes of a chat."""
 
     prompt: str
+
+
+class _Extra(Part):
+    text: str
+    filename: Label | None = None
+
+
+class InfillBody(GenerationBody):
+    """POST /infill: input_prefix and prompt come before what is asked for, input_suffix after."""
+
+    refused = _REFUSED_INFILL
+
+    input_prefix: str
+    input_suffix: str
+    #: Goes on where input_prefix ends: the line that is being written.
+    prompt: str | None = None
+    #: Other texts that the model should know of.
+    input_extra: Annotated[list[_Extra], Field(max_length=_MOST_EXTRA)] | None = None
+    #: llama.cpp's name of max_tokens; -1: as many as there is room for.
+    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+
+
+class InfillAnswer(_Answer):
+    """What stands between. tokens come with return_token_ids."""
+
+    index: int
+    #: The text of the answer.
+    content: str
+    tokens: list[int]
+    #: Nothing comes after it. Earlier events of a stream have what stands above, and false here.
+    stop: bool
+    model: str
+    #: Of the answer; and of the prompt, of which so many came from the prefix cache.
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    #: Always false: a prompt that is too long is refused.
+    truncated: bool
+    #: Why it ended, as llama.cpp says it.
+    stop_type: str

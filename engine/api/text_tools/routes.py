@@ -1,4 +1,6 @@
-"""Routes that turn texts into tokens, tokens into texts and chats into prompts."""
+"""Routes that turn texts into tokens, tokens into texts and chats into prompts; and the one
+that says what stands between two texts.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from jitney.engine.api.blocks import BlockAnswer
-from jitney.engine.api.endpoints import ignored_header, read_body
+from jitney.engine.api.choices import Choice, ChoiceDelta
+from jitney.engine.api.context import Context
+from jitney.engine.api.endpoints import GenerationAnswer, ignored_header, read_body
+from jitney.engine.api.errors import ErrorReply
+from jitney.engine.api.formats import Format
+from jitney.engine.api.generation_request import GenerationRequest
 from jitney.engine.api.jsonio import LongJson, in_pieces, read_object
-from jitney.engine.api.request import Conversation
+from jitney.engine.api.request import Conversation, RequestBuilder, RouteKind
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody
 from jitney.engine.api.service import Service
@@ -19,6 +26,8 @@ from jitney.engine.api.text_tools.bodies import (
     ChatTokenizeBody,
     DetokenizeAnswer,
     DetokenizeBody,
+    InfillAnswer,
+    InfillBody,
     TemplateAnswer,
     TextTokenizeBody,
     TokenizeAnswer,
@@ -27,9 +36,11 @@ from jitney.engine.api.text_tools.bodies import (
 )
 from jitney.engine.errors import RequestError
 from jitney.engine.text.detokenizer import TokenBytes
+from jitney.engine.text.fill_in import OtherFile
 from jitney.engine.types import JsonDict
 
 _POST = ("POST",)
+_INFILL = RouteKind("infill-", "input_prefix", clamps=True)
 
 
 async def _tokenize(service: Service, request: Request) -> ASGIApp:
@@ -136,7 +147,83 @@ def _written(pieces: Iterator[bytes]) -> Pieces:
     yield from pieces
 
 
+async def _infill(service: Service, request: Request) -> ASGIApp:
+    body, headers = await read_body(service, request, InfillBody)
+    wanted = await _infill_request(service, body, Context.of(request))
+    return GenerationAnswer(service, wanted, _InfillFormat, headers)
+
+
+async def _infill_request(
+    service: Service, body: InfillBody, context: Context
+) -> GenerationRequest:
+    _, tokenizer = service.ready()
+    service.check_model(body.model)
+    fill_in = service.fill_in("input_suffix")
+    extra = body.input_extra or []
+    texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(e.text for e in extra)]
+    service.check_chars(sum(map(len, texts)), _INFILL.prompt_field)
+    others = [OtherFile(each.filename or "file", each.text) for each in extra]
+    before = body.input_prefix + (body.prompt or "")
+    most = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
+    builder = RequestBuilder(service, body, context)
+    sampling = builder.sampling({"max_tokens": most}, fill_in.ends)
+    ids = await service.off_loop(
+        lambda: fill_in.prompt(tokenizer, before, body.input_suffix, others)
+    )
+    return await builder.tokens(_INFILL, ids, sampling)
+
+
+class _InfillFormat(Format):
+    """llama.cpp's events: no [DONE], the last one says `stop`."""
+
+    def whole(self) -> Pieces:
+        [choice] = self.generation.choices
+        return in_pieces(self._last(choice, self._totals[choice.index]))
+
+    def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        if delta.finish is not None:
+            return self._event(self._last(choice, delta))
+        return self._event(self._piece(choice, delta))
+
+    def tail(self) -> Pieces:
+        yield from ()
+
+    def failure(self, error: Exception, request_id: str) -> Pieces:
+        yield ErrorReply.of(error, request_id).event()
+
+    def _piece(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
+        tokens = delta.tokens.ids if self.request.return_token_ids else []
+        return {"index": choice.index, "content": delta.text, "tokens": tokens, "stop": False}
+
+    def _last(self, choice: Choice, delta: ChoiceDelta) -> JsonDict:
+        usage: JsonDict = self.generation.usage()
+        return self._piece(choice, delta) | {
+            "stop": True,
+            "model": self.request.model,
+            "tokens_predicted": usage["completion_tokens"],
+            "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "truncated": False,
+            "stop_type": _stop_type(choice, delta),
+        }
+
+
+def _stop_type(choice: Choice, delta: ChoiceDelta) -> str:
+    if delta.finish != "stop":
+        return "limit"
+    return "word" if choice.stop_string else "eos"
+
+
 TEXT_ROUTES = (
+    HttpRoute(
+        "/infill",
+        _POST,
+        _infill,
+        "what stands between two texts, as llama.cpp has it",
+        generates=True,
+        body=InfillBody,
+        answer=InfillAnswer,
+    ),
     HttpRoute(
         "/tokenize",
         _POST,

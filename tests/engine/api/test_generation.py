@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from jitney.engine.api.mailbox import Mailbox
+from jitney.engine.api.generation import _Mailbox
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -21,7 +21,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def test_all_that_came_is_taken_at_once_and_in_order():
     async def test() -> None:
-        box: Mailbox[int] = Mailbox()
+        box: _Mailbox[int] = _Mailbox()
         for item in range(3):
             box.put(item)
         assert not box.is_empty
@@ -34,7 +34,7 @@ def test_all_that_came_is_taken_at_once_and_in_order():
 @pytest.mark.parametrize("wait_s", [None, 20.0])
 def test_who_waits_is_woken_by_what_comes(wait_s: float | None):
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: _Mailbox[str] = _Mailbox()
         asyncio.get_running_loop().call_later(0.01, box.put, "a")
         assert await box.take(wait_s) == ["a"]
 
@@ -43,7 +43,7 @@ def test_who_waits_is_woken_by_what_comes(wait_s: float | None):
 
 def test_a_failure_comes_after_what_came_before_it_and_stays():
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: _Mailbox[str] = _Mailbox()
         box.put("a")
         box.fail(ValueError("first"))
         box.fail(ValueError("second"))
@@ -58,7 +58,7 @@ def test_a_failure_comes_after_what_came_before_it_and_stays():
 
 def test_a_failure_wakes_who_waits():
     async def test() -> None:
-        box: Mailbox[str] = Mailbox()
+        box: _Mailbox[str] = _Mailbox()
         asyncio.get_running_loop().call_later(0.01, box.fail, ValueError("gone"))
         with pytest.raises(ValueError, match="gone"):
             await box.take(20.0)
@@ -71,7 +71,7 @@ def test_a_wait_is_as_long_as_it_may_be_also_after_many_short_ones():
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        box: Mailbox[int] = Mailbox()
+        box: _Mailbox[int] = _Mailbox()
         for item in range(5):
             loop.call_later(0.02, box.put, item)
             assert await box.take(0.2) == [item]
@@ -86,7 +86,7 @@ def test_a_wait_is_as_long_as_it_may_be_also_after_many_short_ones():
 def test_a_shorter_wait_is_not_held_up_by_the_timer_of_a_longer_one():
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        box: Mailbox[int] = Mailbox()
+        box: _Mailbox[int] = _Mailbox()
         loop.call_later(0.01, box.put, 1)
         assert await box.take(25.0) == [1]
         assert await box.take(0.05) == []
@@ -97,7 +97,7 @@ def test_a_shorter_wait_is_not_held_up_by_the_timer_of_a_longer_one():
 def test_a_timer_that_goes_off_while_nobody_waits_ends_no_later_wait():
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        box: Mailbox[int] = Mailbox()
+        box: _Mailbox[int] = _Mailbox()
         box.put(0)
         loop.call_later(0.01, box.put, 1)
         assert await box.take(0.05) == [0]
@@ -111,7 +111,7 @@ def test_a_timer_that_goes_off_while_nobody_waits_ends_no_later_wait():
 
 def test_a_closed_one_holds_nothing():
     async def test() -> None:
-        box: Mailbox[int] = Mailbox()
+        box: _Mailbox[int] = _Mailbox()
         box.put(1)
         box.fail(ValueError("gone"))
         box.close()
