@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import ClassVar
 
 from starlette.types import Receive, Scope, Send
 
 from jitney.engine.api.disconnect import until_disconnect
 
-#: Of an answer that is a stream of server-sent events: no cache keeps it, and no proxy waits for
-#: more of it.
-EVENT_STREAM = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-store",
-    "x-accel-buffering": "no",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerParts:
     """Sends a plain 200 part by part."""
+
+    #: Headers of an answer that is a stream of server-sent events: no cache keeps it, and no proxy
+    #: waits for more of it.
+    EVENT_STREAM: ClassVar[Mapping[str, str]] = {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-store",
+        "x-accel-buffering": "no",
+    }
 
     send: Send
 

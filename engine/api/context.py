@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jitney.engine.api.errors import ErrorForm
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Context:
     """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney"."""
+
+    #: What a client may call a request, or a session.
+    SAFE_ID: ClassVar[re.Pattern[str]] = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 
     request_id: str
     #: Its line in the table of routes; None if it has none.

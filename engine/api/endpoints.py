@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from jitney.engine.api.blocks import EVENT_STREAM, AnswerParts, BlockAnswer
+from jitney.engine.api.blocks import AnswerParts, BlockAnswer
 from jitney.engine.api.choices import Deltas
 from jitney.engine.api.context import Context
 from jitney.engine.api.formats import Format
@@ -92,7 +92,7 @@ class GenerationAnswer:
         """
         settings = self.service.settings
         deltas = await generation.deltas(settings.header_wait_s)
-        await parts.begin(self.headers | EVENT_STREAM)
+        await parts.begin({**self.headers, **AnswerParts.EVENT_STREAM})
         try:
             opening = format.opening()
             if opening:

@@ -10,7 +10,7 @@ import logging
 import re
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import ErrorForm, ErrorReply, HttpError, echo
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable, route_path
-from jitney.engine.api.schema import SAFE_ID
 from jitney.engine.api.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ _FORM = re.compile(r"multipart/form-data\s*;", re.IGNORECASE)
 #: Bytes of an upload beside the file (whose reader knows how long that may be), and bytes a second
 #: that it must have on average.
 _FORM_BYTES, _LEAST_RATE = 1 << 16, 16_384
-#: In the state of a scope: the request came over one connection too many.
-CROWDED = "jitney_crowded"
 _MAX_HEADERS = 256
 _MAX_HEADER_BYTES = 1 << 16
 #: Status logged for a client that left before its answer.
@@ -147,7 +144,7 @@ def _safe_header(scope: Scope, name: bytes) -> str:
     """A header that is given once and is harmless in headers and logs; else nothing."""
     given = _headers_named(scope, name)
     text = given[0].decode("latin-1") if len(given) == 1 else ""
-    return text if SAFE_ID.match(text) else ""
+    return text if Context.SAFE_ID.match(text) else ""
 
 
 def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
@@ -174,6 +171,9 @@ class HeaderLimits:
     passes it. A Host of somebody else's choice is how a page elsewhere, by pointing its own name at
     us, would read our answers.
     """
+
+    #: In the state of a scope: the request came over one connection too many.
+    CROWDED: ClassVar[str] = "jitney_crowded"
 
     app: ASGIApp
     settings: ServerSettings
@@ -207,7 +207,7 @@ def _check_room(scope: Scope) -> None:
     context: Context | None = scope.get("jitney")  # a page of engines elsewhere has none
     route = None if context is None else context.route
     is_probe = route is not None and route.role is Role.ANYBODY
-    if scope.get("state", {}).get(CROWDED) and not is_probe:
+    if scope.get("state", {}).get(HeaderLimits.CROWDED) and not is_probe:
         raise HttpError(
             503,
             "too many connections are open (max_connections)",

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.errors import ErrorReply, HttpError
-from jitney.engine.api.middleware import CROWDED
+from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
 
 #: What is still read, and thrown away, of a request that was answered before all of it came. A
@@ -127,7 +127,7 @@ class _BoundedProtocol(H11Protocol):
         super().connection_made(self._outbound)  # type: ignore[arg-type]
         self.all_open.opened(self)
         if self.all_open.crowded:
-            self.app_state = {**self.app_state, CROWDED: True}
+            self.app_state = {**self.app_state, HeaderLimits.CROWDED: True}
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

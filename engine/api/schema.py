@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, Self, cast
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, cast
 
 import orjson
 from pydantic import (
@@ -26,35 +26,44 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from jitney.engine.api import grammar_fields
+from jitney.engine.api.context import Context
 from jitney.engine.api.errors import echo
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.conversation.tools import Tool
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict, JsonObject, JsonValue, Range, SamplingParams, declared
 
-#: Most stop strings of a request.
-MAX_STOPS = 64
-#: Most characters of a field that only labels a request (user, names, ids).
-_LABEL_CHARS = 512
-#: Most entries of stop_token_ids, before those that are named twice are dropped.
-_MAX_STOP_TOKENS = 512
-#: Most ids of allowed_token_ids; most words that are banned, and characters of each.
-_MOST_ALLOWED = 1 << 20
-_MOST_BAD_WORDS = 256
-_BAD_WORD_CHARS = 64
-_MAX_PROMPTS = 128
-_MAX_MESSAGES = 4096
+
+class _Limits(NamedTuple):
+    """The most that a body may have of each."""
+
+    #: Stop strings.
+    stops: int = 64
+    #: Entries of stop_token_ids, before those that are named twice are dropped.
+    stop_tokens: int = 512
+    #: Characters of a field that only labels a request (user, names, ids).
+    label_chars: int = 512
+    #: Ids of allowed_token_ids.
+    allowed_tokens: int = 1 << 20
+    #: Words that are banned, and characters of each.
+    bad_words: int = 256
+    bad_word_chars: int = 64
+    prompts: int = 128
+    messages: int = 4096
+    tools: int = 128
+    #: Variables of a chat template that a request may set, and characters of their JSON.
+    variables: int = 32
+    variable_chars: int = 1 << 14
+
+
+LIMITS = _Limits()
 _DAY_MS = 86_400_000
-SAFE_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _SALT = r"^[A-Za-z0-9_-]{1,128}$"
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 #: Names of functions; OpenAI takes no dots, and 64 characters.
 _FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
-MAX_TOOLS = 128
-#: Variables of a chat template that a request may set, and characters of their JSON.
-_MAX_VARIABLES = 32
-_MAX_VARIABLE_CHARS = 1 << 14
-#: Those that it may not set: what is rendered, and how transformers renders it.
+#: Variables of a chat template that a request may not set: what is rendered, and how transformers
+#: renders it.
 _OWN_VARIABLES = frozenset(
     {
         "add_generation_prompt",
@@ -169,12 +178,12 @@ class _TextPart(Part):
 
 
 #: What clients may send, where it is checked by a function.
-_Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+_Stop = str | Annotated[list[str], Field(max_length=LIMITS.stops)]
 _Prompt = (
     str
-    | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    | Annotated[list[str], Field(min_length=1, max_length=LIMITS.prompts)]
     | Annotated[list[int], Field(min_length=1)]
-    | Annotated[list[list[int]], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    | Annotated[list[list[int]], Field(min_length=1, max_length=LIMITS.prompts)]
 )
 
 
@@ -222,8 +231,8 @@ def _stops(value: JsonValue) -> tuple[str, ...]:
         return ()
     if isinstance(value, str):
         return (value,)
-    if not isinstance(value, list) or len(value) > MAX_STOPS:
-        raise ValueError(f"must be a string or at most {MAX_STOPS} strings")
+    if not isinstance(value, list) or len(value) > LIMITS.stops:
+        raise ValueError(f"must be a string or at most {LIMITS.stops} strings")
     texts = [text for text in value if isinstance(text, str)]
     if len(texts) < len(value):
         raise ValueError("must be a string or a list of strings")
@@ -256,7 +265,7 @@ def _logit_bias(value: JsonValue) -> dict[int, float]:
 
 
 def _prompts(value: JsonValue) -> list[str | list[int]]:
-    return prompt_list(value, _MAX_PROMPTS)
+    return prompt_list(value, LIMITS.prompts)
 
 
 def prompt_list(value: JsonValue, most: int, what: str = "prompt") -> list[str | list[int]]:
@@ -313,12 +322,12 @@ def _text_part(index: int, part: JsonValue, kinds: tuple[str, ...]) -> str:
 
 
 def _safe_id(value: str | None) -> str | None:
-    if value is not None and not SAFE_ID.match(value):
+    if value is not None and not Context.SAFE_ID.match(value):
         raise ValueError("must have 1 to 128 characters of A-Z, a-z, 0-9, _, . and -")
     return value
 
 
-Label = Annotated[str, Field(max_length=_LABEL_CHARS)]
+Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 
@@ -346,13 +355,13 @@ class ModelBody(Part):
                 )
         for name in cls.counted:
             messages = raw.get(name)
-            if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
-                raise RequestError(f"{name} may hold at most {_MAX_MESSAGES}", param=name)
+            if isinstance(messages, list) and len(messages) > LIMITS.messages:
+                raise RequestError(f"{name} may hold at most {LIMITS.messages}", param=name)
         body = checked(cls, raw)
         return body, _unknown(raw, {*cls.model_fields, *refused})
 
 
-_BadWord = Annotated[str, Field(min_length=1, max_length=_BAD_WORD_CHARS)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=LIMITS.bad_word_chars)]
 
 
 class GenerationBody(ModelBody):
@@ -380,7 +389,7 @@ class GenerationBody(ModelBody):
     stop: Annotated[
         tuple[str, ...], PlainValidator(_stops, json_schema_input_type=_Stop | None)
     ] = ()
-    stop_token_ids: Annotated[list[int], Field(max_length=_MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=LIMITS.stop_tokens)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
@@ -393,9 +402,9 @@ class GenerationBody(ModelBody):
     ] = None
     #: None: all.
     allowed_token_ids: (
-        Annotated[list[int], Field(min_length=1, max_length=_MOST_ALLOWED)] | None
+        Annotated[list[int], Field(min_length=1, max_length=LIMITS.allowed_tokens)] | None
     ) = None
-    bad_words: Annotated[list[_BadWord], Field(max_length=_MOST_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=LIMITS.bad_words)] | None = None
     prompt_logprobs: Annotated[int | None, ranged("prompt_logprobs")] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(pattern=_SALT)] | None = None
@@ -491,7 +500,7 @@ class CompletionBody(GenerationBody):
 
 
 class _ToolFunction(Part):
-    name: Annotated[str, Field(min_length=1, max_length=_LABEL_CHARS)]
+    name: Annotated[str, Field(min_length=1, max_length=LIMITS.label_chars)]
     arguments: str
 
 
@@ -575,7 +584,7 @@ class _NamedTool(Part):
 
 class _AllowedTools(Part):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=LIMITS.tools)]
 
 
 class _Allowed(Part):
@@ -600,9 +609,9 @@ def _checked_variables(value: JsonValue) -> JsonDict:
         return {}
     if not isinstance(value, dict):
         raise ValueError("must be an object")
-    if len(value) > _MAX_VARIABLES or len(orjson.dumps(value)) > _MAX_VARIABLE_CHARS:
+    if len(value) > LIMITS.variables or len(orjson.dumps(value)) > LIMITS.variable_chars:
         raise ValueError(
-            f"must hold at most {_MAX_VARIABLES} variables and {_MAX_VARIABLE_CHARS} characters"
+            f"must hold at most {LIMITS.variables} variables and {LIMITS.variable_chars} characters"
         )
     for name in value:
         if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
@@ -674,7 +683,7 @@ class ChatBody(GenerationBody):
     #: None: true, unless continue_final_message is.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=LIMITS.tools)] | None = None
     #: None: auto where there are tools.
     tool_choice: _ToolChoice | None = None
     #: None: true.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from jitney.engine.api.blocks import EVENT_STREAM
+from jitney.engine.api.blocks import AnswerParts
 from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.fleet.answering import STAGE_HEADER, Answering, ModelAnswer, ModelStream
 from jitney.engine.fleet.asked import Asked, RawHeaders
@@ -111,7 +111,7 @@ class NamedComposition:
                 headers = await _first(queue)
                 self._count(headers)
                 body = self._events(queue, asked.request_id)
-                yield ProxiedAnswer(200, _raw(headers | EVENT_STREAM), body)
+                yield ProxiedAnswer(200, _raw({**headers, **AnswerParts.EVENT_STREAM}), body)
             return
         whole = await self.composed.answer(question)
         self._count(whole.headers)

@@ -9,8 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from jitney.engine.api.errors import echo
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.api.schema import (
-    MAX_STOPS,
-    MAX_TOOLS,
+    LIMITS,
     FunctionName,
     GenerationBody,
     Label,
@@ -286,7 +285,7 @@ class CountTokensBody(GenerationBody):
     tools: (
         Annotated[
             list[Annotated[ToolParam, PlainValidator(_tool, json_schema_input_type=ToolParam)]],
-            Field(max_length=MAX_TOOLS),
+            Field(max_length=LIMITS.tools),
         ]
         | None
     ) = None
@@ -331,7 +330,8 @@ class MessagesBody(CountTokensBody):
     max_tokens: Annotated[int, ranged("max_tokens")]  # pyright: ignore[reportGeneralTypeIssues]
     stop_sequences: (
         Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_STOPS)
+            list[Annotated[str, Field(min_length=1, max_length=256)]],
+            Field(max_length=LIMITS.stops),
         ]
         | None
     ) = None

@@ -19,7 +19,7 @@ from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import new_id
 from jitney.engine.api.batches.webhooks import check_webhook_url
-from jitney.engine.api.blocks import EVENT_STREAM, AnswerParts
+from jitney.engine.api.blocks import AnswerParts
 from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.endpoints import ignored_header
@@ -159,7 +159,7 @@ class _EventAnswer:
 
     async def _send(self, send: Send) -> None:
         parts = AnswerParts(send)
-        await parts.begin(EVENT_STREAM)
+        await parts.begin(AnswerParts.EVENT_STREAM)
         async with aclosing(self.events) as events:
             async for event in events:
                 await parts.write(event)

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from jitney.engine.api.errors import echo
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.api.schema import (
-    MAX_TOOLS,
+    LIMITS,
     FunctionFields,
     GenerationBody,
     Label,
@@ -282,7 +282,7 @@ class AllowedTools(Part):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=LIMITS.tools)]
 
     @property
     def names(self) -> list[str]:
@@ -368,7 +368,7 @@ class ResponsesBody(GenerationBody):
             list[
                 Annotated[FunctionTool, PlainValidator(_tool, json_schema_input_type=FunctionTool)]
             ],
-            Field(max_length=MAX_TOOLS),
+            Field(max_length=LIMITS.tools),
         ]
         | None
     ) = None
