@@ -6,6 +6,8 @@ own.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from jitney.engine.errors import ErrorInfo
@@ -221,7 +223,15 @@ class Done(msgspec.Struct, tag="done", frozen=True, omit_defaults=True):
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     """The core cannot start or go on; its process exits after this."""
 
+    #: Code of the error of a core whose engine has lost a host; no request is to blame for that.
+    host_lost: ClassVar[str] = "host_lost"
+
     error: ErrorInfo
+
+    @classmethod
+    def of(cls, reason: str, code: str = "engine_dead") -> Fatal:
+        """reason: told in one line."""
+        return cls(ErrorInfo(code, " ".join(reason.split())[:500]))
 
 
 class Parting(msgspec.Struct, tag="parting", frozen=True):

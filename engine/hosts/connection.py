@@ -6,7 +6,8 @@ import contextlib
 import select
 import socket
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -14,11 +15,9 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.hosts import messages
 from jitney.engine.worker_pipe import LENGTH, framed
 
-#: Seconds between two signs of life, and without any after which the other is taken to be gone. A
-#: process that ends is noticed at once, by the end of the connection; this is for machines.
-BEAT_S, SILENT_S = 1.0, 20.0
 #: Most bytes of a message.
 _MOST = 1 << 30
+_decode: Callable[[bytes], messages.Message] = msgspec.msgpack.Decoder(messages.Message).decode
 
 
 class HostAddress(NamedTuple):
@@ -51,9 +50,13 @@ class HostAddress(NamedTuple):
 class Connection:
     """To one other host. Any thread may send, one receives."""
 
+    #: Seconds without a sign of life after which the other is taken to be gone. A process that ends
+    #: is noticed at once, by the end of the connection; this is for machines.
+    silent_s: ClassVar[float] = 20.0
+
     def __init__(self, connected: socket.socket):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.settimeout(SILENT_S)
+        connected.settimeout(self.silent_s)
         self._socket = connected
         self._reader = connected.makefile("rb")
         self._sending = threading.Lock()
@@ -68,13 +71,13 @@ class Connection:
             self._socket.sendall(frame)
 
     def receive(self, most: int = _MOST) -> messages.Message:
-        """The next message. Raises OSError if nothing comes for SILENT_S seconds, EOFError at the
+        """The next message. Raises OSError if nothing comes for `silent_s` seconds, EOFError at the
         end, msgspec.DecodeError for what is none of ours or longer than `most` bytes.
         """
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         if length > most:
             raise msgspec.DecodeError("a message is too long")
-        return messages.decode(self._exactly(length))
+        return _decode(self._exactly(length))
 
     def _exactly(self, count: int) -> bytes:
         data = self._reader.read(count)

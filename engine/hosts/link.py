@@ -23,8 +23,6 @@ import msgspec
 from jitney.engine.errors import ConfigError
 from jitney.engine.hosts import messages
 from jitney.engine.hosts.connection import (
-    BEAT_S,
-    SILENT_S,
     Connection,
     HostAddress,
 )
@@ -57,6 +55,8 @@ _RETRY_S, _REPORT_S, _HELLO_S = 0.5, 10.0, 5.0
 #: Seconds in which the end of another host is noticed, once something that we did with it failed;
 #: and that an ending host gives the others to hear of it.
 _NOTICE_S, _FAREWELL_S = 3.0, 2.0
+#: Seconds between two signs of life.
+_BEAT_S = 1.0
 #: Most bytes of a message from somebody who has not been let in.
 _STRANGERS_MOST = 4096
 #: What may go wrong with a connection.
@@ -184,7 +184,7 @@ class _Watched:
             while self.goodbye is None:
                 self._take(self.connection.receive())
         except TimeoutError:
-            return f"{self.name} said nothing for {SILENT_S:g} s"
+            return f"{self.name} said nothing for {Connection.silent_s:g} s"
         except _BROKEN:
             return f"{self.name} is gone: its connection ended"
         return ""
@@ -432,7 +432,7 @@ def _send(other: _Watched, frame: bytes) -> None:
 def _beat(others: list[_Watched]) -> None:
     """Say that we live, for as long as somebody hears it."""
     frame = framed(Beat())
-    while not all(other.ended.wait(BEAT_S / len(others)) for other in others):
+    while not all(other.ended.wait(_BEAT_S / len(others)) for other in others):
         for other in others:
             _send(other, frame)
 
@@ -448,7 +448,7 @@ class _Waiting:
 
     def wait(self, listener: socket.socket) -> None:
         until = time.monotonic() + _JOIN_S
-        listener.settimeout(BEAT_S)
+        listener.settimeout(_BEAT_S)
         reported = 0.0
         while self._missing:
             now = time.monotonic()
@@ -495,7 +495,7 @@ class _Waiting:
         connected.settimeout(_HELLO_S)
         try:
             hello = connection.receive(_STRANGERS_MOST)
-            connected.settimeout(SILENT_S)
+            connected.settimeout(Connection.silent_s)
             self._take(hello, connection)
         except _BROKEN:
             _log.warning("somebody at %s connected who is no host of this engine", address)

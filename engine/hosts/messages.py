@@ -157,8 +157,6 @@ class Missing(msgspec.Struct, tag="missing", frozen=True):
     hosts: list[int] | None = None
 
 
-Command = Step | Board | Choose
-Meeting = Want | Wanted | Together | Missing | Parting
-Message = Command | Meeting | Hello | Welcome | Refused | Say | Agreed | Beat | Goodbye
-
-decode = msgspec.msgpack.Decoder(Message).decode
+type Command = Step | Board | Choose
+type Meeting = Want | Wanted | Together | Missing | Parting
+type Message = Command | Meeting | Hello | Welcome | Refused | Say | Agreed | Beat | Goodbye

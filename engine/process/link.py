@@ -22,7 +22,7 @@ from jitney.engine import messages
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo
 from jitney.engine.process.children import child_environ, start_child
-from jitney.engine.process.main import Start, from_core_address, to_core_address
+from jitney.engine.process.main import Start
 
 #: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
 #: otherwise.
@@ -44,7 +44,7 @@ _FOLDER_TRIES = 3
 def _private_folder() -> Iterator[str]:
     """A new folder in the temporary directory, locked while it is in use and then removed.
 
-    The lock ends with this process, however it dies, and says to `remove_left_folders` that nobody
+    The lock ends with this process, however it dies, and says to `_remove_left_folders` that nobody
     uses the folder any more. Services that clean the temporary directory by age respect it too.
     Raises OSError if there is no room, no descriptor, or no temporary directory.
     """
@@ -56,7 +56,7 @@ def _private_folder() -> Iterator[str]:
         os.close(lock)
 
 
-def remove_left_folders() -> None:
+def _remove_left_folders() -> None:
     """Remove the folders of servers that were killed: ours, locked by nobody, and with nothing but
     sockets in them.
     """
@@ -159,13 +159,14 @@ class CoreLink:
 
 class Workshop:
     """What every link needs and what must be there when no descriptor is left: ZeroMQ's own
-    threads, and descriptors to give away.
+    threads, and descriptors to give away. Folders that killed servers left go when it is made.
 
     libzmq ends the process if it gets no descriptor for the poller of a new context, so there is
     one context for all links.
     """
 
     def __init__(self) -> None:
+        _remove_left_folders()
         self.context = zmq.Context()
         self.context.socket(zmq.PUSH).close()  # the first socket starts the threads
         self._spare: list[int] = []
@@ -193,15 +194,12 @@ class Workshop:
             context.socket(zmq.PUSH) as to_core,
             zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core,
         ):
-            for socket, address in (
-                (to_core, to_core_address(folder)),
-                (from_core, from_core_address(folder)),
-            ):
+            settings = config.model_dump(mode="json", exclude={"server"})
+            start = Start(settings, folder, builder, config.server.log_level)
+            for socket, address in ((to_core, start.to_core), (from_core, start.from_core)):
                 socket.set_hwm(0)
                 socket.linger = 0
                 socket.bind(address)
-            settings = config.model_dump(mode="json", exclude={"server"})
-            start = Start(settings, folder, builder, config.server.log_level)
             link = CoreLink(to_core, from_core, await _spawn(config, start))
             try:
                 yield link

@@ -28,23 +28,25 @@ from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import JitneyError, RequestError
 from jitney.engine.hosts.link import FirstHost, OtherHost
+from jitney.engine.hosts.messages import Goodbye
 from jitney.engine.joined import JoinedCore
-from jitney.engine.process.hosts import fatal, follow, met, start_ticking
+from jitney.engine.process.hosts import met
 from jitney.engine.types import EngineInfo
 
 if TYPE_CHECKING:
     from jitney.engine.core import EngineCore
+    from jitney.engine.executor.hosts import Follower
 
 _log = logging.getLogger("jitney.core")
 
-#: Seconds between two ticks of an idle core, and idle ticks between two conservation checks of the
-#: page pool.
+#: Seconds that a follower listens to the first host before it looks whether it is to end.
+_LISTEN_S = 0.2
+#: Seconds between two ticks of an idle core or of a follower, and idle ticks between two
+#: conservation checks of the page pool.
 _TICK_S = 1.0
 _CHECK_EVERY = 10
 #: Milliseconds for the last messages.
 _LINGER_MS = 2000
-#: What makes the core; a test names one that needs no model.
-BUILDER = "jitney.engine.build:build_engine"
 #: What makes the follower on the other hosts of an engine.
 _FOLLOWER = "jitney.engine.build:build_follower"
 
@@ -56,16 +58,19 @@ class Start(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     #: Of the two sockets.
     folder: str
-    builder: str = BUILDER
+    #: What makes the core, MODULE:FUNCTION.
+    builder: str
     log_level: str = "info"
 
+    @property
+    def to_core(self) -> str:
+        """The address of the socket that we read."""
+        return f"ipc://{self.folder}/to"
 
-def to_core_address(folder: str) -> str:
-    return f"ipc://{folder}/to"
-
-
-def from_core_address(folder: str) -> str:
-    return f"ipc://{folder}/from"
+    @property
+    def from_core(self) -> str:
+        """The address of the socket that we write to."""
+        return f"ipc://{self.folder}/from"
 
 
 def main() -> int:
@@ -92,8 +97,8 @@ def main() -> int:
         context.socket(zmq.PUSH) as outbox,
     ):
         for socket, address in (
-            (inbox, to_core_address(start.folder)),
-            (outbox, from_core_address(start.folder)),
+            (inbox, start.to_core),
+            (outbox, start.from_core),
         ):
             # A bound would drop or block; the scheduler's caps bound what is in flight.
             socket.set_hwm(0)
@@ -126,7 +131,7 @@ def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
     try:
         _build_and_serve(start, inbox, outbox)
     except Exception as error:
-        outbox.send(messages.encode(fatal(_in_one_line(error))))
+        outbox.send(messages.encode(messages.Fatal.of(_in_one_line(error))))
         return 1
     return 0
 
@@ -146,7 +151,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
     config = Config.model_validate(start.config, strict=False)
     source = ModelSource.resolve(config.model.id, revision=config.model.revision or None)
     if config.engine.n_hosts > 1:
-        with met(config, source, report, from_core_address(start.folder)) as hosts:
+        with met(config, source, report, start.from_core) as hosts:
             _serve_together(start, config, source, hosts, inbox, outbox)
         return
     core, info = _builder(start.builder)(config, source, report)
@@ -185,11 +190,42 @@ def _serve_together(
         return
     follower, info = _builder(_FOLLOWER)(config, source, report, hosts)
     outbox.send(messages.encode(messages.Ready(info)))
-    start_ticking(from_core_address(start.folder))
+    _start_ticking(start.from_core)
     _freeze()
-    left = follow(follower, hosts, lambda: _is_shut_down(inbox))
+    left = _follow(follower, hosts, lambda: _is_shut_down(inbox))
     if left is not None:
         outbox.send(messages.encode(left))
+
+
+def _follow(
+    follower: Follower, hosts: OtherHost, is_shut_down: Callable[[], bool]
+) -> messages.Left | None:
+    """Do what the first host does until it ends, or until we are shut down (None)."""
+    while not is_shut_down():
+        until = time.monotonic() + _TICK_S
+        while time.monotonic() < until:
+            message = hosts.next(_LISTEN_S)
+            if isinstance(message, Goodbye):
+                return messages.Left(message.reason)
+            if message is not None:
+                follower.do(message)
+    return None
+
+
+def _start_ticking(address: str) -> None:
+    """Tell the parent once a second that this process lives, from a thread of its own: how long a
+    step may take is the first host's to judge.
+    """
+    threading.Thread(target=_tick, args=(address,), daemon=True).start()
+
+
+def _tick(address: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = 0
+        socket.connect(address)
+        while True:
+            socket.send(messages.encode(messages.Tick(waiting=0)))
+            time.sleep(_TICK_S)
 
 
 def _is_shut_down(inbox: zmq.Socket) -> bool:

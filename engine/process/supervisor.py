@@ -26,9 +26,7 @@ from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.process.client import OutputListener
 from jitney.engine.process.counters import EngineCounters
-from jitney.engine.process.hosts import HOST_LOST
-from jitney.engine.process.link import CoreLink, Workshop, remove_left_folders
-from jitney.engine.process.main import BUILDER
+from jitney.engine.process.link import CoreLink, Workshop
 from jitney.engine.process.quarantine import Quarantine
 from jitney.engine.process.stream import Stream
 from jitney.engine.process.suspicion import Suspicion
@@ -121,8 +119,9 @@ class ProcessClient:
 
     config: Config
     _: KW_ONLY
-    #: Where the core's process finds what it runs, MODULE:FUNCTION.
-    builder: str = BUILDER
+    #: Where the core's process finds what it runs, MODULE:FUNCTION; a test names one that needs no
+    #: model.
+    builder: str = "jitney.engine.build:build_engine"
     #: Called with each progress of the start.
     on_progress: Callable[[messages.Progress], None] = _ignore
     #: "dead" is for good; `failure` says why.
@@ -177,7 +176,6 @@ class ProcessClient:
 
     async def start(self) -> None:
         """Start the core process and return at once; it is `loading`."""
-        remove_left_folders()
         self._workshop = Workshop()
         self._supervision = asyncio.create_task(self._supervise())
 
@@ -355,7 +353,7 @@ class ProcessClient:
         if link.left:
             return _CoreEnd("left", link.left, link.ready)
         if link.fatal is not None:
-            crashed = link.fatal.code != HOST_LOST
+            crashed = link.fatal.code != messages.Fatal.host_lost
             return _CoreEnd("failed", link.fatal.message, link.ready, crashed=crashed)
         if link.hung and self._watchdog.others_overdue:
             return _CoreEnd("hung", self._why_others_hang(link), link.ready)

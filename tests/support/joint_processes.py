@@ -18,7 +18,6 @@ from outputs import Outputs
 from jitney.engine import LLM
 from jitney.engine.config.layers import load_config
 from jitney.engine.ports import free_port
-from jitney.engine.process.main import BUILDER
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
@@ -64,7 +63,7 @@ async def tokens_of(stream: Outputs) -> list[int]:
 
 @asynccontextmanager
 async def two_processes(
-    settings: Mapping[str, Any], builder: str = BUILDER
+    settings: Mapping[str, Any], builder: str = ProcessClient.builder
 ) -> AsyncIterator[list[ProcessClient]]:
     """Supervisors of both, as `jitney serve` is on each of two hosts; host 0 first."""
     both = {**settings, "n_hosts": 2, "coordinator": f"127.0.0.1:{free_port()}"}

@@ -15,6 +15,7 @@ from jitney.engine.executor.hosts import Follower, LeadingRunner
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.runner import Runner
 from jitney.engine.hosts import messages
+from jitney.engine.hosts.connection import _decode
 from jitney.engine.hosts.messages import Board, Choose, Step
 from jitney.engine.models.registry import random_model
 from jitney.engine.records import Ledger
@@ -42,7 +43,7 @@ class Wire:
         self.said: list[messages.Message] = []
 
     def send(self, message: messages.Message) -> None:
-        self.said.append(messages.decode(framed(message)[LENGTH.size :]))
+        self.said.append(_decode(framed(message)[LENGTH.size :]))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.hosts import connection, link
+from jitney.engine.hosts import link
+from jitney.engine.hosts.connection import Connection, HostAddress
 from jitney.engine.hosts.link import FirstHost, OtherHost
 from jitney.engine.hosts.messages import Goodbye, Hello, PackedArray, Step, StepSize
 from jitney.engine.ports import free_port
@@ -273,9 +274,8 @@ def test_nobody_leaves_while_a_loss_is_told(meeting: Meeting, number: int):
 
 
 def test_a_host_that_says_nothing_is_gone(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connection, "SILENT_S", 0.5)
-    monkeypatch.setattr(link, "SILENT_S", 0.5)
-    monkeypatch.setattr(link, "BEAT_S", 60.0)
+    monkeypatch.setattr(Connection, "silent_s", 0.5)
+    monkeypatch.setattr(link, "_BEAT_S", 60.0)
     first, _ = meeting.pair()
     losses = {meeting.losses.get(timeout=LIMIT_S) for _ in range(2)}
     # Whoever notices it first tells the other, who may hear of it before noticing.
@@ -344,4 +344,4 @@ def test_a_coordinator_that_is_not_here():
     with pytest.raises(
         ConfigError, match=r"coordinator 192\.0\.2\.1:9 must be an address of the first"
     ):
-        connection.HostAddress.read("192.0.2.1:9").listen()
+        HostAddress.read("192.0.2.1:9").listen()

@@ -27,7 +27,7 @@ from jitney.engine import messages
 from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
 from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.process import supervisor, watchdog
-from jitney.engine.process.link import CoreLink, _private_folder, remove_left_folders
+from jitney.engine.process.link import CoreLink, _private_folder, _remove_left_folders
 from jitney.engine.process.main import _TICK_S
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.scheduler.admission import _sibling_seed
@@ -519,7 +519,7 @@ def test_folders_of_killed_servers_are_removed_and_no_others(
     (tmp_path / "jitney-core-mine" / "data").touch()
     (tmp_path / "jitney-core-link").symlink_to(tmp_path / "jitney-core-mine")
     with _private_folder() as used:
-        remove_left_folders()
+        _remove_left_folders()
         names = {path.name for path in tmp_path.iterdir()}
         assert names == {"jitney-core-mine", "jitney-core-link", Path(used).name}
     assert not Path(used).exists()
