@@ -1,5 +1,5 @@
 """The page where you watch the seats: a Starlette sub-application beside the HTTP endpoint."""
 
-from jitney.dashboard.app import create_dashboard, dashboard_routes, with_page
+from jitney.dashboard.app import Dashboard
 
-__all__ = ["create_dashboard", "dashboard_routes", "with_page"]
+__all__ = ["Dashboard"]

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Awaitable, Callable, Generator
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from jitney.dashboard import request_detail
 from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.drawing import Drawings
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
-from jitney.dashboard.lab import Experiment, Lab, SettingsNow, check_minutes
+from jitney.dashboard.lab import Experiment, Lab, SettingsNow
 from jitney.dashboard.pulse import Pulses
-from jitney.dashboard.queries import Query
 from jitney.dashboard.report import ReportData
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
@@ -32,7 +33,9 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
+from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
+from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import MAX_N
 
@@ -42,6 +45,11 @@ _MOST_ANSWERS = 16
 _HZ = 10.0
 #: Parts of a timeline, at most.
 _MAX_BINS = 600
+#: Of requests that are listed.
+_STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
+#: Numbers of a query: beyond every limit, and most digits of one.
+_ANY = 2**62
+_MOST_DIGITS = 18
 #: Bytes of a piece of a report.
 _BLOCK = 1 << 16
 _EXPERIMENT_FORM = (
@@ -55,16 +63,21 @@ _Decode = Callable[[list[int]], str]
 type _Handler = Callable[[Request], Awaitable[Response | BlockAnswer]]
 
 
-class _Dashboard(PageRoutes):
-    """The handlers of one engine's routes, and what they share."""
+class Dashboard(PageRoutes):
+    """The page of one engine: the handlers of its routes, and what they share.
+
+    hz: frames a second. engine: tells what the engine is started with, for the policy lab,
+    which is closed without it. decode: token ids to text, if prompts and answers may be shown.
+    """
 
     def __init__(
         self,
         client: EngineClient,
         settings: ServerSettings,
-        hz: float,
-        engine: SettingsNow | None,
-        decode: _Decode | None,
+        *,
+        hz: float = _HZ,
+        engine: SettingsNow | None = None,
+        decode: _Decode | None = None,
     ):
         super().__init__(settings)
         self.client = client
@@ -126,7 +139,7 @@ class _Dashboard(PageRoutes):
         """Step records after step `from` up to step `to` (default: all that are kept), at most
         `timeline._MAX_RECORDS`.
         """
-        query = Query(request)
+        query = _Query(request)
         after = query.whole("from", -1)
         until = query.whole("to", 2**62)
         work = record_columns(self.client.history, after, until, time.monotonic())
@@ -135,7 +148,7 @@ class _Dashboard(PageRoutes):
     async def timeline(self, request: Request) -> BlockAnswer:
         """Bins and stays between two times, see `Window.timeline`."""
         now = time.monotonic()
-        bins = Query(request).whole("bins", 120, 1, _MAX_BINS)
+        bins = _Query(request).whole("bins", 120, 1, _MAX_BINS)
         window = self._window(request, now)
         return await self._answer(window.timeline(bins, now, identity=Identity.of(request.scope)))
 
@@ -155,15 +168,15 @@ class _Dashboard(PageRoutes):
         return BlockAnswer(self.slices.blocks(in_pieces(_with_long_lists(value))), _JSON)
 
     def _window(self, request: Request, now: float) -> Window:
-        query = Query(request)
+        query = _Query(request)
         end = query.seconds("to", now)
         start = query.seconds("from", end - 60)
         return Window.shown(self.client.history, start, end, now)
 
     async def requests(self, request: Request) -> BlockAnswer:
         """Sequences, the newest first, see `request_detail.listing`; to a user its own."""
-        query = Query(request)
-        state = query.word("state", request_detail.STATES)
+        query = _Query(request)
+        state = query.word("state", _STATES)
         limit = query.whole("limit", 100, 1, 1000)
         cursor = query.whole("cursor", 2**53, 0)
         work = request_detail.listing(
@@ -181,7 +194,7 @@ class _Dashboard(PageRoutes):
         more, or is somebody else's.
         """
         identity = Identity.of(request.scope)
-        index = Query(request).whole("index", 0, 0, MAX_N)
+        index = _Query(request).whole("index", 0, 0, MAX_N)
         record = self.client.history.find(request.path_params["id"], index)
         if record is None or not identity.may_see(record.tenant):
             raise HttpError(404, "no such request, or it ended too long ago", code="not_found")
@@ -203,8 +216,8 @@ class _Dashboard(PageRoutes):
 
     async def report(self, request: Request) -> BlockAnswer:
         """The last minutes as a self-contained HTML file."""
-        minutes = Query(request).seconds("minutes", 1.0)
-        check_minutes(minutes)
+        minutes = _Query(request).seconds("minutes", 1.0)
+        History.check_minutes(minutes)
         now, wall = time.monotonic(), time.time()
         work = ReportData.collect(self.client, minutes, self.feed.notes, now, wall)
         page = await self.drawings.draw(await self.slices.result(work))
@@ -237,36 +250,44 @@ def _with_long_lists(value: Any) -> Any:
     return LongJson.of_list(value) if isinstance(value, list) else value
 
 
-def create_dashboard(
-    client: EngineClient,
-    settings: ServerSettings,
-    *,
-    hz: float = _HZ,
-    engine: SettingsNow | None = None,
-    decode: _Decode | None = None,
-) -> Starlette:
-    """The page of one engine, to be mounted under a path of its own: see `PageRoutes.to_mount`.
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """What the URL of a request asks for; what is wrong is named. All raise RequestError."""
 
-    hz: frames a second. engine: tells what the engine is started with, for the policy lab,
-    which is closed without it. decode: token ids to text, if prompts and answers may be shown.
-    """
-    return _Dashboard(client, settings, hz, engine, decode).to_mount()
+    request: Request
+
+    def whole(self, name: str, default: int, low: int = -_ANY, high: int = _ANY) -> int:
+        """A whole number."""
+        text = self.request.query_params.get(name)
+        if text is None:
+            return default
+        value = _number(text)
+        if value is None or not low <= value <= high:
+            limits = f" from {low} to {high}" if low > -_ANY or high < _ANY else ""
+            raise _must_be(name, f"a whole number{limits}")
+        return value
+
+    def seconds(self, name: str, default: float) -> float:
+        """A time or a span in seconds."""
+        with contextlib.suppress(ValueError):
+            value = float(self.request.query_params.get(name, default))
+            if math.isfinite(value):
+                return value
+        raise _must_be(name, "a number of seconds")
+
+    def word(self, name: str, choices: Sequence[str]) -> str:
+        """One of `choices`, the first by default."""
+        value = self.request.query_params.get(name, choices[0])
+        if value not in choices:
+            raise _must_be(name, f"one of: {', '.join(choices)}")
+        return value
 
 
-def dashboard_routes(
-    client: EngineClient,
-    settings: ServerSettings,
-    path: str = "/dashboard",
-    engine: SettingsNow | None = None,
-    decode: _Decode | None = None,
-) -> list[BaseRoute]:
-    """The page mounted at `path`, see `PageRoutes.mounted`."""
-    return _Dashboard(client, settings, _HZ, engine, decode).mounted(path)
+def _number(text: str) -> int | None:
+    digits = text.removeprefix("-")
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
+    return int(text) if is_number else None
 
 
-def with_page(settings: ServerSettings, path: str) -> ServerSettings:
-    """What an endpoint that has a page at `path` leaves to the page's own sign-in: a browser cannot
-    send a bearer key with a page.
-    """
-    prefixes, paths = (path + "/",), frozenset({"/", path})
-    return replace(settings, public_prefixes=prefixes, public_paths=paths)
+def _must_be(name: str, what: str) -> RequestError:
+    return RequestError(f"{name} must be {what}", param=name)

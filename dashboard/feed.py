@@ -14,16 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from jitney.dashboard import sse
 from jitney.dashboard.latency import Latencies
 from jitney.dashboard.notes import Notes
-from jitney.dashboard.snapshot import PageCells, Snapshot, metrics, seat_columns
+from jitney.dashboard.snapshot import PageCells, Snapshot, seat_columns
 from jitney.dashboard.sse import Delta, Note
 from jitney.dashboard.view import View
-from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+from jitney.dashboard.viewers import TooManyViewers, Viewer
 from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import SequenceEvent
@@ -60,7 +59,7 @@ class Feed:
         hz: float = 10.0,
         needs_key: bool = False,
         shows_text: bool = False,
-        max_viewers: int = MAX_VIEWERS,
+        max_viewers: int = Viewer.most,
     ):
         self.client = client
         self.run = uuid.uuid4().hex[:8]
@@ -306,25 +305,11 @@ class _Sampler:
             self._latency = Latencies.between(history, now - _RECENT_S, now).summary()
 
     def _snapshot(self, records: np.ndarray, now: float) -> Snapshot:
-        client = self.client
-        history = client.history
-        snapshot = Snapshot(
-            t=now,
-            step=history.records.last_step,
-            state=client.state,
-            last_step_age_s=round(client.last_step_age(), 1),
-            metrics=metrics(client, records, self._latency),
-            n_events=history.n_life,
-            histograms=self._histograms,
-            outages=msgspec.to_builtins(list(history.outages)),
-        )
-        if client.state in ("loading", "restarting"):
-            snapshot.progress = msgspec.to_builtins(client.progress)
+        snapshot = Snapshot.of(self.client, records, self._latency, now)
+        snapshot.histograms = self._histograms
         if self._runs:
-            snapshot.seats = seat_columns(history)
+            snapshot.seats = seat_columns(self.client.history)
             snapshot.pages = self._pages
-        if client.info is not None:
-            snapshot.kernels_out, snapshot.ready_at = client.info.kernels.out, history.ready_at
         return snapshot
 
     @property

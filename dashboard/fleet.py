@@ -25,10 +25,10 @@ from jitney.dashboard.fleet_member import (
     price_of,
     rounded,
 )
-from jitney.dashboard.pulse import SEAT_CODE
+from jitney.dashboard.pulse import Pulse
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
-from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+from jitney.dashboard.viewers import TooManyViewers, Viewer
 from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.types import JsonDict
 
@@ -48,8 +48,8 @@ _GLANCE_S, _FIRST_WORD_S = 15.0, 0.5
 #: Each letter -> the one of the same state that does not say how far its sequence has come.
 _WITHOUT_LEVELS = str.maketrans(
     {
-        letter: SEAT_CODE.letters[place - place % SEAT_CODE.levels]
-        for place, letter in enumerate(SEAT_CODE.letters)
+        letter: Pulse.seat_code.letters[place - place % Pulse.seat_code.levels]
+        for place, letter in enumerate(Pulse.seat_code.letters)
     }
 )
 
@@ -81,8 +81,8 @@ class _Hello(TypedDict):
     signed_in: bool  # somebody may sign out
     role: str  # "admin", or "user", who cannot open a replica's own page
     seat_states: tuple[str, ...]  # `sse.SEAT_STATES`
-    seat_letters: str  # `pulse.SEAT_CODE`
-    levels: int  # `pulse.SEAT_CODE`
+    seat_letters: str  # `Pulse.seat_code`
+    levels: int  # `Pulse.seat_code`
     price_per_hour: float | None  # of one replica
     compares: bool  # "rollouts" answers, to administrators
 
@@ -120,7 +120,7 @@ class FleetView:
         find: Callable[[], Mapping[str, ReplicaAddress]] | None = None,
         price_per_hour: float | None = None,
         signed_in: bool = False,
-        max_viewers: int = MAX_VIEWERS,
+        max_viewers: int = Viewer.most,
     ):
         self.members: dict[str, Member] = {}
         self.price_per_hour = price_per_hour
@@ -250,8 +250,8 @@ class FleetView:
             "signed_in": self.signed_in,
             "role": identity.role.name.lower(),
             "seat_states": SEAT_STATES,
-            "seat_letters": SEAT_CODE.letters,
-            "levels": SEAT_CODE.levels,
+            "seat_letters": Pulse.seat_code.letters,
+            "levels": Pulse.seat_code.levels,
             "price_per_hour": self.price_per_hour,
             "compares": self.compares,
         }

@@ -50,7 +50,7 @@ class Card(TypedDict):
     #: Why it is gone, in words; empty if it is not.
     trouble: str
     model: str
-    #: `pulse.SEAT_CODE`, one a seat.
+    #: `Pulse.seat_code`, one a seat.
     seats: str
     #: Of them, those that somebody sits in; and sequences that wait for one.
     taken: int
@@ -85,7 +85,7 @@ class ReplicaAddress(NamedTuple):
         """
         name, equals, url = text.partition("=")
         if not equals or "/" in name:
-            return name_of(text), cls(text, key)
+            return cls.name_of(text), cls(text, key)
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"{name!r} cannot name a replica: letters, digits and . _ : - only, 63 of them at "
@@ -93,11 +93,12 @@ class ReplicaAddress(NamedTuple):
             )
         return name, cls(url, key)
 
-
-def name_of(url: str) -> str:
-    """What a replica is called after its URL, or after whatever else it is known by."""
-    place = url.partition("://")[2] or url
-    return re.sub(r"[^A-Za-z0-9._:-]+", "-", place.rstrip("/")).strip("-.:_")[:63] or "replica"
+    @staticmethod
+    def name_of(url: str) -> str:
+        """What a replica is called after its URL, or after whatever else it is known by."""
+        place = url.partition("://")[2] or url
+        name = re.sub(r"[^A-Za-z0-9._:-]+", "-", place.rstrip("/")).strip("-.:_")
+        return name[:63] or "replica"
 
 
 class _Totals(NamedTuple):

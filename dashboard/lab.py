@@ -31,13 +31,12 @@ from jitney.engine.simulation.replay import RecordedEngine, ReplayJob
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
-from jitney.engine.telemetry.summary import seated
 from jitney.engine.types import EngineInfo, JsonDict
 
 #: Seconds that all policies of one experiment may take together.
 _LIMIT_S = 120.0
 #: [engine] of a server's configuration, whose sizes are known only once the engine starts.
-SettingsNow = Callable[[], EngineSection]
+type SettingsNow = Callable[[], EngineSection]
 #: Step records the times are learned from, and stays that are shown: the newest.
 _MOST_RECORDS = 20_000
 #: Most bytes of one line of the worker's answer.
@@ -297,7 +296,7 @@ def _job(
         seconds=traffic.last - traffic.first,
         window=_npy(traffic.window),
         seats=info.sizes.seats,
-        seated_s=seated(stays, traffic.first, traffic.last),
+        seated_s=sum(stay.seconds(traffic.first, traffic.last) for stay in stays),
         recorded=info.queue.policy,
         speed=experiment.speed,
         price_per_hour=experiment.price_per_hour,
@@ -344,7 +343,7 @@ def _check(experiment: Experiment, settings: EngineSection) -> None:
     """Raise RequestError naming the field unless the experiment makes sense, beside the engine's
     own settings.
     """
-    check_minutes(experiment.minutes)
+    History.check_minutes(experiment.minutes)
     _check_speed(experiment.speed)
     _check_price(experiment.price_per_hour)
     _check_policies(experiment.policies)
@@ -362,13 +361,6 @@ def _check_price(price: float | None) -> None:
             "price_per_hour must be more than 0 and less than a million, or null",
             param="price_per_hour",
         )
-
-
-def check_minutes(minutes: float) -> None:
-    """Raise RequestError unless the history may reach so far back."""
-    most = History.keep_s / 60
-    if not 0 < minutes <= most:
-        raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")
 
 
 _SOME_POLICIES = f"policies must name some of: {', '.join(POLICIES)}, each once"

@@ -18,7 +18,7 @@ import numpy as np
 from jitney.dashboard import sse
 from jitney.dashboard.snapshot import seat_columns
 from jitney.dashboard.sse import SEAT_NUMBERS, SEAT_STATES
-from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+from jitney.dashboard.viewers import TooManyViewers, Viewer
 from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
@@ -41,18 +41,18 @@ class _SeatCode(NamedTuple):
         return self.letters[SEAT_STATES.index(state) * self.levels + level]
 
 
-SEAT_CODE = _SeatCode("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", 16)
-_LEVELS = SEAT_CODE.levels
+_SEAT_CODE = _SeatCode("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", 16)
+_LEVELS = _SEAT_CODE.levels
 #: Most seats of an engine that are taken from it.
 _MOST_SEATS = 65_536
 #: Pulses a second, and seconds without a change after which one goes out all the same.
 _HZ = 2.0
 _HEARTBEAT_S = 1.0
-_LETTERS = np.frombuffer(SEAT_CODE.letters.encode(), np.uint8)
+_LETTERS = np.frombuffer(_SEAT_CODE.letters.encode(), np.uint8)
 _N_PROMPT, _N_COMPUTED, _N_OUTPUT, _MAX_TOKENS = (
     SEAT_NUMBERS.index(name) for name in ("n_prompt", "n_computed", "n_output", "max_tokens")
 )
-_FREE = SEAT_CODE.letter("free")
+_FREE = _SEAT_CODE.letter("free")
 _PREFILL, _DECODE = SEAT_STATES.index("prefill"), SEAT_STATES.index("decode")
 
 type _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -74,6 +74,8 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     #: Most bytes of one.
     most_bytes: ClassVar[int] = 2 * _MOST_SEATS
+    #: How `seats` are written.
+    seat_code: ClassVar[_SeatCode] = _SEAT_CODE
 
     #: _PULSE_VERSION of who sends it.
     version: _Count
@@ -84,7 +86,7 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     #: As `sse.KeyFrame` has it.
     state: _Word
     model: _Word = ""
-    #: One of the letters of SEAT_CODE a seat; empty while no engine serves.
+    #: One of the letters of `seat_code` a seat; empty while no engine serves.
     seats: Annotated[str, msgspec.Meta(max_length=_MOST_SEATS, pattern="^[A-Za-z0-9+/]*$")] = ""
     #: Seats taken, as of the newest step's plan.
     seats_busy: _Count = 0
@@ -188,7 +190,7 @@ def _loading(client: EngineClient) -> _Loading | None:
 class Pulses:
     """The pulses of one engine, for as long as anybody takes them; lives on one asyncio loop."""
 
-    def __init__(self, client: EngineClient, max_viewers: int = MAX_VIEWERS):
+    def __init__(self, client: EngineClient, max_viewers: int = Viewer.most):
         self.client = client
         self.run = uuid.uuid4().hex[:8]
         self._max_viewers = max_viewers

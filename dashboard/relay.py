@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from jitney.dashboard import sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.dashboard.viewers import MAX_VIEWERS, TooManyViewers, Viewer
+from jitney.dashboard.viewers import TooManyViewers, Viewer
 from jitney.engine.api.access import EVERYBODY, Identity
 
 _log = logging.getLogger("jitney.dashboard")
@@ -27,7 +27,7 @@ class Relay:
     key frame.
     """
 
-    def __init__(self, engine: RemoteEngine, max_viewers: int = MAX_VIEWERS):
+    def __init__(self, engine: RemoteEngine, max_viewers: int = Viewer.most):
         self.engine = engine
         self._max_viewers = max_viewers
         self._viewers: set[Viewer] = set()

@@ -19,7 +19,6 @@ type _Work = Generator[None, None, JsonDict]
 
 #: Requests that are looked at between two stops.
 _LOOKS = 64
-STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
 #: Most output token times in one answer.
 _MAX_TIMES = 4096
 #: What a chunk says of its step.
@@ -91,7 +90,7 @@ def listing(
 class _Wanted(NamedTuple):
     """Which sequences a listing shows."""
 
-    #: One of STATES.
+    #: "all", "open" or a state of a record.
     state: str
     #: Those before this number.
     cursor: int
@@ -114,7 +113,7 @@ def _rows(
 
 
 def _is_in(request: RequestRecord, state: str) -> bool:
-    """state: one of STATES."""
+    """state: as `_Wanted` has it."""
     if state == "all":
         return True
     if state == "open":

@@ -8,6 +8,7 @@ import base64
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jitney.dashboard.sse import (
@@ -123,6 +124,29 @@ class Snapshot:
     kernels_out: list[str] = field(default_factory=list)
     ready_at: float = 0.0
 
+    @classmethod
+    def of(
+        cls, client: EngineClient, records: np.ndarray, latency: JsonDict, now: float
+    ) -> Snapshot:
+        """The engine now, but for seats, pages and histograms. records: the steps since the
+        snapshot before; latency: see `Latencies.summary`; now: time.monotonic().
+        """
+        history = client.history
+        snapshot = cls(
+            t=now,
+            step=history.records.last_step,
+            state=client.state,
+            last_step_age_s=round(client.last_step_age(), 1),
+            metrics=_metrics(client, records, latency),
+            n_events=history.n_life,
+            outages=msgspec.to_builtins(list(history.outages)),
+        )
+        if client.state in ("loading", "restarting"):
+            snapshot.progress = msgspec.to_builtins(client.progress)
+        if client.info is not None:
+            snapshot.kernels_out, snapshot.ready_at = client.info.kernels.out, history.ready_at
+        return snapshot
+
     def key_frame(self, page_size: int, view: View | None = None) -> KeyFrame:
         """All of it that somebody may see. page_size: tokens of a KV page; view: None for
         everything.
@@ -230,7 +254,7 @@ def _page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
     return np.stack((places[starts], counts, states[starts]), axis=1).tolist()
 
 
-def metrics(client: EngineClient, records: np.ndarray, latency: JsonDict) -> Metrics:
+def _metrics(client: EngineClient, records: np.ndarray, latency: JsonDict) -> Metrics:
     """The engine's numbers now. records: the steps since the snapshot before; latency: see
     `Latencies.summary`.
     """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from typing import ClassVar
 
 from jitney.engine.api.access import EVERYBODY, Identity
 
-MAX_VIEWERS = 32
 #: Events that wait for a slow viewer: a few seconds of them.
 _QUEUE = 64
 
@@ -24,6 +24,9 @@ class TooManyViewers(Exception):
 
 class Viewer:
     """One page that watches."""
+
+    #: Of one feed, at most, unless it is made for others.
+    most: ClassVar[int] = 32
 
     def __init__(
         self, first: Iterable[bytes], *, lost: bool = False, identity: Identity = EVERYBODY

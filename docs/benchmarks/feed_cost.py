@@ -22,7 +22,7 @@ from typing import Any
 
 import uvicorn
 
-from jitney.dashboard import create_dashboard
+from jitney.dashboard import Dashboard
 from jitney.engine import core as core_module
 from jitney.engine import messages
 from jitney.engine.api.settings import ServerSettings
@@ -194,7 +194,7 @@ async def measure(seats: int, viewers: int, seconds: float) -> None:
     client = make_client(seats)
     for request in traffic:
         client.history.submit(request)
-    app = create_dashboard(client, ServerSettings())
+    app = Dashboard(client, ServerSettings()).to_mount()
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_config=None, http="h11", lifespan="off")
     )

@@ -20,7 +20,7 @@ import numpy as np
 import uvicorn
 from playwright.sync_api import Page, sync_playwright
 
-from jitney.dashboard import create_dashboard
+from jitney.dashboard import Dashboard
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.counters import EngineCounters
@@ -207,7 +207,7 @@ def main() -> None:
     )
     parser.add_argument("--picture", help="save what the page looks like at the end")
     args = parser.parse_args()
-    app = create_dashboard(Crowd(args.seats), ServerSettings(), hz=args.hz)  # type: ignore[arg-type]
+    app = Dashboard(Crowd(args.seats), ServerSettings(), hz=args.hz).to_mount()  # type: ignore[arg-type]
     with served(app) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
         page = browser.new_page(viewport={"width": 1440, "height": 900})

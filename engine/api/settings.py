@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jitney.engine.config.schema import ServerSection
@@ -40,6 +40,13 @@ class ServerSettings:
     header_wait_s: float = 1.0
     #: Time without output after which a stream sends a comment.
     comment_s: float = 15.0
+
+    def with_page(self, path: str) -> ServerSettings:
+        """What an endpoint that has a page at `path` leaves to the page's own sign-in: a browser
+        cannot send a bearer key with a page.
+        """
+        prefixes, paths = (path + "/",), frozenset({"/", path})
+        return replace(self, public_prefixes=prefixes, public_paths=paths)
 
 
 def digest_key(key: str) -> str:

@@ -98,13 +98,12 @@ def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
 
 def _application(config: FleetConfig, keys: AcceptedKeys, host: str) -> Application:
     """host: where engines listen; empty: at their node's address."""
-    from jitney.dashboard import with_page
     from jitney.engine.cli.serve import limits
     from jitney.engine.fleet.ray_app import build_application
 
     # There may be several ingresses, on any node: none of them keeps files, batches or jobs.
     own = replace(limits(Config(server=config.server), keys), data_dir=None)
-    settings = with_page(own, _PAGE)
+    settings = own.with_page(_PAGE)
     return build_application(
         config, settings, keys.users, keys.admins, url_key=_engine_key(config), host=host
     )
@@ -171,7 +170,6 @@ class _Serving:
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
     def _web_server(self, keys: AcceptedKeys) -> uvicorn.Server:
-        from jitney.dashboard import with_page
         from jitney.engine.api.connections import Connections
         from jitney.engine.cli.serve import limits, web_server
         from jitney.engine.fleet.ingress import create_ingress
@@ -180,7 +178,7 @@ class _Serving:
         config = Config(server=self.config.server)
         settings = replace(limits(config, keys), data_dir=self.config.data_dir)
         page = fleet_page_routes(self.fleet, settings, _PAGE, self.config.fleet.price_per_hour)
-        app = create_ingress(self.fleet, with_page(settings, _PAGE), extra_routes=page)
+        app = create_ingress(self.fleet, settings.with_page(_PAGE), extra_routes=page)
         return web_server(config, settings, app, Connections(settings))
 
     async def run(self) -> int:

@@ -354,7 +354,7 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
 
 def _build_app(config: Config, settings: ServerSettings, client: ProcessClient) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
-    from jitney.dashboard import dashboard_routes, with_page
+    from jitney.dashboard import Dashboard
     from jitney.engine.api.app import create_app
 
     def decode(ids: list[int]) -> str:
@@ -362,8 +362,9 @@ def _build_app(config: Config, settings: ServerSettings, client: ProcessClient) 
         return tokenizer.decode(ids) if tokenizer is not None else ""
 
     shown = decode if config.server.dashboard_show_text else None
-    routes = dashboard_routes(client, settings, _DASHBOARD, lambda: client.config.engine, shown)
-    own = with_page(settings, _DASHBOARD)
+    page = Dashboard(client, settings, engine=lambda: client.config.engine, decode=shown)
+    own = settings.with_page(_DASHBOARD)
+    routes = page.mounted(_DASHBOARD)
     app = create_app(client, None, own, config.model.id, extra_routes=routes)
     return app
 

@@ -8,7 +8,7 @@ from typing import get_args
 from starlette.routing import BaseRoute
 
 from jitney.dashboard import fleet as watched
-from jitney.dashboard.fleet_member import ReplicaAddress, name_of
+from jitney.dashboard.fleet_member import ReplicaAddress
 from jitney.dashboard.fleet_page import FleetPage
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.settings import ServerSettings
@@ -38,7 +38,8 @@ def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
     for replicas in fleet.replicas.values():
         for replica in replicas:
             if replica.url:
-                yield name_of(replica.name), ReplicaAddress(replica.url, replica.key)
+                name = ReplicaAddress.name_of(replica.name)
+                yield name, ReplicaAddress(replica.url, replica.key)
 
 
 class _Candidates:
@@ -65,5 +66,5 @@ class _Candidates:
 def _with_names_of_the_page(report: JsonDict) -> JsonDict:
     for name in ARMS:
         arm = report["arms"][name]
-        arm["replicas"] = [name_of(replica) for replica in arm["replicas"]]
+        arm["replicas"] = [ReplicaAddress.name_of(replica) for replica in arm["replicas"]]
     return report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jitney.engine.report.page import Table
-from jitney.engine.telemetry.cost import IDLE, Bill, CostLine
+from jitney.engine.telemetry.cost import Bill, CostLine
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonObject
 
@@ -30,7 +30,7 @@ _SHARES = {
 }
 #: What people call the lines of a bill, in the order in which they are shown.
 LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
-    IDLE: "no step running"
+    Bill.idle: "no step running"
 }
 _NOTHING = CostLine(0, 0)
 CROSS_TITLE = "Error of the prediction: learned from -> predicted"

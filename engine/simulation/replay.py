@@ -98,7 +98,7 @@ class ReplayJob(msgspec.Struct, frozen=True):
     window: bytes
     #: Of the engine that recorded.
     seats: int
-    #: What `summary.seated` says of the requests.
+    #: Seconds that the requests sat in seats.
     seated_s: float
     #: The policy under which that was.
     recorded: str

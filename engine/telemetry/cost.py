@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import numpy as np
 
@@ -20,10 +21,9 @@ from jitney.engine.records import ROW_KINDS
 from jitney.engine.scheduler.plan import Plan
 from jitney.engine.types import JsonDict
 
-#: What a bill has a line for: every kind of row (padding first, so that both splits cut it alike),
-#: and no step at all.
+#: What a bill has a line for beside `idle`: every kind of row, padding first, so that both splits
+#: cut it alike.
 _SPLIT_ORDER = ("padding", *(kind for kind in ROW_KINDS if kind != "padding"))
-IDLE = "idle"
 _NANO = 1_000_000_000
 
 
@@ -44,7 +44,10 @@ class CostLine:
 
 
 class Bill(dict[str, CostLine]):
-    """Lines by what they are of: a kind of row and IDLE, or a request."""
+    """Lines by what they are of: a kind of row and `idle`, or a request."""
+
+    #: What the line of no step at all is called.
+    idle: ClassVar[str] = "idle"
 
     @classmethod
     def of_steps(
@@ -88,7 +91,7 @@ class Bill(dict[str, CostLine]):
         `seconds`.
         """
         bill = cls({kind: lines[kind] for kind in ROW_KINDS})
-        bill[IDLE] = CostLine(0, max(0, round(seconds * _NANO) - busy))
+        bill[cls.idle] = CostLine(0, max(0, round(seconds * _NANO) - busy))
         return bill
 
     def as_json(self, price_per_hour: float | None = None) -> dict[str, JsonDict]:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from jitney.engine.errors import RequestError
 from jitney.engine.messages import PromptChunk, SequenceEvent, StepReport
 from jitney.engine.records import RecordRing
 from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, Stay
@@ -276,6 +277,13 @@ class History(RequestRecords):
         super().__post_init__()
         self.finished = dict.fromkeys(_FINISHES, 0)
         self._started = self.clock()
+
+    @classmethod
+    def check_minutes(cls, minutes: float) -> None:
+        """Raise RequestError unless the history may reach so far back."""
+        most = cls.keep_s / 60
+        if not 0 < minutes <= most:
+            raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")
 
     @property
     def kept_from(self) -> float:

@@ -53,6 +53,12 @@ class Stay(msgspec.Struct):
             return math.inf
         return self.end
 
+    def seconds(self, since: float = -math.inf, until: float = math.inf) -> float:
+        """How long it lasted, of the time between these two alone; `until` must be finite if it
+        lasts still.
+        """
+        return max(0.0, min(self.left, until) - max(self.start, since))
+
 
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One sequence, from its arrival to its end.
@@ -202,7 +208,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 
 #: A request, and one of its stays.
-SeatStay = tuple[RequestRecord, Stay]
+type SeatStay = tuple[RequestRecord, Stay]
 
 
 def stays_of(requests: Iterable[RequestRecord]) -> list[SeatStay]:

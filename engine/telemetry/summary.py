@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jitney.engine.records import ROW_KINDS
-from jitney.engine.telemetry.request_record import RequestRecord, Stay
+from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import JsonDict
 
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
@@ -51,15 +51,15 @@ def summarise(
     """All figures of a run that took `seconds`, ready for JSON; what cannot be known is None.
 
     Latencies and tokens are those of served requests; `finish` counts the others. records: [steps]
-    STEP_DTYPE or None; seats: 0 if unknown. seated_s: seconds that all sequences sat in seats, see
-    `seated`; None: as the requests' stays say. Percentiles interpolate linearly between the sorted
-    values. seat_fill: seated_s over all seat-seconds, so that neither a seat that a policy holds
-    for nobody counts, nor the time that a preempted sequence waits.
+    STEP_DTYPE or None; seats: 0 if unknown. seated_s: seconds that all sequences sat in seats,
+    `Stay.seconds` of each; None: as the requests' stays say. Percentiles interpolate linearly
+    between the sorted values. seat_fill: seated_s over all seat-seconds, so that neither a seat
+    that a policy holds for nobody counts, nor the time that a preempted sequence waits.
     """
     served = [request for request in requests if request.served]
     tokens = _tokens(served, seconds)
     if seated_s is None:
-        seated_s = seated(stay for request in requests for stay in request.stays)
+        seated_s = sum(stay.seconds() for request in requests for stay in request.stays)
     return {
         "requests": len(requests),
         "served": len(served),
@@ -165,16 +165,6 @@ def spread(values: Iterable[float | None] | np.ndarray) -> dict[str, float] | No
     figures["mean"] = float(values.mean())
     figures["max"] = float(values.max())
     return figures
-
-
-def seated(stays: Iterable[Stay], since: float = -math.inf, until: float = math.inf) -> float:
-    """Seconds that the stays lasted, of those between two times alone; `until` must be finite if
-    one lasts still.
-    """
-    total = 0.0
-    for stay in stays:
-        total += max(0.0, min(stay.left, until) - max(stay.start, since))
-    return total
 
 
 def _seat_fill(seated_s: float | None, seats: int, seconds: float) -> float | None:

@@ -12,12 +12,12 @@ from api_fakes import ByteTokenizer, call, run
 from page_fakes import browser, get, page, viewers_of
 from starlette.routing import Mount
 
-from jitney.dashboard import create_dashboard, dashboard_routes
+from jitney.dashboard import Dashboard
 from jitney.dashboard.auth import _POLICY
 from jitney.dashboard.routes import _PLOTLY
 from jitney.dashboard.sessions import _COOKIE, _LIFETIME_S, _MAX_SESSIONS, Sessions
 from jitney.dashboard.sse import _FEED_VERSION
-from jitney.dashboard.viewers import MAX_VIEWERS
+from jitney.dashboard.viewers import Viewer
 from jitney.engine.api.access import _MOST_ALIKE, NOBODY, Identity
 from jitney.engine.api.app import create_app
 from jitney.engine.api.routing import Role
@@ -148,7 +148,7 @@ def test_the_thirty_third_viewer_is_told_to_come_back(client):
             "query_string": b"",
             "headers": [],
         }
-        pages = [asyncio.create_task(app(dict(scope), receive, send)) for _ in range(MAX_VIEWERS)]
+        pages = [asyncio.create_task(app(dict(scope), receive, send)) for _ in range(Viewer.most)]
         await asyncio.sleep(0.05)
         assert viewers_of(app.state.feed) == 32
         reply = await call(app, "/feed", method="GET")
@@ -243,7 +243,8 @@ def test_sessions_end_and_are_bounded():
 
 def test_mounted_behind_the_endpoint(client):
     settings = ServerSettings()
-    app = create_app(client, ByteTokenizer(), settings, "m", dashboard_routes(client, settings))  # type: ignore[arg-type]
+    routes = Dashboard(client, settings).mounted("/dashboard")
+    app = create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
     bare = run(call(app, "/dashboard", method="GET"))
     assert bare.status == 307 and bare.headers["location"] == "dashboard/"
     assert b"<title>Jitney</title>" in run(call(app, "/dashboard/", method="GET")).body
@@ -256,7 +257,7 @@ def test_a_cookie_stays_under_the_pages_path(client):
     settings = ServerSettings(
         api_keys=(digest_key(KEY),), public_paths=frozenset({"/dashboard/sign-in"})
     )
-    mount = Mount("/dashboard", app=create_dashboard(client, settings))
+    mount = Mount("/dashboard", app=Dashboard(client, settings).to_mount())
     app = create_app(client, ByteTokenizer(), settings, "m", [mount])  # type: ignore[arg-type]
     reply = run(call(app, "/dashboard/sign-in", {"key": KEY}))
     assert reply.status == 204 and "; Path=/dashboard;" in reply.headers["set-cookie"]
@@ -321,7 +322,7 @@ def test_a_form_of_another_site_cannot_sign_in(client):
 def test_text_is_shown_only_where_the_server_allows_it(client):
     request = client.history.find("req-a", 0)
     assert get(page(client), "/request/req-a").json()["text"] is None
-    app = create_dashboard(client, ServerSettings(), decode=lambda ids: "".join(map(chr, ids)))
+    app = Dashboard(client, ServerSettings(), decode=lambda ids: "".join(map(chr, ids))).to_mount()
     assert get(app, "/request/req-a").json()["text"] is None, (
         "tokens that were not kept cannot be shown"
     )

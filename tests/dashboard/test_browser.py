@@ -23,7 +23,7 @@ from page_browser import (
     watched,
 )
 
-from jitney.dashboard import create_dashboard
+from jitney.dashboard import Dashboard
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.messages import CanaryFinding, Progress
 from jitney.engine.ports import free_port
@@ -381,7 +381,7 @@ def test_trying_it_streams_an_answer(client, open_page):
 def test_signing_in_with_a_key(client, open_page):
     page = open_page.page
     settings = ServerSettings(api_keys=(digest_key("the key"),))
-    with served(create_dashboard(client, settings)) as url:
+    with served(Dashboard(client, settings).to_mount()) as url:
         page.goto(url)
         page.fill("#key", "wrong")
         page.click("button")
@@ -415,7 +415,7 @@ def test_a_user_sees_its_own_and_signs_out(client, open_page):
     settings = ServerSettings(
         api_keys=(digest_key("a user's key"),), admin_keys=(digest_key("the operator's"),)
     )
-    with served(create_dashboard(client, settings)) as url:
+    with served(Dashboard(client, settings).to_mount()) as url:
         page.goto(url)
         page.fill("#key", "a user's key")
         page.click("button")

@@ -23,7 +23,7 @@ from jitney.dashboard import fleet_member, sse
 from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_member import ReplicaAddress
 from jitney.dashboard.fleet_page import FleetPage
-from jitney.dashboard.pulse import _PULSE_VERSION, SEAT_CODE, Pulse, _pulse_of
+from jitney.dashboard.pulse import _PULSE_VERSION, Pulse, _pulse_of
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
 from jitney.dashboard.viewers import Viewer
@@ -42,7 +42,7 @@ PATIENCE_S = 30
 def letters(*seats: tuple[str, int]) -> str:
     """A letter for each (state, level)."""
     return "".join(
-        SEAT_CODE.letters[SEAT_STATES.index(state) * SEAT_CODE.levels + level]
+        Pulse.seat_code.letters[SEAT_STATES.index(state) * Pulse.seat_code.levels + level]
         for state, level in seats
     )
 
@@ -166,7 +166,7 @@ def test_the_feed_tells_of_all_and_of_what_they_are_together():
     with served(engines_app(replicas)) as (base, _):
         watch = run(session(urls_of(replicas, base) | {"gone": "http://127.0.0.1:1"}))
     assert watch.states() == {"a": "ready", "b": "ready", "c": "draining", "gone": "gone"}
-    assert watch.hello["price_per_hour"] == 3.6 and watch.hello["levels"] == SEAT_CODE.levels
+    assert watch.hello["price_per_hour"] == 3.6 and watch.hello["levels"] == Pulse.seat_code.levels
     sums = watch.sums
     assert (sums["replicas"], sums["ready"], sums["seats"], sums["taken"]) == (4, 2, 10, 2)
     assert (sums["waiting"], sums["predicted_wait_s"], sums["worst"]) == (3, 2.5, "a")
@@ -269,7 +269,7 @@ def test_a_large_frame_is_followed_by_a_long_pause(monkeypatch: pytest.MonkeyPat
             async for event in viewer:
                 # Every replica is another at each frame: all seats change.
                 count += 1
-                letter = SEAT_CODE.letters[count % len(SEAT_CODE.letters)]
+                letter = Pulse.seat_code.letters[count % len(Pulse.seat_code.letters)]
                 for member in fleet.members.values():
                     member.take(
                         Pulse(_PULSE_VERSION, "r", float(count), "ready", "m", letter * 500)

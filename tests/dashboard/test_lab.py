@@ -17,7 +17,7 @@ from page_fakes import get, page
 from sliced_work import at_once
 from starlette.applications import Starlette
 
-from jitney.dashboard import create_dashboard
+from jitney.dashboard import Dashboard
 from jitney.dashboard.lab import _SETTINGS, Experiment, Lab, _arrivals, _check, _wanted
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
@@ -89,7 +89,7 @@ def interrupted_client() -> FakeClient:
 
 
 def lab_app(client: FakeClient) -> Starlette:
-    return create_dashboard(client, ServerSettings(), engine=lambda: ENGINE)  # type: ignore[arg-type]
+    return Dashboard(client, ServerSettings(), engine=lambda: ENGINE).to_mount()  # type: ignore[arg-type]
 
 
 def test_an_experiment_over_http():
@@ -315,9 +315,8 @@ def test_an_experiment_is_json_and_short():
 
 
 def test_nothing_to_replay(client):
-    reply = run(
-        call(create_dashboard(FakeClient(), ServerSettings(), engine=lambda: ENGINE), "/lab", {})
-    )  # type: ignore[arg-type]
+    own = Dashboard(FakeClient(), ServerSettings(), engine=lambda: ENGINE)  # type: ignore[arg-type]
+    reply = run(call(own.to_mount(), "/lab", {}))
     assert reply.status == 400 and "no traffic" in reply.error["message"]
     assert run(call(page(client), "/lab", {})).status == 503, (
         "without the engine's settings the lab is closed"

@@ -13,7 +13,7 @@ import pytest
 from api_fakes import ByteTokenizer, call, run
 from page_fakes import browser, viewers_of
 
-from jitney.dashboard import dashboard_routes, sse
+from jitney.dashboard import Dashboard, sse
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.standalone import Standalone
@@ -56,7 +56,8 @@ PAGE_ROUTES = [
 
 def app_of(client):
     """The whole HTTP side."""
-    routes = dashboard_routes(client, SETTINGS, decode=lambda ids: "".join(map(chr, ids)))
+    page = Dashboard(client, SETTINGS, decode=lambda ids: "".join(map(chr, ids)))
+    routes = page.mounted("/dashboard")
     return create_app(client, ByteTokenizer(), SETTINGS, "m", routes)  # type: ignore[arg-type]
 
 

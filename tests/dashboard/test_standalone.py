@@ -19,7 +19,7 @@ from page_fakes import browser, viewers_of
 from server_settings import server_settings
 from starlette.routing import Mount
 
-from jitney.dashboard import dashboard_routes, sse
+from jitney.dashboard import Dashboard, sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.replica import ReplicaView
 from jitney.dashboard.standalone import Standalone
@@ -35,7 +35,7 @@ def engine_app(client: FakeClient, *keys: str):
     settings = ServerSettings(
         admin_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
     )
-    routes = dashboard_routes(client, settings, engine=EngineSection)  # type: ignore[arg-type]
+    routes = Dashboard(client, settings, engine=EngineSection).mounted("/dashboard")  # type: ignore[arg-type]
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
 
 

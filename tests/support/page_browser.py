@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from api_fakes import ByteTokenizer, until
 
-from jitney.dashboard import dashboard_routes
+from jitney.dashboard import Dashboard
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings
 
@@ -80,7 +80,7 @@ def served(app: Any, port: int = 0) -> Iterator[str]:
 def endpoint(client: Any, port: int = 0) -> contextlib.AbstractContextManager[str]:
     """The whole HTTP side of a scripted engine."""
     settings = ServerSettings()
-    routes = dashboard_routes(client, settings)
+    routes = Dashboard(client, settings).mounted("/dashboard")
     return served(create_app(client, ByteTokenizer(), settings, "scripted", routes), port)  # type: ignore[arg-type]
 
 

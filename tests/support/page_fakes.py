@@ -6,7 +6,7 @@ import httpx
 from api_fakes import FakeClient, run
 from starlette.applications import Starlette
 
-from jitney.dashboard import create_dashboard
+from jitney.dashboard import Dashboard
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.relay import Relay
 from jitney.engine.api.settings import ServerSettings, digest_key
@@ -14,7 +14,7 @@ from jitney.engine.api.settings import ServerSettings, digest_key
 
 def page(client: FakeClient, *keys: str) -> Starlette:
     """The dashboard of an engine, for whoever has one of the administrators' `keys`."""
-    return create_dashboard(client, ServerSettings(admin_keys=tuple(map(digest_key, keys))))  # type: ignore[arg-type]
+    return Dashboard(client, ServerSettings(admin_keys=tuple(map(digest_key, keys)))).to_mount()  # type: ignore[arg-type]
 
 
 def viewers_of(feed: Feed | Relay) -> int:

@@ -11,7 +11,7 @@ from engine_infos import engine_info
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from jitney.dashboard import create_dashboard
+from jitney.dashboard import Dashboard
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
@@ -96,7 +96,7 @@ def _info(seats: int, pages: int, model: str) -> EngineInfo:
 def engines_app(clients: Mapping[str, Any], settings: ServerSettings | None = None) -> Starlette:
     """Every engine under a path of its own: /NAME/dashboard."""
     pages = [
-        Mount(f"/{name}/dashboard", create_dashboard(client, settings or ServerSettings()))
+        Mount(f"/{name}/dashboard", Dashboard(client, settings or ServerSettings()).to_mount())
         for name, client in clients.items()
     ]
     return Starlette(routes=pages)

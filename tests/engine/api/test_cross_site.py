@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, call, make_app, run
 
-from jitney.dashboard import dashboard_routes
+from jitney.dashboard import Dashboard
 from jitney.engine.api.app import create_app
 from jitney.engine.cli.listen import AcceptedKeys
 from jitney.engine.cli.serve import limits
@@ -30,7 +30,7 @@ def app_of(**flags: Any):
     config = load_config(None, {}, flags)
     settings = limits(config, AcceptedKeys.of(config.server))
     client = FakeClient()
-    routes = dashboard_routes(client, settings)  # type: ignore[arg-type]
+    routes = Dashboard(client, settings).mounted("/dashboard")  # type: ignore[arg-type]
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
 
 

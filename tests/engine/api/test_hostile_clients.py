@@ -16,7 +16,7 @@ import pytest
 from api_fakes import ByteTokenizer, FakeClient, Reply, Script, call, make_app, run, served, until
 from server_settings import server_settings
 
-from jitney.dashboard import dashboard_routes
+from jitney.dashboard import Dashboard
 from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.settings import digest_key
@@ -41,7 +41,7 @@ MIB = 1 << 20
 def with_page(client: FakeClient, **settings: Any) -> Any:
     """The endpoint and the page behind one port, as `jitney serve` has them."""
     limits = server_settings(**settings)
-    routes = dashboard_routes(client, limits)
+    routes = Dashboard(client, limits).mounted("/dashboard")
     return create_app(client, ByteTokenizer(), limits, "m", routes)  # type: ignore[arg-type]
 
 

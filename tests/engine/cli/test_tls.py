@@ -20,7 +20,7 @@ import httpx
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, until
 
-from jitney.dashboard import dashboard_routes
+from jitney.dashboard import Dashboard
 from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
 from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen
@@ -61,7 +61,7 @@ def serving(**flags: Any) -> Iterator[str]:
         public_paths=frozenset({"/", "/dashboard"}),
     )
     client: Any = FakeClient()
-    routes = dashboard_routes(client, settings)
+    routes = Dashboard(client, settings).mounted("/dashboard")
     app = create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
     bound = listen(config.server.host, 0)
     server = web_server(config, settings, app, Connections(settings))

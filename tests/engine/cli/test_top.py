@@ -14,7 +14,7 @@ import pytest
 from api_fakes import ByteTokenizer, FakeClient, served
 from rich.console import Console
 
-from jitney.dashboard import dashboard_routes
+from jitney.dashboard import Dashboard
 from jitney.dashboard.remote import RemoteEngine, Unreachable, _base_of
 from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.engine.api.app import create_app
@@ -53,7 +53,8 @@ def app_of(client: FakeClient, *keys: str):
     settings = ServerSettings(
         admin_keys=tuple(map(digest_key, keys)), public_prefixes=("/dashboard/",)
     )
-    return create_app(client, ByteTokenizer(), settings, "m", dashboard_routes(client, settings))  # type: ignore[arg-type]
+    routes = Dashboard(client, settings).mounted("/dashboard")  # type: ignore[arg-type]
+    return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
 
 
 def shown(renderable, width: int = 100) -> str:

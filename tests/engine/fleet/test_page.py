@@ -13,7 +13,7 @@ import pytest
 from api_fakes import ByteTokenizer
 from fleet_engines import FakeEngine, Served, engines, fleet_of, toml
 
-from jitney.dashboard import dashboard_routes, with_page
+from jitney.dashboard import Dashboard
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.fleet import ingress
@@ -27,8 +27,8 @@ PATH = "/dashboard"
 def engine() -> FakeEngine:
     """One with a page, whose key only the fleet knows."""
     fake = FakeEngine()
-    settings = with_page(ServerSettings(admin_keys=(digest_key(ENGINE),)), PATH)
-    routes = dashboard_routes(fake.client, settings, PATH)  # type: ignore[arg-type]
+    settings = ServerSettings(admin_keys=(digest_key(ENGINE),)).with_page(PATH)
+    routes = Dashboard(fake.client, settings).mounted(PATH)  # type: ignore[arg-type]
     fake._inner = create_app(fake.client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
     return fake
 
@@ -40,7 +40,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
     def with_a_page(fleet: ingress.Fleet, settings: ServerSettings) -> Any:
         page = fleet_page_routes(fleet, settings, PATH, price_per_hour=2.0)
-        return create(fleet, with_page(settings, PATH), extra_routes=page)
+        return create(fleet, settings.with_page(PATH), extra_routes=page)
 
     monkeypatch.setattr("fleet_engines.create_ingress", with_a_page)
     with engines(engine(), engine(), engine()) as fakes:

@@ -9,7 +9,7 @@ import pytest
 
 from jitney.engine.records import STEP_DTYPE
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
-from jitney.engine.telemetry.summary import Slo, seated, spread, summarise
+from jitney.engine.telemetry.summary import Slo, spread, summarise
 
 
 def request(
@@ -53,8 +53,9 @@ STAYS = [
 
 
 def test_stays_are_cut_to_the_time_looked_at():
-    assert seated(STAYS) == 6.5 and seated(STAYS, 2.0, 5.5) == 1.0 + 1.0 + 0.5 + 0.5
-    assert seated([Stay(0, 1, 4.0)], until=6.0) == 2.0, "who sits there still"
+    assert [stay.seconds() for stay in STAYS] == [3.0, 2.0, 1.0, 0.5]
+    assert [stay.seconds(2.0, 5.5) for stay in STAYS] == [1.0, 1.0, 0.5, 0.5]
+    assert Stay(0, 1, 4.0).seconds(until=6.0) == 2.0, "who sits there still"
 
 
 def test_the_figures_of_four_requests():
@@ -63,7 +64,7 @@ def test_the_figures_of_four_requests():
         records=None,
         seats=2,
         seconds=8.0,
-        seated_s=seated(STAYS),
+        seated_s=sum(stay.seconds() for stay in STAYS),
         slo=Slo(ttft_s=2.0, itl_s=1.0),
         price_per_hour=3.6,
     )
