@@ -19,15 +19,13 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.question import Question
 from jitney.engine.types import JsonDict
 
-#: Header of an answer: the part that gave it, such as "large"; of nested models "draft/large".
-STAGE_HEADER = "x-jitney-stage"
 #: Field of an answer: what a model made of models did for it.
 _MADE_FIELD = "jitney"
 #: Headers of a refusal that are passed on.
@@ -134,6 +132,9 @@ class Answering(Protocol):
 class Part:
     """One of the models that a model is made of, and what it does there."""
 
+    #: Of an answer: the part that gave it, such as "large"; of nested models "draft/large".
+    header: ClassVar[str] = "x-jitney-stage"
+
     #: What headers, errors and usage call it.
     stage: str
     #: The model's name in the fleet.
@@ -163,9 +164,9 @@ class Part:
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers of its answer, with its name before those inside it."""
-        inner = headers.get(STAGE_HEADER)
+        inner = headers.get(self.header)
         own = _UNSAFE.sub("?", self.stage)
-        return {**headers, STAGE_HEADER: f"{own}/{inner}" if inner else own}
+        return {**headers, self.header: f"{own}/{inner}" if inner else own}
 
     def usage(self, usage: JsonDict) -> list[JsonDict]:
         """Its tokens, as `total_usage` adds them up: an entry for each engine that worked."""

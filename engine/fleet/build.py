@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from jitney.engine.config.schema import Section, ServerSection
-from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper
+from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels
 from jitney.engine.fleet.composed_model import FleetEngines, NamedComposition
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import Patience
-from jitney.engine.fleet.found import FoundEngines
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.quotas import FleetQuotas
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.rollout import Rollout
+from jitney.engine.fleet.rollout_keeper import RolloutKeeper
 from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
+from jitney.engine.hosts.connection import HostAddress
+
+_log = logging.getLogger("jitney.fleet")
+
+_HTTP_PORT = 80
+#: Seconds between two looks at a name's addresses: Kubernetes lets resolvers keep them as long.
+_LOOK_S = 5.0
 
 
 @dataclass(slots=True)
@@ -46,7 +57,7 @@ class FleetParts:
     #: What looks at the candidates of models that have one.
     rollouts: list[RolloutKeeper] = field(default_factory=list)
     #: What looks for engines behind names.
-    found: list[FoundEngines] = field(default_factory=list)
+    found: list[_FoundEngines] = field(default_factory=list)
 
     @property
     def patience(self) -> Patience:
@@ -93,7 +104,7 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> Re
     parts.watch.begin(model.replicas)
     if looked_for:
         names = frozenset(replica.name for replica in given)
-        parts.found.append(FoundEngines(model, parts.watch, looked_for, parts.key, names))
+        parts.found.append(_FoundEngines(model, parts.watch, looked_for, parts.key, names))
     parts.arms[arm] = model
     return model
 
@@ -168,3 +179,57 @@ async def _compositions(
 
 def _quotas(server: ServerSection) -> FleetQuotas:
     return FleetQuotas(server.key_max_concurrent, server.key_tokens_per_minute)
+
+
+@dataclass(slots=True)
+class _FoundEngines:
+    """Engines of one model that are found while the fleet runs: every address of a name is one,
+    such as those of the pods behind a headless service of Kubernetes.
+    """
+
+    model: ReplicatedModel
+    watch: Watch
+    #: Each dns+http://NAME:PORT.
+    urls: tuple[str, ...]
+    #: That engines are looked at with.
+    key: str
+    #: Names of the model's other engines.
+    given: frozenset[str]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Look for them until the context is left."""
+        task = asyncio.create_task(self._look_regularly())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _look_regularly(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Once. Where a name is not answered for, all stay: whether each can be had, the watch on
+        it knows better.
+        """
+        known: dict[str, str] = {}
+        for url in self.urls:
+            parts = urlsplit(url)
+            try:
+                found = await _addresses(parts.hostname or "", parts.port or _HTTP_PORT)
+            except OSError as error:
+                _log.warning("%s: its engines are not found: %s", url, error)
+                return
+            known |= {address: f"http://{address}" for address in found}
+        await self.model.meet(self.watch, known, self.key, self.given)
+
+
+async def _addresses(name: str, port: int) -> list[str]:
+    """All that a name has now, each as HOST:PORT. Raises OSError where it has none."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    hosts = {str(address[0]) for *_, address in found}
+    return [str(HostAddress(host, port)) for host in sorted(hosts)]

@@ -1,5 +1,5 @@
-"""A model with a candidate beside it: keys that stick to an arm, answers that are measured as they
-pass, and a look at both every few seconds.
+"""A model with a candidate beside it: keys that stick to an arm, and answers that are measured as
+they pass, of which nothing is read twice or kept.
 
 A request of the candidate's that fails before its answer begins is answered by the stable arm: the
 failure is counted, and the client need not know.
@@ -7,40 +7,32 @@ failure is counted, and the client need not know.
 
 from __future__ import annotations
 
-import asyncio
-import json
-import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from urllib.parse import quote
-
-import httpx
 
 from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.comparison import ARMS, ArmName, RequestOutcome
-from jitney.engine.fleet.forwarding import ProxiedAnswer
-from jitney.engine.fleet.measuring import AnswerWatch, CostMeter, is_failure
+from jitney.engine.fleet.forwarding import ProxiedAnswer, is_own_limit
+from jitney.engine.fleet.measuring import UsageWatch
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.rollout import Action, KeyPlace, Rollout
 from jitney.engine.types import JsonDict
-
-_log = logging.getLogger("jitney.fleet")
 
 #: Routes whose answers are compared, but those that nobody waits for; others go to a key's arm as
 #: well.
 _COMPARED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 #: Characters of a prompt that are its key where a request names nobody.
 _KEY_CHARS = 1024
-#: Seconds between two looks, and that an engine has to say its version.
-_LOOK_S, _VERSION_S = 10.0, 5.0
 _HOUR_S = 3600.0
+#: Statuses: of a refusal for lack of room, and the first of an engine's and of a client's faults.
+_FULL, _SERVER_ERROR, _CLIENT_ERROR = 429, 500, 400
+#: How the API ends a stream that went wrong.
+_ERRORS = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
 
 
 async def _nowhere() -> None:
@@ -63,8 +55,8 @@ class ModelWithCandidate:
     #: Whether the candidate has been ready since the last decision by hand: until then it is on its
     #: way, and that is no failure.
     _has_begun: bool = False
-    _costs: Mapping[ArmName, CostMeter] = field(
-        default_factory=lambda: {arm: CostMeter() for arm in ARMS}
+    _costs: Mapping[ArmName, _CostMeter] = field(
+        default_factory=lambda: {arm: _CostMeter() for arm in ARMS}
     )
 
     @property
@@ -130,7 +122,7 @@ class ModelWithCandidate:
         try:
             answer, watch = await own.enter_async_context(self._watched(place, asked))
         except (RequestError, HttpError) as error:
-            if not is_failure(ErrorReply.of(error, asked.request_id).status):
+            if not _is_failure(ErrorReply.of(error, asked.request_id).status):
                 raise
             return None
         if watch.failed:
@@ -154,9 +146,9 @@ class ModelWithCandidate:
     @asynccontextmanager
     async def _watched(
         self, place: KeyPlace, asked: Asked
-    ) -> AsyncIterator[tuple[ProxiedAnswer, AnswerWatch]]:
+    ) -> AsyncIterator[tuple[ProxiedAnswer, _AnswerWatch]]:
         """An arm's answer; what became of it is observed when it is over."""
-        watch, costs = AnswerWatch(self.clock), self._costs[place.arm]
+        watch, costs = _AnswerWatch(self.clock), self._costs[place.arm]
         begun = costs.begin(self.clock(), self._per_second(place.arm))
         try:
             async with self.arm(place.arm).answer(asked) as answer:
@@ -204,98 +196,116 @@ def _key_of(asked: Asked) -> bytes:
     return asked.prefix_key(_KEY_CHARS)
 
 
+def _is_failure(status: int) -> bool:
+    """True for answers that are the engine's fault, lack of room included."""
+    return status == _FULL or status >= _SERVER_ERROR
+
+
 @dataclass(slots=True)
-class RolloutKeeper:
-    """Looks at one rollout while the fleet runs, asks its engines what they are set to, and keeps
-    what is known on disk, if there is a folder for it.
-    """
+class _AnswerWatch:
+    """One answer on its way to the client. Seconds of `clock`."""
 
-    model: ModelWithCandidate
-    client: httpx.AsyncClient
-    #: None: a restart of the fleet begins the rollout anew.
-    folder: Path | None = None
-    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    clock: Callable[[], float]
+    begun: float = field(init=False)
+    #: Of the answer; 0: there was none.
+    _status: int = 0
+    _is_stream: bool = False
+    _first: float | None = None
+    _usage: UsageWatch = field(default_factory=UsageWatch)
+    #: It says itself that it failed.
+    _broken: bool = False
+    #: All of it came.
+    _whole: bool = False
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Go on where the file says, and look until the context is left."""
-        await asyncio.to_thread(self.restore)
-        self.model.keep = self.keep
-        looking = asyncio.create_task(self._look_on())
-        try:
-            yield
-        finally:
-            looking.cancel()
-            with suppress(asyncio.CancelledError):
-                await looking
-            await self.keep()
+    def __post_init__(self) -> None:
+        self.begun = self.clock()
 
-    async def _look_on(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                await self.look()
-            except Exception:
-                _log.exception("rollout %s: a look failed", self.model.rollout.model)
+    async def of(self, answer: ProxiedAnswer) -> ProxiedAnswer:
+        """The same answer, watched."""
+        if answer.status == _FULL:
+            return await self._refusal(answer)
+        self._status = answer.status
+        kind = dict(answer.headers).get(b"content-type", b"")
+        self._is_stream = kind.startswith(b"text/event-stream")
+        return ProxiedAnswer(answer.status, answer.headers, self._watched(answer.body))
 
-    async def look(self) -> None:
-        """Once: what the engines are set to, how the arms stand, and to disk with it."""
-        for arm in ARMS:
-            replicas = [each for each in self.model.arm(arm).replicas if each.state == "ready"]
-            told = await asyncio.gather(*map(self._config_of, replicas))
-            self.model.rollout.learn(arm, list(filter(None, told)))
-        self.model.rollout.look()
-        await self.keep()
-
-    async def _config_of(self, replica: Replica) -> str:
-        """The digest of an engine's configuration; empty if it does not say."""
-        headers = {"authorization": f"Bearer {replica.key}"} if replica.key else {}
-        try:
-            answer = await self.client.get(
-                replica.url + "/version", headers=headers, timeout=_VERSION_S
-            )
-            told = answer.json()["config_digest"] if answer.status_code == 200 else ""
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return ""
-        return told if isinstance(told, str) else ""
+    async def _refusal(self, answer: ProxiedAnswer) -> ProxiedAnswer:
+        """A client that asks for more than its due says nothing of the engine."""
+        body = b"".join([part async for part in answer.body])
+        self._status = _CLIENT_ERROR if is_own_limit(body) else _FULL
+        return ProxiedAnswer(answer.status, answer.headers, _parts(body))
 
     @property
-    def file(self) -> Path | None:
-        """Where the rollout is kept."""
-        if self.folder is None:
-            return None
-        return self.folder / f"rollout-{quote(self.model.rollout.model, safe='')}.json"
+    def failed(self) -> bool:
+        """As far as is known now."""
+        return _is_failure(self._status)
 
-    async def keep(self) -> None:
-        """Put what is known on disk. A folder that cannot be written is told of, and nothing else
-        is lost.
+    def refused(self, status: int) -> None:
+        """There is no answer but an error of this status."""
+        self._status = status
+
+    async def _watched(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for part in body:
+            self._see(part)
+            yield part
+        self._whole = True
+
+    def _see(self, part: bytes) -> None:
+        pieces = self._usage.see(part)
+        if not self._is_stream:
+            return
+        if pieces and self._first is None:
+            self._first = self.clock()
+        self._broken = self._broken or any(error in part for error in _ERRORS)
+
+    @property
+    def _tokens(self) -> int:
+        """Of a plain answer by its usage alone: its text is one piece."""
+        return self._usage.tokens if self._is_stream else self._usage.output or 0
+
+    def outcome(self, cost: float) -> RequestOutcome | None:
+        """How it went; None: it says nothing of the engine, since the client left, or sent what
+        cannot be answered.
         """
-        if self.file is None:
-            return
-        async with self._writing:
-            saved = self.model.rollout.saved()
-            try:
-                await asyncio.to_thread(_write, self.file, saved)
-            except OSError as error:
-                _log.warning("rollout %s cannot be kept: %s", self.model.rollout.model, error)
-
-    def restore(self) -> None:
-        """Go on with what the file has; another candidate's is left behind."""
-        if self.file is None or not self.file.exists():
-            return
-        rollout = self.model.rollout
-        try:
-            goes_on = rollout.restore(json.loads(self.file.read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.warning("rollout %s begins anew: its file: %s", rollout.model, error)
-            return
-        how = f"goes on, {rollout.state}" if goes_on else "begins: the file is another's"
-        _log.info("rollout %s: candidate %s %s", rollout.model, rollout.name, how)
+        if _is_failure(self._status):
+            return RequestOutcome(ok=False)
+        if self._status >= _CLIENT_ERROR or not (self._whole or self._broken):
+            return None
+        if self._broken:
+            return RequestOutcome(ok=False)
+        first = None if self._first is None else self._first - self.begun
+        return RequestOutcome(True, self._tokens, self.clock() - self.begun, first, cost)
 
 
-def _write(file: Path, saved: JsonDict) -> None:
-    """Whole or not at all."""
-    part = file.with_suffix(".part")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text(json.dumps(saved))
-    os.replace(part, file)
+async def _parts(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+@dataclass(slots=True)
+class _CostMeter:
+    """Splits what an arm's engines cost among the requests that are open there, evenly at each
+    moment. Time without any is nobody's.
+    """
+
+    #: Requests that are open.
+    open: int = 0
+    #: What one request would have cost that was always there.
+    _each: float = 0.0
+    _at: float = 0.0
+
+    def begin(self, now: float, per_second: float) -> float:
+        """A request comes; the value goes to `end`. per_second: what all engines cost."""
+        self._advance(now, per_second)
+        self.open += 1
+        return self._each
+
+    def end(self, now: float, per_second: float, begun: float) -> float:
+        """A request goes; what it cost."""
+        self._advance(now, per_second)
+        self.open -= 1
+        return self._each - begun
+
+    def _advance(self, now: float, per_second: float) -> None:
+        if self.open:
+            self._each += (now - self._at) * per_second / self.open
+        self._at = now

@@ -108,12 +108,6 @@ class _Try:
     error: str | None = None
 
 
-def refuse_what_no_cascade_can(question: Question) -> None:
-    """Raises RequestError that names the field."""
-    question.refuse_token_ids()
-    question.refuse_fields(["echo"], "the prompt's log-probabilities would count as its answer's")
-
-
 class Cascade:
     """One model made of two. models: who answers for both."""
 
@@ -123,6 +117,13 @@ class Cascade:
         self._measure = Measure(settings.measure, settings.window)
         self._small = Part("small", settings.small)
         self._large = Part("large", settings.large)
+
+    @staticmethod
+    def check(question: Question) -> None:
+        """Raises RequestError that names the field, for what no cascade can do."""
+        question.refuse_token_ids()
+        why = "the prompt's log-probabilities would count as its answer's"
+        question.refuse_fields(["echo"], why)
 
     async def seats(self) -> int | None:
         """Those of the smaller batch: in the worst case every request needs both."""
@@ -160,7 +161,7 @@ class Cascade:
 
     async def _try_small(self, question: Question) -> _Try:
         """Ask the small model. Raises RequestError for what no cascade can do."""
-        refuse_what_no_cascade_can(question)
+        self.check(question)
         asked = question.whole(self._small.model, **question.asking_logprobs)
         try:
             answer = await self._models.answer(asked)

@@ -18,7 +18,7 @@ import orjson
 from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.fleet.answering import Answering, ModelAnswer
-from jitney.engine.fleet.cascade import Measure, refuse_what_no_cascade_can
+from jitney.engine.fleet.cascade import Cascade, Measure
 from jitney.engine.fleet.question import Question, Route
 from jitney.engine.types import JsonDict
 
@@ -48,7 +48,7 @@ class _Spent:
         return float(getattr(self, by))
 
 
-Cost = Literal["price", "seconds", "tokens"]
+type Cost = Literal["price", "seconds", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _read_question(where: str, line: bytes, defaults: JsonDict) -> Question:
     route = Route.CHAT if "messages" in body else Route.COMPLETIONS
     try:
         question = Question.of("", route, defaults | body, {}).whole("")
-        refuse_what_no_cascade_can(question)
+        Cascade.check(question)
     except RequestError as error:
         raise ConfigError(f"{where}: {error}") from None
     return question

@@ -10,8 +10,8 @@ are compared as a difference of shares.
 
 **The unit.** Keys stick to an arm, so a key's requests are alike and are no independent evidence:
 variances are taken over clusters of keys, not over requests (A. Deng, U. Knoblich, J. Lu, "Applying
-the Delta Method in Metric Analytics", KDD 2018). A cluster is one of `CLUSTERS` parts of the keys'
-hash, so that the memory does not grow.
+the Delta Method in Metric Analytics", KDD 2018). A cluster is one of `Comparison.clusters` parts of
+the keys' hash, so that the memory does not grow.
 
 **Looking often.** An interval of 95 % that is looked at every minute leaves out the truth, at some
 minute, far more often than once in twenty. These come from a mixture sequential probability ratio
@@ -41,11 +41,11 @@ from jitney.engine.types import JsonDict
 #: Probability that any interval of a comparison ever leaves out the truth.
 _ALPHA = 0.05
 #: Parts of the keys' hash that variances are taken over.
-CLUSTERS = 256
+_CLUSTERS = 256
 #: Requests, and clusters among them, that each arm must have before an interval is given.
-LEAST_REQUESTS, LEAST_CLUSTERS = 30, 20
+_LEAST_REQUESTS, _LEAST_CLUSTERS = 30, 20
 
-ArmName = Literal["stable", "candidate"]
+type ArmName = Literal["stable", "candidate"]
 ARMS: tuple[ArmName, ...] = ("stable", "candidate")
 _Verdict = Literal["better", "worse", "no difference seen yet"]
 
@@ -67,7 +67,7 @@ class RequestOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class _Figure:
     """Something that is measured of each request, and compared."""
 
     unit: str
@@ -113,11 +113,11 @@ def _error(outcome: RequestOutcome) -> float:
 
 
 #: What is compared, by name.
-FIGURES: Mapping[str, Figure] = {
-    "tokens_per_s": Figure("tokens a second of a request", True, True, 0.1, _tokens_per_s),
-    "first_token_s": Figure("seconds to the first token", False, True, 0.1, _first_token_s),
-    "token_cost": Figure("cost of a useful token", False, True, 0.1, _token_cost),
-    "errors": Figure("share of requests that failed", False, False, 0.1, _error),
+FIGURES: Mapping[str, _Figure] = {
+    "tokens_per_s": _Figure("tokens a second of a request", True, True, 0.1, _tokens_per_s),
+    "first_token_s": _Figure("seconds to the first token", False, True, 0.1, _first_token_s),
+    "token_cost": _Figure("cost of a useful token", False, True, 0.1, _token_cost),
+    "errors": _Figure("share of requests that failed", False, False, 0.1, _error),
 }
 
 
@@ -125,9 +125,9 @@ FIGURES: Mapping[str, Figure] = {
 class _Sums:
     """One figure of one arm, by clusters of keys."""
 
-    #: Requests, and the sum of their values (logarithms for a ratio): [CLUSTERS] f8.
-    count: np.ndarray = field(default_factory=lambda: np.zeros(CLUSTERS))
-    total: np.ndarray = field(default_factory=lambda: np.zeros(CLUSTERS))
+    #: Requests, and the sum of their values (logarithms for a ratio): [_CLUSTERS] f8.
+    count: np.ndarray = field(default_factory=lambda: np.zeros(_CLUSTERS))
+    total: np.ndarray = field(default_factory=lambda: np.zeros(_CLUSTERS))
 
     def add(self, cluster: int, value: float) -> None:
         self.count[cluster] += 1
@@ -144,7 +144,7 @@ class _Sums:
 
     @property
     def enough(self) -> bool:
-        return self.requests >= LEAST_REQUESTS and self.clusters >= LEAST_CLUSTERS
+        return self.requests >= _LEAST_REQUESTS and self.clusters >= _LEAST_CLUSTERS
 
     @property
     def mean(self) -> float:
@@ -167,19 +167,19 @@ class Interval:
     low: float
     high: float
 
-    def verdict(self, figure: Figure) -> _Verdict:
+    def verdict(self, figure: _Figure) -> _Verdict:
         if self.low <= figure.equal <= self.high:
             return "no difference seen yet"
         is_more = self.low > figure.equal
         return "better" if is_more == figure.more_is_better else "worse"
 
-    def breaks(self, figure: Figure, margin: float) -> bool:
+    def breaks(self, figure: _Figure, margin: float) -> bool:
         """All of it is worse than the margin allows."""
         if figure.more_is_better:
             return self.high < figure.worst(margin)
         return self.low > figure.worst(margin)
 
-    def keeps(self, figure: Figure, margin: float) -> bool:
+    def keeps(self, figure: _Figure, margin: float) -> bool:
         """None of it is worse than the margin allows."""
         if figure.more_is_better:
             return self.low >= figure.worst(margin)
@@ -192,6 +192,10 @@ class Comparison:
 
     #: Probability that all intervals hold at all times.
     confidence: ClassVar[float] = 1 - _ALPHA
+    #: Parts of the keys' hash that a request may be of.
+    clusters: ClassVar[int] = _CLUSTERS
+    #: Of each arm, before an interval is given.
+    least_requests: ClassVar[int] = _LEAST_REQUESTS
 
     #: By arm and figure.
     sums: dict[ArmName, dict[str, _Sums]] = field(
@@ -201,7 +205,7 @@ class Comparison:
     tokens: dict[ArmName, int] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
 
     def add(self, arm: ArmName, cluster: int, outcome: RequestOutcome) -> None:
-        """cluster: of the request's key, 0 to CLUSTERS - 1."""
+        """cluster: of the request's key, 0 to `clusters` - 1."""
         self.tokens[arm] += outcome.tokens
         for name, figure in FIGURES.items():
             value = figure.read(outcome)
@@ -269,7 +273,7 @@ def _half_width(variance: float, scale: float, alpha: float) -> float:
     return math.sqrt(2 * variance * mixed / (scale * scale) * bound)
 
 
-def _variance(figure: Figure, stable: _Sums, candidate: _Sums) -> float:
+def _variance(figure: _Figure, stable: _Sums, candidate: _Sums) -> float:
     """Of the difference of two means."""
     variance = stable.variance + candidate.variance
     if figure.is_ratio:
@@ -293,6 +297,6 @@ def _binomial_variance(stable: _Sums, candidate: _Sums) -> float:
 
 def _clustered(values: list[float]) -> np.ndarray:
     array = np.array(values, dtype=np.float64)
-    if array.shape != (CLUSTERS,) or not np.isfinite(array).all():
+    if array.shape != (_CLUSTERS,) or not np.isfinite(array).all():
         raise ValueError("not the sums of clusters")
     return array

@@ -41,31 +41,6 @@ _HIDDEN = {"stages": {"__all__": _HIDDEN_FIELDS}}
 type _Settings = CascadeSettings | EnsembleSettings | PipelineSettings
 
 
-def check_parts(models: Mapping[str, Any]) -> None:
-    """Raise ConfigError, one line, for parts that do not exist and for models made of themselves.
-
-    models: settings by name, those of models that engines serve among them.
-    """
-    composed = _composed_of(models)
-    served = [name for name in models if name not in composed]
-    for name, settings in composed.items():
-        for part in settings.parts:
-            if part not in served and part not in composed:
-                known = ", ".join([*served, *composed])
-                raise ConfigError(
-                    f"[models.{name}] is made of {part!r}, which is no model of this fleet; there "
-                    f"are: {known}"
-                )
-        for part in settings.scoring:
-            if part not in served:
-                raise ConfigError(
-                    f"[models.{name}] scores or embeds texts by {part!r}, which is made of models; "
-                    "name one that engines serve"
-                )
-    for name in composed:
-        _check_no_cycle(composed, [name])
-
-
 def _composed_of(models: Mapping[str, Any]) -> dict[str, _Settings]:
     """Those that are made of others."""
     kinds = (CascadeSettings, EnsembleSettings, PipelineSettings)
@@ -98,13 +73,39 @@ class ComposedModels:
     """
 
     def __init__(self, models: Mapping[str, Any], engines: Answering, folder: Path = Path()):
-        """models: as `check_parts` has them. folder: of the files that they name. Raises
+        """models: as `check` has them. folder: of the files that they name. Raises
         ConfigError.
         """
-        check_parts(models)
+        self.check(models)
         self._engines = engines
         self._settings = _composed_of(models)
         self._models = {name: _made(each, self, folder) for name, each in self._settings.items()}
+
+    @staticmethod
+    def check(models: Mapping[str, Any]) -> None:
+        """Raise ConfigError, one line, for parts that do not exist and for models made of
+        themselves.
+
+        models: settings by name, those of models that engines serve among them.
+        """
+        composed = _composed_of(models)
+        served = [name for name in models if name not in composed]
+        for name, settings in composed.items():
+            for part in settings.parts:
+                if part not in served and part not in composed:
+                    known = ", ".join([*served, *composed])
+                    raise ConfigError(
+                        f"[models.{name}] is made of {part!r}, which is no model of this fleet; "
+                        f"there are: {known}"
+                    )
+            for part in settings.scoring:
+                if part not in served:
+                    raise ConfigError(
+                        f"[models.{name}] scores or embeds texts by {part!r}, which is made of "
+                        "models; name one that engines serve"
+                    )
+        for name in composed:
+            _check_no_cycle(composed, [name])
 
     def __contains__(self, name: object) -> bool:
         """Whether a model is made of others."""

@@ -13,7 +13,7 @@ import orjson
 
 from jitney.engine.api.blocks import AnswerParts
 from jitney.engine.api.errors import ErrorReply, HttpError
-from jitney.engine.fleet.answering import STAGE_HEADER, Answering, ModelAnswer, ModelStream
+from jitney.engine.fleet.answering import Answering, ModelAnswer, ModelStream, Part
 from jitney.engine.fleet.asked import Asked, RawHeaders
 from jitney.engine.fleet.composed import ComposedModels
 from jitney.engine.fleet.forwarding import ProxiedAnswer
@@ -124,7 +124,7 @@ class NamedComposition:
 
     def _count(self, headers: Mapping[str, str]) -> None:
         """One more answer of the part that gave it."""
-        self.metrics.stages.labels(self.name, headers.get(STAGE_HEADER, "")).inc()
+        self.metrics.stages.labels(self.name, headers.get(Part.header, "")).inc()
 
     def _question(self, asked: Asked) -> Question:
         """Raises HttpError, RequestError."""

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from jitney.engine.config.layers import Layered, read_toml, settings, unknown_word
 from jitney.engine.config.schema import Section, ServerSection, cache_dir
 from jitney.engine.errors import ConfigError
-from jitney.engine.fleet.composed import COMPOSED_KINDS, check_parts
+from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels
 from jitney.engine.fleet.engine_process import LOCALHOST, ReplicaHost, check_environ, engine_config
 from jitney.engine.fleet.sections import FleetSection, ReplicasSection
 from jitney.engine.types import JsonDict, JsonObject
@@ -248,7 +248,7 @@ def _models(file: str | Path, tables: JsonDict) -> dict[str, Section]:
     models = {name: _model(file, name, table) for name, table in tables.items()}
     _check_candidates(file, models)
     try:
-        check_parts(models)
+        ComposedModels.check(models)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     return models

@@ -24,11 +24,9 @@ from jitney.engine.api.errors import ErrorForm, ErrorReply, retry_after_s
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked, RawHeaders
 from jitney.engine.fleet.repeating import (
-    END,
     CannotGoOn,
     Died,
     SentStream,
-    split_events,
 )
 from jitney.engine.fleet.replicas import Replica
 
@@ -63,6 +61,8 @@ _NOT_PASSED = frozenset(
 )
 _STREAM = "text/event-stream"
 _DONE = b"data: [DONE]\n\n"
+#: Of an event; alone it is a sign of life.
+_END = b"\n\n"
 #: Says which replica answered.
 _REPLICA_HEADER = b"x-jitney-replica"
 
@@ -232,7 +232,7 @@ class Exchange:
         left = b""
         as_it_is = not self._touched
         async for part in attempt.parts():
-            events, left = split_events(left + part)
+            events, left = _split_events(left + part)
             if len(left) > _EVENT_BYTES:
                 raise CannotGoOn("an event of the stream is too long")
             if self.asked.repeatable:
@@ -266,7 +266,7 @@ class Exchange:
                 problem, pause = error, _RETRY_S
             if time.monotonic() + pause > until:
                 raise problem
-            yield END
+            yield _END
             await asyncio.sleep(pause)
 
     def _resumed(self) -> _Attempt:
@@ -395,10 +395,10 @@ class Exchange:
         path = self.asked.route
         if ErrorForm.of(path) is ErrorForm.ANTHROPIC:
             told = ErrorReply.of(error, self.asked.request_id).anthropic()
-            return b"event: error\ndata: " + orjson.dumps(told) + END
+            return b"event: error\ndata: " + orjson.dumps(told) + _END
         if path.startswith("/v1/responses"):
             told = ErrorReply.of(error, self.asked.request_id).openai()["error"] | {"type": "error"}
-            return b"event: error\ndata: " + orjson.dumps(told) + END
+            return b"event: error\ndata: " + orjson.dumps(told) + _END
         return ErrorReply.of(error, self.asked.request_id).event() + _DONE
 
 
@@ -421,6 +421,12 @@ async def _broken_off(begun: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator
     yield begun
     async for part in rest:
         yield part
+
+
+def _split_events(data: bytes) -> tuple[bytes, bytes]:
+    """(whole events, the beginning of the next one)."""
+    cut = data.rfind(_END) + len(_END)
+    return (data[:cut], data[cut:]) if cut >= len(_END) else (b"", data)
 
 
 def is_own_limit(body: bytes) -> bool:

@@ -118,7 +118,7 @@ class _ReplicaCollector(Collector):
         )
         for model, replicas in self._replicas().items():
             counts = Tally(replica.state for replica in replicas)
-            for state in get_args(ReplicaState):
+            for state in get_args(ReplicaState.__value__):
                 family.add_metric([model, state], counts[state])
         return family
 
@@ -152,7 +152,7 @@ def _shares(rollouts: list[Rollout]) -> Metric:
 def _states(rollouts: list[Rollout]) -> Metric:
     family = _gauge("state", "1 for the state that the rollout is in", ["candidate", "state"])
     for rollout in rollouts:
-        for state in get_args(RolloutState):
+        for state in get_args(RolloutState.__value__):
             family.add_metric([rollout.model, rollout.name, state], rollout.state == state)
     return family
 

@@ -15,7 +15,7 @@ from jitney.engine.fleet.forwarding import Exchange, Patience, ProxiedAnswer
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica, Watch
-from jitney.engine.fleet.routing import KnownBeginnings, by_prefix, by_turn
+from jitney.engine.fleet.routing import KnownBeginnings, by_turn
 from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.types import JsonDict
 
@@ -191,8 +191,7 @@ class ReplicatedModel:
                 return by_turn(self.engines.names, self._turn)
 
     def _by_prefix(self, prompt: Sequence[bytes]) -> Iterator[str]:
-        return by_prefix(
-            self.engines.ring,
+        return self.engines.ring.order(
             prompt[0],
             self.engines.loads,
             total=self.engines.total,

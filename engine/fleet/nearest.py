@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from jitney.engine.fleet.question import Question, Route
 from jitney.engine.types import JsonDict
 
 #: Documents of one request, and of a file: their vectors of 4,096 numbers take 256 MiB.
-MOST_DOCUMENTS, _MOST_IN_A_FILE = 2048, 16384
+_MOST_DOCUMENTS, _MOST_IN_A_FILE = 2048, 16384
 #: Inputs of one request to an engine, at most.
 _MOST_INPUTS = 16
 #: Documents of a file that are embedded before it is noted that they are.
@@ -98,6 +98,9 @@ def _vector(written: Any) -> npt.NDArray[np.float32]:
 class KeptDocuments:
     """Documents of the settings. Each is embedded once, for the first question."""
 
+    #: Of them where they stand in the settings themselves.
+    most: ClassVar[int] = _MOST_DOCUMENTS
+
     def __init__(self, texts: Sequence[str], prefix: str):
         """prefix: stands before each where it is embedded."""
         self.texts = texts
@@ -154,8 +157,8 @@ async def nearest(query: _Vectors, documents: _Vectors, keep: int) -> list[tuple
 
 def documents_in(given: object) -> list[str]:
     """A request's field `documents`. Raises RequestError."""
-    if not isinstance(given, list) or not 0 < len(given) <= MOST_DOCUMENTS:
-        raise _bad_documents(f"must be a list of 1 to {MOST_DOCUMENTS} texts")
+    if not isinstance(given, list) or not 0 < len(given) <= _MOST_DOCUMENTS:
+        raise _bad_documents(f"must be a list of 1 to {_MOST_DOCUMENTS} texts")
     for place, text in enumerate(given):
         if not isinstance(text, str) or not text:
             raise _bad_documents(f"must be texts that are not empty; number {place} is none")

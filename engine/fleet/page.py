@@ -55,7 +55,7 @@ class _Candidates:
         found = self.fleet.models.get(model)
         if not isinstance(found, ModelWithCandidate):
             raise HttpError(404, f"no candidate of a model {echo(model)}", code="not_found")
-        actions: tuple[Action, ...] = get_args(Action)
+        actions: tuple[Action, ...] = get_args(Action.__value__)
         for known in actions:
             if known == action:
                 found.rollout.decide(known)

@@ -30,7 +30,6 @@ from jitney.engine.fleet.answering import (
     total_usage,
 )
 from jitney.engine.fleet.nearest import (
-    MOST_DOCUMENTS,
     Embedder,
     KeptDocuments,
     documents_in,
@@ -166,7 +165,7 @@ class _EmbedStage(Section):
     documents: list[Annotated[str, Field(min_length=1)]] | None = Field(
         default=None,
         min_length=1,
-        max_length=MOST_DOCUMENTS,
+        max_length=KeptDocuments.most,
         description="the documents; without this, `file` and `documents_of` they are the request's "
         "field `documents`",
     )

@@ -39,12 +39,9 @@ from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.ray_engines import (
-    ANNOUNCE_S,
-    GRACE_S,
-    NAMESPACE,
+    Directory,
     EngineActor,
     RayFleet,
-    the_directory,
 )
 from jitney.engine.fleet.rollout import Rollout
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
@@ -104,7 +101,7 @@ class _IngressApp:
         model = parts.arms[arm]
         if not self._fleet.has_keys:
             model.key = self._fleet.key
-        directory = the_directory()
+        directory = Directory.of_cluster()
         while True:
             try:
                 if rollout is not None:
@@ -112,10 +109,10 @@ class _IngressApp:
                 known = await directory.engines.remote(arm)
             except RayError as error:
                 _log.warning("the directory of engines does not answer: %s", error)
-                directory = the_directory()
+                directory = Directory.of_cluster()
             else:
                 await model.meet(parts.watch, known, self._fleet.key)
-            await asyncio.sleep(ANNOUNCE_S)
+            await asyncio.sleep(Directory.announce_s)
 
 
 def _rollout_of(fleet: Fleet, engines: ReplicatedModel) -> Rollout | None:
@@ -137,7 +134,7 @@ def _ingress_deployment(fleet: RayFleet, engines: Sequence[Any]) -> Any:
         name="ingress",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=fleet.settings.max_connections,
-        graceful_shutdown_timeout_s=fleet.config.server.drain_s + GRACE_S,
+        graceful_shutdown_timeout_s=fleet.config.server.drain_s + fleet.grace_s,
     )
     return deployment(serve.ingress(lambda: _IngressApp(fleet))(Ingress)).bind(*engines)
 
@@ -158,7 +155,7 @@ def _engines_deployment(fleet: RayFleet, arm: str) -> Any:
         # Hosts lie close together; those that take all chips of a node have one each.
         "placement_group_strategy": "STRICT_PACK" if section.n_hosts == 1 else "PACK",
         "health_check_period_s": _HEALTH_S,
-        "graceful_shutdown_timeout_s": fleet.config.server.drain_s + 2 * GRACE_S,
+        "graceful_shutdown_timeout_s": fleet.config.server.drain_s + 2 * fleet.grace_s,
     }
     if not bundle:
         del options["placement_group_bundles"], options["placement_group_strategy"]
@@ -236,7 +233,7 @@ def run_on_ray(application: Any, host: str, port: int) -> None:
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.append(number))
-    ray.init(namespace=NAMESPACE, include_dashboard=False if is_one_machine() else None)
+    ray.init(namespace=Directory.namespace, include_dashboard=False if is_one_machine() else None)
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(application, name=_APPLICATION)
@@ -245,5 +242,5 @@ def run_on_ray(application: Any, host: str, port: int) -> None:
             time.sleep(_LOOK_S)
     finally:
         serve.shutdown()
-        ray.kill(the_directory())
+        ray.kill(Directory.of_cluster())
         ray.shutdown()

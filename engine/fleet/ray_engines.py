@@ -14,7 +14,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
@@ -39,13 +39,9 @@ from jitney.engine.process.children import child_environ, end_child, start_child
 
 _log = logging.getLogger("jitney.fleet")
 
-NAMESPACE = "jitney"
 _DIRECTORY = "jitney-fleet-directory"
-#: Seconds between two words of an engine to the directory, and after which one that says nothing is
-#: struck off.
-ANNOUNCE_S, _SILENT_S = 1.0, 10.0
-#: Seconds beyond the drain's that an engine gets to end.
-GRACE_S = 10.0
+#: Seconds after which an engine that says nothing to the directory is struck off.
+_SILENT_S = 10.0
 #: Seconds between two looks at whether an engine is ready.
 _LOOK_S = 0.1
 
@@ -53,6 +49,9 @@ _LOOK_S = 0.1
 @dataclass(frozen=True, slots=True)
 class RayFleet:
     """What every actor of a fleet is given."""
+
+    #: Seconds beyond the drain's that an engine gets to end.
+    grace_s: ClassVar[float] = 10.0
 
     config: FleetConfig
     settings: ServerSettings
@@ -70,8 +69,13 @@ class RayFleet:
     host: str = ""
 
 
-class _Directory:
+class Directory:
     """Where the engines are: name -> (arm, URL, when it last said so); and which arms rest."""
+
+    #: Of Ray's actors, this one among them.
+    namespace: ClassVar[str] = "jitney"
+    #: Seconds between two words of an engine to it.
+    announce_s: ClassVar[float] = 1.0
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, str, float]] = {}
@@ -104,22 +108,22 @@ class _Directory:
     def rests(self, arm: str) -> bool:
         return arm in self._resting
 
-
-def the_directory() -> Any:
-    """The one of this cluster; made if there is none. Outside any placement group: that of the
-    engine that makes it ends with that engine.
-    """
-    actor: Any = ray.remote(_Directory)
-    no_group: Any = None  # as documented; the annotation does without
-    return actor.options(
-        num_cpus=0,
-        name=_DIRECTORY,
-        namespace=NAMESPACE,
-        get_if_exists=True,
-        lifetime="detached",
-        max_restarts=-1,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=no_group),
-    ).remote()
+    @classmethod
+    def of_cluster(cls) -> Any:
+        """The actor of this cluster; made if there is none. Outside any placement group: that of
+        the engine that makes it ends with that engine.
+        """
+        actor: Any = ray.remote(cls)
+        no_group: Any = None  # as documented; the annotation does without
+        return actor.options(
+            num_cpus=0,
+            name=_DIRECTORY,
+            namespace=cls.namespace,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=no_group),
+        ).remote()
 
 
 def _actor_id() -> str:
@@ -178,7 +182,7 @@ class _EngineChild:
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         with suppress(TimeoutError):
-            limit_s = self._fleet.config.server.drain_s + GRACE_S
+            limit_s = self._fleet.config.server.drain_s + self._fleet.grace_s
             await asyncio.wait_for(process.wait(), limit_s)
         await end_child(process)
 
@@ -218,7 +222,7 @@ class EngineActor:
         #: That every host serves HTTP, as those do that share experts.
         self._all_serve = settings.data_parallel > 1
         self._name = f"{arm}-{_actor_id()[:8]}"
-        self._directory = the_directory()
+        self._directory = Directory.of_cluster()
         self._client = upstream_client()
         timing = fleet.config.fleet
         self._watch = Watch(self._client, poll_s=timing.poll_s, lost_after_s=timing.lost_after_s)
@@ -288,7 +292,7 @@ class EngineActor:
                         return
             except RayError as error:
                 self._lost_directory(error)
-            await asyncio.sleep(ANNOUNCE_S)
+            await asyncio.sleep(Directory.announce_s)
 
     async def _live_as_candidate(self) -> None:
         """Start the engine whenever the candidate is to have requests, and let it go when it is
@@ -316,12 +320,12 @@ class EngineActor:
                     return
             except RayError as error:
                 self._lost_directory(error)
-            await asyncio.sleep(ANNOUNCE_S)
+            await asyncio.sleep(Directory.announce_s)
 
     def _lost_directory(self, error: RayError) -> None:
         """It is made anew."""
         _log.warning("the directory of engines does not answer: %s", error)
-        self._directory = the_directory()
+        self._directory = Directory.of_cluster()
 
     async def check_health(self) -> None:
         """Serve replaces the actor if this raises. Raises JitneyError."""

@@ -16,7 +16,7 @@ from jitney.engine.errors import JitneyError
 from jitney.engine.types import JsonDict
 
 _DATA, _DONE = b"data:", b"[DONE]"
-END = b"\n\n"
+_END = b"\n\n"
 #: Texts that stand there once, in place of being continued by the next chunk.
 _ONCE = frozenset({"role", "finish_reason", "id", "type", "name", "stop_reason"})
 #: What names a stream; of the first replica's, in all of it.
@@ -33,12 +33,6 @@ class CannotGoOn(JitneyError):
 
 class Died(Exception):
     """A replica went away with a request."""
-
-
-def split_events(data: bytes) -> tuple[bytes, bytes]:
-    """(whole events, the beginning of the next one)."""
-    cut = data.rfind(END) + len(END)
-    return (data[:cut], data[cut:]) if cut >= len(END) else (b"", data)
 
 
 def _read_event(event: bytes) -> JsonDict | None:
@@ -117,19 +111,19 @@ class SentStream:
         """
         self.is_whole |= _is_end(events)
         kept: list[bytes] = []
-        for event in events.split(END)[:-1]:
+        for event in events.split(_END)[:-1]:
             value = _read_event(event)
             if _is_going(value):
                 raise Died("it says that it is going")
             if value is None or "choices" not in value:
-                kept.append(event + END)
+                kept.append(event + _END)
             elif as_it_is:
                 self.note(value)
-                kept.append(event + END)
+                kept.append(event + _END)
             else:
                 rest = self.rest_of(value)
                 if rest is not None:
-                    kept.append(b"data: " + orjson.dumps(rest) + END)
+                    kept.append(b"data: " + orjson.dumps(rest) + _END)
         return b"".join(kept)
 
     def note(self, value: JsonDict) -> None:

@@ -44,7 +44,7 @@ _NOT_HERE = 404
 
 #: "ready": it takes requests. "unready": it answers, and takes none (loading, draining, asleep).
 #: "gone": it does not answer.
-ReplicaState = Literal["unknown", "ready", "unready", "gone"]
+type ReplicaState = Literal["unknown", "ready", "unready", "gone"]
 
 
 @dataclass(eq=False, slots=True)

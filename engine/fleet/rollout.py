@@ -2,7 +2,8 @@
 
 A rollout runs until it is decided, by its rule or by hand: promoted, the candidate gets every
 request; rolled back, none. A restart begins it anew. No clock of its own, no tasks, no files:
-`engine.fleet.candidate` gives it requests and the time, and keeps what `saved` says.
+`engine.fleet.candidate` gives it requests and the time, `engine.fleet.rollout_keeper` keeps what
+`saved` says.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from typing import Literal, NamedTuple
 from jitney.engine.config.digest import short
 from jitney.engine.fleet.comparison import (
     ARMS,
-    CLUSTERS,
     FIGURES,
     ArmName,
     Comparison,
-    Figure,
     Interval,
     RequestOutcome,
 )
@@ -29,8 +28,8 @@ from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.fleet")
 
-RolloutState = Literal["running", "promoted", "rolled_back"]
-Action = Literal["promote", "roll_back", "restart"]
+type RolloutState = Literal["running", "promoted", "rolled_back"]
+type Action = Literal["promote", "roll_back", "restart"]
 #: What each action makes of a rollout.
 _STATES: Mapping[Action, RolloutState] = {
     "promote": "promoted",
@@ -53,7 +52,7 @@ class KeyPlace(NamedTuple):
     """Where a key belongs, for as long as the rollout runs."""
 
     arm: ArmName
-    #: Of `comparison.CLUSTERS`.
+    #: Of `Comparison.clusters`.
     cluster: int
 
 
@@ -120,7 +119,7 @@ class Rollout:
         digest = hashlib.blake2b(salt + key, digest_size=9).digest()
         part = int.from_bytes(digest[:8]) / 2**64
         arm: ArmName = "candidate" if part < self.share else "stable"
-        return KeyPlace(arm, digest[8] % CLUSTERS)
+        return KeyPlace(arm, digest[8] % Comparison.clusters)
 
     @property
     def share(self) -> float:
@@ -283,7 +282,7 @@ class Rollout:
             "high": None if interval is None else interval.high,
             "equal": figure.equal,
             "worst_allowed": None if margin is None else figure.worst(margin),
-            "verdict": _verdict(figure, interval),
+            "verdict": _verdict(name, interval),
         }
 
     def saved(self) -> JsonDict:
@@ -319,8 +318,9 @@ class Rollout:
         return True
 
 
-def _verdict(figure: Figure, interval: Interval | None) -> str:
-    return "no difference seen yet" if interval is None else interval.verdict(figure)
+def _verdict(name: str, interval: Interval | None) -> str:
+    """name: of the figure."""
+    return "no difference seen yet" if interval is None else interval.verdict(FIGURES[name])
 
 
 def _figure_in_words(name: str, interval: Interval | None) -> str:

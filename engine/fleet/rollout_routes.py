@@ -14,7 +14,6 @@ from jitney.engine.api.routing import HttpRoute, Role
 from jitney.engine.api.schema import checked
 from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.fleet import Fleet
-from jitney.engine.fleet.rollout import Action
 
 
 class _Described(BaseModel):
@@ -26,7 +25,7 @@ class RolloutBody(_Described):
     share of the rule again, with nothing known.
     """
 
-    action: Action
+    action: Literal["promote", "roll_back", "restart"]
 
 
 class RolloutDecision(_Described):

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
+from typing import ClassVar
 
 from jitney.engine.lru import LruCache
 
@@ -19,7 +20,7 @@ from jitney.engine.lru import LruCache
 #: each other by about 1 / sqrt(n).
 _POINTS = 128
 #: How much more than the mean a replica may have before prompts that belong to it go elsewhere.
-BRAKE = 1.25
+_BRAKE = 1.25
 #: Beginnings of prompts that are remembered, some 200 bytes each.
 _MOST_KNOWN = 1 << 16
 #: Replicas that `LeastWait` gives before it sorts the others.
@@ -36,6 +37,9 @@ class Ring:
 
     A replica that comes or goes moves the keys that it gets or had, 1/n of them, and no others.
     """
+
+    #: See `order`.
+    brake: ClassVar[float] = _BRAKE
 
     def __init__(self, names: Collection[str], points: int = _POINTS):
         marks = sorted(
@@ -60,48 +64,47 @@ class Ring:
             if len(seen) == len(self.names):
                 return
 
+    def order(
+        self,
+        key: bytes,
+        loads: Mapping[str, float],
+        *,
+        total: float,
+        brake: float = _BRAKE,
+        spare: float = 0.0,
+        known: str | None = None,
+        seats: float = 0.0,
+    ) -> Iterator[str]:
+        """By the key, with load as the brake: consistent hashing with bounded loads (Mirrokni,
+        Thorup, Zadimoghaddam, 2016).
 
-def _most_load(total: float, replicas: int, brake: float = BRAKE) -> int:
+        loads: requests at each replica that can be had, waiting or in seats; of the ring's others
+        nothing is given. total: their sum. Who has `brake` times the mean comes after those that
+        have less. spare: up to this load there is no brake: some empty seats are no reason to lose
+        a prefix. known: the replica that had this beginning last; it is asked before the ring, and
+        while fewer than `seats` of its seats are taken there is no brake: nobody waits there, and
+        elsewhere the prompt would be computed again. A prompt that nobody is known to have had does
+        not wait while some replica has a free seat: who has none comes after those that have one.
+        """
+        most = max(spare, _most_load(total, max(1, len(loads)), brake))
+        if known is None and total < seats * len(loads):
+            most = min(most, seats)
+        full: list[str] = []
+        for name in _known_first(known, self.walk(key)):
+            load = loads.get(name)
+            if load is None:
+                continue
+            if load < most or (name == known and load < seats):
+                yield name
+            else:
+                full.append(name)
+        full.sort(key=lambda name: loads.get(name, math.inf))
+        yield from full
+
+
+def _most_load(total: float, replicas: int, brake: float = _BRAKE) -> int:
     """Requests that one of so many replicas may have once one more has come to `total`."""
     return math.ceil(brake * (total + 1) / replicas)
-
-
-def by_prefix(
-    ring: Ring,
-    key: bytes,
-    loads: Mapping[str, float],
-    *,
-    total: float,
-    brake: float = BRAKE,
-    spare: float = 0.0,
-    known: str | None = None,
-    seats: float = 0.0,
-) -> Iterator[str]:
-    """By the key, with load as the brake: consistent hashing with bounded loads (Mirrokni, Thorup,
-    Zadimoghaddam, 2016).
-
-    loads: requests at each replica that can be had, waiting or in seats; of the ring's others
-    nothing is given. total: their sum. Who has `brake` times the mean comes after those that have
-    less. spare: up to this load there is no brake: some empty seats are no reason to lose a prefix.
-    known: the replica that had this beginning last; it is asked before the ring, and while fewer
-    than `seats` of its seats are taken there is no brake: nobody waits there, and elsewhere the
-    prompt would be computed again. A prompt that nobody is known to have had does not wait while
-    some replica has a free seat: who has none comes after those that have one.
-    """
-    most = max(spare, _most_load(total, max(1, len(loads)), brake))
-    if known is None and total < seats * len(loads):
-        most = min(most, seats)
-    full: list[str] = []
-    for name in _known_first(known, ring.walk(key)):
-        load = loads.get(name)
-        if load is None:
-            continue
-        if load < most or (name == known and load < seats):
-            yield name
-        else:
-            full.append(name)
-    full.sort(key=lambda name: loads.get(name, math.inf))
-    yield from full
 
 
 def _known_first(known: str | None, names: Iterator[str]) -> Iterator[str]:

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jitney.engine.config.layers import unknown_word
 from jitney.engine.config.schema import Section
-from jitney.engine.fleet.comparison import FIGURES, LEAST_REQUESTS
+from jitney.engine.fleet.comparison import FIGURES, Comparison
 from jitney.engine.fleet.rollout import PromotionRule
-from jitney.engine.fleet.routing import BRAKE
+from jitney.engine.fleet.routing import Ring
 from jitney.engine.types import JsonDict
 
 #: Begins the URL of a name whose addresses are engines: dns+http://NAME:PORT.
@@ -203,7 +203,7 @@ class ReplicasSection(Section):
         ),
     )
     brake: float = Field(
-        default=BRAKE,
+        default=Ring.brake,
         ge=1.0,
         le=100.0,
         description=(
@@ -290,7 +290,7 @@ class CandidateSection(ReplicasSection):
     )
     min_requests: int = Field(
         default=500,
-        ge=LEAST_REQUESTS,
+        ge=Comparison.least_requests,
         description="requests that it must have answered before the rule promotes it",
     )
     may_lose: dict[str, float] = Field(

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.routing import (
-    BRAKE,
     KnownBeginnings,
     LeastWait,
     Ring,
-    by_prefix,
     by_turn,
 )
 from jitney.engine.simulation.fleet_replica import FleetRequest
@@ -33,7 +31,7 @@ class SimulatedIngress:
     router: str
     #: Of one replica.
     seats: int
-    brake: float = BRAKE
+    brake: float = Ring.brake
     #: Requests that are open at each replica that can be had, and their sum.
     loads: dict[str, float] = field(default_factory=dict[str, float])
     total: float = 0.0
@@ -131,8 +129,7 @@ class SimulatedIngress:
         key = f"alone {request.number}".encode()
         if known:
             key = known[0]
-        return by_prefix(
-            self._ring,
+        return self._ring.order(
             key,
             self.loads,
             total=self.total,

@@ -15,7 +15,7 @@ from jitney.dashboard import Dashboard
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
-from jitney.engine.fleet.comparison import ARMS, CLUSTERS, RequestOutcome
+from jitney.engine.fleet.comparison import ARMS, Comparison, RequestOutcome
 from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.counters import EngineCounters
@@ -139,6 +139,6 @@ def rollout_of(
     for number in range(requests):
         for arm, times in zip(ARMS, (1.0, slower), strict=True):
             seconds = times * rng.uniform(0.9, 1.1)
-            place = KeyPlace(arm, number % CLUSTERS)
+            place = KeyPlace(arm, number % Comparison.clusters)
             rollout.observe(place, RequestOutcome(True, 100, 2 * seconds, 0.2 * seconds))
     return rollout

@@ -22,14 +22,15 @@ from places import ROOT
 
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ConfigError, ErrorInfo
-from jitney.engine.fleet import candidate
+from jitney.engine.fleet import rollout_keeper
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.candidate import ModelWithCandidate, RolloutKeeper, _key_of
+from jitney.engine.fleet.candidate import ModelWithCandidate, _key_of
 from jitney.engine.fleet.comparison import ARMS, FIGURES, RequestOutcome
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
+from jitney.engine.fleet.rollout_keeper import RolloutKeeper
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
 from jitney.engine.types import EngineRequest, SequenceOutput
 
@@ -306,7 +307,7 @@ def test_a_stream_is_measured_as_it_passes(tmp_path: Path):
 
 
 def test_what_the_engines_are_set_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(candidate, "_LOOK_S", 0.05)
+    monkeypatch.setattr(rollout_keeper, "_LOOK_S", 0.05)
     one = FakeEngine(FakeClient(config_digest="a" * 64))
     two = FakeEngine(FakeClient(config_digest="b" * 64))
     with arms(tmp_path, one, two) as found, found.served.http() as http:

@@ -10,7 +10,6 @@ import pytest
 
 from jitney.engine.fleet.comparison import (
     ARMS,
-    CLUSTERS,
     FIGURES,
     Comparison,
     Interval,
@@ -39,11 +38,13 @@ class Minutes:
         self.comparison = Comparison()
         self.spread = spread
         self.shift = {"stable": 0.0, "candidate": math.log(1 - slower)}
-        self.of_keys = {arm: by_key * self.random.standard_normal(CLUSTERS) for arm in ARMS}
+        self.of_keys = {
+            arm: by_key * self.random.standard_normal(Comparison.clusters) for arm in ARMS
+        }
 
     def minute(self, error_share: float = 0.01) -> None:
         for arm, requests in zip(ARMS, (STABLE, CANDIDATE), strict=True):
-            clusters = self.random.integers(CLUSTERS, size=requests)
+            clusters = self.random.integers(Comparison.clusters, size=requests)
             logs = self.shift[arm] + self.of_keys[arm][clusters]
             logs = logs + self.spread * self.random.standard_normal(requests)
             failed = self.random.random(requests) < error_share
@@ -125,7 +126,7 @@ def test_rare_errors_of_equal_arms_are_seldom_called_worse():
 def test_a_candidate_that_fails_is_seen_within_few_requests():
     comparison = Comparison()
     for number in range(600):
-        comparison.add("stable", number % CLUSTERS, RequestOutcome(True, 10, 1.0))
+        comparison.add("stable", number % Comparison.clusters, RequestOutcome(True, 10, 1.0))
     for number in range(60):
         assert (comparison.interval("errors") is None) == (number < 30)
         comparison.add("candidate", number, RequestOutcome(ok=number % 3 != 0))

@@ -14,7 +14,7 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet import pipeline as pipeline_module
 from jitney.engine.fleet.cascade import CascadeSettings
-from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels, check_parts
+from jitney.engine.fleet.composed import COMPOSED_KINDS, ComposedModels
 from jitney.engine.fleet.ensemble import EnsembleSettings
 from jitney.engine.fleet.pipeline import PipelineSettings
 from jitney.engine.fleet.sections import ReplicasSection
@@ -134,7 +134,7 @@ def test_each_is_told_apart_and_says_what_it_is_made_of():
 )
 def test_what_cannot_be_is_refused_in_one_line(composed: dict, complaint: str):
     with pytest.raises(ConfigError, match=complaint) as raised:
-        check_parts(SERVED | composed)
+        ComposedModels.check(SERVED | composed)
     assert "\n" not in str(raised.value)
 
 

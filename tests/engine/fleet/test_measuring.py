@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from jitney.engine.fleet.candidate import _AnswerWatch, _CostMeter
 from jitney.engine.fleet.comparison import RequestOutcome
 from jitney.engine.fleet.forwarding import ProxiedAnswer
-from jitney.engine.fleet.measuring import AnswerWatch, CostMeter
 
 
 class Clock:
@@ -25,7 +25,7 @@ def watched(
 ) -> RequestOutcome | None:
     """Of an answer with a part a second."""
     clock = Clock()
-    watch = AnswerWatch(clock)
+    watch = _AnswerWatch(clock)
 
     async def body() -> AsyncIterator[bytes]:
         for part in parts:
@@ -101,7 +101,7 @@ def test_a_stream_that_breaks_off_failed():
 def test_what_the_client_did_says_nothing_of_the_engine():
     assert watched(b"{}", status=400, stream=False) is None
     assert watched(ROLE, PIECE, PIECE, leave_after=2) is None
-    watch = AnswerWatch(Clock())
+    watch = _AnswerWatch(Clock())
     assert watch.outcome(0.0) is None
     watch.refused(503)
     assert watch.outcome(0.0) == RequestOutcome(ok=False)
@@ -109,7 +109,7 @@ def test_what_the_client_did_says_nothing_of_the_engine():
 
 def test_engines_cost_is_shared_by_those_who_are_there():
     """Alone for 2 s, two for 4 s, nobody for 10 s, alone for 1 s, at 3 a second."""
-    meter = CostMeter()
+    meter = _CostMeter()
     first = meter.begin(0.0, 3.0)
     second = meter.begin(2.0, 3.0)
     assert meter.end(6.0, 3.0, first) == pytest.approx(6 + 6)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jitney.engine.fleet.repeating import CannotGoOn, SentStream, split_events
+from jitney.engine.fleet.forwarding import _split_events
+from jitney.engine.fleet.repeating import CannotGoOn, SentStream
 
 ANSWER = "Once upon a time, there was a bus that never waited. Ünïcode, too."
 
@@ -119,6 +120,6 @@ def test_usage_comes_at_the_end_all_the_same():
 
 
 def test_events_are_cut_where_they_end():
-    assert split_events(b"data: a\n\ndata: b") == (b"data: a\n\n", b"data: b")
-    assert split_events(b"data: a") == (b"", b"data: a")
-    assert split_events(b"\n\n") == (b"\n\n", b"")
+    assert _split_events(b"data: a\n\ndata: b") == (b"data: a\n\n", b"data: b")
+    assert _split_events(b"data: a") == (b"", b"data: a")
+    assert _split_events(b"\n\n") == (b"\n\n", b"")

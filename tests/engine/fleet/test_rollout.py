@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from jitney.engine.fleet.comparison import ARMS, CLUSTERS, RequestOutcome
+from jitney.engine.fleet.comparison import ARMS, Comparison, RequestOutcome
 from jitney.engine.fleet.rollout import KeyPlace, PromotionRule, Rollout
 
 HOUR_S = 3600.0
@@ -40,7 +40,7 @@ def fill(rollout: Rollout, requests: int, *, slower: float = 0.0, failing: float
             if is_candidate:
                 seconds /= 1 - slower
             ok = not (is_candidate and random.random() < failing)
-            place = KeyPlace(arm, number % CLUSTERS)
+            place = KeyPlace(arm, number % Comparison.clusters)
             rollout.observe(place, RequestOutcome(ok, 20 if ok else 0, seconds, seconds / 10, 0.01))
 
 
@@ -51,7 +51,7 @@ def test_a_key_always_belongs_to_the_same_arm_in_every_process():
     assert [again.place(f"user-{number}".encode()) for number in range(4000)] == places
     shares = sum(place.arm == "candidate" for place in places) / 4000
     assert 0.035 < shares < 0.065
-    assert len({place.cluster for place in places}) == CLUSTERS
+    assert len({place.cluster for place in places}) == Comparison.clusters
     firsts = [number for number, place in enumerate(places) if place.arm == "candidate"][:5]
     assert firsts == FIRST_CANDIDATES
 
@@ -141,7 +141,9 @@ def test_figures_that_no_request_has_do_not_hold_up_a_promotion():
     rollout = rollout_of(PromotionRule(min_requests=500))
     for number in range(1200):
         for arm in ARMS:
-            rollout.observe(KeyPlace(arm, number % CLUSTERS), RequestOutcome(True, 20, 1.0))
+            rollout.observe(
+                KeyPlace(arm, number % Comparison.clusters), RequestOutcome(True, 20, 1.0)
+            )
     decision = rollout.look()
     assert decision is not None and decision.state == "promoted"
     assert "first_token_s not known" in decision.reason

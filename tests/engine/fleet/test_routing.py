@@ -15,7 +15,6 @@ from jitney.engine.fleet.routing import (
     LeastWait,
     Ring,
     _most_load,
-    by_prefix,
     by_turn,
 )
 
@@ -50,11 +49,11 @@ def test_one_that_is_gone_for_a_while_gets_its_keys_back():
     ring = Ring(["a", "b", "c"])
     for key in KEYS[:200]:
         here = dict.fromkeys("abc", 0.0)
-        first = next(by_prefix(ring, key, here, total=0))
+        first = next(ring.order(key, here, total=0))
         without = {name: load for name, load in here.items() if name != first}
-        second = next(by_prefix(ring, key, without, total=0))
+        second = next(ring.order(key, without, total=0))
         assert second == next(name for name in ring.walk(key) if name != first)
-        assert next(by_prefix(ring, key, here, total=0)) == first
+        assert next(ring.order(key, here, total=0)) == first
 
 
 def test_the_ring_does_not_depend_on_the_order_of_names():
@@ -77,7 +76,7 @@ def test_nobody_gets_more_than_the_brakes_share(
     loads = dict.fromkeys(names, 0.0)
     for number in range(requests):
         key = KEYS[chance.randrange(n_keys)]
-        chosen = next(by_prefix(ring, key, loads, total=number, brake=brake))
+        chosen = next(ring.order(key, loads, total=number, brake=brake))
         loads[chosen] += 1
         assert loads[chosen] <= _most_load(number, len(names), brake)
 
@@ -85,7 +84,7 @@ def test_nobody_gets_more_than_the_brakes_share(
 @given(NAMES, st.randoms(use_true_random=False))
 def test_every_replica_comes_once(names: list[str], chance: random.Random):
     loads = {name: float(chance.randrange(10)) for name in names}
-    order = list(by_prefix(Ring(names), b"key", loads, total=sum(loads.values())))
+    order = list(Ring(names).order(b"key", loads, total=sum(loads.values())))
     assert sorted(order) == sorted(names)
 
 
@@ -93,8 +92,8 @@ def test_no_brake_while_seats_are_empty():
     ring = Ring(["a", "b"])
     key = next(key for key in KEYS if next(ring.walk(key)) == "a")
     loads = {"a": 3.0, "b": 0.0}
-    assert next(by_prefix(ring, key, loads, total=3)) == "b"
-    assert next(by_prefix(ring, key, loads, total=3, spare=4)) == "a"
+    assert next(ring.order(key, loads, total=3)) == "b"
+    assert next(ring.order(key, loads, total=3, spare=4)) == "a"
 
 
 def test_keys_are_spread_evenly():
@@ -106,30 +105,30 @@ def test_who_had_a_beginning_is_asked_before_the_ring_but_not_past_the_brake():
     ring = Ring(["a", "b", "c"])
     key = next(key for key in KEYS if list(ring.walk(key)) == ["a", "b", "c"])
     loads = {"a": 0.0, "b": 0.0, "c": 1.0}
-    assert list(by_prefix(ring, key, loads, total=3, known="c")) == ["c", "a", "b"]
+    assert list(ring.order(key, loads, total=3, known="c")) == ["c", "a", "b"]
     loads["c"] = 9.0
-    assert list(by_prefix(ring, key, loads, total=9, known="c")) == ["a", "b", "c"]
-    assert list(by_prefix(ring, key, loads, total=9, known="gone")) == ["a", "b", "c"]
+    assert list(ring.order(key, loads, total=9, known="c")) == ["a", "b", "c"]
+    assert list(ring.order(key, loads, total=9, known="gone")) == ["a", "b", "c"]
 
 
 def test_a_turn_stays_where_a_seat_is_free_and_a_stranger_goes_where_there_is_less_to_do():
     ring = Ring(["a", "b"])
     key = next(key for key in KEYS if next(ring.walk(key)) == "a")
     loads = {"a": 7.0, "b": 0.0}
-    assert next(by_prefix(ring, key, loads, total=7, seats=8)) == "b"
-    assert next(by_prefix(ring, key, loads, total=7, seats=8, known="a")) == "a"
+    assert next(ring.order(key, loads, total=7, seats=8)) == "b"
+    assert next(ring.order(key, loads, total=7, seats=8, known="a")) == "a"
     loads["a"] = 8.0
-    assert next(by_prefix(ring, key, loads, total=8, seats=8, known="a")) == "b"
+    assert next(ring.order(key, loads, total=8, seats=8, known="a")) == "b"
 
 
 def test_a_stranger_does_not_wait_while_a_seat_is_free_elsewhere():
     ring = Ring(["a", "b"])
     key = next(key for key in KEYS if next(ring.walk(key)) == "a")
     loads = {"a": 8.0, "b": 7.0}  # both under the brake: 10
-    assert next(by_prefix(ring, key, loads, total=15)) == "a"
-    assert list(by_prefix(ring, key, loads, total=15, seats=8)) == ["b", "a"]
+    assert next(ring.order(key, loads, total=15)) == "a"
+    assert list(ring.order(key, loads, total=15, seats=8)) == ["b", "a"]
     loads["b"] = 8.0  # all seats are taken: whoever it goes to, it waits
-    assert list(by_prefix(ring, key, loads, total=16, seats=8)) == ["a", "b"]
+    assert list(ring.order(key, loads, total=16, seats=8)) == ["a", "b"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,7 +144,7 @@ def test_as_many_strangers_as_seats_take_every_seat(
         if len(streams) == seats * len(names):
             loads[streams.pop(chance.randrange(len(streams)))] -= 1
         key = KEYS[number % len(KEYS)]
-        chosen = next(by_prefix(ring, key, loads, total=len(streams), seats=seats))
+        chosen = next(ring.order(key, loads, total=len(streams), seats=seats))
         streams.append(chosen)
         loads[chosen] += 1
         assert loads[chosen] <= seats

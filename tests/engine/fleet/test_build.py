@@ -9,10 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jitney.engine.fleet import found
-from jitney.engine.fleet.build import open_fleet
+from jitney.engine.fleet import build
+from jitney.engine.fleet.build import _addresses, open_fleet
 from jitney.engine.fleet.config import FleetConfig
-from jitney.engine.fleet.found import _addresses
 
 FLEET = """
 [fleet]
@@ -41,8 +40,8 @@ def test_every_address_of_a_name_is_an_engine(
             raise socket.gaierror(-2, "Name or service not known")
         return now
 
-    monkeypatch.setattr(found, "_addresses", looked_up)
-    monkeypatch.setattr(found, "_LOOK_S", 0.01)
+    monkeypatch.setattr(build, "_addresses", looked_up)
+    monkeypatch.setattr(build, "_LOOK_S", 0.01)
     file = tmp_path / "fleet.toml"
     file.write_text(FLEET)
 
