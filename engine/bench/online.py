@@ -5,6 +5,7 @@ the ledger.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 
 from jitney.engine.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.bench.load import LoadResult, Watch, run_load
-from jitney.engine.bench.metrics import ServerMetrics
 from jitney.engine.bench.text import arrival_prose, prose
 from jitney.engine.errors import JitneyError
+from jitney.engine.records import ROW_KINDS
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.cost import Bill
 
@@ -24,6 +25,15 @@ _FEW_WORDS, _MANY_WORDS = 16, 160
 #: Requests open while the capacity of a server is measured that does not say how many it runs at
 #: once.
 _UNKNOWN_STREAMS = 64
+_SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+#: The metric that is 1 where padding is free.
+_FREE = "jitney_padding_is_free"
+
+type _SampleName = tuple[str, tuple[tuple[str, str], ...]]
+#: (name, sorted labels) -> value.
+type _Samples = dict[_SampleName, float]
 
 
 class _Ruler(NamedTuple):
@@ -169,7 +179,7 @@ class _Session:
         salt = secrets.randbits(32)
         texts = self._texts(arrivals, salt)
         await self._warm_up(arrivals[: sending.warmup], sending.concurrency, salt)
-        before = await ServerMetrics.read(self.client)
+        before = await _ServerMetrics.read(self.client)
         load = await self._send(arrivals, texts, sending)
         about = await EngineAbout.read(self.client)
         run = OnlineRun(self.client.endpoint, load, about=about)
@@ -191,8 +201,8 @@ class _Session:
         words, numbered = self.ruler.words, enumerate(arrivals)
         return [arrival_prose(arrival, words, number, salt) for number, arrival in numbered]
 
-    async def _read_bill(self, run: OnlineRun, before: ServerMetrics) -> None:
-        after = await ServerMetrics.read(self.client)
+    async def _read_bill(self, run: OnlineRun, before: _ServerMetrics) -> None:
+        after = await _ServerMetrics.read(self.client)
         if after is not None:
             run.bill = after.bill_since(before, run.load.seconds)
             run.queue_mean_s = after.queue_mean_since(before)
@@ -250,3 +260,63 @@ async def _likely_streams(client: EndpointClient) -> int:
     if isinstance(seats, list) and seats:
         return 2 * len(seats)
     return _UNKNOWN_STREAMS
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerMetrics:
+    """What a server's /metrics said at one time: the ledger (`jitney_rows_total`) and the queue."""
+
+    samples: _Samples
+
+    @classmethod
+    async def read(cls, client: EndpointClient) -> _ServerMetrics | None:
+        """Now; None if it has no such page, or publishes none of ours."""
+        page = await client.read_page("/metrics")
+        if page is None:
+            return None
+        metrics = cls.of(page.text)
+        return None if metrics._rows("prefill") is None else metrics
+
+    @classmethod
+    def of(cls, text: str) -> _ServerMetrics:
+        """Our samples of a page in Prometheus' text format."""
+        matches = filter(None, map(_SAMPLE.match, text.splitlines()))
+        return cls(dict(_sample(*match.groups()) for match in matches))
+
+    def bill_since(self, before: _ServerMetrics, seconds: float) -> Bill:
+        """Rows and device time by kind since another reading, `seconds` ago.
+
+        The server tells the time of all steps together, so it is split over the rows of all steps
+        alike, unlike a bill made from step records, or over all but padding where that is free;
+        idle is the rest of `seconds`.
+        """
+        rows = {kind: self._rows_since(before, kind) for kind in ROW_KINDS}
+        busy_s = self._step_seconds() - before._step_seconds()
+        is_free = bool(self.samples.get((_FREE, ())))
+        return Bill.of_totals(rows, busy_s, seconds, padding_is_free=is_free)
+
+    def queue_mean_since(self, before: _ServerMetrics) -> float | None:
+        """Mean wait in the server's queue, seconds, of who boarded since another reading; None if
+        nobody did.
+        """
+        count = self._growth("jitney_queue_seconds_count", before)
+        if count <= 0:
+            return None
+        return self._growth("jitney_queue_seconds_sum", before) / count
+
+    def _rows(self, kind: str) -> float | None:
+        return self.samples.get(("jitney_rows_total", (("kind", kind),)))
+
+    def _rows_since(self, before: _ServerMetrics, kind: str) -> int:
+        return round((self._rows(kind) or 0) - (before._rows(kind) or 0))
+
+    def _step_seconds(self) -> float:
+        named = self.samples.items()
+        return sum(value for (name, _), value in named if name == "jitney_step_seconds_sum")
+
+    def _growth(self, name: str, before: _ServerMetrics) -> float:
+        return self.samples.get((name, ()), 0.0) - before.samples.get((name, ()), 0.0)
+
+
+def _sample(name: str, labels: str | None, value: str) -> tuple[_SampleName, float]:
+    return (name, tuple(sorted(_LABEL.findall(labels or "")))), float(value)

@@ -1,9 +1,13 @@
-"""Engines as processes of this machine: how each is started, when it is ready, how it is ended."""
+"""Engines as processes of this machine: how each is started, when it is ready, how it is ended;
+and the int8 folder that one of them reads.
+"""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +19,12 @@ from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
 import httpx
+import numpy as np
 
-from jitney.engine.errors import JitneyError
+from jitney.engine.checkpoints.files import read_json
+from jitney.engine.checkpoints.safetensors import SafetensorsFolder
+from jitney.engine.errors import JitneyError, ModelError
+from jitney.engine.types import JsonDict
 
 #: Seconds that an engine gets to be ready (the first start of some compiles for minutes), and to
 #: stop.
@@ -42,6 +50,13 @@ _VLLM_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "PYTHONPATH": "",
 }
+
+
+#: What stands beside the weights and is copied as it is.
+_BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
+_WEIGHTS = "model.safetensors"
+_MOST = 127
+_SCALED_INTS: JsonDict = {"num_bits": 8, "type": "int", "symmetric": True}
 
 
 class Peer(NamedTuple):
@@ -85,6 +100,14 @@ class Peer(NamedTuple):
             environment=_VLLM_ENVIRONMENT | _preloading(preload),
             settings=f"vllm serve {' '.join(flags)}; preloaded: {_file_names(preload)}",
         )
+
+    @classmethod
+    def vllm_w8a8(cls, executable: str, folder: Path, target: Path, dtype: str) -> Peer:
+        """The same on a copy of that folder, made as `target`, whose products are int8 by int8.
+        Raises ModelError where the folder holds no model, or one that is quantised already.
+        """
+        _write_w8a8(folder, target)
+        return cls.vllm(executable, str(target), dtype, name="vLLM, CPU, w8a8")
 
     @contextmanager
     def serving(self, port: int) -> Iterator[str]:
@@ -186,3 +209,61 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else is in the group
     process.wait()
+
+
+def _write_w8a8(folder: Path, target: Path) -> None:
+    """Make `target`, a new folder, of the model in `folder`, as the compressed-tensors library has
+    "int-quantized": every matrix of the layers as whole numbers from -127 to 127 with one scale for
+    each output, and rows rounded as they come, each with its own scale. That is what `--weights
+    int8` does here on a CPU. The embedding, the head and the norms stay as they are.
+    """
+    config = read_json(folder, "config.json")
+    if "quantization_config" in config:
+        raise ModelError(f"{folder.name} is quantised already")
+    source = SafetensorsFolder(folder)
+    tensors: dict[str, np.ndarray] = {}
+    for name in source.shapes:
+        tensors |= _stored(name, source.read(name))
+    target.mkdir()
+    for pattern in _BESIDE:
+        for file in folder.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    config["quantization_config"] = _scheme()
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+    _save(tensors, target / _WEIGHTS)
+
+
+def _stored(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """A tensor as it is, or a matrix of a layer [O, I] as int8 with scales [O, 1]."""
+    if ".layers." not in name or tensor.ndim != 2 or not name.endswith(".weight"):
+        return {name: tensor}
+    wide = tensor.astype(np.float32)
+    scales = np.maximum(np.abs(wide).max(axis=1, keepdims=True), 1e-12) / _MOST
+    scales = scales.astype(tensor.dtype)
+    codes = np.rint(wide / scales.astype(np.float32))
+    return {
+        name: np.clip(codes, -_MOST, _MOST).astype(np.int8),
+        f"{name}_scale": scales,
+    }
+
+
+def _scheme() -> JsonDict:
+    """What config.json says of it."""
+    weights = _SCALED_INTS | {"strategy": "channel", "dynamic": False}
+    rows = _SCALED_INTS | {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _save(tensors: dict[str, np.ndarray], file: Path) -> None:
+    from safetensors.numpy import save_file
+
+    whole = {name: np.ascontiguousarray(each) for name, each in tensors.items()}
+    save_file(whole, file, metadata={"format": "pt"})

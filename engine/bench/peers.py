@@ -122,7 +122,7 @@ class _PeerResult:
         }
 
 
-def make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
+def _make_measurements(encode: Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
     """Closed loops of so many streams, and long prompts with one output token each."""
     loops = [_loop(encode, count, requests) for count in streams]
     arrivals = _drawn(min(_LONG_REQUESTS, requests), Fixed(_LONG_PROMPT), Fixed(1))
@@ -169,6 +169,23 @@ class PeerBench:
     save: Callable[[JsonDict], None]
     say: _Say
     results: list[_PeerResult] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        encode: Encode,
+        streams: Sequence[int],
+        requests: int,
+        *,
+        port: int,
+        save: Callable[[JsonDict], None],
+        say: _Say,
+    ) -> PeerBench:
+        """With closed loops of so many streams, and long prompts with one output token each.
+
+        requests: of each of them, at most; slow ones have fewer.
+        """
+        return cls(_make_measurements(encode, streams, requests), port, save, say)
 
     def compare(self, peers: Sequence[Peer], repetitions: int) -> JsonDict:
         """Start the engines in turn, `repetitions` times over, and measure each; returns the
@@ -306,29 +323,35 @@ def _at(figures: Any, path: Sequence[str]) -> float:
     return figures
 
 
-def kernel_ratios(report: JsonObject, engines: Sequence[str]) -> dict[str, float]:
-    """For each measurement, the first engine's median over the second's: prompt tokens where
-    outputs are one token long, else output tokens. Empty if one of them was not measured.
-    """
-    known = report["engines"]
-    if not known.keys() >= set(engines):
-        return {}
-    first, second = (known[engine]["medians"] for engine in engines)
-    both = [name for name in first if name in second]
-    return {name: _speed(first, name) / _speed(second, name) for name in both}
+@dataclass(frozen=True, slots=True)
+class PeerReport:
+    """What `PeerBench` found."""
+
+    #: As `PeerBench.report` returns it.
+    figures: JsonObject
+
+    def kernel_ratios(self, engines: Sequence[str]) -> dict[str, float]:
+        """For each measurement, the first engine's median over the second's: prompt tokens where
+        outputs are one token long, else output tokens. Empty if one of them was not measured.
+        """
+        known = self.figures["engines"]
+        if not known.keys() >= set(engines):
+            return {}
+        first, second = (known[engine]["medians"] for engine in engines)
+        both = [name for name in first if name in second]
+        return {name: _speed(first, name) / _speed(second, name) for name in both}
+
+    def markdown(self) -> str:
+        """The table for a page, with what it was taken on above it."""
+        taken = (
+            f"{self.figures['machine']}; over HTTP with streaming, the client on the same machine; "
+            "medians (least - most)."
+        )
+        return "\n".join([taken, "", *_table_of(self.figures).markdown_lines(), ""])
 
 
 def _speed(medians: JsonObject, name: str) -> float:
     return medians[name][_figure_of(name)]["median"]
-
-
-def markdown(report: JsonObject) -> str:
-    """The table for a page, with what it was taken on above it."""
-    taken = (
-        f"{report['machine']}; over HTTP with streaming, the client on the same machine; medians "
-        "(least - most)."
-    )
-    return "\n".join([taken, "", *_table_of(report).markdown_lines(), ""])
 
 
 def _table_of(report: JsonObject) -> Table:

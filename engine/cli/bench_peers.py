@@ -11,8 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jitney.engine.bench.peer_process import Peer
-from jitney.engine.bench.peers import Encode, PeerBench, kernel_ratios, make_measurements, markdown
-from jitney.engine.bench.w8a8 import write_w8a8
+from jitney.engine.bench.peers import Encode, PeerBench, PeerReport
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.errors import ConfigError
@@ -83,11 +82,17 @@ def _measured(args: Arguments) -> JsonDict:
 
 
 def _measured_beside(args: Arguments, streams: list[int], peers: list[Peer]) -> JsonDict:
-    measurements = make_measurements(_encoder(args.model), streams, args.requests)
-    bench = PeerBench(measurements, args.port, partial(_save, args), say)
+    bench = PeerBench.of(
+        _encoder(args.model),
+        streams,
+        args.requests,
+        port=args.port,
+        save=partial(_save, args),
+        say=say,
+    )
     report = bench.compare(peers, args.repetitions)
     pair = [Peer.ours(args.model, kernels, args.dtype).name for kernels in ("auto", "reference")]
-    report["auto_over_reference"] = kernel_ratios(report, pair)
+    report["auto_over_reference"] = PeerReport(report).kernel_ratios(pair)
     return report
 
 
@@ -120,8 +125,7 @@ def _vllm_w8a8_from(args: Arguments, target: Path) -> Peer | None:
     plain = _vllm_from(args)
     if plain is None:
         return None
-    write_w8a8(Path(args.vllm_model), target)
-    return Peer.vllm(plain.command[0], str(target), args.dtype, name="vLLM, CPU, w8a8")
+    return Peer.vllm_w8a8(plain.command[0], Path(args.vllm_model), target, args.dtype)
 
 
 def _vllm_from(args: Arguments) -> Peer | None:
@@ -145,7 +149,7 @@ def _encoder(model: str) -> Encode:
 
 
 def _deliver(args: Arguments, report: JsonObject) -> None:
-    table = markdown(report)
+    table = PeerReport(report).markdown()
     if args.markdown:
         write_text("--markdown", args.markdown, table)
     if args.write_report(report):

@@ -20,8 +20,7 @@ from traces import write_trace
 
 from jitney.engine.bench.client import Answer, EndpointClient, RemoteEndpoint, events
 from jitney.engine.bench.load import _record_of, _Sender, run_load
-from jitney.engine.bench.metrics import ServerMetrics
-from jitney.engine.bench.online import OnlineBench, Sending, _Ruler
+from jitney.engine.bench.online import OnlineBench, Sending, _Ruler, _ServerMetrics
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.machine import cpu_name
@@ -273,8 +272,8 @@ jitney_up 1
 
 
 def test_the_servers_ledger_is_the_difference_of_two_readings():
-    before = ServerMetrics.of(METRICS % (10, 20, 30, "0.5", 4, "2.0"))
-    after = ServerMetrics.of(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
+    before = _ServerMetrics.of(METRICS % (10, 20, 30, "0.5", 4, "2.0"))
+    after = _ServerMetrics.of(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
     lines = after.bill_since(before, seconds=1.25)
     assert after.queue_mean_since(before) == 0.125 and after.queue_mean_since(after) is None
     assert lines["prefill"] == CostLine(2, 200_000_000) and lines["decode"] == CostLine(
@@ -284,7 +283,7 @@ def test_the_servers_ledger_is_the_difference_of_two_readings():
         0, 250_000_000
     )
     assert lines["cancelled"] == CostLine(0, 0)
-    free = ServerMetrics.of(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
+    free = _ServerMetrics.of(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
     lines = free.bill_since(before, seconds=1.25)
     assert lines["padding"] == CostLine(2, 0)
     assert lines["prefill"] == CostLine(2, 250_000_000)

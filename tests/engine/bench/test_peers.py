@@ -13,26 +13,31 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from places import SUPPORT
+from safetensors.numpy import load_file, save_file
 
-from jitney.engine.bench.peer_process import Peer
+from jitney.engine.bench.peer_process import Peer, _write_w8a8
 from jitney.engine.bench.peers import (
     OUTPUTS,
     PROMPTS,
     PeerBench,
+    PeerReport,
+    _make_measurements,
     _medians_of,
-    kernel_ratios,
-    make_measurements,
-    markdown,
 )
 from jitney.engine.cli import main
 from jitney.engine.cli.bench_peers import _remarks
+from jitney.engine.errors import ModelError
 from jitney.engine.machine import cpu_name
 from jitney.engine.ports import free_port
 
 FAKE = str(SUPPORT / "fake_engine.py")
+MATRIX = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def encode(text: str) -> list[int]:
@@ -57,7 +62,7 @@ def run(peers: list[Peer], works: list[Any], repetitions: int, port: int = 0) ->
 
 def test_engines_take_turns_and_get_the_same_work(tmp_path: Path):
     log = tmp_path / "log"
-    works = [work for work in make_measurements(encode, [3, 1], 6) if work.name != "prompts_512"]
+    works = [work for work in _make_measurements(encode, [3, 1], 6) if work.name != "prompts_512"]
     works = [work._replace(outputs=[min(n, 12) for n in work.outputs]) for work in works]
     port = free_port()
     peers = [fake("slow", log, "--tokens-s", "100"), fake("fast", log)]
@@ -77,7 +82,7 @@ def test_engines_take_turns_and_get_the_same_work(tmp_path: Path):
         slow["medians"][name]["output_tok_s"]["median"] for name in ("streams_3", "streams_1")
     )
     assert crowd > 1.3 * alone
-    assert kernel_ratios(report, ("fast", "slow"))["streams_1"] > 1.5
+    assert PeerReport(report).kernel_ratios(("fast", "slow"))["streams_1"] > 1.5
     done = [
         sum(len(run) for one in step["engines"].values() for run in one["runs"]) for step in saved
     ]
@@ -91,7 +96,7 @@ def test_an_engine_that_fails_is_left_out_with_its_reason(tmp_path: Path):
     log = tmp_path / "log"
     works = [
         work._replace(outputs=[2] * 4, prompts=work.prompts[:4])
-        for work in make_measurements(encode, [2], 4)
+        for work in _make_measurements(encode, [2], 4)
     ][:1]
     gone = Peer("gone", ("/nowhere/engine",), {}, "a fake")
     peers = [
@@ -106,7 +111,7 @@ def test_an_engine_that_fails_is_left_out_with_its_reason(tmp_path: Path):
     assert "counted" in wrong["failed"] and "cannot be started" in gone["failed"]
     assert good["failed"] is None and len(good["runs"]) == 2 and not dead["medians"]
     assert log.read_text().count("dead dies") == 1, "it is not tried again"
-    table = markdown(report)
+    table = PeerReport(report).markdown()
     assert "| good good-1.0 |" in table and "dead" not in table
     shown = _remarks(report | {"auto_over_reference": {}})
     assert any("says the fake" in line for line in shown) and any(
@@ -160,14 +165,14 @@ def test_the_table_has_a_column_for_each_measurement_and_the_machine_above():
         "work": works,
         "engines": {"ours": engine, "plain": slower},
     }
-    lines = markdown(report).splitlines()
+    lines = PeerReport(report).markdown().splitlines()
     assert lines[0].startswith("A CPU 9, 2 cores; over HTTP")
     assert lines[2] == (
         "| | 32 streams, output tok/s | 1 stream, output tok/s | prompt tok/s, 512-token prompts | "
         "first token at 32 streams, p50 / p99 |"
     )
     assert lines[4] == "| ours 0.1 | 700 | 700 | 1,401 | 250 / 500 ms |"
-    ratios = kernel_ratios(report, ("ours", "plain"))
+    ratios = PeerReport(report).kernel_ratios(("ours", "plain"))
     assert ratios == pytest.approx(dict.fromkeys(works, 0.7004))
     shown = _remarks(report | {"auto_over_reference": ratios})
     assert "BELOW the reference: streams_32, streams_1, prompts_512" in shown[-1]
@@ -176,7 +181,7 @@ def test_the_table_has_a_column_for_each_measurement_and_the_machine_above():
 
 
 def test_the_work_is_that_of_the_table():
-    works = make_measurements(encode, [32, 1], 96)
+    works = _make_measurements(encode, [32, 1], 96)
     assert [(work.name, work.streams, len(work.outputs)) for work in works] == [
         ("streams_32", 32, 96),
         ("streams_1", 1, 16),
@@ -229,3 +234,40 @@ def test_an_engine_that_is_not_installed_is_one_line(capsys: pytest.CaptureFixtu
     assert main(["bench", "peers", "--engines", "vllm", "--vllm", "/nowhere/vllm"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("vLLM is not installed here and is left out")
+
+
+def plain_folder(folder: Path, **config: object) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {MATRIX: (8, 16), NORM: (16,), EMBEDDING: (32, 16)}
+    tensors = {
+        name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    (folder / "tokenizer.json").write_text("{}")
+    return tensors
+
+
+def test_matrices_of_layers_are_int8_with_a_scale_for_each_output(tmp_path: Path):
+    plain = plain_folder(tmp_path / "plain")
+    _write_w8a8(tmp_path / "plain", tmp_path / "w8a8")
+    made = load_file(tmp_path / "w8a8" / "model.safetensors")
+    codes, scales = made[MATRIX], made[f"{MATRIX}_scale"].astype(np.float32)
+    assert codes.dtype == np.int8 and scales.shape == (8, 1)
+    wide = plain[MATRIX].astype(np.float32)
+    assert np.abs(codes * scales - wide).max() <= 0.51 * scales.max()
+    assert np.abs(codes).max(axis=1).min() >= 126, "each output uses all of its range"
+    for name in (NORM, EMBEDDING):
+        assert np.array_equal(made[name], plain[name]) and f"{name}_scale" not in made
+    config = json.loads((tmp_path / "w8a8" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert (tmp_path / "w8a8" / "tokenizer.json").exists()
+
+
+def test_a_quantised_folder_is_refused(tmp_path: Path):
+    plain_folder(tmp_path / "plain", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ModelError, match="quantised already"):
+        _write_w8a8(tmp_path / "plain", tmp_path / "w8a8")

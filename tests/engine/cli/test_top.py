@@ -19,7 +19,7 @@ from jitney.dashboard.remote import RemoteEngine, Unreachable, _base_of
 from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings, digest_key
-from jitney.engine.cli import main, top, topview
+from jitney.engine.cli import main, top
 from jitney.engine.errors import ConfigError
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
@@ -147,7 +147,7 @@ def replica_with(*seats: SeatView, **metrics) -> ReplicaView:
 
 def test_every_seat_is_one_character_in_rows_that_fit():
     seats = [SeatView("decode", "r", n_output=n % 9, max_tokens=8) for n in range(100)]
-    lines = shown(topview._SeatGrid(seats), width=60).splitlines()
+    lines = shown(top._SeatGrid(seats), width=60).splitlines()
     assert all(len(line) <= 60 for line in lines) and len(lines) == 3
     assert sum(len(line[6:].replace(" ", "")) for line in lines) == 100
     assert [line[:4].strip() for line in lines] == ["0", "48", "96"]
@@ -155,12 +155,12 @@ def test_every_seat_is_one_character_in_rows_that_fit():
 
 @pytest.mark.parametrize("output, glyph", [(0, "▁"), (4, "▅"), (8, "█"), (99, "█")])
 def test_a_decoding_seat_shows_how_far_it_has_come(output: int, glyph: str):
-    assert topview._seat_cell(SeatView("decode", "r", n_output=output, max_tokens=8))[0] == glyph
-    assert topview._seat_cell(SeatView("held", "r"))[0] == "×"
+    assert top._seat_cell(SeatView("decode", "r", n_output=output, max_tokens=8))[0] == glyph
+    assert top._seat_cell(SeatView("held", "r"))[0] == "×"
 
 
 def test_rates_are_differences_over_the_window():
-    rates, rows = topview.Rates(), dict.fromkeys(ROW_KINDS, 0)
+    rates, rows = top._Rates(), dict.fromkeys(ROW_KINDS, 0)
     for second in range(6):
         replica = replica_with(
             rows=rows | {"decode": 100 * second, "padding": 50 * second},
@@ -174,7 +174,7 @@ def test_rates_are_differences_over_the_window():
         and rates.step_ms() == 50
         and rates.rows()["padding"] == 150
     )
-    printed = shown(topview.picture(replica, rates, "http://x"))
+    printed = shown(top._picture(replica, rates, "http://x"))
     assert (
         "generated 67%" in printed
         and "padding 33%" in printed
@@ -188,12 +188,12 @@ def test_rates_are_differences_over_the_window():
 
 def test_full_and_loading_are_said_in_words():
     full = replica_with(SeatView("decode", "a"), SeatView("held", "b"), waiting=5)
-    assert topview._headline(full) == "Full: all 2 seats taken, 5 waiting"
+    assert top._headline(full) == "Full: all 2 seats taken, 5 waiting"
     loading = ReplicaView(
         state="loading", progress={"stage": "compile", "done": 3, "total": 8, "detail": ""}
     )
-    assert topview._headline(loading) == "compile 3 of 8"
-    assert "loading" in shown(topview.picture(loading, topview.Rates(), "u"))
+    assert top._headline(loading) == "compile 3 of 8"
+    assert "loading" in shown(top._picture(loading, top._Rates(), "u"))
 
 
 def test_watching_goes_on_until_the_engine_was_never_there():
