@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from jitney.engine.bench.device.report import DeviceReport
-from jitney.engine.bench.device.rows import TINY
+from jitney.engine.bench.device.rows import PartJob
 from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan
 from jitney.engine.bench.device.saved import ResultFiles
 from jitney.engine.cli.arguments import Arguments
@@ -23,7 +23,7 @@ from jitney.kernels.prompt_choices import PromptChoice
 #: Where a checkout keeps measurements.
 _RESULTS = Path("docs/benchmarks")
 _KERNELS = get_args(KernelsName)
-_SHAPES = (*(name for name in SHAPES if name.endswith("8b")), TINY)
+_SHAPES = (*(name for name in SHAPES if name.endswith("8b")), PartJob.TINY)
 _PARTS_HELP = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
 _FLAGS = (
     Flag.of(
@@ -105,7 +105,7 @@ def _plan_from(args: Arguments) -> DevicePlan:
     """What the flags ask for. ConfigError where the platform is not here."""
     platform, shape = args.platform, args.shape
     if args.rehearse:
-        platform, shape = "cpu", TINY
+        platform, shape = "cpu", PartJob.TINY
     settings = EngineSection(platform=platform, page_size=args.page_size or 16)
     check_platform(settings.platform)
     only = ()

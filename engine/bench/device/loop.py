@@ -16,12 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from msgspec.structs import replace
 
-from jitney.engine.bench.device.rows import (
-    PartJob,
-    Row,
-    Task,
-    Tasks,
-)
+from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.steps import RandomModel, StepBench
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
 from jitney.engine.core import EngineCore

@@ -69,17 +69,7 @@ def _batching(job: PartJob) -> Tasks:
     goal is about, then those of `crowds`.
     """
     get = cache(partial(_make_model, job))
-    yield from _tasks(batch_tasks(job, _CONTINUOUS, "peer's", partial(_batching_row, job, get)))
-
-
-def batch_tasks(
-    job: PartJob, by: str, goal: str, run: Callable[[int, Row], Iterator[Row]]
-) -> Tasks:
-    """A task for each number of streams; the goal is that of the first. run: with so many."""
-    others = [streams for streams in job.sizes.crowds if streams != job.sizes.streams]
-    for streams in (job.sizes.streams, *others):
-        counts = goal if streams == job.sizes.streams else ""
-        yield Task(job.batch_row(streams, by, counts), partial(run, streams))
+    yield from _tasks(job.batch_tasks(_CONTINUOUS, "peer's", partial(_batching_row, job, get)))
 
 
 def _torch_tasks(job: PartJob) -> Tasks:

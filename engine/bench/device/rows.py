@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import ClassVar
 
 import msgspec
 
@@ -18,13 +20,8 @@ from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.simulation.roofline import SHAPES
 
-TINY = "tiny"
-#: The part before all others: what the device is, and which programs run on it.
-ABOUT = "about"
 #: How the note of a row begins whose answers are not right.
 _WRONG = "WRONG"
-#: And of a case that time ran out for.
-NO_TIME = "the time was up"
 #: Copies of a kernel's inputs that are rotated at most.
 _MOST_COPIES = 8
 
@@ -78,8 +75,13 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
     shape may be "", dtype and kernels "auto".
     """
 
-    part: str  # ABOUT, or a key of run.PARTS
-    shape: str  # "tiny", or a key of SHAPES
+    #: The part before all others: what the device is, and which programs run on it.
+    ABOUT: ClassVar = "about"
+    #: The shape that is tried on a CPU.
+    TINY: ClassVar = "tiny"
+
+    part: str  # `ABOUT`, or a key of run.PARTS
+    shape: str  # `TINY`, or a key of SHAPES
     dtype: str
     kernels: str
     page_size: int
@@ -92,11 +94,11 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def config(self) -> ModelConfig:
-        return tiny_config() if self.shape == TINY else SHAPES[self.shape]
+        return tiny_config() if self.shape == self.TINY else SHAPES[self.shape]
 
     @property
     def sizes(self) -> Sizes:
-        return _SMALL if self.shape == TINY else _LARGE
+        return _SMALL if self.shape == self.TINY else _LARGE
 
     @property
     def measured(self) -> Floors:
@@ -117,6 +119,13 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
         case = f"{streams} streams, {self.dtype}, {n_prompt} + {n_output} tokens"
         return self.row("batch of equal requests", case, by, goal)
 
+    def batch_tasks(self, by: str, goal: str, run: Callable[[int, Row], Iterator[Row]]) -> Tasks:
+        """A task for each number of streams; the goal is that of the first. run: with so many."""
+        others = [streams for streams in self.sizes.crowds if streams != self.sizes.streams]
+        for streams in (self.sizes.streams, *others):
+            counts = goal if streams == self.sizes.streams else ""
+            yield Task(self.batch_row(streams, by, counts), partial(run, streams))
+
     def copies_of(self, moved: float) -> int:
         """How many copies of inputs of `moved` bytes exceed the cache."""
         return max(1, min(_MOST_COPIES, math.ceil(self.sizes.cache_bytes / moved)))
@@ -124,6 +133,9 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One measured figure."""
+
+    #: In the note of a case that time ran out for.
+    NO_TIME: ClassVar = "the time was up"
 
     part: str  # the part that measured it
     name: str  # what was measured

@@ -22,15 +22,7 @@ from typing import IO, Protocol
 import msgspec
 
 from jitney.engine.bench.device.power import PowerMeter
-from jitney.engine.bench.device.rows import (
-    ABOUT,
-    NO_TIME,
-    TINY,
-    About,
-    Floors,
-    PartJob,
-    Row,
-)
+from jitney.engine.bench.device.rows import About, Floors, PartJob, Row
 from jitney.engine.bench.device.worker import PartMessage
 from jitney.engine.errors import ConfigError, JitneyError
 
@@ -150,7 +142,7 @@ class DeviceResults:
         if self.plan.shape:
             return self.plan.shape
         if self.about is None or self.about.platform == "cpu":
-            return TINY
+            return PartJob.TINY
         return "llama-3.1-8b"
 
     @property
@@ -161,12 +153,12 @@ class DeviceResults:
     @property
     def real(self) -> bool:
         """Whether goals are judged: not on a shape that only shows that all of it runs."""
-        return self.shape != TINY
+        return self.shape != PartJob.TINY
 
     @property
     def page_size(self) -> int:
         """KV positions per page."""
-        return self.plan.page_size or (16 if self.shape == TINY else 64)
+        return self.plan.page_size or (16 if self.shape == PartJob.TINY else 64)
 
     @property
     def wrong(self) -> list[Row]:
@@ -218,7 +210,9 @@ class _Measuring:
 
     def describe(self) -> None:
         """Ask what the device is, and take up what is known of it."""
-        for message in self.start(self.results.job(ABOUT, _PART_S), self.results.plan.environment):
+        for message in self.start(
+            self.results.job(PartJob.ABOUT, _PART_S), self.results.plan.environment
+        ):
             self._take(message)
         _check(self.results, self.report)
         self.store.take_up(self.results)
@@ -248,7 +242,7 @@ class _Measuring:
         results = self.results
         for part in results.plan.parts():
             rows = [row for row in results.rows if row.part == part]
-            if self.left > _LEAST_S and any(NO_TIME in row.note for row in rows):
+            if self.left > _LEAST_S and any(Row.NO_TIME in row.note for row in rows):
                 unsettled = [row for row in rows if not row.settled]
                 results.rows = [row for row in results.rows if row not in unsettled]
                 self.run(part)
@@ -305,7 +299,7 @@ class _Measuring:
 
 def _undone(row: Row) -> bool:
     """Whether a later call should try again: time ran out, or the process died."""
-    return NO_TIME in row.note or row.note.startswith("failed: the process")
+    return Row.NO_TIME in row.note or row.note.startswith("failed: the process")
 
 
 def _note(part: str, case: str, why: str) -> PartMessage:
@@ -320,7 +314,7 @@ def _unfit(results: DeviceResults, part: str, left: float) -> str:
     if part in _ENVIRONMENT and platform not in ("gpu", "cuda"):
         return f"not run: it is about NVIDIA's GPUs, this is {platform}"
     if part != "floors" and left <= _LEAST_S:
-        return f"not run: {NO_TIME}"
+        return f"not run: {Row.NO_TIME}"
     return ""
 
 
@@ -393,11 +387,11 @@ def _run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMes
             if status:
                 why = f"failed: the process ended with status {status}: {_last_line(errors)}"
         except (TimeoutError, subprocess.TimeoutExpired):
-            why = f"not finished: {NO_TIME}"
+            why = f"not finished: {Row.NO_TIME}"
         finally:
             process.kill()
             process.wait()
-        if why and job.part == ABOUT:
+        if why and job.part == PartJob.ABOUT:
             raise JitneyError(f"the device could not be described: {why}")
         if why:
             yield _note(job.part, "the rest", why)

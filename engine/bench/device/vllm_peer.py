@@ -12,12 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jitney.engine.bench.device.peers import (
-    batch_tasks,
-    config_fields,
-    second_batch,
-    where_installed,
-)
+from jitney.engine.bench.device.peers import config_fields, second_batch, where_installed
 from jitney.engine.bench.device.rows import PartJob, Row, Tasks
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.types import JsonDict
@@ -28,7 +23,7 @@ _BY = "vLLM"
 def _batching(job: PartJob) -> Tasks:
     """`LLM.generate`, as many requests as streams, all at once."""
     get = cache(partial(_make_engine, job))
-    yield from where_installed(batch_tasks(job, _BY, "", partial(_batch_row, job, get)), "vllm")
+    yield from where_installed(job.batch_tasks(_BY, "", partial(_batch_row, job, get)), "vllm")
 
 
 def _batch_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) -> Iterator[Row]:

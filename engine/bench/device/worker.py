@@ -17,16 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from jitney.engine.bench.device.rows import (
-    ABOUT,
-    NO_TIME,
-    About,
-    Floors,
-    PartJob,
-    Row,
-    Sizes,
-    Tasks,
-)
+from jitney.engine.bench.device.rows import About, Floors, PartJob, Row, Sizes, Tasks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +66,7 @@ class PartMessage(msgspec.Struct, omit_defaults=True):
     floors: Floors | None = None
 
 
-def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
+def _main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
     """Run the job; exit status 0."""
     job = msgspec.json.decode(given.read(), type=PartJob)
     for line in _lines_of(job):
@@ -86,7 +77,7 @@ def main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
 
 def _lines_of(job: PartJob) -> Iterator[PartMessage]:
     """Everything the job yields."""
-    if job.part == ABOUT:
+    if job.part == job.ABOUT:
         sets, dtype = _kernels_of(job)
         yield PartMessage(about=_about_device(sets[0], dtype))
         return
@@ -116,7 +107,7 @@ def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
         if task.row.of in job.settled:
             continue
         if time.monotonic() > until:
-            yield task.row.noted(f"not run: {NO_TIME}")
+            yield task.row.noted(f"not run: {task.row.NO_TIME}")
             continue
         try:
             yield from task.run(task.row)
@@ -192,4 +183,4 @@ def _versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

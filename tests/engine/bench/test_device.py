@@ -32,14 +32,7 @@ from jitney.engine.bench.device.check import TASKS
 from jitney.engine.bench.device.kernels import Contexts, _make_inputs, attend_row
 from jitney.engine.bench.device.power import PowerMeter
 from jitney.engine.bench.device.report import _GOALS, DeviceReport, _goal_values
-from jitney.engine.bench.device.rows import (
-    ABOUT,
-    About,
-    Floors,
-    PartJob,
-    Row,
-    Task,
-)
+from jitney.engine.bench.device.rows import About, Floors, PartJob, Row, Task
 from jitney.engine.bench.device.run import (
     _ENVIRONMENT,
     _PART_S,
@@ -470,7 +463,7 @@ class Device:
     def __call__(self, job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
         self.jobs.append(job)
         self.environments.append(environment)
-        if job.part == ABOUT:
+        if job.part == PartJob.ABOUT:
             yield PartMessage(about=self.about)
         elif job.part == "floors":
             if self.floors is not None:
@@ -490,7 +483,7 @@ class Device:
 def test_nothing_begins_when_the_time_is_up():
     device = Device()
     found = DevicePlan(seconds=0.0).measure(Kept(), quiet, device)
-    assert device.parts == [ABOUT, "floors"]
+    assert device.parts == [PartJob.ABOUT, "floors"]
     assert {r.part: r.note for r in found.rows} == dict.fromkeys(
         [part for part in PARTS if part != "floors"], "not run: the time was up"
     )
@@ -501,7 +494,7 @@ def test_parts_run_in_order_with_what_was_found_first():
     device = Device()
     plan = DevicePlan(only=("graphs", "steps"), environment={"A": "b"})
     plan.measure(Kept(), quiet, device)
-    assert device.parts == [ABOUT, "floors", "steps", "graphs"]
+    assert device.parts == [PartJob.ABOUT, "floors", "steps", "graphs"]
     first, _, steps, _ = device.jobs
     assert (first.shape, steps.shape, steps.page_size) == ("", "llama-3.1-8b", 64)
     assert steps.floors == FLOORS and (steps.kernels, steps.dtype) == ("triton", "bfloat16")
@@ -512,7 +505,7 @@ def test_parts_run_in_order_with_what_was_found_first():
 def test_steps_with_cublas_alone_stand_beside_those_of_their_weights():
     device = Device()
     DevicePlan(only=("steps", "cublas")).measure(Kept(), quiet, device)
-    assert device.parts == [ABOUT, "floors", "steps", "cublas"]
+    assert device.parts == [PartJob.ABOUT, "floors", "steps", "cublas"]
     assert "triton_gemm=false" in device.environments[3]["XLA_FLAGS"]
     tasks = {
         part: [
@@ -551,7 +544,9 @@ def test_no_part_has_more_than_five_minutes_and_all_have_25():
     assert all(job.seconds < job.limit_s <= _PART_S for job in device.jobs)
     short = Device()
     DevicePlan(seconds=100.0).measure(Kept(), quiet, short)
-    assert all(job.limit_s <= 100 for job in short.jobs if job.part not in (ABOUT, "floors"))
+    assert all(
+        job.limit_s <= 100 for job in short.jobs if job.part not in (PartJob.ABOUT, "floors")
+    )
 
 
 def test_in_a_short_call_no_part_takes_the_time_of_those_behind_it():
@@ -574,7 +569,7 @@ def test_what_was_cut_short_for_others_is_taken_up_with_what_is_left(
     limits: list[tuple[str, float]] = []
 
     def start(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
-        if job.part == ABOUT:
+        if job.part == PartJob.ABOUT:
             yield PartMessage(about=GPU)
         elif job.part == "floors":
             yield PartMessage(floors=FLOORS)
@@ -650,7 +645,7 @@ def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path):
     DevicePlan(only=("steps", "loop")).measure(ResultFiles(tmp_path), quiet, first)
     second = Device()
     found = DevicePlan(only=("steps", "loop")).measure(ResultFiles(tmp_path), quiet, second)
-    assert second.parts == [ABOUT, "steps"]  # what failed by itself would fail again
+    assert second.parts == [PartJob.ABOUT, "steps"]  # what failed by itself would fail again
     measured = {(r.part, r.case): r.seconds for r in found.rows if r.part == "steps"}
     assert measured == {("steps", "first"): 3.0, ("steps", "second"): 2.0}
     report = json.loads((tmp_path / "device_a_card_80gb_llama-3.1-8b.json").read_text())
@@ -680,7 +675,7 @@ def test_another_machine_of_the_same_card_goes_on_with_the_same_file(tmp_path: P
     other = msgspec.structs.replace(GPU, memory=GPU.memory + 4096, versions=versions, choices="a")
     second = Device(other)
     plan.measure(ResultFiles(tmp_path), quiet, second)
-    assert second.parts == [ABOUT] and len(list(tmp_path.iterdir())) == 2
+    assert second.parts == [PartJob.ABOUT] and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -698,7 +693,7 @@ def test_what_decides_figures_begins_a_file_of_its_own(tmp_path: Path, fields: d
     plan.measure(ResultFiles(tmp_path), quiet, Device())
     second = Device(msgspec.structs.replace(GPU, **fields))
     plan.measure(ResultFiles(tmp_path), quiet, second)
-    assert second.parts == [ABOUT, "floors", "steps"] and len(list(tmp_path.iterdir())) == 4
+    assert second.parts == [PartJob.ABOUT, "floors", "steps"] and len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
@@ -787,7 +782,7 @@ def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
     device = Device(CPU)
     monkeypatch.setattr("jitney.engine.bench.device.run._run_apart", device)
     assert run(["--rehearse", "--out-dir", str(tmp_path)]) == 0
-    assert device.parts == [ABOUT, *(part for part in PARTS if part not in _ENVIRONMENT)]
+    assert device.parts == [PartJob.ABOUT, *(part for part in PARTS if part not in _ENVIRONMENT)]
     assert {(job.shape, job.platform) for job in device.jobs} == {("tiny", "cpu")}
     assert "device_cpu_tiny.md" in capsys.readouterr().out
 
