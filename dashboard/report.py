@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from jitney.engine.report.figures import SeatSpan
 
+#: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008).
+_HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a6a00", "#5b6773")
 _BINS = 240
 #: Requests in the table of the slowest.
 _SLOWEST = 20
@@ -246,7 +248,7 @@ class _Curve(NamedTuple):
     name: str
     #: Seconds before the end -> its values.
     values: Callable[[_ChartBins], Sequence[float | None]]
-    #: Place of its colour in `figures.HUES`.
+    #: Place of its colour in `_HUES`.
     hue: int
     #: Options of plotly's line beside its colour.
     style: JsonObject = NOTHING
@@ -302,9 +304,9 @@ def _charts(bins: _ChartBins) -> dict[str, go.Figure]:
 
 
 def _line(curve: _Curve, bins: _ChartBins) -> go.Scatter:
-    from jitney.engine.report.figures import HUES, line
+    from jitney.engine.report.figures import line
 
-    return line(curve.name, bins.x, curve.values(bins), HUES[curve.hue], **curve.style)
+    return line(curve.name, bins.x, curve.values(bins), _HUES[curve.hue], **curve.style)
 
 
 def _chart(unit: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
@@ -342,7 +344,7 @@ def _seat_chart(shown: JsonObject) -> go.Figure:
 
 def _seat_traces(shown: JsonObject) -> list[go.Bar]:
     """One for each phase and colour; the newest stays."""
-    from jitney.engine.report.figures import HUES, MOST_STAYS, seat_phases
+    from jitney.engine.report.figures import MOST_STAYS, SeatSpan
 
     begin, end = shown["from"], shown["to"]
     columns = [shown["stays"][name][-MOST_STAYS:] for name in _PHASE_COLUMNS]
@@ -352,8 +354,8 @@ def _seat_traces(shown: JsonObject) -> list[go.Bar]:
     for seat, request, index, came, first_token, left in zip(*columns, strict=True):
         number = numbers.setdefault(f"{request} {index}", len(numbers))
         last = end if left is None else min(left, end)
-        for kind, span in seat_phases(seat, number, max(came, begin), first_token, last):
-            traces.setdefault((kind, HUES[number % len(HUES)]), []).append(span)
+        for kind, span in SeatSpan.phases(seat, number, max(came, begin), first_token, last):
+            traces.setdefault((kind, _HUES[number % len(_HUES)]), []).append(span)
     names = list(numbers)
     return [_phase_bars(*key, spans, end, names) for key, spans in traces.items()]
 

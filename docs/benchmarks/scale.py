@@ -24,7 +24,7 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
+from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.simulation.fleet_planner import (
     Circumstances,
     FleetSizing,
@@ -32,7 +32,7 @@ from jitney.engine.simulation.fleet_planner import (
     Targets,
 )
 from jitney.engine.simulation.fleet_replica import ReplicaModel
-from jitney.engine.simulation.fleet_routing import ROUTERS
+from jitney.engine.simulation.fleet_routing import SimulatedIngress
 from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Day, Traffic
@@ -154,7 +154,7 @@ def figures_of(
 def timed(traffic: Traffic, plan: FleetPlan) -> tuple[FleetRun, float]:
     """A run, and the seconds that a core worked for it."""
     began = time.process_time()
-    run = simulate_fleet(traffic, plan)
+    run = plan.simulate(traffic)
     return run, time.process_time() - began
 
 
@@ -204,7 +204,7 @@ def routers(requests: int) -> Iterator[list[str]]:
     for size in CHAT_SIZES:
         traffic = chat(size, 0.35 * size * sizing.load_req_s, requests)
         first = 0.0
-        for router in ROUTERS:
+        for router in SimulatedIngress.ROUTERS:
             plan = FleetPlan(engine_of(sizing), H100.roofline, size, router, prefix_cache=True)
             run, _ = timed(traffic, plan)
             first = first or run.hit_rate

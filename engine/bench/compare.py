@@ -23,7 +23,6 @@ from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.types import JsonDict, JsonObject
 
-POLICIES = ("static", "dynamic", "continuous")
 #: What others report for in-flight batching over each of these, as (least, most) times the
 #: throughput; over dynamic batching at high concurrency.
 PUBLISHED = {"static": (1.6, 3.4), "dynamic": (3.0, 5.0)}
@@ -74,55 +73,59 @@ CASES = {
 }
 
 
-def simulated_capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes) -> float:
-    """Requests a second that the engine serves where there is always a next one, by simulation.
+@dataclass(frozen=True, slots=True)
+class OfferedTraffic:
+    """Requests that engines are offered at several rates."""
 
-    Those count who board after the first round of seats, from the first boarding to the last: then
-    seats run empty.
-    """
-    limits = shape.limits
-    a_round = limits.max_seats if limits.policy == "continuous" else limits.batch
-    run = simulate(_at_once(arrivals, _CAPACITY_ROUNDS * a_round), shape, table)
-    boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
-    return (len(boarded) - a_round) / (boarded[-1] - boarded[0])
+    #: Drawn at one request a second, but for `capacity`, which takes any.
+    arrivals: Sequence[Arrival]
+
+    def capacity(self, shape: EngineShape, table: StepTimes) -> float:
+        """Requests a second that the engine serves where there is always a next one, by simulation.
+
+        Those count who board after the first round of seats, from the first boarding to the last:
+        then seats run empty.
+        """
+        limits = shape.limits
+        a_round = limits.max_seats if limits.policy == "continuous" else limits.batch
+        run = simulate(_at_once(self.arrivals, _CAPACITY_ROUNDS * a_round), shape, table)
+        boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
+        return (len(boarded) - a_round) / (boarded[-1] - boarded[0])
+
+    def at_rate(self, rate: float) -> list[Arrival]:
+        """Those that were drawn at one request a second, for `rate` requests a second."""
+        return [msgspec.structs.replace(arrival, at=arrival.at / rate) for arrival in self.arrivals]
+
+    def load_curve(
+        self,
+        shape: EngineShape,
+        table: StepTimes,
+        policies: Sequence[str],
+        loads: Sequence[float] = _CURVE_LOADS,
+    ) -> list[JsonDict]:
+        """First-token waits of each policy over the load, by simulation: one point a load.
+
+        A point says for each policy which share of its own capacity the load is: from 1 on its
+        queue grows without bound, and its waits are those of a run of this length.
+        """
+        shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, "continuous"}}
+        able = {policy: self.capacity(shapes[policy], table) for policy in shapes}
+        points = []
+        for load in loads:
+            rate = load * able["continuous"]
+            coming = self.at_rate(rate)
+            waits = {}
+            for policy in policies:
+                run = simulate(coming, shapes[policy], table)
+                waits[policy] = waits_of(run.figures(), rate / able[policy])
+            points.append({"load": load, "rate": rate, "policies": waits})
+        return points
 
 
 def _at_once(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
     """So many of them, from the first again after the last, all at time 0."""
     again = itertools.islice(itertools.cycle(arrivals), count)
     return [msgspec.structs.replace(arrival, at=0.0) for arrival in again]
-
-
-def at_load(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Arrivals drawn at one request a second, for `rate` requests a second."""
-    return [msgspec.structs.replace(arrival, at=arrival.at / rate) for arrival in arrivals]
-
-
-def load_curve(
-    arrivals: Sequence[Arrival],
-    shape: EngineShape,
-    table: StepTimes,
-    policies: Sequence[str],
-    loads: Sequence[float] = _CURVE_LOADS,
-) -> list[JsonDict]:
-    """First-token waits of each policy over the load, by simulation: one point a load.
-
-    arrivals: at one request a second. A point says for each policy which share of its own capacity
-    the load is: from 1 on its queue grows without bound, and its waits are those of a run of this
-    length.
-    """
-    shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, "continuous"}}
-    able = {policy: simulated_capacity(arrivals, shapes[policy], table) for policy in shapes}
-    points = []
-    for load in loads:
-        rate = load * able["continuous"]
-        coming = at_load(arrivals, rate)
-        waits = {}
-        for policy in policies:
-            run = simulate(coming, shapes[policy], table)
-            waits[policy] = waits_of(run.figures(), rate / able[policy])
-        points.append({"load": load, "rate": rate, "policies": waits})
-    return points
 
 
 def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:

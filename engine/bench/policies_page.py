@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from plotly.graph_objects import Figure
+import plotly.graph_objects as go
 
 from jitney.engine.bench.offline import OfflineRun, PolicyRuns
 from jitney.engine.report import figures, tables
 from jitney.engine.report.page import Page, PageSection
 from jitney.engine.telemetry.backlog import QueueGrowth
+from jitney.engine.telemetry.cost import Bill
+from jitney.engine.telemetry.request_record import SeatStay
+from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonObject
 
 
@@ -106,13 +109,102 @@ def _seats(name: str, runs: PolicyRuns) -> PageSection:
     return PageSection(f"Seats: {name}", [_SEATS_NOTE], charts=charts)
 
 
+#: Of seats whose requests are done while others of their batch are not.
+_HELD_COLOUR = "#cbb8e4"
 _SEATS_NOTE = "All runs share one time scale. White: the seat is empty."
 
 
-def _seat_chart(policy: str, run: OfflineRun, until: float) -> Figure:
+def _seat_chart(policy: str, run: OfflineRun, until: float) -> go.Figure:
     held = policy != "continuous"
     seats = run.limits.max_seats
-    return figures.seat_timeline(policy, run.stays, run.started, seats, until, held=held)
+    return _seat_timeline(policy, run.stays, run.started, seats, until, held=held)
+
+
+def _seat_timeline(
+    name: str, stays: Sequence[SeatStay], started: float, seats: int, until: float, *, held: bool
+) -> go.Figure:
+    """Who sat where: one bar for each stay, its prefill part apart.
+
+    started: zero of the time axis. until: seconds that it shows, so that runs side by side share
+    their scale. held: draw the seats that a batch keeps as well.
+    """
+    if len(stays) > figures.MOST_STAYS:
+        name += f", the first {figures.MOST_STAYS} stays"
+    first = sorted(stays, key=_start_of)[: figures.MOST_STAYS]
+    chart = figures.figure(
+        _stay_bars(first, started, held=held), name, "seconds", "seat", **_TIMELINE
+    )
+    axes = {"xaxis_range": [0, until], "yaxis_dtick": max(1, seats // 8)}
+    return chart.update_layout(height=120 + 18 * seats, **axes)
+
+
+_TIMELINE = {"bargap": 0.12, **figures.SEAT_ROWS}
+
+
+def _stay_bars(stays: Sequence[SeatStay], started: float, *, held: bool) -> list[go.Bar]:
+    phases: dict[str, list[figures.SeatSpan]] = {"prefill": [], "decode": []}
+    for request, stay in stays:
+        times = stay.start, stay.first_token, stay.left
+        for kind, span in figures.SeatSpan.phases(stay.seat, request.number, *times):
+            phases[kind].append(span)
+    bars = [
+        _named_bars("prompt", phases["prefill"], started, _colour_of("prefill")),
+        _named_bars("generating", phases["decode"], started, _colour_of("decode")),
+    ]
+    if held:
+        bars.append(_named_bars("held for the batch", _held_seats(stays), started, _HELD_COLOUR))
+    return bars
+
+
+def _held_seats(stays: Sequence[SeatStay]) -> list[figures.SeatSpan]:
+    """Seats whose request is done while others of its batch are not.
+
+    A batch is over when nobody sits any more.
+    """
+    overs = np.array(_batch_ends(stays))
+    held = []
+    for request, stay in stays:
+        over = float(overs[np.searchsorted(overs, stay.left)])
+        if over > stay.left:
+            held.append(figures.SeatSpan(stay.seat, stay.left, over, request.number))
+    return held
+
+
+def _batch_ends(stays: Sequence[SeatStay]) -> list[float]:
+    """When each batch was over, ascending."""
+    ends: list[float] = []
+    for _, stay in sorted(stays, key=_start_of):
+        if not ends or stay.start >= ends[-1]:
+            ends.append(stay.left)
+        else:
+            ends[-1] = max(ends[-1], stay.left)
+    return ends
+
+
+def _start_of(seat_stay: SeatStay) -> float:
+    return seat_stay[1].start
+
+
+def _named_bars(
+    name: str, spans: Sequence[figures.SeatSpan], started: float, colour: str
+) -> go.Bar:
+    return figures.seat_bars(
+        spans,
+        started,
+        name=name,
+        marker={"color": colour, **_EDGE},
+        customdata=[span.request for span in spans],
+        hovertemplate=f"{_SPAN_HOVER}<extra>{name}</extra>",
+    )
+
+
+_EDGE = {"line": {"color": "#ffffff", "width": 0.5}}
+_SPAN_HOVER = "request %{customdata}, seat %{y}<br>%{base:.2f} s, for %{x:.2f} s"
+
+
+def _colour_of(kind: str) -> str:
+    """The colour of a kind of rows."""
+    return ROW_KIND_TABLE[kind].light
 
 
 def _over_time(name: str, runs: PolicyRuns) -> PageSection:
@@ -144,9 +236,26 @@ def _request_shares(name: str, runs: PolicyRuns, price_per_hour: float | None) -
     policy = "continuous" if "continuous" in runs else next(iter(runs))
     shares = runs[policy].request_shares
     table = tables.costliest_table(shares, price_per_hour)
-    chart = figures.request_costs(shares, price_per_hour)
+    chart = _request_costs(shares, price_per_hour)
     title = f"What each request took ({name}, {policy})"
     return PageSection(title, [_SHARES_NOTE], [table], [chart])
+
+
+def _request_costs(lines: Bill, price_per_hour: float | None) -> go.Figure:
+    """Device time of each request over the rows it computed."""
+    hover = "request %{text}: %{x} rows, %{y:.3f} s"
+    if price_per_hour is not None:
+        hover += ", costs %{customdata:.3g}"
+    trace = go.Scatter(
+        mode="markers",
+        x=[line.rows for line in lines.values()],
+        y=[line.seconds for line in lines.values()],
+        customdata=[line.money(price_per_hour or 0.0) for line in lines.values()],
+        text=list(lines),
+        marker={"color": _colour_of("decode")},
+        hovertemplate=hover + "<extra></extra>",
+    )
+    return figures.figure([trace], "Device time of each request", "rows computed for it", "seconds")
 
 
 _SHARES_NOTE = (

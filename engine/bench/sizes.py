@@ -46,8 +46,6 @@ _MOST_SEATS, _MOST_ROWS = 128, 2048
 _OTHER_WORK, _LOOK_S = 0.1, 0.5
 #: Rows of a product, no limit.
 _ANY_ROWS = 1 << 20
-#: Seconds of a step beyond which no larger one is timed.
-LONGEST_S = 1.0
 #: Seconds that one process of measuring gets.
 _LIMIT_S = 900.0
 
@@ -109,7 +107,7 @@ _Time = Callable[[Config], Awaitable[SizeTimes]]
 _Values = dict[str, Value]
 
 
-class Measured(msgspec.Struct, frozen=True):
+class _Measured(msgspec.Struct, frozen=True):
     """What was measured and chosen."""
 
     #: With all threads first, in the sizes that were tried last, then with the fewer threads.
@@ -118,7 +116,7 @@ class Measured(msgspec.Struct, frozen=True):
     values: _Values
 
 
-async def sizes_here(config: Config) -> Measured:
+async def sizes_here(config: Config) -> _Measured:
     """Those of this machine; as `_measure_sizes`."""
     others = OtherWork(processors_here(config.engine.threads).chosen)
     await asyncio.sleep(_LOOK_S)
@@ -126,7 +124,7 @@ async def sizes_here(config: Config) -> Measured:
     return await _measure_sizes(config, _time_apart)
 
 
-async def _measure_sizes(config: Config, time_steps: _Time) -> Measured:
+async def _measure_sizes(config: Config, time_steps: _Time) -> _Measured:
     """Measure, and choose. config: with the fixed sizes. Raises JitneyError if steps cannot be
     timed, or only beside other work.
 
@@ -153,7 +151,7 @@ async def _measure_sizes(config: Config, time_steps: _Time) -> Measured:
     if not config.engine.threads:
         fewer = await _try_fewer_threads(_with(config, **values), times, time_steps)
         values["threads"] = _fewest_as_fast(times, fewer, seats, rows)
-    return Measured((times, *fewer), _but_defaults(values))
+    return _Measured((times, *fewer), _but_defaults(values))
 
 
 async def _choose_products(

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from jitney.engine.bench.other_work import OtherWork
-from jitney.engine.bench.sizes import LONGEST_S, SizeTimes, Timed
+from jitney.engine.bench.sizes import SizeTimes, Timed
 from jitney.engine.bench.step import StepCase
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, JitneyError
@@ -33,12 +33,14 @@ _CONTEXT = 384
 #: The longest prompt of a step: rows beyond it are more prompts. What a row of a longer one attends
 #: to, it does in steps of every size.
 _PROMPT = 512
+#: Seconds of a step beyond which no larger one is timed.
+_LONGEST_S = 1.0
 #: Each step is run so often, and for so many seconds, after one that does not count. The quickest
 #: counts: what else a machine does makes steps slower, never quicker.
 _REPEATS, _ENOUGH_S = 3, 0.5
 
 
-def main() -> int:
+def _main() -> int:
     """Load the model, time its steps, print; exit status 1 and one line if that cannot be."""
     # Libraries may print what they like.
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -120,7 +122,7 @@ def _timed(llm: LLM, cases: Sequence[StepCase]) -> Iterator[Timed]:
     for case in cases:
         step = Timed(case.bucket.tokens, _least_seconds(llm, case))
         yield step
-        if step.seconds > LONGEST_S:
+        if step.seconds > _LONGEST_S:
             return
 
 
@@ -136,10 +138,10 @@ def _least_seconds(llm: LLM, case: StepCase) -> float:
 
     run()
     seconds = [run()]
-    while sum(seconds) < (_ENOUGH_S if len(seconds) >= _REPEATS else LONGEST_S):
+    while sum(seconds) < (_ENOUGH_S if len(seconds) >= _REPEATS else _LONGEST_S):
         seconds.append(run())
     return min(seconds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -33,8 +33,6 @@ _CONTEXTS = (384, 1024, 4096, 8192)
 _FEW_SEATS = 8
 #: Context of the rows that decode beside a prompt.
 _BESIDE = 384
-#: The kernels' part that reads the pages of decoding rows.
-DECODING = "attention of decoding rows"
 #: Seconds of each part so far.
 _Clock = Callable[[], Mapping[str, float]]
 

@@ -60,6 +60,11 @@ class Arguments(Namespace):
             return read_key_file(self.key_file)
         return os.environ.get(self.key_variable, "")
 
+    @staticmethod
+    def flag_of(name: str) -> str:
+        """The flag that sets an attribute."""
+        return f"--{name.replace('_', '-')}"
+
     def check_numbers(self, **least: float) -> None:
         """Raise ConfigError naming the first flag below its least value; absent flags (None)
         pass.
@@ -67,7 +72,7 @@ class Arguments(Namespace):
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not low <= value < float("inf"):
-                raise ConfigError(f"{flag_of(name)} must be at least {low:g}, not {value:g}")
+                raise ConfigError(f"{self.flag_of(name)} must be at least {low:g}, not {value:g}")
 
     def check_writable(self, *names: str) -> None:
         """Raise ConfigError before anything runs if a file that the flags name could not be
@@ -76,7 +81,7 @@ class Arguments(Namespace):
         for name in names:
             file = getattr(self, name)
             if file and file != "-" and not Path(file).resolve().parent.is_dir():
-                raise ConfigError(f"{flag_of(name)} {file}: there is no such folder")
+                raise ConfigError(f"{self.flag_of(name)} {file}: there is no such folder")
 
     def words_of(self, name: str, default: str = "") -> list[str]:
         """Words between commas, each once."""
@@ -90,7 +95,7 @@ class Arguments(Namespace):
         unknown = ", ".join(word for word in names if word not in known)
         if unknown or not names:
             what = unknown or "nothing"
-            raise ConfigError(f"{flag_of(name)}: {what} is none of {', '.join(known)}")
+            raise ConfigError(f"{self.flag_of(name)}: {what} is none of {', '.join(known)}")
         return names
 
     def numbers_of[N: (int, float)](self, name: str, kind: type[N], default: str = "") -> list[N]:
@@ -100,7 +105,7 @@ class Arguments(Namespace):
             if numbers and 0 < min(numbers) <= max(numbers) < float("inf"):
                 return numbers
         what = "whole numbers" if kind is int else "numbers"
-        raise ConfigError(f"{flag_of(name)}: must be positive {what} separated by commas")
+        raise ConfigError(f"{self.flag_of(name)}: must be positive {what} separated by commas")
 
     def slo(self) -> Slo | None:
         """The service level that the flags name, None if they name none."""
@@ -125,11 +130,6 @@ class Arguments(Namespace):
         elif self.json:
             write_text("--json", self.json, json.dumps(report, indent=1) + "\n")
         return self.json != "-"
-
-
-def flag_of(name: str) -> str:
-    """The flag of an attribute of the parsed arguments."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _as_seconds(milliseconds: float | None) -> float | None:

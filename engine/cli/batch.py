@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.display import make_display
 from jitney.engine.cli.equipment import Equipment
-from jitney.engine.cli.flags import (
-    ONLY_SERVED,
-    Command,
-    Flag,
-    FlagGroup,
-    progress_reporter,
-    say,
-)
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, progress_reporter, say
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead
@@ -39,7 +32,7 @@ _COMMAND = Command(
     "to go on where it stopped.",
     [FlagGroup(_FLAGS)],
     sections=("model", "engine", "sampling"),
-    leave_out=ONLY_SERVED,
+    leave_out=Command.ONLY_SERVED,
     usage="jitney batch FILE -o OUT [MODEL] [FLAG ...]",
 )
 

@@ -4,26 +4,24 @@ reports go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.arguments import Arguments, flag_of
+from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.workload import (
-    PATTERNS,
     WORKLOADS,
     Arrival,
+    Closed,
+    Gamma,
     Lengths,
     LengthSummary,
-    at_rate,
-    make_pattern,
+    Poisson,
     parse_lengths,
-    read_trace,
-    repeated_tokens,
 )
 from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.types import JsonDict, JsonObject
@@ -73,30 +71,41 @@ _LIMITS = (
     Flag.number("--slo-itl-ms", "and whose later tokens came this fast on average", metavar="MS"),
     Flag.number("--price-per-hour", "of the device, for the cost of tokens and rows"),
 )
+#: When requests come.
+type _Pattern = Closed | Poisson | Gamma
+#: What each arrival pattern is called on the command line, and how it is made of a rate, a shape
+#: and a concurrency.
+_PATTERNS: dict[str, Callable[[float, float, int], _Pattern]] = {
+    "closed": lambda rate, shape, concurrency: Closed(concurrency),
+    "poisson": lambda rate, shape, concurrency: Poisson(rate),
+    "gamma": lambda rate, shape, concurrency: Gamma(rate, shape),
+}
 _JSON = Flag.of("--json", "write all figures to a file; - is standard output", metavar="FILE")
 _HTML = Flag.of("--html", "write one page with charts that needs no network", metavar="FILE")
 
 
-def traffic_flags(requests: int | None, arrivals: str, shown: str = "") -> FlagGroup:
-    """The flags that say what traffic comes.
-
-    requests, arrivals: the command's own defaults. shown: how many requests come, in words, where
-    that is not one number.
-    """
-    text = f"how many requests come [{shown or requests}]"
-    how_many = Flag("--requests", {"help": text, "default": requests, "type": int, "metavar": "N"})
-    when = Flag.of("--arrivals", "when they come", arrivals, choices=PATTERNS)
-    return FlagGroup((*_LENGTHS, how_many, when, *_TIMES), "traffic")
-
-
-def report_flags(*, page: bool = True) -> FlagGroup:
-    """The flags that say what is made of the measurement. page: whether the command writes one."""
-    files = (_JSON, _HTML) if page else (_JSON,)
-    return FlagGroup((*_LIMITS, *files), "report")
-
-
 class TrafficArguments(Arguments):
     """The parsed flags of a command that has those of `traffic_flags`."""
+
+    @staticmethod
+    def traffic_flags(requests: int | None, arrivals: str, shown: str = "") -> FlagGroup:
+        """The flags that say what traffic comes.
+
+        requests, arrivals: the command's own defaults. shown: how many requests come, in words,
+        where that is not one number.
+        """
+        text = f"how many requests come [{shown or requests}]"
+        how_many = Flag(
+            "--requests", {"help": text, "default": requests, "type": int, "metavar": "N"}
+        )
+        when = Flag.of("--arrivals", "when they come", arrivals, choices=_PATTERNS)
+        return FlagGroup((*_LENGTHS, how_many, when, *_TIMES), "traffic")
+
+    @staticmethod
+    def report_flags(*, page: bool = True) -> FlagGroup:
+        """The flags that say what is made of the measurement. page: whether there is one."""
+        files = (_JSON, _HTML) if page else (_JSON,)
+        return FlagGroup((*_LIMITS, *files), "report")
 
     @property
     def is_closed(self) -> bool:
@@ -127,13 +136,13 @@ class TrafficArguments(Arguments):
         return [_scaled(arrival, self.scale) for arrival in arrivals]
 
     def _made_up(self, rate: float) -> list[Arrival]:
-        pattern = make_pattern(self.arrivals, rate=rate, shape=self.burst_shape)
+        pattern = _make_pattern(self.arrivals, rate=rate, shape=self.burst_shape)
         lengths = {name: self._lengths(name) for name in ("prompt", "output")}
         return WORKLOADS[self.preset].arrivals(self.requests, pattern, self.seed, **lengths)
 
     def _lengths(self, name: str) -> Lengths | None:
         text = getattr(self, name)
-        return parse_lengths(text, flag_of(name)) if text else None
+        return parse_lengths(text, self.flag_of(name)) if text else None
 
     def describe(self, arrivals: list[Arrival], rate: float) -> JsonDict:
         """The traffic for the report: what was asked for, and what it came to."""
@@ -143,7 +152,7 @@ class TrafficArguments(Arguments):
             "trace": self.trace,
             **self._source(),
             "conversations": len(conversations - {0}),
-            "repeated_prompt_tokens": repeated_tokens(arrivals),
+            "repeated_prompt_tokens": _repeated_tokens(arrivals),
             "scale": self.scale,
             "rate": rate or None,
             "seed": self.seed,
@@ -173,6 +182,19 @@ class TrafficArguments(Arguments):
         return asked
 
 
+def _make_pattern(
+    name: str, *, rate: float = 0.0, shape: float = 1.0, concurrency: int = 0
+) -> _Pattern:
+    """The arrival pattern of that name. ConfigError for an unknown one, or a rate that it needs and
+    lacks.
+    """
+    if name not in _PATTERNS:
+        raise ConfigError(f"unknown arrivals {name!r}; known: {', '.join(_PATTERNS)}")
+    if name != "closed" and not (rate > 0 and shape > 0):
+        raise ConfigError(f"{name} arrivals need a rate (requests a second) and a shape above 0")
+    return _PATTERNS[name](rate, shape, concurrency)
+
+
 _OF_A_TRACE = dict.fromkeys(("preset", "about", "prompt", "output")) | {"arrivals": "trace"}
 
 
@@ -182,8 +204,35 @@ def _scaled(arrival: Arrival, scale: float) -> Arrival:
 
 
 def _recorded(file: str, rate: float) -> list[Arrival]:
-    arrivals = read_trace(file)
-    return at_rate(arrivals, rate) if rate else arrivals
+    arrivals = Arrival.read_all(file)
+    return _at_rate(arrivals, rate) if rate else arrivals
+
+
+def _at_rate(arrivals: list[Arrival], rate: float) -> list[Arrival]:
+    """The same requests with their times stretched or squeezed evenly to a mean of `rate` a
+    second.
+    """
+    last = max((a.at for a in arrivals), default=0.0)
+    if last <= 0:
+        raise ConfigError("a trace whose requests all come at 0 has no rate to change")
+    scale = len(arrivals) / rate / last
+    return [msgspec.structs.replace(a, at=a.at * scale) for a in arrivals]
+
+
+def _repeated_tokens(arrivals: list[Arrival]) -> int:
+    """Prompt tokens that an earlier request's prompt began with already, by the conversations: what
+    a prefix cache of single tokens and endless memory would find."""
+    longest: dict[int, int] = {}
+    total = 0
+    for arrival in arrivals:
+        if not arrival.conversation:
+            continue
+        before = longest.get(arrival.conversation)
+        if before is None:
+            before = arrival.n_shared if longest else 0
+        total += min(before, arrival.n_prompt)
+        longest[arrival.conversation] = max(before, arrival.n_prompt)
+    return total
 
 
 def _size_of(arrivals: list[Arrival]) -> JsonDict:

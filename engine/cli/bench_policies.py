@@ -18,14 +18,11 @@ import numpy as np
 
 from jitney.engine.bench.compare import (
     CASES,
-    POLICIES,
     PUBLISHED,
+    OfferedTraffic,
     TrafficCase,
-    at_load,
     differences,
-    load_curve,
     ratios,
-    simulated_capacity,
     waits_of,
 )
 from jitney.engine.bench.offline import (
@@ -35,16 +32,9 @@ from jitney.engine.bench.offline import (
     PolicyRuns,
     PromptedArrival,
 )
-from jitney.engine.cli.arguments import flag_of
-from jitney.engine.cli.bench_flags import (
-    TrafficArguments,
-    progress,
-    report_flags,
-    traffic_flags,
-    traffic_line,
-)
+from jitney.engine.cli.bench_flags import TrafficArguments, progress, traffic_line
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup, say
+from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.report.page import write_text
@@ -61,6 +51,7 @@ if TYPE_CHECKING:
 
 #: A little more than can be served, so that there is always a queue.
 _DEFAULT_LOAD = 1.15
+_POLICIES = ("static", "dynamic", "continuous")
 #: Requests of the one case that flags describe.
 _DEFAULT_REQUESTS = 256
 #: Requests of each point of the curve: enough that 1 % of them are more than a few.
@@ -91,7 +82,7 @@ _COMPARISON = (
         "none if flags say what traffic comes]",
         metavar="A,B",
     ),
-    Flag.of("--policies", "policies to compare", ",".join(POLICIES), metavar="A,B"),
+    Flag.of("--policies", "policies to compare", ",".join(_POLICIES), metavar="A,B"),
     Flag.whole("--seats", "the same as --max-seats [the engine's]"),
     Flag.number("--rate", "requests a second, for poisson and gamma [from --load]"),
     Flag.number(
@@ -131,12 +122,14 @@ _COMMAND = Command(
     "Compare the three ways to batch on the same requests, in this process.",
     (
         FlagGroup(_COMPARISON, "comparison"),
-        traffic_flags(requests=None, arrivals="poisson", shown=str(_DEFAULT_REQUESTS)),
-        report_flags(),
+        TrafficArguments.traffic_flags(
+            requests=None, arrivals="poisson", shown=str(_DEFAULT_REQUESTS)
+        ),
+        TrafficArguments.report_flags(),
         FlagGroup(_FILES, "files"),
     ),
     sections=("model", "engine"),
-    leave_out=("policy", *ONLY_SERVED),
+    leave_out=("policy", *Command.ONLY_SERVED),
 )
 
 
@@ -163,12 +156,16 @@ class _Traffic:
         return self.args.is_drawn
 
     @property
+    def offered(self) -> OfferedTraffic:
+        return OfferedTraffic(self.arrivals)
+
+    @property
     def timed(self) -> list[Arrival]:
         """The arrivals at the rate of this case."""
-        return at_load(self.arrivals, self.rate) if self.open_loop else self.arrivals
+        return self.offered.at_rate(self.rate) if self.open_loop else self.arrivals
 
     def paced(self, rate: float) -> list[PromptedArrival]:
-        pairs = zip(at_load(self.arrivals, rate), self.requests, strict=True)
+        pairs = zip(self.offered.at_rate(rate), self.requests, strict=True)
         return [PromptedArrival(arrival, request.prompt) for arrival, request in pairs]
 
     def due(self) -> list[PromptedArrival]:
@@ -250,8 +247,8 @@ class _Comparison:
         )
 
     def _measure_load(self, load: float, rate: float) -> JsonDict:
-        """A point of `compare.load_curve`, measured on the first case; shares of capacity are not
-        known here.
+        """A point of `OfferedTraffic.load_curve`, measured on the first case; shares of
+        capacity are not known here.
         """
         runs = self._run(self.first.paced(load * rate), _named(self.watch, f"load {load:g}"))
         waits = {policy: waits_of(run.figures(), None) for policy, run in runs.items()}
@@ -277,7 +274,7 @@ def _set_rates(
         if traffic.of == "continuous" and traffic.args.output == lengths:
             traffic.rate = traffic.load * rate
         elif traffic.of:
-            able = simulated_capacity(traffic.arrivals, shape.under(traffic.of, 0.0), table)
+            able = traffic.offered.capacity(shape.under(traffic.of, 0.0), table)
             traffic.rate = traffic.load * able
 
 
@@ -328,7 +325,7 @@ def _check_case(flags: TrafficArguments) -> None:
 
 
 def _policies_from(args: TrafficArguments) -> list[str]:
-    names = args.names_of("policies", POLICIES)
+    names = args.names_of("policies", _POLICIES)
     args.check_concurrency()
     return names
 
@@ -347,7 +344,9 @@ def _cases_from(args: TrafficArguments) -> _Cases:
     """The cases that the flags ask for."""
     given = _given_traffic(args)
     if given and args.cases is not None:
-        raise ConfigError(f"--cases has traffic of its own: give no {flag_of(given[0])} with it")
+        raise ConfigError(
+            f"--cases has traffic of its own: give no {args.flag_of(given[0])} with it"
+        )
     if given:
         return {_GIVEN: (args.changed(requests=_requests(args, _DEFAULT_REQUESTS)), None)}
     chosen = list(CASES)
@@ -448,7 +447,7 @@ def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]
 def _able(traffic: _Traffic, run: OfflineRun) -> float:
     """Requests of this case a second that the run's engine could serve."""
     table = StepTable.from_records(run.records)
-    return simulated_capacity(traffic.arrivals, run.shape.open_to_all(), table)
+    return traffic.offered.capacity(run.shape.open_to_all(), table)
 
 
 def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
@@ -458,7 +457,7 @@ def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
     arrivals = traffic.args.changed(requests=_CURVE_REQUESTS).draw(rate=1.0)
     shape = next(iter(runs.values())).shape.open_to_all()
     table = StepTable.from_records(np.concatenate([run.records for run in runs.values()]))
-    return load_curve(arrivals, shape, table, list(runs))
+    return OfferedTraffic(arrivals).load_curve(shape, table, list(runs))
 
 
 def _deliver(args: TrafficArguments, report: JsonObject, runs: _CaseRuns) -> None:

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.bench.client import Answer, RemoteEndpoint
 from jitney.engine.bench.online import EngineAbout, OnlineBench, OnlineRun, Sending
-from jitney.engine.cli.bench_flags import (
-    TrafficArguments,
-    progress,
-    report_flags,
-    traffic_flags,
-    traffic_line,
-)
+from jitney.engine.cli.bench_flags import TrafficArguments, progress, traffic_line
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
@@ -47,7 +41,7 @@ ENOUGH_FOR_P99 = 100
 
 def run(arguments: Sequence[str]) -> int:
     """Send the traffic and print the figures; exit status 1 if no request was served."""
-    args = _COMMAND.parse_as(TrafficArguments, arguments)
+    args = _COMMAND.parse_as(EndpointArguments, arguments)
     args.check_writable("json", "html", "trace_to")
     args.check_numbers(rate=0.001, concurrency=0, warmup=0, timeout_s=0.001)
     args.slo()
@@ -56,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     return int(report["figures"]["served"] == 0)
 
 
-def _measure(args: TrafficArguments, arrivals: list[Arrival]) -> JsonDict:
+def _measure(args: EndpointArguments, arrivals: list[Arrival]) -> JsonDict:
     """Send, and say what came of it; the report."""
     online = _measured(args, arrivals)
     report = _make_report(args, online, arrivals)
@@ -64,10 +58,10 @@ def _measure(args: TrafficArguments, arrivals: list[Arrival]) -> JsonDict:
     return report
 
 
-def _measured(args: TrafficArguments, arrivals: list[Arrival]) -> OnlineRun:
+def _measured(args: EndpointArguments, arrivals: list[Arrival]) -> OnlineRun:
     with progress() as watch:
         sending = Sending(args.concurrency, args.is_closed, args.warmup, partial(watch, "requests"))
-        return asyncio.run(OnlineBench(endpoint_from(args)).measure(arrivals, sending))
+        return asyncio.run(OnlineBench(args.endpoint()).measure(arrivals, sending))
 
 
 _MODEL = Flag.of("--model", "the model's name there [the first in its list]", "", metavar="NAME")
@@ -97,36 +91,25 @@ _REQUESTS = (
 )
 
 
-def endpoint_flags(*, model: bool = True) -> FlagGroup:
-    """The flags that say where requests go.
+class EndpointArguments(TrafficArguments):
+    """The parsed flags of a command that sends traffic to an endpoint."""
 
-    model: whether they say which model, and must be given; where requests may go elsewhere too, a
-    model has its flag already.
-    """
-    where = Flag.of("--url", "the endpoint, with or without /v1", metavar="URL", required=model)
-    return FlagGroup((where, *[_MODEL] * model, *_REQUESTS), "endpoint")
+    @staticmethod
+    def endpoint_flags(*, model: bool = True) -> FlagGroup:
+        """The flags that say where requests go.
 
+        model: whether they say which model, and must be given; where requests may go elsewhere too,
+        a model has its flag already.
+        """
+        where = Flag.of("--url", "the endpoint, with or without /v1", metavar="URL", required=model)
+        return FlagGroup((where, *[_MODEL] * model, *_REQUESTS), "endpoint")
 
-_COMMAND = Command(
-    "bench serve",
-    "Send traffic to an OpenAI-compatible endpoint and time it. An API key is taken "
-    f"from {' or '.join(_KEY_VARIABLES)}.",
-    (
-        endpoint_flags(),
-        FlagGroup(_LOAD, "load"),
-        traffic_flags(requests=64, arrivals="closed"),
-        report_flags(),
-        FlagGroup([_TRACE_TO]),
-    ),
-)
-
-
-def endpoint_from(args: TrafficArguments) -> RemoteEndpoint:
-    """The endpoint that the flags and the environment describe."""
-    if not args.url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {args.url}: must begin with http:// or https://")
-    model = getattr(args, "model", "")
-    return RemoteEndpoint(args.url, model, _key(), args.chat, args.ignore_eos, args.timeout_s)
+    def endpoint(self) -> RemoteEndpoint:
+        """The endpoint that the flags and the environment describe."""
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {self.url}: must begin with http:// or https://")
+        model = getattr(self, "model", "")
+        return RemoteEndpoint(self.url, model, _key(), self.chat, self.ignore_eos, self.timeout_s)
 
 
 def _key() -> str:
@@ -134,6 +117,20 @@ def _key() -> str:
         if os.environ.get(name):
             return os.environ[name]
     return ""
+
+
+_COMMAND = Command(
+    "bench serve",
+    "Send traffic to an OpenAI-compatible endpoint and time it. An API key is taken "
+    f"from {' or '.join(_KEY_VARIABLES)}.",
+    (
+        EndpointArguments.endpoint_flags(),
+        FlagGroup(_LOAD, "load"),
+        TrafficArguments.traffic_flags(requests=64, arrivals="closed"),
+        TrafficArguments.report_flags(),
+        FlagGroup([_TRACE_TO]),
+    ),
+)
 
 
 def _rate_from(args: TrafficArguments) -> float:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
-from jitney.engine.cli.sizes import ServerSizes, as_flags
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.config.kept_sizes import KeptSizes
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.platforms import check_platform
@@ -21,7 +21,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.types import JsonObject
 
 if TYPE_CHECKING:
-    from jitney.engine.bench.sizes import Measured, SizeTimes
+    from jitney.engine.bench.sizes import SizeTimes
 
 _FLAGS = (
     Flag.switch("--keep", "have jitney serve take these sizes from now on, with these settings"),
@@ -32,7 +32,7 @@ _COMMAND = Command(
     "Time steps of growing sizes on this CPU, and say which sizes jitney serve chooses by them.",
     [FlagGroup(_FLAGS)],
     sections=("model", "engine"),
-    leave_out=(*sorted(SIZES), *ONLY_SERVED),
+    leave_out=(*sorted(SIZES), *Command.ONLY_SERVED),
 )
 
 
@@ -47,11 +47,12 @@ def run(arguments: Sequence[str]) -> int:
     config = layered.config
     found = asyncio.run(sizes_here(config))
     sizes = ServerSizes(layered)
+    chosen = KeptSizes(found.values, date.today().isoformat())
     if args.keep:
-        _keep(sizes, found)
+        _keep(sizes, chosen)
     report = {"machine": sizes.machine, "model": config.model.id, **msgspec.to_builtins(found)}
     if args.write_report(report):
-        _show(report, found)
+        _show(report, found.times, chosen)
     return 0
 
 
@@ -68,21 +69,21 @@ def _check(layered: Layered) -> None:
         raise ConfigError(f"{where}: who gives one of the sizes decides on all; leave it out")
 
 
-def _keep(sizes: ServerSizes, found: Measured) -> None:
-    reason = sizes.keep(KeptSizes(found.values, date.today().isoformat()))
+def _keep(sizes: ServerSizes, chosen: KeptSizes) -> None:
+    reason = sizes.keep(chosen)
     if reason:
         raise ConfigError(f"the sizes cannot be kept: {reason}")
 
 
-def _show(report: JsonObject, found: Measured) -> None:
+def _show(report: JsonObject, timed: Sequence[SizeTimes], chosen: KeptSizes) -> None:
     """One row a step, then what was chosen."""
     from jitney.engine.report.page import Table
     from jitney.engine.report.tables import print_lines
 
-    rows = [row for times in found.times for row in _rows(times)]
+    rows = [row for times in timed for row in _rows(times)]
     table = Table(["threads", "step", "rows", "ms", "rows/s"], rows)
     table.print("{model} on {machine}".format_map(report))
-    print_lines([f"jitney serve: {as_flags(found.values)}"])
+    print_lines([f"jitney serve: {chosen.flags}"])
 
 
 def _rows(times: SizeTimes) -> Iterator[list[str]]:

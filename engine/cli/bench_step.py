@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from jitney.engine.bench.step_parts import DECODING
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.config.schema import Config
 from jitney.engine.types import JsonDict, JsonObject
 
@@ -19,12 +18,14 @@ _FLAGS = (
     Flag.switch("--parts", "the share of each kernel in a step, too (native kernels)"),
     Flag.of("--json", "write the report with the table; - is standard output", metavar="FILE"),
 )
+#: The kernels' part that reads the pages of decoding rows.
+_DECODING = "attention of decoding rows"
 _COMMAND = Command(
     "bench step",
     "Time single steps of the engine: the table that jitney simulate --table reads.",
     [FlagGroup(_FLAGS)],
     sections=("model", "engine"),
-    leave_out=ONLY_SERVED,
+    leave_out=Command.ONLY_SERVED,
 )
 
 
@@ -87,7 +88,7 @@ def _part_cells(row: JsonObject) -> list[str]:
     if row["decode"] and row["prompt"]:
         rows = f"{row['decode']}+{row['prompt']}"
     seconds = [*(row["parts_s"][name] for name in _PARTS), row["rest_s"]]
-    reading = row["parts_s"][DECODING]
+    reading = row["parts_s"][_DECODING]
     return [
         str(rows),
         str(row["keys"]),
@@ -101,7 +102,7 @@ def _part_cells(row: JsonObject) -> list[str]:
 _PARTS = {
     "products": "products",
     "head": "head",
-    DECODING: "decode",
+    _DECODING: "decode",
     "attention of prompts": "prompts",
     "norms": "norms",
     "rotation and writes": "rotate",

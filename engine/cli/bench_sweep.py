@@ -12,20 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jitney.engine.bench.online import EngineAbout
 from jitney.engine.bench.sweep import knee_of, point_of
-from jitney.engine.cli.arguments import flag_of
-from jitney.engine.cli.bench_flags import (
-    TrafficArguments,
-    progress,
-    report_flags,
-    traffic_flags,
-    traffic_line,
-)
-from jitney.engine.cli.bench_serve import (
-    ENOUGH_FOR_P99,
-    endpoint_flags,
-    endpoint_from,
-)
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
+from jitney.engine.cli.bench_flags import TrafficArguments, progress, traffic_line
+from jitney.engine.cli.bench_serve import ENOUGH_FOR_P99, EndpointArguments
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.simulation.workload import Arrival
@@ -77,12 +66,12 @@ _COMMAND = Command(
     "process, or of an endpoint with --url.",
     (
         FlagGroup(_FLAGS, "sweep"),
-        endpoint_flags(model=False),
-        traffic_flags(requests=None, arrivals="poisson", shown=_REQUESTS_HELP),
-        report_flags(),
+        EndpointArguments.endpoint_flags(model=False),
+        TrafficArguments.traffic_flags(requests=None, arrivals="poisson", shown=_REQUESTS_HELP),
+        TrafficArguments.report_flags(),
     ),
     sections=("model", "engine"),
-    leave_out=ONLY_SERVED,
+    leave_out=Command.ONLY_SERVED,
 )
 _STEEPENS = "the knee is where the p99 end-to-end time steepens (Kneedle, Satopää et al. 2011)"
 _METHODS = {
@@ -114,7 +103,7 @@ _OF_A_SERVER = ("max_seats", "policy", "order")
 
 def run(arguments: Sequence[str]) -> int:
     """Measure every point, print the curve and mark its knee; exit status 0."""
-    args = _COMMAND.parse_as(TrafficArguments, arguments)
+    args = _COMMAND.parse_as(EndpointArguments, arguments)
     _check(args)
     axis, values = _axis_from(args)
     _arrivals_at(args, axis, values[0])  # bad flags are reported before anything is loaded
@@ -286,12 +275,12 @@ class _InProcess:
 class _AtEndpoint:
     """A server elsewhere."""
 
-    def __init__(self, args: TrafficArguments):
-        given = [flag_of(name) for name in _OF_A_SERVER if name in vars(args)]
+    def __init__(self, args: EndpointArguments):
+        given = [args.flag_of(name) for name in _OF_A_SERVER if name in vars(args)]
         if given:
             raise ConfigError(f"{given[0]} is the server's business: leave it out with --url")
         self._args = args
-        self._endpoint = endpoint_from(args)
+        self._endpoint = args.endpoint()
         self._about = EngineAbout()
 
     def capacity(self, first: list[Arrival], watch: Watch) -> float:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
-from jitney.engine.cli.generate import ADAPTER, SAMPLING, SamplingArguments
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
+from jitney.engine.cli.generate import SamplingArguments
 from jitney.engine.errors import ModelError
 from jitney.engine.types import SamplingParams
 
@@ -21,9 +21,9 @@ _SYSTEM = Flag.of("--system", "instructions that precede the conversation", "", 
 _COMMAND = Command(
     "chat",
     "Talk to a model in the terminal. " + _HELP,
-    (FlagGroup([_SYSTEM, ADAPTER]), SAMPLING),
+    (FlagGroup([_SYSTEM, SamplingArguments.ADAPTER]), SamplingArguments.SAMPLING),
     sections=("model", "engine", "sampling"),
-    leave_out=ONLY_SERVED,
+    leave_out=Command.ONLY_SERVED,
 )
 
 

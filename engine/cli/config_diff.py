@@ -7,25 +7,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jitney.engine.cli.config_show import JSON_FLAG, NO_DIGEST
+from jitney.engine.cli.config_show import NO_DIGEST
 from jitney.engine.cli.config_sources import settings_of
 from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
-from jitney.engine.config.digest import (
-    ConfigReport,
-    Difference,
-    SettingValue,
-    short,
-)
+from jitney.engine.config.digest import ConfigReport, Difference, SettingValue, short
 from jitney.engine.types import JsonDict
 
 _A = Flag("a", {"metavar": "A", "help": "a TOML file, or the URL of a running server"})
 _B = Flag("b", {"metavar": "B", "help": "the other one"})
+_JSON = Flag.switch("--json", "print one JSON object")
 _COUNTED = Flag.switch("--counted", "leave out settings that are no part of the digest")
 _COMMAND = Command(
     "config diff",
     "How the settings of two files or running servers differ, defaults filled in. Exit status 1 if "
     "they do.",
-    [FlagGroup([_A, _B, _COUNTED, JSON_FLAG, KEY_FLAG])],
+    [FlagGroup([_A, _B, _COUNTED, _JSON, KEY_FLAG])],
     usage="jitney config diff A B [FLAG ...]",
 )
 

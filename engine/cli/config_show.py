@@ -18,11 +18,11 @@ _PLACE = Flag.of(
     nargs="?",
     metavar="FILE|URL",
 )
-JSON_FLAG = Flag.switch("--json", "print one JSON object")
+_JSON = Flag.switch("--json", "print one JSON object")
 _COMMAND = Command(
     "config show",
     "Every setting of a file or of a running server, and where its value came from.",
-    [FlagGroup([_PLACE, JSON_FLAG, KEY_FLAG])],
+    [FlagGroup([_PLACE, _JSON, KEY_FLAG])],
     usage="jitney config show [FILE|URL] [FLAG ...]",
 )
 #: What is said where there is no digest.

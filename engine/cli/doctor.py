@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.config_sources import digest_here
-from jitney.engine.cli.flags import ALL_SECTIONS, Command, Flag, FlagGroup
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.listen import listen
 from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.config.cache_folder import make_folders, make_private
 from jitney.engine.config.digest import short
 from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import (
-    Config,
-    cache_dir,
-    compilation_cache_dir,
-)
+from jitney.engine.config.schema import Config, cache_dir, compilation_cache_dir
 from jitney.engine.errors import JitneyError
 from jitney.engine.executor.memory import claim_memory
 from jitney.engine.types import KernelProof
@@ -58,7 +54,7 @@ _COMMAND = Command(
     "doctor",
     "Say what this machine has, and whether Jitney runs on it with these settings.",
     [FlagGroup([Flag.switch("--json", "print one JSON object")])],
-    sections=ALL_SECTIONS,
+    sections=Command.ALL_SECTIONS,
 )
 
 

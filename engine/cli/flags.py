@@ -10,7 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.dispatch import suggestion
@@ -109,6 +109,10 @@ class FlagGroup(NamedTuple):
 class Command:
     """What a command is called, what its help says, and its flags."""
 
+    #: Settings of [engine] that only a server goes by.
+    ONLY_SERVED: ClassVar = ("measured_sizes",)
+    ALL_SECTIONS: ClassVar = tuple(Config.model_fields)
+
     name: str
     about: str
     groups: Sequence[FlagGroup] = ()
@@ -139,9 +143,6 @@ class Command:
         return parser
 
 
-#: Settings of [engine] that only a server goes by.
-ONLY_SERVED = ("measured_sizes",)
-
 #: Of commands that have all the settings it fills in.
 FOR = Flag.of(
     "--for",
@@ -158,7 +159,6 @@ KEY_FLAG = Flag.of(
     "",
     metavar="FILE",
 )
-ALL_SECTIONS = tuple(Config.model_fields)
 _ANY_SETTINGS = (
     Flag("model_word", {"nargs": "?", "metavar": "MODEL", "help": "the same as --model"}),
     Flag.of("--config", "read settings from a TOML file; flags override them", metavar="FILE"),
@@ -167,7 +167,7 @@ _ANY_SETTINGS = (
 
 def _add_settings(
     parser: _Parser,
-    sections: Sequence[str] = ALL_SECTIONS,
+    sections: Sequence[str] = Command.ALL_SECTIONS,
     leave_out: Sequence[str] = (),
 ) -> None:
     """Add --config and one flag for each setting of `sections`; absent flags leave no trace in the

@@ -6,16 +6,17 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import ClassVar
 
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Flag
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.fleet import Failures
 from jitney.engine.simulation.fleet_planner import Circumstances, ReplicaKind
-from jitney.engine.simulation.fleet_routing import ROUTERS
+from jitney.engine.simulation.fleet_routing import SimulatedIngress
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
 from jitney.engine.simulation.roofline import Assumptions, Roofline
-from jitney.engine.simulation.workload import parse_lengths, read_trace
+from jitney.engine.simulation.workload import Arrival, parse_lengths
 
 _HOUR_S = 3600.0
 _WEIGHTS = ("bf16", "fp8", "int8", "int4")
@@ -24,30 +25,7 @@ _DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<
 _PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"
 _OUTPUT = "lognormal:mean=256,sigma=0.8,min=8,max=2000"
 
-TRAFFIC = (
-    Flag.of(
-        "--rates",
-        "requests a second, hour by hour: one number, or such as 10,8,30 for three hours",
-        metavar="LIST",
-    ),
-    Flag.of(
-        "--trace",
-        "times and lengths from a file of JSON lines instead (`jitney serve --record`)",
-        metavar="FILE",
-    ),
-    Flag.of("--prompt", f"prompt tokens, as `jitney simulate` takes them [{_PROMPT}]"),
-    Flag.of("--output", f"output tokens, likewise [{_OUTPUT}]"),
-    Flag.whole("--seed", "of times, lengths and failures", 0),
-)
-#: How replicas are chosen, and how often they are lost.
-RUNNING = (
-    Flag.of("--router", "how requests find a replica", "least-wait", choices=ROUTERS),
-    Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
-    Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),
-    Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0),
-    Flag.number("--start-s", "seconds until a new replica is ready", Circumstances().start_s),
-)
-#: Least values of these flags.
+#: Least values of flags.
 _LEAST = {
     "core_mtbf_h": 1e-3,
     "core_recovery_s": 0,
@@ -59,6 +37,36 @@ _LEAST = {
 
 class FleetArguments(Arguments):
     """The parsed flags of a command that has `TRAFFIC` and `RUNNING`, and names a replica."""
+
+    #: What comes.
+    TRAFFIC: ClassVar = (
+        Flag.of(
+            "--rates",
+            "requests a second, hour by hour: one number, or such as 10,8,30 for three hours",
+            metavar="LIST",
+        ),
+        Flag.of(
+            "--trace",
+            "times and lengths from a file of JSON lines instead (`jitney serve --record`)",
+            metavar="FILE",
+        ),
+        Flag.of("--prompt", f"prompt tokens, as `jitney simulate` takes them [{_PROMPT}]"),
+        Flag.of("--output", f"output tokens, likewise [{_OUTPUT}]"),
+        Flag.whole("--seed", "of times, lengths and failures", 0),
+    )
+    #: How replicas are chosen, and how often they are lost.
+    RUNNING: ClassVar = (
+        Flag.of(
+            "--router",
+            "how requests find a replica",
+            "least-wait",
+            choices=SimulatedIngress.ROUTERS,
+        ),
+        Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
+        Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),
+        Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0),
+        Flag.number("--start-s", "seconds until a new replica is ready", Circumstances().start_s),
+    )
 
     def check_running(self) -> None:
         """Raises ConfigError for flags of `TRAFFIC` and `RUNNING` that cannot be, or that
@@ -96,7 +104,7 @@ class FleetArguments(Arguments):
     def load(self) -> Day | Recorded:
         """What the flags of `TRAFFIC` describe. Raises ConfigError."""
         if self.trace:
-            return Recorded(Traffic.of(read_trace(self.trace)))
+            return Recorded(Traffic.of(Arrival.read_all(self.trace)))
         prompt = parse_lengths(self.prompt or _PROMPT, "--prompt")
         output = parse_lengths(self.output or _OUTPUT, "--output")
         return Day(_rates_of(self.rates), prompt, output)

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.listen import (
-    AcceptedKeys,
-    base_url,
-    check_tls,
-    listen,
-    read_key_file,
-)
+from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_key_file
 from jitney.engine.config.extras import how_to_install
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.display import load_llm
-from jitney.engine.cli.flags import ONLY_SERVED, Command, Flag, FlagGroup
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.config.layers import NOTHING
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
@@ -20,45 +20,35 @@ if TYPE_CHECKING:
 
 #: Sampling parameters that a model may bring its own defaults of.
 _MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
-SAMPLING = FlagGroup(
-    (
-        Flag.whole("--max-tokens", "most tokens to generate", 256),
-        Flag.number("--temperature", "0 is greedy [the model's own]"),
-        Flag.number("--top-p", "keep the likeliest tokens up to this mass [the model's own]"),
-        Flag.whole("--top-k", "keep this many of the likeliest tokens; 0: all [the model's own]"),
-        Flag.number("--min-p", "drop tokens below this share of the best [the model's own]"),
-        Flag.whole("--seed", "the same seed gives the same text"),
-        Flag.of(
-            "--stop", "end before this text; may be repeated", [], action="append", metavar="TEXT"
-        ),
-    ),
-    "sampling",
-)
-ADAPTER = Flag.of(
-    "--adapter", "the one of --adapters that answers [the model alone]", "", metavar="NAME"
-)
-_FLAGS = (
-    Flag.of(
-        "--prompt",
-        "a prompt; may be repeated; without it, standard input is one prompt",
-        action="append",
-        metavar="TEXT",
-    ),
-    Flag.switch("--json", "print one JSON object per sequence and line"),
-    Flag.whole("--n", "sequences per prompt", 1),
-    ADAPTER,
-)
-_COMMAND = Command(
-    "generate",
-    "Complete prompts offline and print the texts.",
-    (FlagGroup(_FLAGS), SAMPLING),
-    sections=("model", "engine", "sampling"),
-    leave_out=ONLY_SERVED,
-)
 
 
 class SamplingArguments(Arguments):
     """The parsed flags of a command that has `SAMPLING` and `ADAPTER`."""
+
+    #: How tokens are chosen, and how many.
+    SAMPLING: ClassVar = FlagGroup(
+        (
+            Flag.whole("--max-tokens", "most tokens to generate", 256),
+            Flag.number("--temperature", "0 is greedy [the model's own]"),
+            Flag.number("--top-p", "keep the likeliest tokens up to this mass [the model's own]"),
+            Flag.whole(
+                "--top-k", "keep this many of the likeliest tokens; 0: all [the model's own]"
+            ),
+            Flag.number("--min-p", "drop tokens below this share of the best [the model's own]"),
+            Flag.whole("--seed", "the same seed gives the same text"),
+            Flag.of(
+                "--stop",
+                "end before this text; may be repeated",
+                [],
+                action="append",
+                metavar="TEXT",
+            ),
+        ),
+        "sampling",
+    )
+    ADAPTER: ClassVar = Flag.of(
+        "--adapter", "the one of --adapters that answers [the model alone]", "", metavar="NAME"
+    )
 
     def check_adapter(self, config: Config) -> None:
         """Raise ConfigError for one that the settings do not name."""
@@ -77,6 +67,26 @@ class SamplingArguments(Arguments):
         )
         _check(params)
         return params
+
+
+_FLAGS = (
+    Flag.of(
+        "--prompt",
+        "a prompt; may be repeated; without it, standard input is one prompt",
+        action="append",
+        metavar="TEXT",
+    ),
+    Flag.switch("--json", "print one JSON object per sequence and line"),
+    Flag.whole("--n", "sequences per prompt", 1),
+    SamplingArguments.ADAPTER,
+)
+_COMMAND = Command(
+    "generate",
+    "Complete prompts offline and print the texts.",
+    (FlagGroup(_FLAGS), SamplingArguments.SAMPLING),
+    sections=("model", "engine", "sampling"),
+    leave_out=Command.ONLY_SERVED,
+)
 
 
 def run(arguments: Sequence[str]) -> int:

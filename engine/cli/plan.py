@@ -13,13 +13,7 @@ from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, Accelerator
-from jitney.engine.simulation.planner import (
-    TTFT_QUANTILE,
-    UTILISATION,
-    Demand,
-    Operating,
-    Sizing,
-)
+from jitney.engine.simulation.planner import Demand, Operating, Sizing
 from jitney.engine.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
 from jitney.engine.telemetry.summary import Slo
 from jitney.engine.types import JsonDict
@@ -244,11 +238,11 @@ def _memory_line(sizing: Sizing) -> str:
 def _choice(chosen: Operating, sizing: Sizing) -> Iterator[str]:
     speed = f"{chosen.output_tok_s:,.0f} output tokens/s, {1e3 * chosen.step_s:.1f} ms"
     yield f"chosen: {chosen.seats} seats, {speed} between tokens"
-    yield f"load at {UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
+    yield f"load at {Sizing.UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
     full, loaded = chosen.cost_per_million, sizing.cost_per_million_loaded
     if loaded is not None:
         price = f"{full:.3f} a million output tokens when full, {loaded:.3f}"
-        yield f"cost: {price} at {UTILISATION:.0%}"
+        yield f"cost: {price} at {Sizing.UTILISATION:.0%}"
 
 
 def _assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
@@ -269,8 +263,8 @@ def assumptions_of(roofline: Roofline) -> Iterator[str]:
 
 
 _TTFT = (
-    f"TTFT: p{100 * TTFT_QUANTILE:g} at {UTILISATION:.0%} load, seats as servers of a Markov "
-    "queue (Erlang C), then the prompt's own steps"
+    f"TTFT: p{100 * Sizing.TTFT_QUANTILE:g} at {Sizing.UTILISATION:.0%} load, seats as servers of "
+    "a Markov queue (Erlang C), then the prompt's own steps"
 )
 
 

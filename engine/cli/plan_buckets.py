@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jitney.engine.cli.bench_flags import traffic_flags
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.simulate_flags import (
-    NOT_SIMULATED,
-    PACE,
-    SimulateArguments,
-)
+from jitney.engine.cli.simulate_flags import SimulateArguments
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import FEWEST_ROWS, Bucket, Buckets
@@ -26,7 +21,7 @@ from jitney.engine.simulation.bucket_tuner import (
     SeenSteps,
     check_budget,
 )
-from jitney.engine.simulation.engine_shape import buckets_of
+from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
@@ -61,11 +56,11 @@ _COMMAND = Command(
     (
         FlagGroup(_FLAGS),
         FlagGroup(_SEEN, "what was seen"),
-        traffic_flags(requests=1000, arrivals="poisson"),
-        PACE,
+        SimulateArguments.traffic_flags(requests=1000, arrivals="poisson"),
+        SimulateArguments.PACE,
     ),
     sections=("model", "engine"),
-    leave_out=NOT_SIMULATED,
+    leave_out=SimulateArguments.NOT_SIMULATED,
     constants={"count": 1, "weight_format": "bf16", "kv": "bf16", "seats": None, "measured": None},
 )
 
@@ -75,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse_as(SimulateArguments, arguments)
     args.check_numbers(budget=0, rate=1e-9, concurrency=0)
     config = args.load_config()
-    present = buckets_of(config.engine, bool(args.chip))
+    present = EngineShape.buckets_of(config.engine, bool(args.chip))
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     check_budget(budget)  # before seconds of simulation
     records = _seen_steps(args, config, present)

@@ -9,16 +9,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.fleet_flags import RUNNING, TRAFFIC, FleetArguments
+from jitney.engine.cli.fleet_flags import FleetArguments
 from jitney.engine.cli.plan import ROOFLINE, assumptions_of
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES, Accelerator
-from jitney.engine.simulation.fleet_planner import (
-    Circumstances,
-    FleetSizing,
-    ReplicaKind,
-    Targets,
-)
+from jitney.engine.simulation.fleet_planner import Circumstances, FleetSizing, ReplicaKind, Targets
 from jitney.engine.simulation.fleet_traffic import Load
 from jitney.engine.types import JsonDict
 
@@ -66,7 +61,7 @@ _TARGETS = (
 )
 _DEFAULT = Circumstances()
 _HOW = (
-    *RUNNING,
+    *FleetArguments.RUNNING,
     Flag.whole("--most-seats", "most seats of a replica", _DEFAULT.most_seats),
     Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
     Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT.most_requests),
@@ -77,7 +72,7 @@ _COMMAND = Command(
     "How many replicas of what, at which price, for a traffic and its targets.",
     (
         FlagGroup(_WHAT),
-        FlagGroup(TRAFFIC, "traffic"),
+        FlagGroup(FleetArguments.TRAFFIC, "traffic"),
         FlagGroup(_TARGETS, "targets"),
         FlagGroup(_HOW, "how it is run"),
         FlagGroup(ROOFLINE.efficiencies, "assumptions"),

@@ -17,22 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.arguments import Arguments
-from jitney.engine.cli.descriptors import (
-    connections_within,
-    raise_descriptor_limit,
-)
+from jitney.engine.cli.descriptors import connections_within, raise_descriptor_limit
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.equipment import Equipment
-from jitney.engine.cli.flags import ALL_SECTIONS, FOR, Command, Flag, FlagGroup, say
-from jitney.engine.cli.listen import (
-    AcceptedKeys,
-    base_url,
-    check_tls,
-    listen,
-    read_key_file,
-)
-from jitney.engine.cli.sizes import ServerSizes, described
+from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup, say
+from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_key_file
+from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.kept_sizes import are_measured
 from jitney.engine.config.layers import FROM_PRESET, Layered, settings, to_toml
@@ -73,7 +64,7 @@ _COMMAND = Command(
     "Serve a model over HTTP (OpenAI-compatible), with in-flight batching. vLLM's common flags "
     "are understood too: docs/from_vllm.md.",
     [FlagGroup([_PRINT_CONFIG, FOR])],
-    sections=ALL_SECTIONS,
+    sections=Command.ALL_SECTIONS,
 )
 
 
@@ -90,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
     measures = are_measured(layered)
     kept = ServerSizes(layered).kept()
     if kept is not None:
-        chosen.append(described(kept))
+        chosen.append(str(kept))
         layered = kept.applied_to(layered)
     if args.print_config:
         _say_all(chosen)
@@ -112,7 +103,7 @@ async def _measured(layered: Layered, display: Display) -> Layered:
     sizes = await ServerSizes(layered).measured(display)
     if sizes is None:
         return layered
-    _log.info("%s", described(sizes))
+    _log.info("%s", sizes)
     return sizes.applied_to(layered)
 
 

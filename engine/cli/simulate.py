@@ -11,19 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jitney.engine.cli.bench_flags import report_flags, traffic_flags
 from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup
-from jitney.engine.cli.simulate_flags import NOT_SIMULATED, PACE, POLICIES, SimulateArguments
+from jitney.engine.cli.simulate_flags import SimulateArguments
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.accuracy import (
-    COMPARED,
-    MeasuredRun,
-    Recording,
-    cross_errors,
-    errors,
-    figure,
-)
+from jitney.engine.simulation.accuracy import COMPARED, MeasuredRun, Recording, cross_errors, errors
 from jitney.engine.simulation.verdicts import verdict_of
 from jitney.engine.simulation.workload import TraceLine
 from jitney.engine.types import JsonDict, JsonObject
@@ -109,7 +101,7 @@ def _errors_elsewhere(args: SimulateArguments) -> ErrorsElsewhere | None:
 _SUBJECT = (
     Flag.of(
         "--policies",
-        f"policies to compare [{POLICIES}]; --policy names one",
+        f"policies to compare [{SimulateArguments.POLICIES}]; --policy names one",
         metavar="A,B",
     ),
     Flag.of("--table", "step times measured by jitney bench step --json FILE", metavar="FILE"),
@@ -166,12 +158,12 @@ _COMMAND = Command(
     "`jitney simulate --fleet --help`: a fleet.",
     (
         FlagGroup((*_SUBJECT, FOR), "what to simulate"),
-        traffic_flags(requests=1000, arrivals="poisson"),
-        PACE,
-        report_flags(page=False),
+        SimulateArguments.traffic_flags(requests=1000, arrivals="poisson"),
+        SimulateArguments.PACE,
+        SimulateArguments.report_flags(page=False),
     ),
     sections=("model", "engine"),
-    leave_out=NOT_SIMULATED,
+    leave_out=SimulateArguments.NOT_SIMULATED,
 )
 
 
@@ -330,7 +322,7 @@ def _predicted_table(policies: Mapping[str, JsonObject]) -> Table:
 
 def _cells(name: str, runs: Iterable[JsonObject]) -> list[str]:
     """A figure of several runs."""
-    return [_cell(name, figure(figures, name)) for figures in runs]
+    return [_cell(name, COMPARED[name].of(figures)) for figures in runs]
 
 
 def _error_table(report: JsonObject, policy: str) -> Table:
@@ -352,6 +344,6 @@ def _cell(name: str, value: float | None) -> str:
         return ""
     if name in _SHARES:
         return f"{value:.1%}"
-    if len(COMPARED[name]) == 1:
+    if not COMPARED[name].quantile:
         return f"{value:,.2f}"
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jitney.engine.cli.bench_flags import TrafficArguments
-from jitney.engine.cli.flags import ONLY_SERVED, Flag, FlagGroup
+from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.workload import Arrival
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from jitney.engine.simulation.simulator import SimulatedRun
     from jitney.engine.simulation.step_table import StepTimes
 
-#: Compared unless told otherwise.
-POLICIES = "static,dynamic,continuous"
 _NO_CAP = 2**31 - 1
 #: What a server refuses requests by -> the value with which it refuses none.
 _CAPS = {
@@ -30,41 +28,44 @@ _CAPS = {
     "max_waiting_tokens": _NO_CAP,
     "max_predicted_wait_s": 0.0,
 }
-#: Settings that say how to run on a real machine.
-NOT_SIMULATED = (
-    *ONLY_SERVED,
-    "revision",
-    "dtype",
-    "weights",
-    "adapters",
-    "memory_gib",
-    "kv_dtype",
-    "prefix_cache",
-    "share_outputs",
-    "kernels",
-    "compilation_cache",
-    "platform",
-    "device",
-    "tensor_parallel",
-    "data_parallel",
-    "coordinator",
-    "n_hosts",
-    "host_id",
-)
-#: How fast the traffic comes.
-PACE = FlagGroup(
-    (
-        Flag.number("--rate", "requests a second [1; a trace's own]"),
-        Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
-    ),
-    "pace",
-)
 #: Fields that step records of this version have.
 _NEEDED = {"device_s", "keys", "longest", "pairs"}
 
 
 class SimulateArguments(TrafficArguments):
     """The parsed flags of a command that simulates an engine."""
+
+    #: Compared unless told otherwise.
+    POLICIES: ClassVar = "static,dynamic,continuous"
+    #: Settings that say how to run on a real machine.
+    NOT_SIMULATED: ClassVar = (
+        *Command.ONLY_SERVED,
+        "revision",
+        "dtype",
+        "weights",
+        "adapters",
+        "memory_gib",
+        "kv_dtype",
+        "prefix_cache",
+        "share_outputs",
+        "kernels",
+        "compilation_cache",
+        "platform",
+        "device",
+        "tensor_parallel",
+        "data_parallel",
+        "coordinator",
+        "n_hosts",
+        "host_id",
+    )
+    #: How fast the traffic comes.
+    PACE: ClassVar = FlagGroup(
+        (
+            Flag.number("--rate", "requests a second [1; a trace's own]"),
+            Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
+        ),
+        "pace",
+    )
 
     @property
     def learns_from_runs(self) -> bool:
@@ -74,7 +75,7 @@ class SimulateArguments(TrafficArguments):
     def compared(self) -> list[str]:
         """The policies to simulate."""
         one = getattr(self, "policy", None)
-        return self.words_of("policy" if one else "policies", POLICIES)
+        return self.words_of("policy" if one else "policies", self.POLICIES)
 
     def coming(self) -> list[Arrival]:
         """The requests that the flags describe."""

@@ -10,16 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
-from jitney.engine.cli.fleet_flags import RUNNING, TRAFFIC, FleetArguments
+from jitney.engine.cli.fleet_flags import FleetArguments
 from jitney.engine.cli.plan import ROOFLINE
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
-from jitney.engine.simulation.fleet_planner import (
-    Circumstances,
-    ReplicaKind,
-    Targets,
-)
+from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun
+from jitney.engine.simulation.fleet_planner import Circumstances, ReplicaKind, Targets
 from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
 from jitney.engine.types import JsonDict
@@ -52,12 +48,12 @@ _WHAT = (
     ROOFLINE.json,
 )
 _HOW_MUCH = (
-    *TRAFFIC,
+    *FleetArguments.TRAFFIC,
     Flag.number("--rate-s", "seconds that each of --rates holds", 3600.0),
     Flag.whole("--requests", "most requests; of more, the busiest time", _MOST),
 )
 _FAILING = (
-    *RUNNING,
+    *FleetArguments.RUNNING,
     Flag.number("--notice-s", "seconds until the loss of a machine is noticed", 30.0),
     Flag.number("--outage-at-s", "seconds after which a part of all machines is lost at once"),
     Flag.number("--outage-share", "of the machines that are lost then", 0.1),
@@ -113,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
     traffic, asked = _traffic_of(args, load)
     plan = _plan_of(args, kind, traffic)
     began = time.perf_counter()
-    found = simulate_fleet(traffic, plan)
+    found = plan.simulate(traffic)
     took = time.perf_counter() - began
     hour = None if price is None else price * kind.roofline.count
     report = _report_of(args, plan, found, asked, hour)

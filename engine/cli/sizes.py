@@ -5,17 +5,12 @@ start, or measured now.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 
 from jitney.engine.cli.display import Display
-from jitney.engine.config.kept_sizes import (
-    KeptSizes,
-    Value,
-    are_measured,
-)
-from jitney.engine.config.layers import Layered, settings
+from jitney.engine.config.kept_sizes import KeptSizes, are_measured
+from jitney.engine.config.layers import Layered
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.executor.threads import processors_here
 from jitney.engine.machine import processor_name
@@ -23,8 +18,6 @@ from jitney.engine.messages import Progress
 
 _log = logging.getLogger("jitney")
 
-#: Where all came out as their defaults.
-_USUAL = "the usual ones"
 _MEASURING = "once, to choose sizes by them; --no-measured-sizes takes the usual ones"
 
 
@@ -80,21 +73,3 @@ class ServerSizes:
         """As a server started now has its settings: with the sizes kept here, if there are any."""
         kept = self.kept()
         return self.layered if kept is None else kept.applied_to(self.layered)
-
-
-def described(sizes: KeptSizes) -> str:
-    """In one line, as the flags that would set them."""
-    words = as_flags(sizes.values)
-    return f"sizes by this machine's steps, timed on {sizes.measured}: {words}"
-
-
-def as_flags(values: Mapping[str, Value]) -> str:
-    """As they would be given on the command line; words where none need be."""
-    flags = [f"{settings()[name].flag} {_text(value)}" for name, value in values.items()]
-    return " ".join(flags) or _USUAL
-
-
-def _text(value: Value) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value)

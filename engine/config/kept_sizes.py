@@ -15,12 +15,14 @@ from pathlib import Path
 import msgspec
 
 from jitney.engine.config.cache_folder import make_private
-from jitney.engine.config.layers import Layered
+from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.presets import SIZES, runs_on_device
 from jitney.engine.config.schema import Config, cache_dir
 
 #: Where a value comes from that was chosen by measuring.
 _FROM_MEASURED = "measured here"
+#: What stands for the sizes where all came out as their defaults.
+_USUAL = "the usual ones"
 #: Settings that are chosen so.
 _MEASURED = {
     "max_seats",
@@ -70,6 +72,16 @@ class KeptSizes(msgspec.Struct, frozen=True):
                 return kept
         return None
 
+    @property
+    def flags(self) -> str:
+        """As they would be given on the command line; words where none need be."""
+        flags = [f"{settings()[name].flag} {_text(value)}" for name, value in self.values.items()]
+        return " ".join(flags) or _USUAL
+
+    def __str__(self) -> str:
+        """In one line, as the flags that would set them."""
+        return f"sizes by this machine's steps, timed on {self.measured}: {self.flags}"
+
     def applied_to(self, layered: Layered) -> Layered:
         """With the sizes that were measured. Raises ConfigError."""
         return layered.with_values(self.values, _FROM_MEASURED)
@@ -88,6 +100,12 @@ class KeptSizes(msgspec.Struct, frozen=True):
         except OSError as error:
             return f"{path} cannot be written: {error.strerror}"
         return ""
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
 
 
 def are_measured(layered: Layered) -> bool:

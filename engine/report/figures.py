@@ -18,14 +18,12 @@ from jitney.engine.types import JsonObject
 
 if TYPE_CHECKING:
     from jitney.engine.telemetry.cost import Bill, CostLine
-    from jitney.engine.telemetry.request_record import RequestRecord, SeatStay
+    from jitney.engine.telemetry.request_record import RequestRecord
 
 _INK, _GRID, _WARNING = "#17202a", "#e4e8ed", "#d55e00"
-#: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008).
-HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", _WARNING, "#7a6a00", "#5b6773")
 _POLICY_COLOURS = {"static": _WARNING, "dynamic": "#b8a800", "continuous": "#0072b2"}
 _OTHER_COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#7a7f87")
-_HELD_COLOUR, _IDLE_COLOUR = "#cbb8e4", _GRID
+_IDLE_COLOUR = _GRID
 #: Stays in seats that are drawn one by one; beyond that a bar is thinner than a pixel.
 MOST_STAYS = 4000
 #: Points of a distribution's curve.
@@ -88,20 +86,20 @@ class SeatSpan(NamedTuple):
     #: The request's number.
     request: int
 
-
-def seat_phases(
-    seat: int, request: int, start: float, first_token: float | None, end: float
-) -> Iterator[tuple[str, SeatSpan]]:
-    """The prompt part of a stay (prefill), and the part in which tokens were generated (decode);
-    those that take any time.
-    """
-    turn = end
-    if first_token is not None:
-        turn = min(max(first_token, start), end)
-    if turn > start:
-        yield "prefill", SeatSpan(seat, start, turn, request)
-    if end > turn:
-        yield "decode", SeatSpan(seat, turn, end, request)
+    @classmethod
+    def phases(
+        cls, seat: int, request: int, start: float, first_token: float | None, end: float
+    ) -> Iterator[tuple[str, SeatSpan]]:
+        """The prompt part of a stay (prefill), and the part in which tokens were generated
+        (decode); those that take any time.
+        """
+        turn = end
+        if first_token is not None:
+            turn = min(max(first_token, start), end)
+        if turn > start:
+            yield "prefill", cls(seat, start, turn, request)
+        if end > turn:
+            yield "decode", cls(seat, turn, end, request)
 
 
 def seat_bars(spans: Sequence[SeatSpan], zero: float, **style: Any) -> go.Bar:
@@ -115,89 +113,8 @@ def seat_bars(spans: Sequence[SeatSpan], zero: float, **style: Any) -> go.Bar:
     )
 
 
-def seat_timeline(
-    name: str, stays: Sequence[SeatStay], started: float, seats: int, until: float, *, held: bool
-) -> go.Figure:
-    """Who sat where: one bar for each stay, its prefill part apart.
-
-    started: zero of the time axis. until: seconds that it shows, so that runs side by side share
-    their scale. held: draw the seats that a batch keeps as well.
-    """
-    if len(stays) > MOST_STAYS:
-        name += f", the first {MOST_STAYS} stays"
-    first = sorted(stays, key=_start_of)[:MOST_STAYS]
-    chart = figure(_stay_bars(first, started, held=held), name, "seconds", "seat", **_TIMELINE)
-    axes = {"xaxis_range": [0, until], "yaxis_dtick": max(1, seats // 8)}
-    return chart.update_layout(height=120 + 18 * seats, **axes)
-
-
 #: Of a chart of seats: spans of one stay lie in one row, the first seat on top.
 SEAT_ROWS = {"barmode": "overlay", "yaxis_autorange": "reversed"}
-_TIMELINE = {"bargap": 0.12, **SEAT_ROWS}
-
-
-def _stay_bars(stays: Sequence[SeatStay], started: float, *, held: bool) -> list[go.Bar]:
-    phases: dict[str, list[SeatSpan]] = {"prefill": [], "decode": []}
-    for request, stay in stays:
-        times = stay.start, stay.first_token, stay.left
-        for kind, span in seat_phases(stay.seat, request.number, *times):
-            phases[kind].append(span)
-    bars = [
-        _named_bars("prompt", phases["prefill"], started, _light("prefill")),
-        _named_bars("generating", phases["decode"], started, _light("decode")),
-    ]
-    if held:
-        bars.append(_named_bars("held for the batch", _held_seats(stays), started, _HELD_COLOUR))
-    return bars
-
-
-def _light(kind: str) -> str:
-    """The colour of a kind of rows."""
-    return ROW_KIND_TABLE[kind].light
-
-
-def _held_seats(stays: Sequence[SeatStay]) -> list[SeatSpan]:
-    """Seats whose request is done while others of its batch are not.
-
-    A batch is over when nobody sits any more.
-    """
-    overs = np.array(_batch_ends(stays))
-    held = []
-    for request, stay in stays:
-        over = float(overs[np.searchsorted(overs, stay.left)])
-        if over > stay.left:
-            held.append(SeatSpan(stay.seat, stay.left, over, request.number))
-    return held
-
-
-def _batch_ends(stays: Sequence[SeatStay]) -> list[float]:
-    """When each batch was over, ascending."""
-    ends: list[float] = []
-    for _, stay in sorted(stays, key=_start_of):
-        if not ends or stay.start >= ends[-1]:
-            ends.append(stay.left)
-        else:
-            ends[-1] = max(ends[-1], stay.left)
-    return ends
-
-
-def _start_of(seat_stay: SeatStay) -> float:
-    return seat_stay[1].start
-
-
-def _named_bars(name: str, spans: Sequence[SeatSpan], started: float, colour: str) -> go.Bar:
-    return seat_bars(
-        spans,
-        started,
-        name=name,
-        marker={"color": colour, **_EDGE},
-        customdata=[span.request for span in spans],
-        hovertemplate=f"{_SPAN_HOVER}<extra>{name}</extra>",
-    )
-
-
-_EDGE = {"line": {"color": "#ffffff", "width": 0.5}}
-_SPAN_HOVER = "request %{customdata}, seat %{y}<br>%{base:.2f} s, for %{x:.2f} s"
 
 
 def _distribution(title: str, values: Mapping[str, Iterable[float | None]]) -> go.Figure:
@@ -261,7 +178,7 @@ def _took_time(line: CostLine) -> bool:
 
 
 def _ledger_bar(kind: str, names: list[str], lines: Sequence[CostLine]) -> go.Bar:
-    colour = _light(kind) if kind in ROW_KIND_TABLE else _IDLE_COLOUR
+    colour = ROW_KIND_TABLE[kind].light if kind in ROW_KIND_TABLE else _IDLE_COLOUR
     label = LEDGER_LABELS[kind]
     return go.Bar(
         orientation="h",
@@ -272,23 +189,6 @@ def _ledger_bar(kind: str, names: list[str], lines: Sequence[CostLine]) -> go.Ba
         customdata=[line.rows for line in lines],
         hovertemplate="%{x:.2f} s, %{customdata} rows" + f"<extra>{label}</extra>",
     )
-
-
-def request_costs(lines: Bill, price_per_hour: float | None) -> go.Figure:
-    """Device time of each request over the rows it computed."""
-    hover = "request %{text}: %{x} rows, %{y:.3f} s"
-    if price_per_hour is not None:
-        hover += ", costs %{customdata:.3g}"
-    trace = go.Scatter(
-        mode="markers",
-        x=[line.rows for line in lines.values()],
-        y=[line.seconds for line in lines.values()],
-        customdata=[line.money(price_per_hour or 0.0) for line in lines.values()],
-        text=list(lines),
-        marker={"color": ROW_KIND_TABLE["decode"].light},
-        hovertemplate=hover + "<extra></extra>",
-    )
-    return figure([trace], "Device time of each request", "rows computed for it", "seconds")
 
 
 def curve(
@@ -349,7 +249,7 @@ def load_curve(simulated: Sequence[JsonObject], measured: Sequence[JsonObject]) 
     """p99 time to first token over the load, a line for each policy; open marks: its queue grows
     without bound.
 
-    simulated, measured: points of `compare.load_curve`; measured ones are drawn as crosses.
+    simulated, measured: points of `OfferedTraffic.load_curve`; measured ones are drawn as crosses.
     """
     traces = []
     for number, policy in enumerate(simulated[0]["policies"]):

@@ -49,6 +49,10 @@ class Bucket(NamedTuple):
     def decode_only(self) -> bool:
         return self.tokens == self.seats
 
+    @property
+    def kind(self) -> str:
+        return "decode" if self.decode_only else "mixed"
+
     def __str__(self) -> str:
         return f"decode-{self.seats}" if self.decode_only else f"mixed-{self.tokens}"
 

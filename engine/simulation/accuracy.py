@@ -27,40 +27,47 @@ from jitney.engine.telemetry.request_record import RequestRecord, Stay
 from jitney.engine.telemetry.summary import summarise
 from jitney.engine.types import JsonDict, JsonObject
 
-#: Figures worth comparing: where they stand in `figures.summarise`, and whether they are seconds.
+
+class _Compared(NamedTuple):
+    """Where a figure stands in `figures.summarise`."""
+
+    name: str
+    #: Of a spread of seconds; "" where there is no such spread.
+    quantile: str = ""
+
+    def of(self, figures: JsonObject) -> float | None:
+        """The figure out of a run's, None if it is not known."""
+        value = figures.get(self.name)
+        if value is None or not self.quantile:
+            return value
+        return value.get(self.quantile)
+
+
+#: Figures worth comparing.
 COMPARED = {
-    "output_tok_s": ("output_tok_s",),
-    "req_s": ("req_s",),
-    "ttft_p50_s": ("ttft_s", "p50"),
-    "ttft_p99_s": ("ttft_s", "p99"),
-    "itl_p50_s": ("itl_s", "p50"),
-    "itl_p99_s": ("itl_s", "p99"),
-    "e2e_p50_s": ("e2e_s", "p50"),
-    "e2e_p99_s": ("e2e_s", "p99"),
-    "queue_p50_s": ("queue_s", "p50"),
-    "queue_p99_s": ("queue_s", "p99"),
-    "padding_share": ("padding_share",),
-    "seat_fill": ("seat_fill",),
-    "kv_use": ("kv_use",),
-    "goodput_req_s": ("goodput_req_s",),
-    "cost_per_million_tokens": ("cost_per_million_tokens",),
+    "output_tok_s": _Compared("output_tok_s"),
+    "req_s": _Compared("req_s"),
+    "ttft_p50_s": _Compared("ttft_s", "p50"),
+    "ttft_p99_s": _Compared("ttft_s", "p99"),
+    "itl_p50_s": _Compared("itl_s", "p50"),
+    "itl_p99_s": _Compared("itl_s", "p99"),
+    "e2e_p50_s": _Compared("e2e_s", "p50"),
+    "e2e_p99_s": _Compared("e2e_s", "p99"),
+    "queue_p50_s": _Compared("queue_s", "p50"),
+    "queue_p99_s": _Compared("queue_s", "p99"),
+    "padding_share": _Compared("padding_share"),
+    "seat_fill": _Compared("seat_fill"),
+    "kv_use": _Compared("kv_use"),
+    "goodput_req_s": _Compared("goodput_req_s"),
+    "cost_per_million_tokens": _Compared("cost_per_million_tokens"),
 }
-
-
-def figure(figures: JsonObject, name: str) -> float | None:
-    """One of COMPARED out of a run's figures, None if that is not known."""
-    value: Any = figures
-    for key in COMPARED[name]:
-        if value is not None:
-            value = value.get(key)
-    return value
 
 
 def errors(predicted: JsonObject, measured: JsonObject) -> dict[str, float]:
     """Relative error, predicted / measured - 1, of each figure that both know and that was not
     0.
     """
-    off = {name: _error(figure(predicted, name), figure(measured, name)) for name in COMPARED}
+    off = {name: _error(each.of(predicted), each.of(measured)) for name, each in COMPARED.items()}
     return {name: error for name, error in off.items() if error is not None}
 
 

@@ -43,10 +43,21 @@ class EngineShape:
         buckets: those of a running engine, where they are known."""
         limits = SchedulerLimits(context_length=context_length, **_shared(settings))
         if buckets is None:
-            sizes = buckets_of(settings, on_device)
+            sizes = cls.buckets_of(settings, on_device)
             buckets = replace(sizes, padding_is_free=padding_is_free)
         late = not on_device and settings.n_hosts == 1
         return cls(limits, buckets, pages, settings.page_size, plans_late=late)
+
+    @staticmethod
+    def buckets_of(settings: EngineSection, on_device: bool) -> Buckets:
+        """Those that an engine of these settings compiles for; on_device: on a GPU or TPU."""
+        return make_buckets(
+            max_seats=settings.max_seats,
+            token_budget=settings.token_budget,
+            seat_sizes=settings.seat_buckets,
+            token_sizes=settings.token_buckets,
+            on_device=on_device,
+        )
 
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
         """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
@@ -80,14 +91,3 @@ def _shared(settings: EngineSection) -> JsonDict:
     """Settings that are limits of the scheduler under the same name."""
     names = [field.name for field in fields(SchedulerLimits) if hasattr(settings, field.name)]
     return {name: getattr(settings, name) for name in names}
-
-
-def buckets_of(settings: EngineSection, on_device: bool) -> Buckets:
-    """Those that an engine of these settings compiles for; on_device: on a GPU or TPU."""
-    return make_buckets(
-        max_seats=settings.max_seats,
-        token_budget=settings.token_budget,
-        seat_sizes=settings.seat_buckets,
-        token_sizes=settings.token_buckets,
-        on_device=on_device,
-    )

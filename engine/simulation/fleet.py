@@ -20,7 +20,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet_replica import FleetRequest, ReplicaModel
 from jitney.engine.simulation.fleet_routing import SimulatedIngress
-from jitney.engine.simulation.fleet_scaling import Scaler, ScalingRule
+from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Traffic
 from jitney.engine.simulation.step_table import StepTimes
@@ -93,6 +93,12 @@ class FleetPlan:
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.start_s < 0:
             raise ConfigError("a fleet needs at least 1 replica, and a start takes 0 s or more")
+
+    def simulate(self, traffic: Traffic) -> FleetRun:
+        """Run the traffic through the fleet; a request that nobody takes is refused and does not
+        come again.
+        """
+        return _Simulation(traffic, self).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -226,12 +232,6 @@ def _spread(values: np.ndarray, percents: Sequence[float]) -> JsonDict | None:
     return {f"p{percent:g}": value for percent, value in zip(percents, points, strict=True)}
 
 
-def simulate_fleet(traffic: Traffic, plan: FleetPlan) -> FleetRun:
-    """Run the traffic through the fleet; a request that nobody takes is refused and does not come
-    again."""
-    return _Simulation(traffic, plan).run()
-
-
 class _Simulation:
     """One run, while it goes on."""
 
@@ -240,7 +240,7 @@ class _Simulation:
         limits = plan.engine.limits
         self._costs = StepCosts(limits, plan.engine.buckets, plan.table, traffic.mean_context)
         self._ingress = SimulatedIngress(plan.router, limits.max_seats)
-        self._scaler = Scaler(plan.scaling) if plan.scaling else None
+        self._scaler = plan.scaling.scaler() if plan.scaling else None
         self._rng = np.random.default_rng(plan.seed)
         count = len(traffic)
         self._run = FleetRun(

@@ -17,12 +17,7 @@ from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.fleet import (
-    Failures,
-    FleetPlan,
-    FleetRun,
-    simulate_fleet,
-)
+from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.simulation.fleet_traffic import Load, Traffic
 from jitney.engine.simulation.planner import Demand, Operating, Sizing
 from jitney.engine.simulation.roofline import Roofline
@@ -242,7 +237,7 @@ def _most_load(
         rate = share * point.req_s * _CELL
         count = round(max(_FEWEST, min(how.most_requests / 2, rate * answer_s * _ANSWERS)))
         traffic = load.sample(rate, count, how.seed)
-        run = simulate_fleet(traffic, _plan_of(kind, engine, _CELL, how))
+        run = _plan_of(kind, engine, _CELL, how).simulate(traffic)
         if targets.kept_by(run):
             low = share
             if share == _LOADS[1]:
@@ -321,7 +316,7 @@ def _checked(
     for more in _more(sizing.replicas):
         part = min(_PART, more)
         traffic = load.busiest(part / more, how.most_requests, how.seed)
-        run = simulate_fleet(traffic, _plan_of(sizing.kind, engine, part, how, how.failures))
+        run = _plan_of(sizing.kind, engine, part, how, how.failures).simulate(traffic)
         sizing = replace(sizing, simulated=part, figures=run.figures())
         if targets.kept_by(run):
             return _with_replicas(sizing, more, load, how)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.routing import (
@@ -16,7 +17,6 @@ from jitney.engine.fleet.routing import (
 )
 from jitney.engine.simulation.fleet_replica import FleetRequest
 
-ROUTERS = ("round-robin", "least-wait", "prefix")
 #: Share of its seats up to which a replica gets its own prefixes however few others have: as in the
 #: real ingress.
 _SPARE = 0.25
@@ -28,6 +28,9 @@ _FADE = 0.9
 class SimulatedIngress:
     """Which replicas can be had, by name, and how much each has to do."""
 
+    ROUTERS: ClassVar = ("round-robin", "least-wait", "prefix")
+
+    #: One of `ROUTERS`.
     router: str
     #: Of one replica.
     seats: int
@@ -52,8 +55,8 @@ class SimulatedIngress:
     _turn: int = 0
 
     def __post_init__(self) -> None:
-        if self.router not in ROUTERS:
-            raise ConfigError(f"unknown router {self.router!r}; known: {', '.join(ROUTERS)}")
+        if self.router not in self.ROUTERS:
+            raise ConfigError(f"unknown router {self.router!r}; known: {', '.join(self.ROUTERS)}")
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """These can be had from now on, and no others."""

@@ -47,6 +47,10 @@ class ScalingRule:
             sized = min(sized, ready)
         return max(self.least, min(self.most, sized))
 
+    def scaler(self) -> _Scaler:
+        """What follows the rule from now on."""
+        return _Scaler(self)
+
 
 def _ninth_tenth(waits: Sequence[float]) -> float:
     """The wait that a tenth of the replicas exceed."""
@@ -55,7 +59,7 @@ def _ninth_tenth(waits: Sequence[float]) -> float:
 
 
 @dataclass(slots=True)
-class Scaler:
+class _Scaler:
     """Follows a rule; remembers what was wanted lately, so that a lull does not cost a start."""
 
     rule: ScalingRule

@@ -12,16 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, powers_of_two
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.roofline import Roofline
 
-#: Share of the greatest throughput that a service is loaded with.
-UTILISATION = 0.8
-#: Quantile of the time to first token that its limit is about.
-TTFT_QUANTILE = 0.99
 #: Seats beyond which nothing is looked at.
 _MOST_SEATS = 1024
 #: What a demand cannot be less than.
@@ -103,7 +100,7 @@ class Operating:
     step_s: float
     output_tok_s: float
     req_s: float
-    #: TTFT_QUANTILE of it at UTILISATION.
+    #: `Sizing.TTFT_QUANTILE` of it at `Sizing.UTILISATION`.
     ttft_s: float
     #: What a step waits for.
     bound: str
@@ -135,6 +132,11 @@ class Operating:
 class Sizing:
     """The answer."""
 
+    #: Share of the greatest throughput that a service is loaded with.
+    UTILISATION: ClassVar = 0.8
+    #: Quantile of the time to first token that its limit is about.
+    TTFT_QUANTILE: ClassVar = 0.99
+
     memory: _Memory
     #: By seats, ascending.
     curve: tuple[Operating, ...]
@@ -144,7 +146,7 @@ class Sizing:
     within_slo: Operating | None
     #: `within_slo` if there are limits, else the knee.
     chosen: Operating | None
-    #: Its load at UTILISATION.
+    #: Its load at `UTILISATION`.
     load_req_s: float | None = None
     #: At that load; None without a price.
     cost_per_million_loaded: float | None = None
@@ -185,9 +187,9 @@ def _check_context(roofline: Roofline, demand: Demand) -> None:
 
 def _loaded(sizing: Sizing, chosen: Operating, rate: float) -> Sizing:
     """With the load to give it, what a token costs then, and replicas for so many requests/s."""
-    load = UTILISATION * chosen.req_s
+    load = Sizing.UTILISATION * chosen.req_s
     full = chosen.cost_per_million
-    cost = full / UTILISATION if full else None
+    cost = full / Sizing.UTILISATION if full else None
     replicas = math.ceil(rate / load) if rate else None
     return replace(sizing, load_req_s=load, cost_per_million_loaded=cost, replicas=replicas)
 
@@ -256,11 +258,13 @@ def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
 
 
 def _first_token(demand: Demand, seats: int, step: float) -> float:
-    """TTFT_QUANTILE of the time to first token at UTILISATION: wait for a seat (Erlang C), for the
-    step under way, and the steps that the prompt takes."""
+    """The `TTFT_QUANTILE` of the time to first token at `UTILISATION`: wait for a seat (Erlang C),
+    for the step under way, and the steps that the prompt takes."""
     steps = max(1, math.ceil(demand.prompt / max(1.0, demand.token_budget - seats)))
     service = (demand.output + steps) * step
-    return _seat_wait(seats, service, UTILISATION, TTFT_QUANTILE) + step + steps * step
+    return (
+        _seat_wait(seats, service, Sizing.UTILISATION, Sizing.TTFT_QUANTILE) + step + steps * step
+    )
 
 
 def _seat_wait(seats: int, service: float, load: float, quantile: float) -> float:

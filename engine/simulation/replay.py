@@ -113,7 +113,7 @@ class ReplayJob(msgspec.Struct, frozen=True):
         return [msgspec.structs.replace(each, at=each.at / self.speed) for each in self.arrivals]
 
 
-def main() -> int:
+def _main() -> int:
     """Exit status 0 with a last line {"result": ...} or {"error": ...}."""
     os.nice(_NICENESS)
     try:
@@ -279,4 +279,4 @@ def _array(file: bytes) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -31,7 +31,7 @@ from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.simulation.drive import Offer, StepLog, drive
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.step_table import StepTimes, kind_of
+from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
@@ -153,7 +153,7 @@ class VirtualDevice:
 
     def launch(self, batch: Plan) -> _FlyingStep:
         seconds = self.table.seconds(batch.bucket, batch.work)
-        scatter = self._scatter.get(kind_of(batch.bucket))
+        scatter = self._scatter.get(batch.bucket.kind)
         if scatter is not None:
             seconds *= next(scatter)
         self._free_at = max(self.clock.now, self._free_at) + seconds

@@ -205,7 +205,7 @@ class StepTable:
         for bucket, work, seconds in repeats:
             middle = median(seconds)
             points.append(_Point(bucket, work, middle))
-            ratios.setdefault(kind_of(bucket), []).extend(np.divide(seconds, middle))
+            ratios.setdefault(bucket.kind, []).extend(np.divide(seconds, middle))
         noise = {kind: _noise_factors(np.array(values)) for kind, values in ratios.items()}
         return cls._from_points(points, host, source, noise)
 
@@ -247,7 +247,7 @@ def _by_kind(points: Sequence[_Point]) -> dict[str, list[_Point]]:
     """Decode steps before mixed ones; a kind without points is left out."""
     kinds: dict[str, list[_Point]] = {"decode": [], "mixed": []}
     for point in points:
-        kinds[kind_of(point.bucket)].append(point)
+        kinds[point.bucket.kind].append(point)
     return {kind: group for kind, group in kinds.items() if group}
 
 
@@ -268,12 +268,6 @@ class _TableFile(msgspec.Struct):
     """The part of a `jitney bench step` report that a simulation needs."""
 
     table: _Contents
-
-
-def kind_of(bucket: Bucket) -> str:
-    if bucket.decode_only:
-        return "decode"
-    return "mixed"
 
 
 def _points_of(records: np.ndarray) -> list[_Point]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -39,6 +39,11 @@ class Arrival(msgspec.Struct, frozen=True):
     n_shared: int = 0
     #: Prompt tokens that a recorded engine found in its prefix cache.
     n_cached: int = 0
+
+    @classmethod
+    def read_all(cls, path: str | Path) -> list[Arrival]:
+        """The requests of a trace file, by time. ConfigError as in `TraceLine.read_all`."""
+        return [line.arrival for line in TraceLine.read_all(path)]
 
     def request(self, name: str, prompt: list[int], at: float) -> EngineRequest:
         """It as it comes at `at` (seconds of the loop's clock): greedy, and ended by length
@@ -146,11 +151,6 @@ def _fault_of(line: TraceLine) -> str:
     if not 0 <= line.n_cached <= line.n_prompt:
         return "cached must be 0 to in"
     return ""
-
-
-def read_trace(path: str | Path) -> list[Arrival]:
-    """The requests of a trace file, by time. ConfigError as in `TraceLine.read_all`."""
-    return [line.arrival for line in TraceLine.read_all(path)]
 
 
 class Lengths(Protocol):
@@ -438,33 +438,6 @@ def _share(which: np.ndarray) -> float:
     return float(which.mean())
 
 
-def repeated_tokens(arrivals: Iterable[Arrival]) -> int:
-    """Prompt tokens that an earlier request's prompt began with already, by the conversations: what
-    a prefix cache of single tokens and endless memory would find."""
-    longest: dict[int, int] = {}
-    total = 0
-    for arrival in arrivals:
-        if not arrival.conversation:
-            continue
-        before = longest.get(arrival.conversation)
-        if before is None:
-            before = arrival.n_shared if longest else 0
-        total += min(before, arrival.n_prompt)
-        longest[arrival.conversation] = max(before, arrival.n_prompt)
-    return total
-
-
-def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests with their times stretched or squeezed evenly to a mean of `rate` a
-    second.
-    """
-    last = max((a.at for a in arrivals), default=0.0)
-    if last <= 0:
-        raise ConfigError("a trace whose requests all come at 0 has no rate to change")
-    scale = len(arrivals) / rate / last
-    return [msgspec.structs.replace(a, at=a.at * scale) for a in arrivals]
-
-
 def parse_lengths(text: str, flag: str) -> Lengths:
     """The distribution that a flag describes: "128", "50..800" (uniform),
     "lognormal:mean=200,sigma=0.8" with min and max if wanted, or "trace:FILE" (that file's prompt
@@ -487,7 +460,7 @@ def parse_lengths(text: str, flag: str) -> Lengths:
 
 
 def _lengths_in(file: str, field: str) -> _Empirical:
-    observed = [getattr(arrival, field) for arrival in read_trace(file)]
+    observed = [getattr(arrival, field) for arrival in Arrival.read_all(file)]
     return _Empirical(tuple(np.maximum(1, observed).tolist()))
 
 
@@ -517,25 +490,3 @@ def _plain_lengths(text: str) -> Lengths:
     if dots:
         return Uniform(low, high)
     return Fixed(low)
-
-
-#: What each arrival pattern is called on the command line, and how it is made of a rate, a shape
-#: and a concurrency.
-PATTERNS: dict[str, Callable[[float, float, int], _Pattern]] = {
-    "closed": lambda rate, shape, concurrency: Closed(concurrency),
-    "poisson": lambda rate, shape, concurrency: Poisson(rate),
-    "gamma": lambda rate, shape, concurrency: Gamma(rate, shape),
-}
-
-
-def make_pattern(
-    name: str, *, rate: float = 0.0, shape: float = 1.0, concurrency: int = 0
-) -> _Pattern:
-    """The arrival pattern of that name. ConfigError for an unknown one, or a rate that it needs and
-    lacks.
-    """
-    if name not in PATTERNS:
-        raise ConfigError(f"unknown arrivals {name!r}; known: {', '.join(PATTERNS)}")
-    if name != "closed" and not (rate > 0 and shape > 0):
-        raise ConfigError(f"{name} arrivals need a rate (requests a second) and a shape above 0")
-    return PATTERNS[name](rate, shape, concurrency)

@@ -17,25 +17,23 @@ from fakes import VOCAB, FakeClock, make_core, make_request, solo
 from jitney.engine.bench.compare import (
     _CURVE_LOADS,
     CASES,
+    OfferedTraffic,
     TrafficCase,
-    at_load,
     differences,
-    load_curve,
     ratios,
-    simulated_capacity,
 )
 from jitney.engine.bench.offline import OfflineBench, OfflineRun
-from jitney.engine.bench.policies_page import case_lines
+from jitney.engine.bench.policies_page import _held_seats, _seat_timeline, case_lines
 from jitney.engine.bench.saved import write_recording, write_records
 from jitney.engine.bench.sweep import _knee, knee_of
 from jitney.engine.bench.text import _prompt_ids, prose
 from jitney.engine.cli import main
-from jitney.engine.cli.bench_flags import TrafficArguments
+from jitney.engine.cli.bench_flags import TrafficArguments, _repeated_tokens
 from jitney.engine.cli.bench_policies import _COMMAND, _cases_from, _draw, _set_rates
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.report.figures import _held_seats, ledger_bars, seat_timeline
+from jitney.engine.report.figures import ledger_bars
 from jitney.engine.report.figures import load_curve as chart_of_loads
 from jitney.engine.report.page import Page, PageSection, Table
 from jitney.engine.report.tables import curve_table, figures_table, ledgers_table
@@ -54,7 +52,6 @@ from jitney.engine.simulation.workload import (
     Poisson,
     TraceLine,
     Uniform,
-    repeated_tokens,
     synthesise,
 )
 from jitney.engine.telemetry.cost import Bill
@@ -125,7 +122,7 @@ def test_chat_turns_hit_the_prefix_cache_under_every_policy():
         computed = int(run.records["prefill"].sum())
         sent = sum(a.n_prompt for a in arrivals)
         assert computed < 0.6 * sent, "most of what was said before is not computed again"
-        assert computed >= sent - repeated_tokens(arrivals)
+        assert computed >= sent - _repeated_tokens(arrivals)
 
 
 def test_a_difference_is_found_where_it_begins():
@@ -190,7 +187,9 @@ def test_capacity_is_what_full_seats_serve():
     assert len(measured.requests) == 16 and len(measured.records)
     saturated = bench.run(bench.requests(arrivals), concurrency=8).figures()["req_s"]
     assert rate == pytest.approx(saturated, rel=0.1)
-    assert [a.at for a in at_load([Arrival(2.0, 1, 1), Arrival(6.0, 1, 1)], 4.0)] == [0.5, 1.5]
+    assert [
+        a.at for a in OfferedTraffic([Arrival(2.0, 1, 1), Arrival(6.0, 1, 1)]).at_rate(4.0)
+    ] == [0.5, 1.5]
 
 
 @pytest.mark.parametrize("few", [36, 12])
@@ -234,7 +233,9 @@ def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():
     1.3 they are.
     """
     arrivals = synthesise(400, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
-    able = {policy: simulated_capacity(arrivals, flat_shape(policy), TABLE) for policy in POLICIES}
+    able = {
+        policy: OfferedTraffic(arrivals).capacity(flat_shape(policy), TABLE) for policy in POLICIES
+    }
     assert (
         able["static"] == pytest.approx(able["dynamic"])
         and able["continuous"] > 1.3 * able["static"]
@@ -243,10 +244,8 @@ def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():
         waits = {}
         for share in (0.7, 1.4):
             for count in (200, 800):
-                coming = at_load(
-                    synthesise(count, Fixed(4), Uniform(4, 40), Poisson(1.0), 1),
-                    share * able[policy],
-                )
+                arrivals = synthesise(count, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
+                coming = OfferedTraffic(arrivals).at_rate(share * able[policy])
                 run = simulate(coming, flat_shape(policy), TABLE)
                 waits[share, count] = run.figures()["queue_s"]["mean"]
         assert waits[0.7, 800] < 2 * waits[0.7, 200] and waits[1.4, 800] > 3 * waits[1.4, 200], (
@@ -257,7 +256,7 @@ def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():
 
 def test_the_curve_shows_each_policy_where_it_is_best():
     arrivals = synthesise(300, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
-    points = load_curve(arrivals, flat_shape(), TABLE, POLICIES, (0.02, 0.3, 1.15))
+    points = OfferedTraffic(arrivals).load_curve(flat_shape(), TABLE, POLICIES, (0.02, 0.3, 1.15))
     low, middle, heavy = (point["policies"] for point in points)
     assert (
         low["continuous"]["ttft_p99_s"] < low["dynamic"]["ttft_p99_s"] < low["static"]["ttft_p99_s"]
@@ -320,7 +319,7 @@ def test_each_case_is_offered_its_own_rate():
     _set_rates(bench, {"heavy": heavy, "light": light}, TABLE, 10.0)
     assert heavy.rate == 12.0
     assert light.rate == pytest.approx(
-        0.5 * simulated_capacity(light.arrivals, bench.shape.open_to_all().under("static"), TABLE)
+        0.5 * light.offered.capacity(bench.shape.open_to_all().under("static"), TABLE)
     )
     assert [r.arrival.at for r in light.paced(2.0)] == pytest.approx(
         [a.at / 2 for a in light.arrivals]
@@ -374,7 +373,7 @@ def test_a_batch_holds_its_seats_until_the_slowest_is_done():
         for number, stay in enumerate(sat)
     ]
     assert _held_seats(stays) == [(0, 2.0, 6.0, 0), (1, 8.0, 9.0, 3)]
-    figure = seat_timeline("static", stays, 0.0, 2, 9.0, held=True).to_dict()
+    figure = _seat_timeline("static", stays, 0.0, 2, 9.0, held=True).to_dict()
     prompt, generating, held = figure["data"]
     assert (prompt["base"][0], prompt["x"][0], generating["x"][0]) == (0.0, 1.0, 1.0)
     assert held["x"] == [4.0, 1.0]

@@ -15,14 +15,10 @@ import pytest
 
 from jitney.engine import LLM
 from jitney.engine.bench import step
-from jitney.engine.bench.step import (
-    StepCase,
-    _cases,
-    _measured_floor,
-)
-from jitney.engine.bench.step_parts import DECODING, _part_cases, measure_parts
+from jitney.engine.bench.step import StepCase, _cases, _measured_floor
+from jitney.engine.bench.step_parts import _part_cases, measure_parts
 from jitney.engine.checkpoints.families import tiny_config
-from jitney.engine.cli.bench_step import _show
+from jitney.engine.cli.bench_step import _DECODING, _show
 from jitney.engine.scheduler.buckets import Bucket, make_buckets
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.step_table import StepTable
@@ -137,7 +133,7 @@ def test_the_parts_of_a_step_are_those_it_has_and_no_more_than_it_took(report: d
         parts = row["parts_s"]
         assert sum(parts.values()) + row["rest_s"] == pytest.approx(row["step_s"])
         assert row["rest_s"] > 0 and parts["norms"] > 0
-        assert (parts[DECODING] > 0) == (decode > 0)
+        assert (parts[_DECODING] > 0) == (decode > 0)
         assert (parts["attention of prompts"] > 0) == (prompt > 0)
     # float32 products of so few rows are ours; this model's head is a matrix like any other.
     assert rows[1, 0]["parts_s"]["products"] > 0

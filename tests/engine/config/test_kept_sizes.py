@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.cli.sizes import ServerSizes, as_flags, described
+from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.config.kept_sizes import (
     _FROM_MEASURED,
     KeptSizes,
@@ -140,14 +140,14 @@ def test_values_keep_what_the_layers_have(tmp_path: Path):
 
 
 def test_what_was_chosen_is_said_as_the_flags_that_set_it():
-    words = as_flags(SIZES.values)
+    words = SIZES.flags
     assert words == "--max-seats 16 --token-budget 128 --token-buckets 32,128"
     flags = dict(zip(words.split()[::2], words.split()[1::2], strict=True))
     names = {setting.flag: name for name, setting in settings().items()}
     again = Layered.load(flags={names[flag]: value for flag, value in flags.items()})
     assert again.config.engine.token_buckets == (32, 128)
-    assert "2026-01-02" in described(SIZES)
-    assert "the usual ones" in described(KeptSizes({}, "2026-01-02"))
+    assert "2026-01-02" in str(SIZES)
+    assert "the usual ones" in str(KeptSizes({}, "2026-01-02"))
 
 
 @pytest.mark.parametrize("values", [{"max_seats": 0}, {"max_seats": 8, "token_budget": 4}])

@@ -23,7 +23,7 @@ from jitney.engine.scheduler.buckets import make_buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import simulate
-from jitney.engine.simulation.workload import TraceLine, read_trace
+from jitney.engine.simulation.workload import Arrival, TraceLine
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
@@ -106,7 +106,7 @@ def test_lines_carry_times_and_lengths(tmp_path: Path):
             finish="length",
         ),
     ]
-    assert [arrival.n_cached for arrival in read_trace(tmp_path / "t.jsonl")] == [8, 0]
+    assert [arrival.n_cached for arrival in Arrival.read_all(tmp_path / "t.jsonl")] == [8, 0]
     text = (tmp_path / "t.jsonl").read_text()
     assert "secret" not in text and "digest" not in text and "77" not in text
 
@@ -163,7 +163,7 @@ def test_from_the_core_into_the_simulator(tmp_path: Path):
         assert 0 < line.queue_s < line.ttft_s <= line.e2e_s < 5 and 0 <= line.at < 5
     limits = SchedulerLimits(max_seats=4, context_length=64)
     engine = EngineShape(limits, make_buckets(max_seats=4, token_budget=16), 40)
-    run = simulate(read_trace(tmp_path / "t.jsonl"), engine, constant_table(0.01))
+    run = simulate(Arrival.read_all(tmp_path / "t.jsonl"), engine, constant_table(0.01))
     assert [t.finish for t in run.requests] == ["length"] * 5
 
 

@@ -23,7 +23,6 @@ from jitney.engine.simulation.accuracy import (
     RunNote,
     cross_errors,
     errors,
-    figure,
     span,
 )
 from jitney.engine.simulation.engine_shape import EngineShape
@@ -53,7 +52,7 @@ def test_errors_are_relative_and_only_of_what_both_know():
         "output_tok_s": pytest.approx(0.1),
         "ttft_p50_s": pytest.approx(-0.5),
     }
-    assert figure(theirs, "ttft_p99_s") == 0.0 and "ttft_p99_s" in COMPARED
+    assert COMPARED["ttft_p99_s"].of(theirs) == 0.0
 
 
 def test_lines_without_a_measurement_do_not_count():

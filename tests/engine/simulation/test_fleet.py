@@ -14,20 +14,14 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.engine_shape import EngineShape
-from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun, simulate_fleet
+from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.simulation.fleet_replica import FleetRequest, ReplicaModel
-from jitney.engine.simulation.fleet_routing import ROUTERS, SimulatedIngress
-from jitney.engine.simulation.fleet_scaling import Scaler, ScalingRule
+from jitney.engine.simulation.fleet_routing import SimulatedIngress
+from jitney.engine.simulation.fleet_scaling import ScalingRule
 from jitney.engine.simulation.fleet_steps import StepCosts
 from jitney.engine.simulation.fleet_traffic import Day, Recorded, Traffic
 from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.simulation.workload import (
-    WORKLOADS,
-    Conversations,
-    Fixed,
-    Poisson,
-    Uniform,
-)
+from jitney.engine.simulation.workload import WORKLOADS, Conversations, Fixed, Poisson, Uniform
 
 H100 = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])
 CHAT = Conversations(n_shared=128, turns=Uniform(4, 6), live=64)
@@ -53,18 +47,18 @@ def check(run: FleetRun, requests: int) -> None:
     assert run.replica_s >= run.seconds
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", SimulatedIngress.ROUTERS)
 def test_everybody_is_served_and_the_same_each_time(router: str):
     traffic = DAY.sample(40.0, 1500, 1)
-    run = simulate_fleet(traffic, fleet(router=router))
+    run = fleet(router=router).simulate(traffic)
     check(run, 1500)
     assert run.refused == 0 and run.figures()["output_tok_s"] > 0
-    assert simulate_fleet(traffic, fleet(router=router)).figures() == run.figures()
+    assert fleet(router=router).simulate(traffic).figures() == run.figures()
 
 
 def test_one_replica_is_the_model_of_a_replica():
     traffic = DAY.sample(10.0, 300, 2)
-    run = simulate_fleet(traffic, fleet(replicas=1))
+    run = fleet(replicas=1).simulate(traffic)
     shape = engine()
     alone = ReplicaModel(shape, StepCosts(shape.limits, shape.buckets, H100, traffic.mean_context))
     for request in traffic.requests():
@@ -80,7 +74,7 @@ def test_the_least_wait_goes_round_who_is_slow():
     traffic = Day((1.0,), Fixed(200), Uniform(4, 1200)).sample(6.5, 2000, 3)
     first = {}
     for router in ("round-robin", "least-wait"):
-        run = simulate_fleet(traffic, fleet(router=router, engine=engine(seats=8)))
+        run = fleet(router=router, engine=engine(seats=8)).simulate(traffic)
         first[router] = run.figures()["ttft_s"]["p99"]
     assert first["least-wait"] < 0.8 * first["round-robin"]
 
@@ -101,7 +95,7 @@ def test_prefixes_find_their_pages_again(case: str):
     found = {}
     for router in ("round-robin", "prefix"):
         plan = fleet(replicas, engine=engine(pages=pages), router=router, prefix_cache=True)
-        run = simulate_fleet(traffic, plan)
+        run = plan.simulate(traffic)
         check(run, 2000)
         found[router] = run.hit_rate
     assert found["prefix"] > 1.7 * found["round-robin"] > 0
@@ -111,7 +105,7 @@ def test_who_finds_every_replica_full_is_refused():
     """Two replicas, four times what they can do, and queues of 4."""
     traffic = DAY.sample(150.0, 1500, 5)
     full = fleet(2, engine=engine(max_waiting_requests=4))
-    run = simulate_fleet(traffic, full)
+    run = full.simulate(traffic)
     check(run, 1500)
     assert run.refused_share > 0.3
     waits = run.first_tokens()
@@ -120,9 +114,9 @@ def test_who_finds_every_replica_full_is_refused():
 
 def test_a_core_that_dies_loses_nobody_and_everybody_waits_for_the_next():
     traffic = DAY.sample(20.0, 1200, 6)
-    calm = simulate_fleet(traffic, fleet())
+    calm = fleet().simulate(traffic)
     dying = Failures(core_mtbf_s=60.0, core_recovery_s=8.0)
-    run = simulate_fleet(traffic, fleet(failures=dying))
+    run = fleet(failures=dying).simulate(traffic)
     check(run, 1200)
     assert run.refused == 0 and run.core_failures > 1 and run.continued > 0
     took, before = run.end - traffic.at, calm.end - traffic.at
@@ -133,7 +127,7 @@ def test_a_core_that_dies_loses_nobody_and_everybody_waits_for_the_next():
 def test_a_lost_machine_is_replaced_and_its_requests_begin_again():
     traffic = DAY.sample(20.0, 1200, 7)
     outage = Failures(outage_at=20.0, outage_share=0.5, notice_s=3.0)
-    run = simulate_fleet(traffic, fleet(failures=outage, start_s=10.0))
+    run = fleet(failures=outage, start_s=10.0).simulate(traffic)
     check(run, 1200)
     assert (run.machine_failures, run.started) == (2, 2)
     assert run.repeated > 0 and run.refused == 0
@@ -149,7 +143,7 @@ def test_a_prompt_that_is_computed_again_is_found_once():
     arrivals = talks.requests(3000, Fixed(40), Fixed(40), Poisson(60.0), 1)
     traffic = Traffic.of(arrivals)
     outage = Failures(outage_at=20.0, outage_share=0.5, notice_s=1.0)
-    run = simulate_fleet(traffic, fleet(failures=outage, prefix_cache=True, router="prefix"))
+    run = fleet(failures=outage, prefix_cache=True, router="prefix").simulate(traffic)
     assert run.repeated > 5
     assert (run.cached < traffic.prompt).all()
 
@@ -162,7 +156,7 @@ def test_replicas_are_started_when_newcomers_would_wait_and_let_go_after_a_calm(
     nobody = np.zeros(len(at), np.int64)
     traffic = Traffic(at, prompt, output, nobody, nobody)
     rule = ScalingRule(target_wait_s=0.5, every_s=2.0, calm_s=20.0)
-    run = simulate_fleet(traffic, fleet(1, scaling=rule, start_s=5.0))
+    run = fleet(1, scaling=rule, start_s=5.0).simulate(traffic)
     check(run, 5300)
     ready = [moment.ready for moment in run.moments]
     assert ready[0] == 1 and max(ready) >= 3 and ready[-1] < max(ready)
@@ -182,7 +176,7 @@ def test_the_rule_by_hand():
 
 
 def test_a_lull_does_not_cost_a_start():
-    scaler = Scaler(ScalingRule(fill=0.5, every_s=10.0, calm_s=30.0))
+    scaler = ScalingRule(fill=0.5, every_s=10.0, calm_s=30.0).scaler()
     fills = [0.5, 0.1, 0.1, 0.1, 0.1, 0.1]
     moves = [scaler.change(10.0 * n, 10, 0, [0.0] * 10, fill) for n, fill in enumerate(fills)]
     assert moves == [0, 0, 0, 0, -8, -8]

@@ -12,6 +12,7 @@ from places import ROOT
 from traces import write_trace
 
 from jitney.engine.bench.text import arrival_ids, arrival_prose
+from jitney.engine.cli.bench_flags import _at_rate, _make_pattern, _repeated_tokens
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.workload import (
     WORKLOADS,
@@ -26,11 +27,7 @@ from jitney.engine.simulation.workload import (
     TraceLine,
     Uniform,
     _Empirical,
-    at_rate,
-    make_pattern,
     parse_lengths,
-    read_trace,
-    repeated_tokens,
     synthesise,
 )
 
@@ -98,7 +95,7 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path: Path):
         Arrival(2.0, 40, 8, conversation=3, n_shared=16),
     ]
     write_trace(tmp_path / "t.jsonl", arrivals)
-    assert read_trace(tmp_path / "t.jsonl") == arrivals
+    assert Arrival.read_all(tmp_path / "t.jsonl") == arrivals
     assert (tmp_path / "t.jsonl").read_text().splitlines()[0] == '{"t":0.0,"in":12,"out":5}'
 
 
@@ -130,24 +127,24 @@ def test_a_recording_keeps_what_was_measured(tmp_path: Path):
 def test_a_bad_line_is_named(tmp_path: Path, line: str):
     (tmp_path / "bad.jsonl").write_text('{"t":0,"in":1,"out":1}\n' + line + "\n")
     with pytest.raises(ConfigError, match="line 2"):
-        read_trace(tmp_path / "bad.jsonl")
+        Arrival.read_all(tmp_path / "bad.jsonl")
 
 
 def test_a_missing_or_empty_trace_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="No such file"):
-        read_trace(tmp_path / "none.jsonl")
+        Arrival.read_all(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="holds no request"):
-        read_trace(tmp_path / "empty.jsonl")
+        Arrival.read_all(tmp_path / "empty.jsonl")
 
 
 def test_a_trace_can_be_played_at_another_rate():
-    arrivals = at_rate(
+    arrivals = _at_rate(
         [Arrival(0.0, 1, 1), Arrival(1.0, 1, 1), Arrival(4.0, 1, 1), Arrival(8.0, 1, 1)], 2.0
     )
     assert [a.at for a in arrivals] == [0.0, 0.25, 1.0, 2.0]
     with pytest.raises(ConfigError, match="no rate"):
-        at_rate([Arrival(0.0, 1, 1)], 2.0)
+        _at_rate([Arrival(0.0, 1, 1)], 2.0)
 
 
 def test_lengths_are_read_from_flags(tmp_path: Path):
@@ -182,12 +179,12 @@ def test_bad_lengths_are_refused_by_their_flag(text: str):
 
 
 def test_patterns_have_names():
-    assert make_pattern("gamma", rate=2.0, shape=0.5) == Gamma(2.0, 0.5)
-    assert make_pattern("closed", concurrency=4) == Closed(4)
+    assert _make_pattern("gamma", rate=2.0, shape=0.5) == Gamma(2.0, 0.5)
+    assert _make_pattern("closed", concurrency=4) == Closed(4)
     with pytest.raises(ConfigError, match="known: closed, poisson, gamma"):
-        make_pattern("uniform")
+        _make_pattern("uniform")
     with pytest.raises(ConfigError, match="need a rate"):
-        make_pattern("poisson")
+        _make_pattern("poisson")
 
 
 def test_a_summary_of_lengths_is_numpys():
@@ -236,8 +233,8 @@ def test_a_turn_carries_everything_that_was_said_before():
     assert {a.n_output for a in arrivals} == {6} and {a.n_shared for a in arrivals} == {10}
     # The first turn repeats the system prompt (but the very first one), the others what their
     # conversation has sent.
-    assert repeated_tokens(arrivals) == 3 * 10 + 4 * (14 + 24)
-    assert repeated_tokens([Arrival(0.0, 9, 9)] * 3) == 0
+    assert _repeated_tokens(arrivals) == 3 * 10 + 4 * (14 + 24)
+    assert _repeated_tokens([Arrival(0.0, 9, 9)] * 3) == 0
 
 
 def test_own_lengths_replace_a_turns_and_not_the_history():
