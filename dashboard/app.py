@@ -37,7 +37,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.types import MAX_N
+from jitney.engine.types import REQUEST_MOST
 
 #: Long answers that are made at a time.
 _MOST_ANSWERS = 16
@@ -194,7 +194,7 @@ class Dashboard(PageRoutes):
         more, or is somebody else's.
         """
         identity = Identity.of(request.scope)
-        index = _Query(request).whole("index", 0, 0, MAX_N)
+        index = _Query(request).whole("index", 0, 0, REQUEST_MOST.n)
         record = self.client.history.find(request.path_params["id"], index)
         if record is None or not identity.may_see(record.tenant):
             raise HttpError(404, "no such request, or it ended too long ago", code="not_found")

@@ -13,7 +13,7 @@ import numpy as np
 
 from jitney.dashboard.latency import Latencies
 from jitney.engine.api.access import EVERYBODY, Identity
-from jitney.engine.records import FIELDS, ROW_KINDS
+from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, Stay
 from jitney.engine.types import JsonDict
@@ -56,7 +56,7 @@ def record_columns(history: History, after: int, until: int, now: float) -> Work
     kept = yield from _copied(history, after, until)
     records, ready = kept
     columns: dict[str, list[Any]] = {}
-    for name in FIELDS:
+    for name in STEP_DTYPE.names or ():
         columns[name] = _column(records[-_MAX_RECORDS:][name])
         yield
     columns["ready"] = _column(ready[-_MAX_RECORDS:])

@@ -56,7 +56,7 @@ from jitney.engine.machine import cpu_name
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import make_mesh
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import Buckets, make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
@@ -334,7 +334,7 @@ def _say_if_widened(model: Model, kernels: KernelSet) -> None:
 def _make_buckets(setup: _Setup, kernels: KernelSet) -> Buckets:
     """The sizes to compile for."""
     settings = setup.settings
-    return make_buckets(
+    return Buckets.of(
         max_seats=settings.max_seats,
         token_budget=settings.token_budget,
         seat_sizes=settings.seat_buckets,
@@ -467,7 +467,7 @@ def _core_alone(setup: _Setup, model: Model, kernels: KernelSet) -> EngineCore:
     page_size = setup.settings.page_size
     n_pages = -(-longest // page_size) + 2  # the trash page, and one to grow into
     sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest)
-    buckets = make_buckets(max_seats=1, token_budget=_CANARY_ROWS, token_sizes=(_CANARY_ROWS,))
+    buckets = Buckets.of(max_seats=1, token_budget=_CANARY_ROWS, token_sizes=(_CANARY_ROWS,))
     end_ids = tuple(model.config.eos_ids)
     runner = Runner(
         own,

@@ -16,7 +16,7 @@ from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.scheduler.sequence import Matcher, Sequence
 from jitney.engine.types import (
-    MAX_N,
+    REQUEST_MOST,
     EngineRequest,
     FinishReason,
     SamplingParams,
@@ -281,7 +281,7 @@ class EngineCore:
 
     def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
         # n itself may be what was refused.
-        for index in range(min(max(1, request.sampling.n), MAX_N)):
+        for index in range(min(max(1, request.sampling.n), REQUEST_MOST.n)):
             self._rejected.append(SequenceOutput(request.id, index, finish="error", error=error))
 
     def abort(

@@ -249,10 +249,10 @@ class Left(msgspec.Struct, tag="left", frozen=True):
     reason: str
 
 
-ToCore = (
+type ToCore = (
     Add | Abort | AskSeatMap | TokenizerJson | Sleep | Wake | ResetPrefixCache | Part | Shutdown
 )
-FromCore = (
+type FromCore = (
     Progress
     | Ready
     | FirstStep
@@ -267,5 +267,3 @@ FromCore = (
 )
 
 encode = msgspec.msgpack.encode
-decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
-decode_from_core = msgspec.msgpack.Decoder(FromCore).decode

@@ -60,13 +60,13 @@ STEP_DTYPE = np.dtype(
     ]
 )
 
-FIELDS = STEP_DTYPE.names or ()
+_FIELDS = STEP_DTYPE.names or ()
 _CODES = {"i8": "q", "i4": "i", "f8": "d", "f4": "f", "u1": "B"}
 #: The same for `struct`, which packs a record in a tenth of the time that numpy takes for its
 #: fields one by one.
-_STEP_STRUCT = struct.Struct("=" + "".join(_CODES[STEP_DTYPE[name].str[1:]] for name in FIELDS))
-#: A record's values in the order of FIELDS, out of a dict.
-_in_order = itemgetter(*FIELDS)
+_STEP_STRUCT = struct.Struct("=" + "".join(_CODES[STEP_DTYPE[name].str[1:]] for name in _FIELDS))
+#: A record's values in the order of _FIELDS, out of a dict.
+_in_order = itemgetter(*_FIELDS)
 
 
 def step_of(record: bytes) -> int:
@@ -128,8 +128,8 @@ class Ledger:
         """Keep one step; returns the record's bytes. fields: all of STEP_DTYPE, by name; raises
         TypeError for more or fewer, KeyError for others.
         """
-        if len(fields) != len(FIELDS):
-            raise TypeError(f"a step record has the fields {', '.join(FIELDS)}")
+        if len(fields) != len(_FIELDS):
+            raise TypeError(f"a step record has the fields {', '.join(_FIELDS)}")
         size = STEP_DTYPE.itemsize
         at = self._count % len(self._ring) * size
         if self._count - self._summed == min(_SUM_EVERY, len(self._ring)):

@@ -25,18 +25,28 @@ JsonDict = dict[str, Any]
 #: Why a sequence ended. "stop": end-of-sequence, a stop token or a stop string. "length":
 #: max_tokens or the context. "abort": the client left or cancelled. "deadline": its time ran out.
 #: "error": see SequenceOutput.error.
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
-EngineState = Literal["loading", "ready", "sleeping", "restarting", "draining", "dead"]
+type FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+type EngineState = Literal["loading", "ready", "sleeping", "restarting", "draining", "dead"]
 
-#: The most alternatives a request may ask for per token unless the server says otherwise
-#: (max_logprobs); the compiled sampler always computes this many. And the most a server may say.
-MAX_LOGPROBS = 20
+
+class _Most(NamedTuple):
+    """What one request may ask for."""
+
+    #: Sequences that answer its prompt.
+    n: int = 128
+    #: Alternatives of a token, unless the server says otherwise (max_logprobs); the compiled
+    #: sampler always computes this many.
+    logprobs: int = 20
+    #: Entries of logit_bias + stop ids held back by min_tokens that one seat can carry on the
+    #: device.
+    biases: int = 512
+
+
+REQUEST_MOST = _Most()
+#: The most alternatives that a server may say.
 _MOST_LOGPROBS = 500
-#: Entries of logit_bias + stop ids held back by min_tokens that one seat can carry on the device.
-MAX_BIAS = 512
-#: Entries of it that the model's own end tokens may take; the others are the request's.
-_MOST_NAMED = MAX_BIAS - 8
-MAX_N = 128
+#: Entries of `biases` that the model's own end tokens do not take, which are the request's.
+_MOST_NAMED = REQUEST_MOST.biases - 8
 _MAX_STOP_CHARS = 256
 #: Most tokens of a banned word.
 _MAX_WORD_TOKENS = 256
@@ -104,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     #: Sequences that answer the prompt.
-    n: Annotated[int, Range(1, MAX_N)] = 1
+    n: Annotated[int, Range(1, REQUEST_MOST.n)] = 1
     #: None: up to the end of the context.
     max_tokens: Annotated[int | None, Range(1, _MAX_INT)] = 16
     #: No end token is sampled before this many.
@@ -146,6 +156,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] = ()
     #: Words as tokens, each of which never comes whole.
     banned_sequences: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def declared(cls) -> _Declared:
+        """What each field is annotated with, by its name."""
+        return _declared(cls)
 
     @property
     def greedy(self) -> bool:
@@ -250,7 +265,7 @@ type _Ranges = list[tuple[str, Range]]
 
 
 @cache
-def declared(params: type[SamplingParams]) -> _Declared:
+def _declared(params: type[SamplingParams]) -> _Declared:
     """What each field of a class of sampling parameters is annotated with."""
     hints = get_type_hints(params, include_extras=True)
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
@@ -261,7 +276,7 @@ def _ranges(params: type[SamplingParams]) -> _Ranges:
     """The fields that have a range, and what it is."""
     return [
         (name, item)
-        for name, items in declared(params).items()
+        for name, items in _declared(params).items()
         for item in items
         if isinstance(item, Range)
     ]
@@ -331,7 +346,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     #: KV positions of the whole pool.
     pool_tokens: int
     #: Alternatives that are computed for each token.
-    max_logprobs: int = MAX_LOGPROBS
+    max_logprobs: int = REQUEST_MOST.logprobs
     #: How vectors of prompts are made; None: none are.
     pooling: Pooling | None = None
     #: How many there are.
@@ -623,7 +638,7 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     #: See `scheduler.buckets.Buckets`.
     padding_is_free: bool = False
     #: Alternatives that are computed for each token.
-    max_logprobs: int = MAX_LOGPROBS
+    max_logprobs: int = REQUEST_MOST.logprobs
 
 
 class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-GROUP_SIZES = (32, 64, 128)
-#: Zero point of symmetric weights: nibbles 0..15 stand for -8..7.
-MIDDLE = 8
-
 
 class Int4(NamedTuple):
     """A weight matrix [I, O] kept in 4 bits; a pytree of arrays."""
@@ -23,7 +19,12 @@ class Int4(NamedTuple):
     # uint8 [I // 2, O]: row r of group g (R // 2 rows each) holds inputs gR + r (low) and + R // 2
     packed: jax.Array
     scales: jax.Array  # floating [I // R, O]
-    zeros: jax.Array | None  # uint8 [I // R, O], 0..16; None: MIDDLE everywhere
+    zeros: jax.Array | None  # uint8 [I // R, O], 0..16; None: `middle` everywhere
+
+    #: Inputs that a group may have.
+    group_sizes = (32, 64, 128)
+    #: Zero point of symmetric weights: nibbles 0..15 stand for -8..7.
+    middle = 8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,7 +41,7 @@ class Int4(NamedTuple):
         groups = self.scales.shape[0]
         halves = self.packed.reshape(groups, -1, self.shape[1])
         nibbles = jnp.concatenate([halves & 15, halves >> 4], axis=1).astype(jnp.float32)
-        zeros = MIDDLE if self.zeros is None else self.zeros.astype(jnp.float32)[:, None]
+        zeros = self.middle if self.zeros is None else self.zeros.astype(jnp.float32)[:, None]
         wide = (nibbles - zeros) * self.scales.astype(jnp.float32)[:, None]
         return wide.reshape(self.shape)
 

@@ -10,11 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
-
-#: The kernel sets that can be chosen, ours first: whose prompts are measured and can be served.
-SERVING = ("triton", "flashinfer")
-TABLE = Path(__file__).with_suffix(".json")
+from typing import ClassVar, TypedDict
 
 
 class PromptChoice(TypedDict):
@@ -22,8 +18,8 @@ class PromptChoice(TypedDict):
 
     sm: int  # compute capability, 90 for 9.0
     head_dim: int
-    by: str  # one of SERVING
-    #: Seconds of prompt attention over all measured sizes, by whose kernels: those of SERVING, and
+    by: str  # one of PromptChoices.serving
+    #: Seconds of prompt attention over all measured sizes, by whose kernels: those that serve, and
     #: others that cannot serve.
     seconds: dict[str, float]
     rows: list[int]  # of the prompts that were measured
@@ -35,10 +31,15 @@ class PromptChoice(TypedDict):
 class PromptChoices:
     """The table: an entry for each compute capability and head dim, in order."""
 
+    #: The kernel sets that can be chosen, ours first: whose prompts are measured and can be served.
+    serving: ClassVar[tuple[str, str]] = ("triton", "flashinfer")
+    #: Its file.
+    file: ClassVar[Path] = Path(__file__).with_suffix(".json")
+
     entries: Sequence[PromptChoice]
 
     @classmethod
-    def read(cls, table: Path = TABLE) -> PromptChoices:
+    def read(cls, table: Path = file) -> PromptChoices:
         """Of a file. Raises OSError, and ValueError for what is no such table."""
         entries = json.loads(table.read_text(encoding="utf-8"))
         if not isinstance(entries, list):
@@ -47,16 +48,16 @@ class PromptChoices:
             missing = [name for name in PromptChoice.__annotations__ if name not in entry]
             if missing:
                 raise ValueError(f"an entry has no {missing[0]}")
-            if entry["by"] not in SERVING:
-                raise ValueError(f"by {entry['by']!r} is none of {', '.join(SERVING)}")
+            if entry["by"] not in cls.serving:
+                raise ValueError(f"by {entry['by']!r} is none of {', '.join(cls.serving)}")
         return cls(entries)
 
     def chosen(self, sm: int, head_dim: int) -> str:
-        """The kernel set that serves prompts there: one of SERVING."""
+        """The kernel set that serves prompts there: one of `serving`."""
         for choice in self.entries:
             if (choice["sm"], choice["head_dim"]) == (sm, head_dim):
                 return choice["by"]
-        return SERVING[0]
+        return self.serving[0]
 
     def with_choice(self, new: PromptChoice) -> PromptChoices:
         """The table with an entry in the place of an older one of the same."""

@@ -408,7 +408,7 @@ def _random_pool(rng: np.random.Generator, shapes: ServedShapes, n_pages: int) -
     page_shape = shapes.attention.page_size, n_rows, shapes.attention.head_dim
     kv = np.empty((n_pages, *page_shape), jnp.dtype(shapes.attention.kv_dtype))
     factors: dict[str, np.ndarray] = {}
-    limit = limit_of(jnp.zeros((), shapes.attention.kv_dtype))
+    limit = limit_of(shapes.attention.kv_dtype)
     if limit:
         factors["kv_scales"] = np.full(n_rows, _SPREADS / limit, np.float32)
     for page in range(n_pages):  # a float32 of each number in the pool would take long to get

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 #: Largest magnitude that a quantised pool holds; other dtypes hold the numbers as they are.
-LIMITS = {
+_LIMITS = {
     jnp.dtype(jnp.int8): 127.0,
     jnp.dtype(jnp.float8_e4m3fn): 448.0,
     jnp.dtype(jnp.float8_e5m2): 57344.0,
 }
 
 
-def limit_of(kv: jax.Array) -> float:
-    """The largest magnitude in a quantised pool; 0 for a pool of plain floats."""
-    return LIMITS.get(jnp.dtype(kv.dtype), 0.0)
+def limit_of(dtype: DTypeLike) -> float:
+    """The largest magnitude in a quantised pool of this dtype; 0 for a pool of plain floats."""
+    return _LIMITS.get(jnp.dtype(dtype), 0.0)
 
 
 def scales_of(kv: jax.Array, kv_scales: jax.Array | None) -> jax.Array | None:
@@ -27,7 +28,7 @@ def scales_of(kv: jax.Array, kv_scales: jax.Array | None) -> jax.Array | None:
 
     Raises ValueError where pool and scales do not fit each other.
     """
-    if not limit_of(kv):
+    if not limit_of(kv.dtype):
         if kv_scales is not None:
             raise ValueError(f"kv_scales are for int8 and fp8 pools; this one holds {kv.dtype}")
         return None
@@ -45,7 +46,7 @@ def as_stored(new: jax.Array, kv: jax.Array, scales: jax.Array | None) -> jax.Ar
     not finite as 0.
     """
     if scales is not None:
-        limit = limit_of(kv)
+        limit = limit_of(kv.dtype)
         wide = new.astype(jnp.float32)
         new = jnp.clip(jnp.where(jnp.isfinite(wide), wide, 0.0) / scales[:, None], -limit, limit)
         return (jnp.floor(new + 0.5) if kv.dtype == jnp.int8 else new).astype(kv.dtype)

@@ -31,9 +31,9 @@ class ServedHeads(NamedTuple):
         """Why the kernel set of that name cannot attend to prompts of such heads, empty if it
         can.
         """
-        from jitney.kernels.flashinfer_gpu.prompts import why_not
+        from jitney.kernels.flashinfer_gpu.prompts import FlashInferPrompts
 
-        return why_not(*self) if name == "flashinfer" else ""
+        return FlashInferPrompts.why_not(*self) if name == "flashinfer" else ""
 
 
 def reference() -> KernelSet:
@@ -102,7 +102,7 @@ def _native() -> KernelSet:
         rms_norm=norms.rms_norm,
         norm_sum=norms.norm_sum,
         arrange=products.arrange,
-        int8=Int8Products(products.arrange_int8, products.matmul_int8, products.gated_int8),
+        int8=products.INT8,
         takes_one_of=True,
         leaves_out_padding=True,
         part_seconds=serving.part_seconds,
@@ -136,17 +136,16 @@ def _triton_for(sm: int) -> KernelSet:
     One set each: bound methods of equal objects are not equal, and would compile a step's layers
     again.
     """
-    from jitney.kernels import compat
+    from jitney.kernels.triton_gpu.launch import JaxTriton
 
+    launch = JaxTriton(sm)
     try:
-        compat.compile_options(sm)
-        compat.jax_triton()
+        launch.check()
     except ImportError as error:
         raise KernelError(f"kernels triton cannot run here: {error}") from error
     from jitney.kernels.triton_gpu.kernel_set import TritonKernels
-    from jitney.kernels.triton_gpu.launch import JaxTriton
 
-    return _set_of(TritonKernels(JaxTriton(sm)), sm)
+    return _set_of(TritonKernels(launch), sm)
 
 
 def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
@@ -222,7 +221,7 @@ def _pallas() -> KernelSet:
 
     Raises KernelError on another platform.
     """
-    from jitney.kernels.pallas_tpu.blocks import chip_of
+    from jitney.kernels.pallas_tpu.kernel_set import chip_of
 
     return _on_tpu(_pallas_set(chip_of(jax.devices()[0].device_kind)))
 
@@ -236,7 +235,6 @@ def _pallas_set(chip: str) -> KernelSet:
     from jitney.kernels.pallas_tpu.experts import experts
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
     from jitney.kernels.pallas_tpu.narrow_products import matmul_int4
-    from jitney.kernels.pallas_tpu.pool_layout import pool_shape
 
     kernels = PallasKernels(chip=chip)
     return replace(
@@ -245,7 +243,7 @@ def _pallas_set(chip: str) -> KernelSet:
         paged_attention=kernels.paged_attention,
         attend=kernels.attend,
         matmul_int4=matmul_int4,
-        pool_shape=pool_shape,
+        pool_shape=kernels.pool_shape,
         gated=plain.gated_narrow,
         narrow_gates=True,
         experts=experts,

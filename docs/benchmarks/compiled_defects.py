@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from compiled_specs import GPUS, MANY, SEATS, Spec
 
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.simulation.roofline import SHAPES
 
 type Found = dict[Spec, dict[str, Any]]
@@ -109,7 +109,7 @@ def _graphs(found: Found) -> str:
 
 
 def _smallest(found: Found) -> str:
-    buckets = make_buckets(max_seats=256, token_budget=2048, on_device=True)
+    buckets = Buckets.of(max_seats=256, token_budget=2048, on_device=True)
     bucket = buckets.choose(tokens=20, sequences=1, decode_only=False, logit_rows=1)
     return f"{bucket.tokens} rows, {bucket.seats} logit rows"
 

@@ -22,7 +22,7 @@ from flax import nnx
 from jitney.engine.machine import cpu_name
 from jitney.engine.models.layers import MLP, RowFacts
 from jitney.engine.models.mixture import _Experts
-from jitney.engine.models.quantization import SCHEMES, quantise
+from jitney.engine.models.quantization import Packed, quantise
 from jitney.engine.simulation.roofline import SHAPES
 from jitney.kernels.select import select
 
@@ -59,7 +59,7 @@ def seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scheme", choices=SCHEMES, default="plain")
+    parser.add_argument("--scheme", choices=Packed.schemes, default="plain")
     parser.add_argument("--kernels", default="auto")
     args = parser.parse_args()
     runs = [make(layer, args.scheme, args.kernels) for layer in (_Experts, MLP)]

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from jitney.dashboard import Dashboard
@@ -29,7 +30,7 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.core import EngineCore
 from jitney.engine.process.counters import EngineCounters
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
@@ -108,7 +109,7 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
         max_seats=seats, context_length=2048, max_waiting_requests=10**6, max_waiting_tokens=10**9
     )
     scheduler = Scheduler(
-        limits, make_buckets(max_seats=seats, token_budget=4 * seats), PagePool(PAGES, PAGE_SIZE)
+        limits, Buckets.of(max_seats=seats, token_budget=4 * seats), PagePool(PAGES, PAGE_SIZE)
     )
     core, traffic = EngineCore(scheduler, Instant(), Ledger()), requests(seats, steps)
     for request in traffic:
@@ -179,7 +180,7 @@ async def play(client: Any, reports: list[bytes], seconds: float) -> float:
     started, due, at = time.process_time(), time.monotonic(), 0
     end = due + seconds
     while time.monotonic() < end and at < len(reports):
-        report = messages.decode_from_core(reports[at])
+        report = msgspec.msgpack.decode(reports[at], type=messages.FromCore)
         assert isinstance(report, messages.StepReport)
         if (record := client.history.take(report)) is not None:
             client.counters.observe_step(record)

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from jitney.engine.bench.peers import OUTPUTS, PROMPTS
 from jitney.engine.config.schema import AUTO, Share
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.drive import Offer, StepLog, drive
 from jitney.engine.simulation.engine_shape import EngineShape
@@ -116,7 +116,7 @@ def run(
 ) -> tuple[list[RequestRecord], StepLog]:
     """All requests, served."""
     limits = SchedulerLimits(SEATS, 8192, prefill_share=share)
-    sizes = make_buckets(max_seats=SEATS, token_budget=TOKEN_BUDGET)
+    sizes = Buckets.of(max_seats=SEATS, token_budget=TOKEN_BUDGET)
     buckets = replace(sizes, padding_is_free=table.padding_is_free)
     device = VirtualDevice(table, args.seed)
     core = device.new_core(EngineShape(limits, buckets, 4097, plans_late=late))

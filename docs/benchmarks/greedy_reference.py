@@ -87,7 +87,7 @@ def compiled_for(cpu: str) -> tuple[library._Library | None, str]:
     level = level_of(cpu)
     path = Path(tempfile.mkdtemp()) / f"{cpu}.so"
     level.compile(path, build.compiler())
-    missing = sorted(level.needs - build.cpu_flags())
+    missing = sorted(level.needs - build._cpu_flags())
     if missing:
         return None, f"compiled; this CPU lacks {', '.join(missing)}"
     return library._register(path, cpu), ""

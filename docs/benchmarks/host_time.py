@@ -30,7 +30,7 @@ from jitney.engine import LLM
 from jitney.engine.core import EngineCore
 from jitney.engine.executor.inputs import BatchBuilder
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
@@ -106,7 +106,7 @@ def streaming_core(idle: bool) -> EngineCore:
     """An engine core without a model."""
     limits = SchedulerLimits(SEATS, 8192, prefill_share=0.25)
     scheduler = Scheduler(
-        limits, make_buckets(max_seats=SEATS, token_budget=512), PagePool(PAGES, PAGE, retain=False)
+        limits, Buckets.of(max_seats=SEATS, token_budget=512), PagePool(PAGES, PAGE, retain=False)
     )
     return EngineCore(scheduler, StreamingRunner(idle), Ledger())
 

@@ -20,7 +20,7 @@ import numpy as np
 from jitney.engine.fleet.routing import LeastWait, Ring, by_prefix, by_turn
 from jitney.engine.machine import cpu_name
 from jitney.engine.report.page import Table
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.engine_shape import EngineShape
@@ -91,7 +91,7 @@ def day(*rates: float, hour_s: float = 3600.0) -> Day:
 def engine_of(sizing: FleetSizing) -> EngineShape:
     """The engine of a sized replica."""
     limits = SchedulerLimits(sizing.seats, 16_384, prefill_share="auto", max_predicted_wait_s=60.0)
-    buckets = make_buckets(max_seats=sizing.seats, token_budget=BUDGET, on_device=True)
+    buckets = Buckets.of(max_seats=sizing.seats, token_budget=BUDGET, on_device=True)
     return EngineShape(limits, buckets, sizing.pages)
 
 
@@ -119,7 +119,7 @@ def compared(kind: ReplicaKind, prompt: str, output: str, pattern, load: float) 
     rate = load * Operating.of(kind.roofline, demand, SEATS).req_s
     arrivals = synthesise(2000, *lengths, pattern(rate), 1)
     limits = SchedulerLimits(SEATS, 16_384, 10**6, 10**9, prefill_share="auto")
-    buckets = make_buckets(max_seats=SEATS, token_budget=BUDGET, on_device=True)
+    buckets = Buckets.of(max_seats=SEATS, token_budget=BUDGET, on_device=True)
     engine = EngineShape(limits, buckets, 20_000)
     began = time.perf_counter()
     true = simulate(arrivals, engine, kind.roofline).figures()

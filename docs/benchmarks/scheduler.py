@@ -23,11 +23,11 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepResult
-from jitney.engine.scheduler.policies import ORDERS, POLICIES
+from jitney.engine.scheduler.policies import _ORDERS, POLICIES
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import EngineRequest, SamplingParams
 
@@ -45,7 +45,7 @@ def scheduler_for(seats: int, policy: str, order: str) -> Scheduler:
         order=order,
         prefill_share=0.25,
     )
-    buckets = make_buckets(max_seats=seats, token_budget=4 * seats)
+    buckets = Buckets.of(max_seats=seats, token_budget=4 * seats)
     return Scheduler(
         limits, buckets, PagePool(seats * 40 + 1, PAGE, retain=False), clock=lambda: 0.0
     )
@@ -98,9 +98,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     known = parser.parse_args()
     sizes = [int(word) for word in known.seats.split(",")]
-    kinds = [("continuous", order) for order in ORDERS] + [(policy, "fcfs") for policy in POLICIES][
-        1:
-    ]
+    kinds = [("continuous", order) for order in _ORDERS] + [
+        (policy, "fcfs") for policy in POLICIES
+    ][1:]
     figures = {
         f"{policy} {order}": {seats: measure(seats, policy, order, known.steps) for seats in sizes}
         for policy, order in kinds

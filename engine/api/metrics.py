@@ -190,7 +190,9 @@ _LABELLED_GAUGES = {
     "engine_state": (
         "1 for the state that the engine is in",
         "state",
-        lambda client: {name: int(name == client.state) for name in get_args(EngineState)},
+        lambda client: {
+            name: int(name == client.state) for name in get_args(EngineState.__value__)
+        },
     ),
     "requests_open": (
         "sequences without an end, as the server counts them: also while no engine runs",

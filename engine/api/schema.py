@@ -31,7 +31,7 @@ from jitney.engine.api.errors import echo
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.conversation.tools import Tool
 from jitney.engine.errors import RequestError
-from jitney.engine.types import JsonDict, JsonObject, JsonValue, Range, SamplingParams, declared
+from jitney.engine.types import JsonDict, JsonObject, JsonValue, Range, SamplingParams
 
 
 class _Limits(NamedTuple):
@@ -209,7 +209,7 @@ def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
 
 def _range_of(field: str) -> Range | None:
     """Of a field of SamplingParams, if it has one."""
-    items = declared(SamplingParams).get(field, ())
+    items = SamplingParams.declared().get(field, ())
     return next((item for item in items if isinstance(item, Range)), None)
 
 

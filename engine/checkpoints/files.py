@@ -10,7 +10,7 @@ from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonDict
 
 #: Sizes of a tensor's axes.
-Shape = tuple[int, ...]
+type Shape = tuple[int, ...]
 
 #: config.json and its like are a few kB; an index of a very large model some MB; a tokenizer up to
 #: tens of MB.

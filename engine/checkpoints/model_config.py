@@ -7,7 +7,7 @@ from typing import Literal
 
 from jitney.engine.errors import ConfigError, ModelError
 
-Activation = Literal["silu", "gelu_tanh"]
+type Activation = Literal["silu", "gelu_tanh"]
 #: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
 #: and at most, where each expert has many rows and is read once for every block.
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128

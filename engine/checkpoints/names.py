@@ -15,9 +15,9 @@ import numpy as np
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
-FileFormat = Literal["hf", "gguf"]
+type FileFormat = Literal["hf", "gguf"]
 #: Attribute names and layer numbers from the model down, as nnx's flat state has them.
-Path = tuple[str | int, ...]
+type Path = tuple[str | int, ...]
 
 #: How many tensors of each fault are named before the rest are only counted.
 _NAMED_AT_MOST = 10

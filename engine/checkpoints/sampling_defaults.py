@@ -17,7 +17,7 @@ import msgspec
 from jitney.engine.checkpoints.config_fields import Fields
 from jitney.engine.checkpoints.files import read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
-from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.schema import SamplingSection
 from jitney.engine.errors import ConfigError, ModelError, RequestError
 from jitney.engine.types import JsonObject, JsonValue, SamplingParams
@@ -30,9 +30,7 @@ type _Defaults = dict[str, int | float]
 _HF_FILE = "generation_config.json"
 #: Temperature and top_p as the publisher of the built-in model recommends; its GGUF file does not
 #: say. The penalty is ours: in 4 bits, 14 of 48 answers ended in a loop without it, 2 with it.
-_BUILT_IN: Mapping[str, Mapping[str, int | float]] = {
-    DEFAULT_MODEL: {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
-}
+_BUILT_IN: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
 #: Fields of `SamplingParams` that a model may bring its own defaults of.
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 #: Our name -> the file's.
@@ -105,8 +103,8 @@ def _recommended(generation_config: str, source: ModelSource) -> _Defaults:
         return {}
     if generation_config != "auto":
         return _from_path(Path(generation_config).expanduser())
-    if source.name in _BUILT_IN:
-        return dict(_BUILT_IN[source.name])
+    if source.is_built_in:
+        return dict(_BUILT_IN)
     return _from_model(source)
 
 

@@ -30,7 +30,7 @@ from jitney.engine.checkpoints.hf_config import read_hf_config
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 
-DEFAULT_MODEL = "smollm2-135m"
+_DEFAULT_MODEL = "smollm2-135m"
 #: What its file says, for those who ask before it is fetched.
 _DEFAULT_CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -92,8 +92,8 @@ class ModelSource:
                 "a revision is only meaningful with a Hugging Face repository id, not with "
                 f"{model!r}"
             )
-        if model == DEFAULT_MODEL:
-            return _gguf_source(fetch_smollm2(folder, progress), DEFAULT_MODEL)
+        if model == _DEFAULT_MODEL:
+            return _gguf_source(fetch_smollm2(folder, progress), _DEFAULT_MODEL)
         kind, _, family = model.partition(":")
         if kind == "tiny-random":
             return cls("tiny", "", model, tiny_config(family or "llama"))
@@ -105,7 +105,7 @@ class ModelSource:
         if _is_repository(model):
             return _hf_source(Repository(model, revision).fetch(folder, progress), model)
         raise ModelError(
-            f"no model {model!r}: give {DEFAULT_MODEL}, a model folder, a .gguf file, "
+            f"no model {model!r}: give {_DEFAULT_MODEL}, a model folder, a .gguf file, "
             "a Hugging Face repository id (owner/name) or tiny-random"
         )
 
@@ -116,7 +116,7 @@ class ModelSource:
 
         Raises ModelError in one line.
         """
-        if _is_repository(model) or (model == DEFAULT_MODEL and fetched_smollm2() is None):
+        if _is_repository(model) or (model == _DEFAULT_MODEL and fetched_smollm2() is None):
             return None
         return cls.resolve(model)
 
@@ -125,7 +125,7 @@ class ModelSource:
         """True when running the model needs no network. Raises ModelError if there can be no such
         model.
         """
-        if model == DEFAULT_MODEL:
+        if model == _DEFAULT_MODEL:
             return fetched_smollm2() is not None
         if _is_repository(model):
             return Repository(model, revision).cached() is not None
@@ -142,9 +142,14 @@ class ModelSource:
         if _is_repository(model):
             folder = Repository(model, revision).cached()
             return None if folder is None else _hf_source(folder, model)
-        if model == DEFAULT_MODEL and fetched_smollm2() is None:
-            return cls("tiny", "", DEFAULT_MODEL, _DEFAULT_CONFIG)
+        if model == _DEFAULT_MODEL and fetched_smollm2() is None:
+            return cls("tiny", "", _DEFAULT_MODEL, _DEFAULT_CONFIG)
         return cls.resolve(model)
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is the default model."""
+        return self.name == _DEFAULT_MODEL
 
     def identity(self, adapters: Mapping[str, str] = _NO_ADAPTERS) -> str:
         """SHA-256 (hexadecimal) of the files that make the model, whatever it is called and

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from jitney.engine.bench.device.report import DeviceReport
 from jitney.engine.bench.device.rows import PartJob
@@ -14,15 +13,16 @@ from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan
 from jitney.engine.bench.device.saved import ResultFiles
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
+from jitney.engine.config.layers import settings
 from jitney.engine.config.platforms import check_platform
-from jitney.engine.config.schema import EngineSection, KernelsName
+from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.roofline import SHAPES
 from jitney.kernels.prompt_choices import PromptChoice
 
 #: Where a checkout keeps measurements.
 _RESULTS = Path("docs/benchmarks")
-_KERNELS = get_args(KernelsName)
+_KERNELS = settings()["kernels"].choices
 _SHAPES = (*(name for name in SHAPES if name.endswith("8b")), PartJob.TINY)
 _PARTS_HELP = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
 _FLAGS = (

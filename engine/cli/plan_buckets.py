@@ -14,7 +14,7 @@ from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.simulate_flags import SimulateArguments
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import FEWEST_ROWS, Bucket, Buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.simulation.bucket_tuner import (
     DECODE_EXECUTABLES,
     Proposal,
@@ -121,7 +121,7 @@ def _simulated_steps(args: SimulateArguments, config: Config, present: Buckets) 
 def _every_size(present: Buckets) -> Buckets:
     seats, budget = present.seats, present.token_budget
     decode = [Bucket(rows, rows) for rows in range(1, seats + 1)]
-    mixed = [Bucket.mixed(rows, seats) for rows in range(FEWEST_ROWS, budget + 1)]
+    mixed = [Bucket.mixed(rows, seats) for rows in range(Bucket.fewest_rows, budget + 1)]
     return Buckets(tuple(decode), tuple(mixed))
 
 

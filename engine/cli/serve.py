@@ -25,8 +25,8 @@ from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup, say
 from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_key_file
 from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.cli.vllm_flags import add_vllm_flags
-from jitney.engine.config.kept_sizes import are_measured
-from jitney.engine.config.layers import FROM_PRESET, Layered, settings, to_toml
+from jitney.engine.config.kept_sizes import KeptSizes
+from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.hosts.environment import placed
@@ -78,14 +78,14 @@ def run(arguments: Sequence[str]) -> int:
     layered = args.load_layers()
     chosen = [] if args.goal is None else [_filled_in(args.goal, layered)]
     layered = replace(layered, config=placed(layered.config, os.environ))
-    measures = are_measured(layered)
+    measures = KeptSizes.are_for(layered)
     kept = ServerSizes(layered).kept()
     if kept is not None:
         chosen.append(str(kept))
         layered = kept.applied_to(layered)
     if args.print_config:
         _say_all(chosen)
-        print(to_toml(layered.config), end="")
+        print(layered.to_toml(), end="")
         return 0
     if layered.config.engine.follows:
         return _start_following(layered.config, chosen)
@@ -111,10 +111,9 @@ def _filled_in(goal: str, layered: Layered) -> str:
     """What `--for` set, in one line."""
     places = settings()
     values = []
-    for name, origin in layered.origins.items():
-        if origin == FROM_PRESET:
-            section = getattr(layered.config, places[name].section)
-            values.append(f"{places[name].flag} {getattr(section, places[name].key)}")
+    for name in layered.from_preset:
+        section = getattr(layered.config, places[name].section)
+        values.append(f"{places[name].flag} {getattr(section, places[name].key)}")
     return f"--for {goal} sets {', '.join(values) or 'nothing: all of it is given'}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from jitney.engine.cli.display import Display
-from jitney.engine.config.kept_sizes import KeptSizes, are_measured
+from jitney.engine.config.kept_sizes import KeptSizes
 from jitney.engine.config.layers import Layered
 from jitney.engine.errors import ConfigError, JitneyError
 from jitney.engine.executor.threads import processors_here
@@ -34,7 +34,7 @@ class ServerSizes:
 
     def kept(self) -> KeptSizes | None:
         """What was measured here before, if the server goes by it."""
-        if not are_measured(self.layered):
+        if not KeptSizes.are_for(self.layered):
             return None
         kept = KeptSizes.read(self.layered.config, self.machine)
         return kept if kept is not None and self._can_have(kept) else None

@@ -82,6 +82,21 @@ class KeptSizes(msgspec.Struct, frozen=True):
         """In one line, as the flags that would set them."""
         return f"sizes by this machine's steps, timed on {self.measured}: {self.flags}"
 
+    @classmethod
+    def are_for(cls, layered: Layered) -> bool:
+        """Whether an engine with these settings takes its sizes from what this machine measures:
+        one on a CPU alone, to which nobody has given any of them, and whose measurements can be
+        kept.
+        """
+        engine = layered.config.engine
+        return (
+            engine.measured_sizes
+            and engine.compilation_cache
+            and engine.n_hosts == engine.tensor_parallel == 1
+            and not SIZES & set(layered.origins)
+            and not runs_on_device(engine.platform)
+        )
+
     def applied_to(self, layered: Layered) -> Layered:
         """With the sizes that were measured. Raises ConfigError."""
         return layered.with_values(self.values, _FROM_MEASURED)
@@ -106,20 +121,6 @@ def _text(value: Value) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
-
-
-def are_measured(layered: Layered) -> bool:
-    """Whether an engine with these settings takes its sizes from what this machine measures: one
-    on a CPU alone, to which nobody has given any of them, and whose measurements can be kept.
-    """
-    engine = layered.config.engine
-    return (
-        engine.measured_sizes
-        and engine.compilation_cache
-        and engine.n_hosts == engine.tensor_parallel == 1
-        and not SIZES & set(layered.origins)
-        and not runs_on_device(engine.platform)
-    )
 
 
 def _path(config: Config, machine: str) -> Path:

@@ -41,7 +41,7 @@ NOTHING: Mapping[str, Never] = MappingProxyType({})
 #: What a setting can be.
 type _Parsed = bool | int | float | str | tuple[str, ...] | tuple[int, ...]
 #: Where a value comes from that a preset filled in.
-FROM_PRESET = "--for"
+_FROM_PRESET = "--for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,11 @@ class Layered:
             origins[setting.name] = where
         return _validated(values, origins)
 
+    @property
+    def from_preset(self) -> list[str]:
+        """Flat names of the settings that a preset filled in."""
+        return [name for name, origin in self.origins.items() if origin == _FROM_PRESET]
+
     def with_values(self, values: Mapping[str, object], where: str) -> Layered:
         """And these, by flat name. where: they come from. Raises ConfigError."""
         tables = self.config.model_dump()
@@ -182,6 +187,21 @@ class Layered:
             setting = settings()[name]
             tables[setting.section][setting.key] = value
         return _validated(tables, {**self.origins, **dict.fromkeys(values, where)})
+
+    def to_toml(self, *, comments: bool = True) -> str:
+        """The configuration as TOML that `load` reads back to an equal one; secrets are left out
+        and counted.
+        """
+        blocks = []
+        for section in Config.model_fields:
+            lines = [f"[{section}]"]
+            for setting in _settings_of(section):
+                if comments:
+                    lines.append(f"# {setting.field.description}")
+                value = getattr(getattr(self.config, section), setting.key)
+                lines.append(_toml_line(setting, value))
+            blocks.append("\n".join(lines))
+        return "\n\n".join(blocks) + "\n"
 
 
 def load_config(
@@ -203,7 +223,7 @@ def _validated(values: Mapping[str, Mapping[str, object]], origins: Mapping[str,
 
 def _from_preset(preset: Mapping[str, object]) -> Iterator[tuple[Setting, object, str]]:
     for name, value in preset.items():
-        yield settings()[name], value, FROM_PRESET
+        yield settings()[name], value, _FROM_PRESET
 
 
 def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, object, str]]:
@@ -278,21 +298,6 @@ def _short(text: str) -> str:
     if len(text) <= 60:
         return text
     return text[:57] + "..."
-
-
-def to_toml(config: Config, *, comments: bool = True) -> str:
-    """The configuration as TOML that `load_config` reads back to an equal one; secrets are left out
-    and counted.
-    """
-    blocks = []
-    for section in Config.model_fields:
-        lines = [f"[{section}]"]
-        for setting in _settings_of(section):
-            if comments:
-                lines.append(f"# {setting.field.description}")
-            lines.append(_toml_line(setting, getattr(getattr(config, section), setting.key)))
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) + "\n"
 
 
 def _toml_line(setting: Setting, value: _Parsed) -> str:

@@ -22,10 +22,10 @@ _MIN_PAGE, _MAX_PAGE = 8, 256
 _FEWEST_ROWS = 4
 #: The kernel sets by name, which `jitney.kernels.select` makes; here, so that a wrong name is
 #: refused without jax.
-KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "pallas"]
+_KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "pallas"]
 #: The policies and orders by name, which `jitney.engine.scheduler.policies` makes.
-PolicyName = Literal["continuous", "static", "dynamic"]
-OrderName = Literal["fcfs", "priority", "shortest", "fair"]
+_PolicyName = Literal["continuous", "static", "dynamic"]
+_OrderName = Literal["fcfs", "priority", "shortest", "fair"]
 #: Ways to write calls and thoughts, which `jitney.engine.conversation.formats` describes.
 _ToolParserName = Literal[
     "auto",
@@ -112,7 +112,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class ModelSection(Section):
+class _ModelSection(Section):
     """[model]: what to run."""
 
     id: str = Field(
@@ -254,7 +254,7 @@ class EngineSection(Section):
             "where nothing else makes it depend on others, on elsewhere"
         ),
     )
-    policy: PolicyName = Field(
+    policy: _PolicyName = Field(
         default="continuous",
         description=(
             "when a waiting request may board: continuous whenever a seat is free; static a whole "
@@ -285,7 +285,7 @@ class EngineSection(Section):
             "for ever; comparisons of policies use none unless it is given"
         ),
     )
-    order: OrderName = Field(
+    order: _OrderName = Field(
         default="fcfs",
         description=(
             "who boards first: fcfs by arrival; priority by the request's priority field, a level "
@@ -345,7 +345,7 @@ class EngineSection(Section):
             "seconds; 0: a quarter of max_seats"
         ),
     )
-    kernels: KernelsName = Field(
+    kernels: _KernelsName = Field(
         default="auto",
         description=(
             "kernel set; auto: the device's own, without which a GPU or TPU does not start; on a "
@@ -1098,7 +1098,7 @@ class ServerSection(Section):
 class Config(Section):
     """Everything that decides how an engine runs and is served."""
 
-    model: ModelSection = ModelSection()
+    model: _ModelSection = _ModelSection()
     engine: EngineSection = EngineSection()
     sampling: SamplingSection = SamplingSection()
     server: ServerSection = ServerSection()

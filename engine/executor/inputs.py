@@ -25,7 +25,7 @@ import numpy as np
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import Chunk, MaskedRow, Plan, mask_words
 from jitney.engine.scheduler.sequence import Sequence
-from jitney.engine.types import SamplingParams, Uploaded, declared
+from jitney.engine.types import SamplingParams, Uploaded
 
 #: Optional parts of the sampler, as bits of the parameter `parts`.
 PENALISED, BIASED, SCORED = 1, 2, 4
@@ -41,7 +41,7 @@ class _SeatField(NamedTuple):
     value: Callable[[SamplingParams], float]
 
 
-class SamplingUpload:
+class _SamplingUpload:
     """What the sampler reads of each seat: the parameters that `params` declares as uploaded,
     `parts` (the optional parts of the sampler that the seat needs), and the sequence's seed.
     """
@@ -72,7 +72,7 @@ class SamplingUpload:
 
 def _uploaded(params: type[SamplingParams]) -> list[_SeatField]:
     fields = []
-    for name, items in declared(params).items():
+    for name, items in params.declared().items():
         for item in items:
             if isinstance(item, Uploaded):
                 fields.append(_SeatField(name, item.dtype, item.value or attrgetter(name)))
@@ -84,7 +84,7 @@ def _parts(params: SamplingParams) -> int:
     return PENALISED * params.penalised | BIASED * params.biased | SCORED * scored
 
 
-SAMPLING = SamplingUpload(SamplingParams)
+SAMPLING = _SamplingUpload(SamplingParams)
 
 
 class MaskedRows(NamedTuple):
@@ -98,7 +98,7 @@ class MaskedRows(NamedTuple):
     @classmethod
     def empty(cls, rows: int, vocab: int, seats: int) -> MaskedRows:
         """Rows of no seat: they choose from all tokens, and nobody reads what."""
-        heads = np.empty((rows, masked_head_words()), np.int32)
+        heads = np.empty((rows, MaskedHeads.words()), np.int32)
         heads[:, :2] = 0, seats
         heads[:, 2:] = np.frombuffer(SAMPLING.bare_argmax, np.int32)
         return cls(heads, np.full((rows, mask_words(vocab)), -1, np.int32))
@@ -109,16 +109,16 @@ class MaskedHeads(NamedTuple):
 
     positions: Any  #: int32 [R]
     seats: Any  #: int32 [R]
-    params: dict[str, Any]  #: see `SamplingUpload.columns`
+    params: dict[str, Any]  #: see `_SamplingUpload.columns`
 
     @classmethod
     def of(cls, heads: Any) -> MaskedHeads:
         return cls(heads[:, 0], heads[:, 1], SAMPLING.columns(heads[:, 2:]))
 
-
-def masked_head_words() -> int:
-    """int32 words of a row of `MaskedRows.heads`."""
-    return 2 + SAMPLING.words
+    @staticmethod
+    def words() -> int:
+        """int32 words of a row of `MaskedRows.heads`."""
+        return 2 + SAMPLING.words
 
 
 class _Field(NamedTuple):
@@ -153,7 +153,7 @@ _FIELDS = (
     # Each seat's adapter, from 1; 0: none. Nothing where the engine has no adapters.
     _Field("seat_adapters", ("A",), "rows"),
     _Field("page_table", ("S", "P"), "pages"),
-    # See SamplingUpload.
+    # See _SamplingUpload.
     _Field("sampling", ("S", "W"), "sampling"),
     # How many rows bring prompt log-probabilities.
     _Field("score_count", ("1",), "scores"),

@@ -27,7 +27,6 @@ from jitney.engine.executor.inputs import (
     BatchBuilder,
     MaskedHeads,
     UploadLayout,
-    masked_head_words,
 )
 from jitney.engine.executor.sampling import (
     RowScores,
@@ -50,7 +49,7 @@ from jitney.engine.models.sharding import (
 )
 from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import mask_words
-from jitney.engine.types import MAX_LOGPROBS, Pooling
+from jitney.engine.types import REQUEST_MOST, Pooling
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 #: Pools [N, page, 2K, D]: each device has the rows of its own KV heads.
@@ -139,7 +138,7 @@ class StateSizes:
     page_size: int  #: positions
     context_length: int  #: tokens a sequence may have
     kv_dtype: DTypeLike  #: of the pools
-    logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
+    logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
     has_adapters: bool = False  #: steps are told each seat's adapter
 
     @property
@@ -262,7 +261,7 @@ class Program:
     #: What it calls for each part.
     kernels: Kernels
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
-    logprobs: int = MAX_LOGPROBS  #: alternatives that are computed for each token
+    logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
     pooling: Pooling | None = None  #: what vectors of prompts are made of; None: none are
 
     @property
@@ -446,7 +445,7 @@ class Program:
             _shape_on(self.mesh, (rows, vocab), jnp.float32, _COLUMNS),
             state.last_token,
             state.seats,
-            self.whole((rows, masked_head_words()), jnp.int32),
+            self.whole((rows, MaskedHeads.words()), jnp.int32),
             self.whole((rows, mask_words(vocab)), jnp.int32),
         )
         choose = self.choose

@@ -22,7 +22,7 @@ from jax.lax import bitcast_convert_type
 
 from jitney.engine.executor.inputs import BIASED, PENALISED, SCORED
 from jitney.engine.executor.vocabulary import Vocabulary
-from jitney.engine.types import MAX_BIAS, MAX_LOGPROBS, SamplingParams
+from jitney.engine.types import REQUEST_MOST, SamplingParams
 from jitney.kernels.interface import Threshold
 
 #: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in
@@ -50,9 +50,9 @@ class SeatState(NamedTuple):
         """The state of seats nobody sits in."""
         return cls(
             counts=jnp.zeros((seats, vocab), jnp.int32),
-            bias_ids=jnp.full((seats, MAX_BIAS), vocab, jnp.int32),
-            bias_values=jnp.zeros((seats, MAX_BIAS), jnp.float32),
-            bias_until=jnp.zeros((seats, MAX_BIAS), jnp.int32),
+            bias_ids=jnp.full((seats, REQUEST_MOST.biases), vocab, jnp.int32),
+            bias_values=jnp.zeros((seats, REQUEST_MOST.biases), jnp.float32),
+            bias_until=jnp.zeros((seats, REQUEST_MOST.biases), jnp.int32),
         )
 
     @staticmethod
@@ -101,9 +101,9 @@ def _bias_row(
     params: SamplingParams, n_prompt: int, vocab: int, end_ids: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(ids, values, until) of one seat."""
-    ids = np.full(MAX_BIAS, vocab, np.int32)
-    values = np.zeros(MAX_BIAS, np.float32)
-    until = np.zeros(MAX_BIAS, np.int32)
+    ids = np.full(REQUEST_MOST.biases, vocab, np.int32)
+    values = np.zeros(REQUEST_MOST.biases, np.float32)
+    until = np.zeros(REQUEST_MOST.biases, np.int32)
     for i, entry in enumerate(_biases(params, n_prompt, end_ids)):
         ids[i], values[i], until[i] = entry
     return ids, values, until
@@ -266,7 +266,7 @@ class Sampler:
     #: The kernel set's own `threshold`; None: the one here.
     cut: Threshold | None = None
     #: K: the alternatives of each token that are scored.
-    width: int = MAX_LOGPROBS
+    width: int = REQUEST_MOST.logprobs
     #: Which of all columns the logits hold; what seats keep, and masks, hold all.
     vocabulary: Vocabulary = _WHOLE
 

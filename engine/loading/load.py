@@ -26,13 +26,12 @@ from jitney.engine.loading import repack
 from jitney.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.slices import Reordered, Sliceable, Stacked
-from jitney.engine.loading.stored_matrix import LayOut, StoredMatrix
+from jitney.engine.loading.stored_matrix import StoredMatrix
 from jitney.engine.models.layers import Linear
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import Packed, greatest, group_size, quantise
 from jitney.engine.models.registry import abstract_model, model_class, random_model
 from jitney.engine.models.sharding import (
-    BY_INPUTS,
     TENSOR,
     Shares,
     whole_shape,
@@ -48,7 +47,7 @@ type _Arrays = dict[Path, Array]
 class WeightStorage:
     """How matrices are stored on the device."""
 
-    #: What floats are rounded to, one of SCHEMES.
+    #: What floats are rounded to, one of Packed.schemes.
     scheme: str = "plain"
     #: Schemes in which a matrix of the checkpoint is taken as it is, number for number.
     as_stored: frozenset[str] = frozenset()
@@ -274,7 +273,7 @@ def _laid_out(parts: tuple[_Part, ...], shares: Shares) -> list[Packed]:
         jax.device_put(part.matrix.read(part.outputs, part.inputs), device)
         for part, device in zip(parts, devices, strict=True)
     ]
-    return shares.on_each(LayOut(parts[0].matrix.lay_out, parts[0].size), read)
+    return shares.on_each(parts[0].matrix.part(parts[0].size), read)
 
 
 def _join(parts: tuple[Packed, ...], known: Array | None) -> Packed:
@@ -316,7 +315,7 @@ def _parts_of(path: Path, matrices: list[StoredMatrix], shares: Shares, device: 
 def _check_groups(path: Path, matrix: StoredMatrix, shares: Shares) -> None:
     """ConfigError where a group of inputs that share a scale would be torn."""
     group = matrix.group
-    if not group or not set(BY_INPUTS) & set(path):
+    if not group or not shares.splits_inputs(path):
         return
     groups, parts = matrix.shape[1] // group, shares.input_shards(path)
     if groups % parts:
@@ -376,14 +375,14 @@ def _rounding(work: _Finish, path: Path, inputs: int, scheme: str, shares: Share
     if scheme == "int4":
         return replace(work, scheme=scheme, group=_group(path, inputs, shares))
     groups: tuple[int, ...] = ()
-    if set(BY_INPUTS) & set(path):
+    if shares.splits_inputs(path):
         groups = tuple(shares.group_of(path, number) for number in shares.own_numbers)
     return replace(work, scheme=scheme, groups=groups)
 
 
 def _group(path: Path, inputs: int, shares: Shares | None) -> int:
     """Inputs of a group of int4; so few that each device has whole ones."""
-    if shares is not None and set(BY_INPUTS) & set(path):
+    if shares is not None and shares.splits_inputs(path):
         inputs //= shares.input_shards(path)
     return group_size(inputs)
 

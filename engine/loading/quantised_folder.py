@@ -21,7 +21,7 @@ from jitney.engine.errors import ModelError
 from jitney.engine.loading import repack
 from jitney.engine.loading.slices import DecodedTensor, Sliceable, StoredTensor
 from jitney.engine.loading.stored_matrix import Along, Field, StoredMatrix
-from jitney.kernels.int4 import GROUP_SIZES
+from jitney.kernels.int4 import Int4
 
 #: Endings of the tensors that hold a matrix in 4-bit words, by method.
 _CODES = {"gptq": ".qweight", "awq": ".qweight", "compressed-tensors": ".weight_packed"}
@@ -239,7 +239,7 @@ class QuantisedFolder(SafetensorsFolder):
         if not self._parts_fit(self.shapes[f"{base}.weight"], shapes):
             raise ModelError(
                 f"{base[:100]}: its quantised parts do not fit each other, or are not in groups of "
-                f"{', '.join(map(str, GROUP_SIZES))} inputs: {shapes}"
+                f"{', '.join(map(str, Int4.group_sizes))} inputs: {shapes}"
             )
         return names
 
@@ -323,7 +323,7 @@ def _groups_fit(ins: int, groups: int) -> bool:
     """Whether so many inputs come in `groups` groups of a size that products take."""
     if groups == 1 and ins % repack.WHOLE_GROUP == 0:
         return True
-    return ins // groups in GROUP_SIZES
+    return ins // groups in Int4.group_sizes
 
 
 def _inputs_of_group(inputs: int, groups: int) -> int:

@@ -29,7 +29,7 @@ from jitney.engine.models.registry import model_class
 from jitney.engine.models.sharding import TENSOR, Shares
 from jitney.engine.text.tokenizer import Tokenizer
 from jitney.kernels.interface import AttentionMeta
-from jitney.kernels.scales import LIMITS
+from jitney.kernels.scales import limit_of
 from jitney.kernels.select import select
 
 _log = logging.getLogger("jitney.core")
@@ -152,7 +152,7 @@ def _factors(most: Array, kv_dtype: DTypeLike) -> Array:
     """most float32 [2K], the largest magnitude to be stored of each key and value head -> factors,
     float32 [2K].
     """
-    return jnp.where(most > 0, most, 1.0) / LIMITS[jnp.dtype(kv_dtype)]
+    return jnp.where(most > 0, most, 1.0) / limit_of(kv_dtype)
 
 
 def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> list[Array]:

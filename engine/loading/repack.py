@@ -16,7 +16,7 @@ from jax import Array
 from jax.lax import bitcast_convert_type
 
 from jitney.engine.models.quantization import Packed
-from jitney.kernels.int4 import MIDDLE
+from jitney.kernels.int4 import Int4
 
 #: Which output of eight each 4-bit code of an AWQ word belongs to, from the lowest bits up.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -192,7 +192,7 @@ def _with_lows(part: Packed) -> Packed:
     """
     if part.scheme != "int4" or part.zeros is not None or part.lows is not None:
         return part
-    return part._replace(lows=-MIDDLE * part.scale)
+    return part._replace(lows=-Int4.middle * part.scale)
 
 
 def _describe(part: Packed) -> tuple[object, ...]:

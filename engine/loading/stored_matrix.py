@@ -20,6 +20,8 @@ from jitney.engine.models.quantization import Packed, widened
 
 #: What `StoredMatrix.read` brings of each tensor.
 type Tensors = tuple[np.ndarray, ...]
+#: The same on the device, and where the part begins.
+type _Read = tuple[tuple[Array, ...], Array]
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,12 @@ class StoredMatrix:
             fields.append(replace(field, stored=Reordered(field.stored, order)))
         return replace(self, fields=tuple(fields))
 
+    def part(self, size: tuple[int, int]) -> Callable[[_Read, Array | None], Packed]:
+        """What lays out a part of so many outputs and inputs as `read` brings it; see
+        `Shares.on_each`.
+        """
+        return _LayOut(self.lay_out, size)
+
     def read(self, outputs: slice, inputs: slice) -> tuple[Tensors, np.ndarray]:
         """(the tensors of a window that holds this part, where in it the part begins, int32 [2]:
         its first output and input). Parts of the same size that begin at multiples of it have
@@ -116,7 +124,7 @@ class StoredMatrix:
 
 
 @dataclass(frozen=True)
-class LayOut:
+class _LayOut:
     """From what a device was sent of a part (`StoredMatrix.read`) to the part in our order; see
     `Shares.on_each`.
     """
@@ -125,7 +133,7 @@ class LayOut:
     #: Outputs and inputs of the part.
     size: tuple[int, int]
 
-    def __call__(self, read: tuple[tuple[Array, ...], Array], known: Array | None) -> Packed:
+    def __call__(self, read: _Read, known: Array | None) -> Packed:
         tensors, first = read
         return _cropped(self.lay_out(*tensors), first, self.size)
 

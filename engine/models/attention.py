@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.models.layers import Linear, RMSNorm, normed_shares
+from jitney.engine.models.layers import Linear, RMSNorm
 from jitney.engine.models.rope import Rope
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
 
@@ -109,27 +109,3 @@ class Attention(nnx.Module):
             return rotate_and_write(heads, rope, kv, meta)
         norms = self.q_norm.weight[...], self.k_norm.weight[...]
         return rotate_and_write(heads, rope, kv, meta, norms=norms, eps=self.q_norm.eps)
-
-
-class WideNormAttention(Attention):
-    """Attention whose queries, and whose keys, are normed over all heads at once
-    (`ModelConfig.wide_qk_norm`).
-    """
-
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.shards = config.shards
-        self.wide_q_norm = RMSNorm.of(config.n_heads * config.head_dim, config, dtype)
-        self.wide_k_norm = RMSNorm.of(config.n_kv_heads * config.head_dim, config, dtype)
-
-    def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
-        """See `Attention.projected`."""
-        first_key = self.n_heads * self.head_dim
-        first_value = first_key + self.n_kv_heads * self.head_dim
-        rows = super().projected(x, kernels, adapted)
-        q, k, v = jnp.split(rows, [first_key, first_value], axis=1)
-        if self.shards == 1:
-            q, k = self.wide_q_norm(q, kernels), self.wide_k_norm(k, kernels)
-        else:
-            q, k = normed_shares([q, k], [self.wide_q_norm, self.wide_k_norm], self.shards)
-        return jnp.concatenate([q, k, v], axis=1)

@@ -8,7 +8,6 @@ out; sums and norms are computed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -243,24 +242,6 @@ class NoNorm(nnx.Module):
         numbers = jnp.finfo(x.dtype)
         total = jax.lax.reduce_precision(x + added, numbers.nexp, numbers.nmant)
         return total, total
-
-
-def normed_shares(shares: Sequence[Array], norms: Sequence[RMSNorm], devices: int) -> list[Array]:
-    """Rows that are split over devices, each [T, C] of T rows of some kind, normed over all of
-    their devices' columns; norms: with this device's share of each kind's weights.
-
-    Devices that share columns have as many each, so the mean of their means is that of all. One sum
-    over the devices serves all kinds. Inside the step only.
-    """
-    wide = [rows.astype(jnp.float32) for rows in shares]
-    own = jnp.stack([jnp.mean(rows * rows, axis=-1) for rows in wide], axis=-1)
-    means = TENSOR.total(own) / devices
-    normed: list[Array] = []
-    for kind, norm in enumerate(norms):
-        rows = wide[kind] * jax.lax.rsqrt(means[:, kind, None] + norm.eps)
-        weight = norm.weight[...].astype(jnp.float32)
-        normed.append((rows * weight).astype(shares[kind].dtype))
-    return normed
 
 
 class RowFacts(NamedTuple):

@@ -22,11 +22,9 @@ from jitney.engine.checkpoints.model_config import Activation
 from jitney.engine.errors import ConfigError
 from jitney.kernels.eight_bits import Fp8, Int8
 from jitney.kernels.experts import ACTIVATIONS, gate
-from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4
+from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import Kernels
 
-#: Names of the schemes; plain is the model's own dtype.
-SCHEMES = ("plain", "int8", "fp8", "int4")
 #: Storage and largest magnitude of the schemes with one scale per output.
 _EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}
 #: Schemes by what they are stored in.
@@ -44,6 +42,9 @@ class Packed(NamedTuple):
     scale.
     """
 
+    #: Names of the schemes; plain is the model's own dtype.
+    schemes = ("plain", "int8", "fp8", "int4")
+
     #: plain, int8, fp8: [I, O] in that type, or as the kernel set laid it out; int4: uint8
     #: [I // 2, O] as in `kernels.int4.Int4`.
     kernel: Any
@@ -56,7 +57,7 @@ class Packed(NamedTuple):
 
     @property
     def scheme(self) -> str:
-        """One of SCHEMES."""
+        """One of `schemes`."""
         return _SCHEMES_STORED.get(jnp.dtype(self.kernel.dtype), "plain")
 
     @property
@@ -117,7 +118,7 @@ def _low_product(x: Array, packed: Packed) -> Array:
     sums = jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], packed.scale.shape[0], -1), axis=-1)
     low = jnp.matmul(sums, packed.lows.astype(jnp.float32))
     step = jnp.matmul(sums, packed.scale.astype(jnp.float32))
-    return low + MIDDLE * step
+    return low + Int4.middle * step
 
 
 @jax.jit
@@ -136,7 +137,7 @@ def _widened_int4(packed: Packed) -> Array:
     if packed.lows is None:
         return wide
     groups = wide.reshape(packed.scale.shape[0], -1, wide.shape[1])
-    lows = packed.lows.astype(jnp.float32) + MIDDLE * packed.scale.astype(jnp.float32)
+    lows = packed.lows.astype(jnp.float32) + Int4.middle * packed.scale.astype(jnp.float32)
     return (groups + lows[:, None]).reshape(wide.shape)
 
 
@@ -164,12 +165,12 @@ def greatest(weights: Array) -> Array:
 
 def group_size(size_in: int) -> int:
     """The largest group that divides `size_in` inputs; ConfigError if none does."""
-    for size in sorted(GROUP_SIZES, reverse=True):
+    for size in sorted(Int4.group_sizes, reverse=True):
         if size_in % size == 0:
             return size
     raise ConfigError(
-        f"weights int4 need layers whose inputs divide by {min(GROUP_SIZES)}; this model has one "
-        f"with {size_in}: use int8 or fp8"
+        f"weights int4 need layers whose inputs divide by {min(Int4.group_sizes)}; this model has "
+        f"one with {size_in}: use int8 or fp8"
     )
 
 

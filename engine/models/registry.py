@@ -16,7 +16,7 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.errors import ModelError
 from jitney.engine.models.protocol import Model
 from jitney.engine.models.quantization import KV_TYPES, quantise
-from jitney.kernels.scales import LIMITS
+from jitney.kernels.scales import limit_of
 
 #: Class name in `architectures` of config.json -> module and class, imported when asked for.
 _MODELS: dict[str, str] = {
@@ -55,15 +55,15 @@ def random_model(
     """A model with random weights: the same seed gives the same weights on every platform, rounded
     to dtype.
 
-    weights: one of `quantization.SCHEMES`. kv: auto, or one of `quantization.KV_TYPES` for a model
-    with factors of pools of that type.
+    weights: one of `Packed.schemes`. kv: auto, or one of `quantization.KV_TYPES` for a model with
+    factors of pools of that type.
     """
     model = model_class(config.architecture)(config, dtype=dtype, rngs=nnx.Rngs(seed))
     if weights != "plain":
         for linear in model.linears():
             linear.set_matrix(quantise(linear.packed.kernel, scheme=weights, dtype=dtype))
     if kv in KV_TYPES:
-        factor = _RANDOM_KV / LIMITS[KV_TYPES[kv]]
+        factor = _RANDOM_KV / limit_of(KV_TYPES[kv])
         scales = jnp.full((2 * config.n_kv_heads,), factor, jnp.float32)
         model.set_kv_scales([scales] * config.n_layers)
     return model

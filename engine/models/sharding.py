@@ -79,7 +79,7 @@ WHOLE = PartitionSpec()
 #: Modules whose outputs are split (their last axis is outputs), and whose inputs are (the axis
 #: before it, of a matrix).
 _BY_OUTPUTS = ("qkv", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm")
-BY_INPUTS = ("o", "down")
+_BY_INPUTS = ("o", "down")
 
 
 def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
@@ -135,7 +135,7 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
     names = set(path)
     if names & set(_BY_OUTPUTS) and ndim:
         return None if path[-2:] == ("adapters", "a") else ndim - 1
-    if names & set(BY_INPUTS) and ndim >= 2:
+    if names & set(_BY_INPUTS) and ndim >= 2:
         # The first axis, but for experts that are set apart, [X, I, O].
         return None if path[-2:] == ("adapters", "b") else ndim - 2
     if groups > 1 and "down" in names:
@@ -245,6 +245,11 @@ class Shares:
         """How many groups there are, of all engines."""
         return self.mesh.size // self.group_size
 
+    @staticmethod
+    def splits_inputs(path: Path) -> bool:
+        """Whether the inputs of a matrix are split, not its outputs."""
+        return not set(path).isdisjoint(_BY_INPUTS)
+
     def input_shards(self, path: Path) -> int:
         """Devices among which the inputs of a matrix are split."""
         if "down" in path:
@@ -274,7 +279,7 @@ class Shares:
         if "gate_up" in path:
             return self._gates(device)
         parts = own.shards
-        if set(path) & set(BY_INPUTS):
+        if self.splits_inputs(path):
             parts = self.input_shards(path)
         number = device % parts
         if size % parts:

@@ -38,6 +38,7 @@ _FOLDER_PREFIX = "jitney-core-"
 _SOCKET_NAMES = ("to", "from")
 #: A sweep by another server may take a folder in the moment between its making and its lock.
 _FOLDER_TRIES = 3
+_decode = msgspec.msgpack.Decoder(messages.FromCore).decode
 
 
 @contextlib.contextmanager
@@ -137,7 +138,7 @@ class CoreLink:
 
     async def receive(self) -> messages.FromCore:
         """The next message."""
-        return messages.decode_from_core(await self.from_core.recv())
+        return _decode(await self.from_core.recv())
 
     def answer(self, message: messages.SeatMap | messages.Done) -> None:
         """Wake whoever asked with this ticket, unless it has given up."""

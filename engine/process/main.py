@@ -49,6 +49,7 @@ _CHECK_EVERY = 10
 _LINGER_MS = 2000
 #: What makes the follower on the other hosts of an engine.
 _FOLLOWER = "jitney.engine.build:build_follower"
+_decode = msgspec.msgpack.Decoder(messages.ToCore).decode
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -287,7 +288,7 @@ def _received(
         return
     while True:
         try:
-            yield messages.decode_to_core(inbox.recv(zmq.NOBLOCK))
+            yield _decode(inbox.recv(zmq.NOBLOCK))
         except zmq.Again:
             return
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from jitney.engine.scheduler.estimates import OutputLengths, RequestClasses
-from jitney.engine.scheduler.kv_pages import PagePool, owner_key, root_key
+from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.sequence import OwnPages, Replay, Sequence
 from jitney.engine.types import EngineRequest, RequestLimits, SamplingParams
 
@@ -28,7 +28,7 @@ class Admission:
     #: Tokens that end a sequence.
     eos_ids: frozenset[int]
     #: From a request and its expected output tokens to its class in the queue
-    #: (`engine.scheduler.policies.ORDERS`).
+    #: (`engine.scheduler.policies._ORDERS`).
     class_of: Callable[[EngineRequest, int], float]
     lengths: OutputLengths
 
@@ -41,8 +41,6 @@ class Admission:
         kind = RequestClasses.of(request.account, len(request.prompt), sampling.max_tokens)
         expected = self.lengths.expect(kind, max_tokens)
         group = self.class_of(request, expected)
-        alone = "" if self.pool.retain else request.id
-        root = root_key(request.tenant, request.cache_salt, alone, request.adapter)
         seed = sampling.seed
         if seed is None:
             seed = secrets.randbits(63)
@@ -57,8 +55,8 @@ class Admission:
             plain=sampling.plain,
             stop_ids=self._stop_ids(sampling),
             shares=self.pool.retain or sampling.n > 1,
-            root=root,
-            own_pages=self._own_pages(request, owner_key(number, 0)),
+            root=self.pool.root_of(request),
+            own_pages=self._own_pages(request, number, 0),
         )
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
@@ -84,7 +82,7 @@ class Admission:
                 stop_ids=leader.stop_ids,
                 shares=leader.shares,
                 root=leader.root,
-                own_pages=self._own_pages(request, owner_key(number, index)),
+                own_pages=self._own_pages(request, number, index),
             )
             for index in range(1, request.sampling.n)
         ]
@@ -115,10 +113,10 @@ class Admission:
                 fresh.append(seq)
         return fresh + begun
 
-    def _own_pages(self, request: EngineRequest, owner: bytes) -> OwnPages | None:
+    def _own_pages(self, request: EngineRequest, number: int, index: int) -> OwnPages | None:
         if self.pool.share_outputs:
             return None
-        return OwnPages(len(request.prompt), owner)
+        return OwnPages.of(len(request.prompt), number, index)
 
 
 def _sibling_seed(seed: int, index: int) -> int:

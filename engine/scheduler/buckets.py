@@ -23,8 +23,6 @@ _DEVICE_PROMPT_ROWS = (64, 256)
 #: A mixed bucket with no more rows than there are seats has one sequence, and one logit row, for so
 #: many of its rows.
 _ROWS_PER_SEQUENCE = 4
-#: Rows of the smallest mixed bucket that there can be.
-FEWEST_ROWS = _ROWS_PER_SEQUENCE
 
 
 class Bucket(NamedTuple):
@@ -35,15 +33,26 @@ class Bucket(NamedTuple):
     tuple's hash is C.
     """
 
+    #: Rows of the smallest mixed bucket that there can be.
+    fewest_rows = _ROWS_PER_SEQUENCE
+
     tokens: int
     seats: int
 
     @classmethod
     def mixed(cls, tokens: int, max_seats: int) -> Bucket:
-        """The mixed bucket of so many rows, at least FEWEST_ROWS, in an engine of so many seats."""
+        """The mixed bucket of so many rows, `fewest_rows` at least, with so many seats."""
         if tokens > max_seats:
             return cls(tokens, max_seats)
         return cls(tokens, tokens // _ROWS_PER_SEQUENCE)
+
+    @classmethod
+    def least_mixed(cls, rows: int, sequences: int, max_seats: int) -> Bucket:
+        """The smallest mixed bucket that could hold a step of so many rows and sequences."""
+        tokens = max(rows, _ROWS_PER_SEQUENCE * sequences)
+        if tokens > max_seats:
+            tokens = max(rows, max_seats + 1)
+        return cls.mixed(tokens, max_seats)
 
     @property
     def decode_only(self) -> bool:
@@ -67,6 +76,36 @@ class Buckets:
     #: CPU whose kernels leave out the rest. Where shapes decide, as on a GPU or TPU, they take as
     #: long as any.
     padding_is_free: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        max_seats: int,
+        token_budget: int,
+        seat_sizes: tuple[int, ...] = (),
+        token_sizes: tuple[int, ...] = (),
+        on_device: bool = False,
+        smallest: int = 1,
+    ) -> Buckets:
+        """Buckets from the limits; explicit sizes (already validated by the config) replace the
+        default ones.
+
+        On a CPU those are `smallest`, for who is alone, and powers of two from 4 on. on_device: for
+        a GPU or TPU, whose decode steps take the sizes of DEVICE_SEATS, and whose smallest steps
+        with prompts those of DEVICE_PROMPT_ROWS.
+        """
+        default = (*(size for size in _DEVICE_SEATS if size < max_seats), max_seats)
+        if not on_device:
+            default = tuple(
+                sorted({min(smallest, max_seats), *powers_of_two(min(4, max_seats), max_seats)})
+            )
+        seats = tuple(sorted({*seat_sizes, max_seats})) if seat_sizes else default
+        tokens = token_sizes or _default_rows(max_seats, token_budget, on_device)
+        return cls(
+            decode=tuple(Bucket(size, size) for size in seats),
+            mixed=tuple(Bucket.mixed(rows, max_seats) for rows in sorted({*tokens, token_budget})),
+        )
 
     @cached_property
     def token_budget(self) -> int:
@@ -128,46 +167,11 @@ def _padded(mixed: tuple[Bucket, ...], tokens: int) -> int:
     return next((b.tokens for b in mixed if tokens <= b.tokens), mixed[-1].tokens)
 
 
-def least_mixed(rows: int, sequences: int, max_seats: int) -> int:
-    """Rows of the smallest mixed bucket that could hold a step of so many rows and sequences."""
-    needed = max(rows, _ROWS_PER_SEQUENCE * sequences)
-    return needed if needed <= max_seats else max(rows, max_seats + 1)
-
-
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
     """low, 2 low, 4 low, ... and always `high` itself as the last."""
     if low >= high:
         return (high,)
     return (low, *powers_of_two(2 * low, high))
-
-
-def make_buckets(
-    *,
-    max_seats: int,
-    token_budget: int,
-    seat_sizes: tuple[int, ...] = (),
-    token_sizes: tuple[int, ...] = (),
-    on_device: bool = False,
-    smallest: int = 1,
-) -> Buckets:
-    """Buckets from the limits; explicit sizes (already validated by the config) replace the default
-    ones.
-
-    On a CPU those are `smallest`, for who is alone, and powers of two from 4 on. on_device: for a
-    GPU or TPU, whose decode steps take the sizes of DEVICE_SEATS, and whose smallest steps with
-    prompts those of DEVICE_PROMPT_ROWS.
-    """
-    default = (*(size for size in _DEVICE_SEATS if size < max_seats), max_seats)
-    if not on_device:
-        default = tuple(
-            sorted({min(smallest, max_seats), *powers_of_two(min(4, max_seats), max_seats)})
-        )
-    seats = tuple(sorted({*seat_sizes, max_seats})) if seat_sizes else default
-    tokens = token_sizes or _default_rows(max_seats, token_budget, on_device)
-    return Buckets(
-        decode=tuple(Bucket(size, size) for size in seats),
-        mixed=tuple(Bucket.mixed(rows, max_seats) for rows in sorted({*tokens, token_budget})),
-    )
 
 
 def _default_rows(max_seats: int, token_budget: int, on_device: bool) -> tuple[int, ...]:

@@ -527,14 +527,14 @@ def _edge_of(bucket: int) -> int:
 
 
 #: The shortest length of each bucket, and the end of the last one: f8 [BUCKETS + 1].
-EDGES = np.array([_edge_of(bucket) for bucket in range(_BUCKETS + 1)], np.float64)
+_EDGES = np.array([_edge_of(bucket) for bucket in range(_BUCKETS + 1)], np.float64)
 
 
 def _steady_hazard(tokens: int) -> np.ndarray:
     """The share that ends in each bucket if on average so many tokens are always still to come, f8
     [BUCKETS].
     """
-    return -np.expm1(-np.diff(EDGES) / tokens)
+    return -np.expm1(-np.diff(_EDGES) / tokens)
 
 
 _FIRST_HAZARD, _CAREFUL_HAZARD = _steady_hazard(_FIRST_GUESS), _steady_hazard(_CAREFUL_GUESS)
@@ -601,12 +601,12 @@ class Outlook:
 
     def __post_init__(self, hazard: np.ndarray) -> None:
         self.alive = np.concatenate(([1.0], np.cumprod(1.0 - np.minimum(hazard, 1.0))))
-        per_bucket = (self.alive[1:] + self.alive[:-1]) / 2 * np.diff(EDGES)
+        per_bucket = (self.alive[1:] + self.alive[:-1]) / 2 * np.diff(_EDGES)
         self.mean = float(per_bucket.sum())
 
     def reaches(self, tokens: np.ndarray) -> np.ndarray:
         """The share of answers that get at least so long, of the shape of `tokens`."""
-        return np.interp(tokens, EDGES, self.alive)
+        return np.interp(tokens, _EDGES, self.alive)
 
 
 #: By class, the one seen last at the end.
@@ -625,6 +625,13 @@ class OutputLengths:
     _careful: dict[RequestClasses, Outlook] = field(default_factory=dict[RequestClasses, Outlook])
     #: Likewise, by what was seen.
     _likely: dict[RequestClasses, Outlook] = field(default_factory=dict[RequestClasses, Outlook])
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Output tokens at which the tables' buckets begin, and the last one ends, f8
+        [BUCKETS + 1].
+        """
+        return _EDGES
 
     def __len__(self) -> int:
         """Classes that are remembered."""

@@ -11,7 +11,6 @@ write to; it is never handed out. Every other page is in exactly one state:
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ import numpy as np
 
 from jitney.engine.scheduler.cached_pages import CachedPages
 from jitney.engine.scheduler.sequence import OwnPages, Sequence
+from jitney.engine.types import EngineRequest
 
 _FREE, _HELD, _SHARED, _CACHED = range(4)
 
@@ -136,6 +136,11 @@ class PagePool:
             self._index[key] = page
             self._keys[page] = key
             self._tenants[page] = tenant
+
+    def root_of(self, request: EngineRequest) -> bytes:
+        """The key before the first page of its sequences: whose pages they may share."""
+        alone = "" if self.retain else request.id
+        return _root_key(request.tenant, request.cache_salt, alone, request.adapter)
 
     def shareable_keys(self, seq: Sequence) -> list[bytes]:
         """Keys of the pages a boarding sequence may share: full ones, and never the last token's,
@@ -270,7 +275,7 @@ class PagePool:
 _KEY_BYTES = 16
 
 
-def root_key(tenant: str, cache_salt: str, request_id: str = "", adapter: int = 0) -> bytes:
+def _root_key(tenant: str, cache_salt: str, request_id: str = "", adapter: int = 0) -> bytes:
     """The key before the first page: only sequences with equal parts can share pages. Keys and
     values of one adapter are not those of another.
 
@@ -284,11 +289,6 @@ def _framed(part: str) -> bytes:
     """Its length goes first, so that ("ab", "c") and ("a", "bc") differ."""
     encoded = part.encode("utf-8", "surrogatepass")
     return len(encoded).to_bytes(8, "little") + encoded
-
-
-def owner_key(number: int, index: int) -> bytes:
-    """The name of the index-th sequence of a request, by the request's number."""
-    return struct.pack("<qi", number, index)
 
 
 def _extend_keys(

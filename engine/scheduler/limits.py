@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from jitney.engine.config.schema import AUTO, EngineSection, Share
 from jitney.engine.errors import ConfigError
-from jitney.engine.types import MAX_LOGPROBS
-
-
-class BatchLimits(NamedTuple):
-    """What the policies that batch are told."""
-
-    #: Sequences of a batch.
-    size: int
-    #: Seconds that the oldest waits at most, of dynamic.
-    wait_s: float
-    #: Seconds without an arrival after which a smaller batch boards, of static.
-    timeout_s: float = math.inf
+from jitney.engine.types import REQUEST_MOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +38,7 @@ class SchedulerLimits:
     max_predicted_wait_s: float = 0.0
     static_timeout_ms: float = 0.0
     background_seats: int = 0
-    max_logprobs: int = MAX_LOGPROBS
+    max_logprobs: int = REQUEST_MOST.logprobs
     embedding_pooling: str = "off"
     adapters: int = 0
 
@@ -68,10 +56,14 @@ class SchedulerLimits:
         return self.batch_size or self.max_seats
 
     @property
-    def batches(self) -> BatchLimits:
-        """The batches of the policies that batch."""
-        timeout_s = self.static_timeout_ms / 1000 if self.static_timeout_ms else math.inf
-        return BatchLimits(self.batch, self.max_wait_ms / 1000, timeout_s)
+    def max_wait_s(self) -> float:
+        """Seconds that the oldest waits at most, of dynamic."""
+        return self.max_wait_ms / 1000
+
+    @property
+    def static_timeout_s(self) -> float:
+        """Seconds without an arrival after which a smaller batch boards, of static; inf: never."""
+        return self.static_timeout_ms / 1000 if self.static_timeout_ms else math.inf
 
     def __post_init__(self) -> None:
         for name in ("max_seats", "max_waiting_requests", "max_waiting_tokens"):

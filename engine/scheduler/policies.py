@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from jitney.engine.config.schema import OrderName, PolicyName
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.fair_queue import FairQueue
-from jitney.engine.scheduler.limits import BatchLimits
+from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.queues import WaitingQueue
 from jitney.engine.types import EngineRequest
 
@@ -171,12 +170,12 @@ class _Order(NamedTuple):
     queue: Callable[[], WaitingQueue]
 
 
-POLICIES: dict[PolicyName, Callable[[BatchLimits], _Policy]] = {
-    "continuous": lambda batches: _Continuous(),
-    "static": lambda batches: _Static(batches.size, batches.timeout_s),
-    "dynamic": lambda batches: _Dynamic(batches.size, batches.wait_s),
+POLICIES: dict[str, Callable[[SchedulerLimits], _Policy]] = {
+    "continuous": lambda limits: _Continuous(),
+    "static": lambda limits: _Static(limits.batch, limits.static_timeout_s),
+    "dynamic": lambda limits: _Dynamic(limits.batch, limits.max_wait_s),
 }
-ORDERS: dict[OrderName, _Order] = {
+_ORDERS: dict[str, _Order] = {
     "fcfs": _Order(_by_arrival, WaitingQueue),
     "priority": _Order(_by_priority, WaitingQueue),
     "shortest": _Order(_by_length, WaitingQueue),
@@ -184,18 +183,17 @@ ORDERS: dict[OrderName, _Order] = {
 }
 
 
-def make_policy(name: str, batches: BatchLimits) -> _Policy:
-    """The policy of that name; ConfigError lists the known ones."""
-    return _named(POLICIES, "policy", name)(batches)
+def make_policy(limits: SchedulerLimits) -> _Policy:
+    """The policy that the limits name; ConfigError lists the known ones."""
+    return _named(POLICIES, "policy", limits.policy)(limits)
 
 
 def make_order(name: str) -> _Order:
     """The order of that name; ConfigError lists the known ones."""
-    return _named(ORDERS, "order", name)
+    return _named(_ORDERS, "order", name)
 
 
-def _named[K: str, T](table: dict[K, T], what: str, name: str) -> T:
-    for known, value in table.items():
-        if known == name:
-            return value
-    raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(table)}")
+def _named[T](table: dict[str, T], what: str, name: str) -> T:
+    if name not in table:
+        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(table)}")
+    return table[name]

@@ -88,7 +88,7 @@ class Scheduler:
         #: knows.
         self.more_to_come = True
         order = make_order(limits.order)
-        self._policy = make_policy(limits.policy, limits.batches)
+        self._policy = make_policy(limits)
         #: Every open sequence, in the one place where it is.
         self.state = SchedulerState(
             limits, pool, order.queue, holds=self._policy.holds, window=window

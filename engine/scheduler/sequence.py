@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from jitney.engine.scheduler.estimates import RequestClasses
 from jitney.engine.types import EngineRequest, FinishReason, TokenLogprobs
 
 #: (class, number of the request, index of the sequence); the class is a number too, see
-#: `engine.scheduler.policies.ORDERS`.
+#: `engine.scheduler.policies._ORDERS`.
 type _Rank = tuple[float, int, int]
 
 
@@ -42,6 +43,11 @@ class OwnPages(NamedTuple):
     start: int
     #: Names the sequence, bytes that no other one has.
     owner: bytes
+
+    @classmethod
+    def of(cls, n_prompt: int, number: int, index: int) -> OwnPages:
+        """Of the index-th sequence of a request, by the request's number."""
+        return cls(n_prompt, struct.pack("<qi", number, index))
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import Buckets, least_mixed, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 
 #: Executables that a bucket of each kind takes (see `Runner.is_plain`).
 DECODE_EXECUTABLES, _MIXED_EXECUTABLES = 2, 1
@@ -84,7 +84,7 @@ class SeenSteps:
         """
         check_budget(executables)
         seat_sizes, token_sizes = _least_waste(self, present, executables)
-        proposed = make_buckets(
+        proposed = Buckets.of(
             max_seats=present.seats,
             token_budget=present.token_budget,
             seat_sizes=seat_sizes,
@@ -118,7 +118,7 @@ def _least_waste(seen: SeenSteps, present: Buckets, executables: int) -> tuple[_
     decode = _at_least(seen.decode, min(_FEWEST_SEATS, seats))
     mixed = Counter[int]()
     for (rows, taken), count in seen.mixed.items():
-        mixed[least_mixed(rows, taken, seats)] += count
+        mixed[Bucket.least_mixed(rows, taken, seats).tokens] += count
     most_decode = (executables - _MIXED_EXECUTABLES) // DECODE_EXECUTABLES
     by_seats = _best_sizes(decode, seats, most_decode)
     by_tokens = _best_sizes(mixed, budget, executables - DECODE_EXECUTABLES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import msgspec
 
 from jitney.engine.config.schema import EngineSection
-from jitney.engine.scheduler.buckets import Buckets, make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.types import JsonDict
 
@@ -51,7 +51,7 @@ class EngineShape:
     @staticmethod
     def buckets_of(settings: EngineSection, on_device: bool) -> Buckets:
         """Those that an engine of these settings compiles for; on_device: on a GPU or TPU."""
-        return make_buckets(
+        return Buckets.of(
             max_seats=settings.max_seats,
             token_budget=settings.token_budget,
             seat_sizes=settings.seat_buckets,

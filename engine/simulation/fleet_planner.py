@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet import Failures, FleetPlan, FleetRun
@@ -153,7 +153,7 @@ class ReplicaKind:
             prefill_share="auto",
             max_predicted_wait_s=60.0,
         )
-        buckets = make_buckets(max_seats=point.seats, token_budget=how.token_budget, on_device=True)
+        buckets = Buckets.of(max_seats=point.seats, token_budget=how.token_budget, on_device=True)
         return point, EngineShape(limits, buckets, sizing.memory.pages + 1, how.page_size)
 
 

@@ -52,13 +52,16 @@ _ARM_FLAGS = ("-fno-schedule-insns",)
 _STATIC = ("-static-libstdc++", "-static-libgcc")
 #: What a library holds beside the digest of the sources it was made of.
 _MARK = "jitney kernel sources "
-ADVICE = (
-    "install g++ or clang++, or pip install ziglang, then run: python -m jitney.kernels.cpu.build"
-)
 
 
 class BuildError(RuntimeError):
     """The kernels cannot be compiled here."""
+
+    #: What to do where a compiler is missing.
+    advice = (
+        "install g++ or clang++, or pip install ziglang, then run: "
+        "python -m jitney.kernels.cpu.build"
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Level:
         """The levels that this CPU runs, greatest first. Raises BuildError with the reason if
         there is none.
         """
-        flags = cpu_flags()
+        flags = _cpu_flags()
         of_machine = cls.of_machine()
         levels = [level for level in of_machine if level.needs <= flags]
         if not levels:
@@ -111,6 +114,11 @@ class Level:
             return f"{_MARK}{_digest()}".encode() in self.library.read_bytes()
         except OSError:
             return False
+
+    @property
+    def leaves_amx(self) -> bool:
+        """Whether this CPU multiplies with AMX, and the level does not."""
+        return "amx_bf16" in _cpu_flags() - self.needs
 
     def flags(self, command: Sequence[str]) -> list[str]:
         """The level, as this compiler names it."""
@@ -179,7 +187,7 @@ _LEVELS = (
 )
 
 
-def cpu_flags() -> frozenset[str]:
+def _cpu_flags() -> frozenset[str]:
     """What this CPU can do and its system lets it, as /proc/cpuinfo names it; empty where there is
     no such file.
     """
@@ -223,7 +231,7 @@ def _digest() -> str:
     return made_of.hexdigest()
 
 
-def compilers() -> Iterator[list[str]]:
+def _compilers() -> Iterator[list[str]]:
     """Commands of the C++ compilers that are there, the one asked for first."""
     wanted = os.environ.get("CXX")
     commands = [wanted] if wanted else ["c++", "g++", "clang++"]
@@ -237,9 +245,9 @@ def compilers() -> Iterator[list[str]]:
 
 def compiler() -> list[str]:
     """The first of them; BuildError if there is none."""
-    for command in compilers():
+    for command in _compilers():
         return command
-    raise BuildError(f"there is no C++ compiler: {ADVICE}")
+    raise BuildError(f"there is no C++ compiler: {BuildError.advice}")
 
 
 def _headers() -> Path:

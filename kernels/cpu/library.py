@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from jitney.kernels.cpu import build
-from jitney.kernels.cpu.build import ADVICE, BuildError, Level
+from jitney.kernels.cpu.build import BuildError, Level
 
 _log = logging.getLogger(__name__)
 
@@ -123,8 +123,8 @@ def _compiled(level: Level) -> str:
 
 def _why_none(level: Level, reason: str) -> str:
     state = "is made of other sources" if level.library.exists() else "is not built"
-    if ADVICE not in reason:
-        reason += f"; {ADVICE}"
+    if BuildError.advice not in reason:
+        reason += f"; {BuildError.advice}"
     return f"their library {state}, and {reason}"
 
 
@@ -132,9 +132,8 @@ def _opened(level: Level) -> _Library:
     """The library of a level, with its handlers registered; NoLibrary if this system or this jaxlib
     refuses it.
     """
-    leaves_amx = "amx_bf16" in build.cpu_flags() - level.needs
     try:
-        return _register(level.library, level.name, leaves_amx)
+        return _register(level.library, level.name, level.leaves_amx)
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         raise NoLibrary(f"their library cannot be loaded: {error}") from error
 

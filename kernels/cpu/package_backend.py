@@ -58,7 +58,10 @@ def _requirements() -> list[str]:
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     jax = next(line for line in project["dependencies"] if line.startswith("jax>"))
     needed = [f"jaxlib{jax.removeprefix('jax')}"]
-    if next(_build_module().compilers(), None) is None:
+    build = _build_module()
+    try:
+        build.compiler()
+    except build.BuildError:
         needed.append("ziglang>=0.14")
     return needed
 

@@ -27,7 +27,7 @@ from jitney.kernels import reference
 from jitney.kernels.cpu import library
 from jitney.kernels.eight_bits import Int8
 from jitney.kernels.experts import gate
-from jitney.kernels.interface import OneOf
+from jitney.kernels.interface import Int8Products, OneOf
 
 #: Most rows that are multiplied with weights as they come, where this machine's steps were not
 #: asked: XLA packs such a matrix in each call, which for so few costs more than the product.
@@ -162,7 +162,7 @@ def _call_panels(
     return call(x, weights, _counted(x, count), *which, gated=gated)
 
 
-def arrange_int8(w: jax.Array, parts: int = 1) -> jax.Array:
+def _arrange_int8(w: jax.Array, parts: int = 1) -> jax.Array:
     """int8 w [I, O] -> panels int8 [O / C, I / B, C, B] of C columns each, B neighbouring inputs
     side by side, 128 greater as uint8.
 
@@ -180,7 +180,7 @@ def _shifted(w: jax.Array) -> jax.Array:
     return w ^ jnp.int8(-128)
 
 
-def matmul_int8(
+def _matmul_int8(
     x: jax.Array, w: Int8, dtype: DTypeLike = jnp.float32, *, count: jax.Array | None = None
 ) -> jax.Array:
     """See `jitney.kernels.interface.Int8Products`, and `KernelSet.leaves_out_padding` there."""
@@ -189,7 +189,7 @@ def matmul_int8(
     return _call_int8(x, w, dtype, count, gated=False)
 
 
-def gated_int8(x: jax.Array, w: Int8, *, count: jax.Array | None = None) -> jax.Array:
+def _gated_int8(x: jax.Array, w: Int8, *, count: jax.Array | None = None) -> jax.Array:
     """See `jitney.kernels.interface.Int8Products`, and `KernelSet.leaves_out_padding` there."""
     if not _int8_served(x, w):
         return reference.gated_int8(x, _apart(w))
@@ -215,3 +215,7 @@ def _call_int8(
     call = jax.ffi.ffi_call(library.load().target("int8_panels"), shape)
     weights, *which = _operands(w.kernel)
     return call(x, weights, w.scale, _counted(x, count), *which, gated=gated)
+
+
+#: Both products of rows rounded to int8, and how their weights are laid out.
+INT8 = Int8Products(_arrange_int8, _matmul_int8, _gated_int8)

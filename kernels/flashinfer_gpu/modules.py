@@ -46,6 +46,12 @@ class Variant(NamedTuple):
         options = f"{'_windowed' * self.windowed}{'_capped' * self.capped}"
         return f"jitney_flashinfer_{self.template}_{self.dtype}_{self.head_dim}{options}"
 
+    def registered(self) -> str:
+        """The target's name, after FlashInfer has compiled the variant with nvcc, for some minutes
+        the first time, or found it compiled. KernelError in one line if it cannot.
+        """
+        return _registered(self)
+
 
 def check_installed() -> None:
     """KernelError in one line if a package is missing or of another release."""
@@ -64,10 +70,7 @@ def check_installed() -> None:
 
 
 @cache
-def registered(variant: Variant) -> str:
-    """The target's name, after FlashInfer has compiled the variant with nvcc, for some minutes the
-    first time, or found it compiled. KernelError in one line if it cannot.
-    """
+def _registered(variant: Variant) -> str:
     try:
         _register(variant, _compiled(variant).paged_run, "gpu")
     except Exception as error:  # whatever a compiler, a linker or an import may raise

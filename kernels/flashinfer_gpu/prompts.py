@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jitney.kernels.flashinfer_gpu.modules import Variant, registered
+from jitney.kernels.flashinfer_gpu.modules import Variant
 from jitney.kernels.interface import AttentionMeta, KernelError
 
 _HEAD_DIMS = (64, 128, 256)
@@ -33,17 +33,6 @@ _HOPPER_ROWS = {64: 192}
 _WHOLE_CONTEXT = (1 << 31) - 1
 
 
-def why_not(head_dim: int, dtype: str, pool_dtype: str) -> str:
-    """Why prompts of such heads are not for FlashInfer, empty if they are. dtype: of queries."""
-    if head_dim not in _HEAD_DIMS:
-        return f"it takes heads of {', '.join(map(str, _HEAD_DIMS))}, not {head_dim}"
-    if dtype not in _DTYPES:
-        return f"it takes {' and '.join(_DTYPES)}, not {dtype}"
-    if pool_dtype != dtype:
-        return f"its pools hold the activations' {dtype}, not {pool_dtype}"
-    return ""
-
-
 @dataclass(frozen=True)
 class FlashInferPrompts:
     """Attention of prompt chunks for one kind of GPU. Hashable, a constant of a jitted step."""
@@ -51,7 +40,18 @@ class FlashInferPrompts:
     sm: int  # compute capability, 90 for 9.0
     processors: int  # multiprocessors of the GPU
     #: Makes a variant callable and names its target; tests put one in its place.
-    target: Callable[[Variant], str] = registered
+    target: Callable[[Variant], str] = Variant.registered
+
+    @staticmethod
+    def why_not(head_dim: int, dtype: str, pool_dtype: str) -> str:
+        """Why prompts of such heads are not for FlashInfer, empty if they are. dtype: queries'."""
+        if head_dim not in _HEAD_DIMS:
+            return f"it takes heads of {', '.join(map(str, _HEAD_DIMS))}, not {head_dim}"
+        if dtype not in _DTYPES:
+            return f"it takes {' and '.join(_DTYPES)}, not {dtype}"
+        if pool_dtype != dtype:
+            return f"its pools hold the activations' {dtype}, not {pool_dtype}"
+        return ""
 
     @property
     def template(self) -> str:
@@ -73,7 +73,7 @@ class FlashInferPrompts:
 
         Raises KernelError for heads and numbers that FlashInfer does not take.
         """
-        reason = why_not(q.shape[-1], q.dtype.name, kv.dtype.name)
+        reason = self.why_not(q.shape[-1], q.dtype.name, kv.dtype.name)
         if reason:
             raise KernelError(f"kernels flashinfer: {reason}; choose kernels triton")
         variant = Variant(self.template, q.dtype.name, q.shape[-1], window > 0, softcap > 0)

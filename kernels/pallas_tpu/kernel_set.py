@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.pallas_tpu.attention import attention_kernel
-from jitney.kernels.pallas_tpu.blocks import BlockSizes
 from jitney.kernels.pallas_tpu.interpreting import Interpret
 from jitney.kernels.pallas_tpu.pool_layout import LANES, PoolLayout
 from jitney.kernels.pallas_tpu.work_order import Constants
@@ -35,21 +35,84 @@ _SMEM = 900 << 10
 _SUMS_IN_HALVES = frozenset({"v7x"})
 
 
+class _BlockSizes(NamedTuple):
+    """How the attention kernel cuts its work, by chip and by how a pool lies.
+
+    Nothing here was timed: the figures follow from the chips' data sheets. A copy from HBM takes
+    some two microseconds to arrive, so that bandwidth times two microseconds must be on its way at
+    any time; fewer key heads, as on each of many devices, make smaller blocks, of which more are on
+    their way. And rows that share a block of keys do G * B operations for each of its bytes, which
+    must be more than the chip does while it reads one.
+    """
+
+    keys: int  # of a block
+    depth: int  # blocks in memory at a time, one of them computed on
+    rows: int  # query rows times query heads of a prompt's item, at most
+
+    @classmethod
+    def on(cls, chip: str, key_bytes: int, page: int) -> _BlockSizes:
+        """The sizes on a chip ("" or unknown: any) for a pool with `key_bytes` a token, key and
+        value of all heads, and pages of so many tokens.
+        """
+        wanted = _CHIPS.get(chip, _OTHER)
+        keys = max(_MANY_KEYS if key_bytes <= _SMALL else _KEYS, page)
+        on_the_way = -(-wanted.on_the_way // (keys * key_bytes))
+        return cls(keys, min(max(on_the_way, 2) + 1, _DEEPEST), wanted.rows)
+
+
+class _Chip(NamedTuple):
+    """What decides the sizes on a chip."""
+
+    on_the_way: int  # bytes to have on their way from HBM
+    rows: int  # as in `_BlockSizes`; float32 sums and scores of 2048 take 2 MiB each
+
+
+#: By chip: 819 GB/s and 240 operations a byte, 1,640 and 560, 3,690 (one of a chip's two devices)
+#: and 310.
+_CHIPS = {
+    "v5e": _Chip(2 << 20, 2048),
+    "v6e": _Chip(4 << 20, 4096),
+    "v7x": _Chip(8 << 20, 4096),
+}
+#: Of a chip that is not in the table: enough on its way for any, and rows that fit in any.
+_OTHER = _Chip(8 << 20, 2048)
+#: Keys of a block; of those whose blocks would be short, and where that begins, in bytes of a key.
+_KEYS, _MANY_KEYS, _SMALL = 256, 512, 1024
+#: A ring deeper than this takes more time to fill than it saves.
+_DEEPEST = 12
+#: Words by which jax names chips (`device_kind`).
+_KINDS = {"v5e": ("v5 lite", "v5e"), "v6e": ("v6 lite", "v6e"), "v7x": ("tpu7", "v7")}
+
+
+def chip_of(device_kind: str) -> str:
+    """ "TPU v5 lite" -> "v5e"; "" for a chip that is not in the table."""
+    kind = device_kind.lower()
+    found = (chip for chip, words in _KINDS.items() if any(word in kind for word in words))
+    return next(found, "")
+
+
 @dataclass(frozen=True)
 class PallasKernels:
     """Attention for TPUs; hashable, so that its methods can be constants of a jitted step."""
 
     #: Run on any platform, slowly, as `jax.experimental.pallas.pallas_call` does.
     interpret: Interpret = False
-    #: A key of `blocks`' table; "": a chip that is not in it.
+    #: A key of `_CHIPS`; "": a chip that is not in it.
     chip: str = ""
     #: Instead of what the table says.
-    blocks: BlockSizes | None = None
+    blocks: _BlockSizes | None = None
 
     @property
     def sums_in_halves(self) -> bool:
         """See `jitney.kernels.interface.KernelSet`."""
         return self.chip in _SUMS_IN_HALVES
+
+    def pool_shape(
+        self, n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
+    ) -> tuple[int, int, int, int]:
+        """See `jitney.kernels.interface.Kernels.pool_shape`: [N, page, R, W]."""
+        layout = PoolLayout.of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)
+        return n_pages, page_size, layout.rows, layout.width
 
     def paged_attention(
         self,
@@ -67,7 +130,7 @@ class PallasKernels:
         """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
         are finite.
 
-        kv may have the interface's shape, or that of `pool_layout.pool_shape`, which is used
+        kv may have the interface's shape, or that of `pool_shape`, which is used
         where it lies; the other one is copied there and back. Raises ValueError for what the kernel
         cannot do.
         """
@@ -123,7 +186,7 @@ class PallasKernels:
         _check(q, pool, meta)
         page = pool.shape[1]
         key_bytes = math.prod(pool.shape[2:]) * pool.dtype.itemsize
-        blocks = self.blocks or BlockSizes.on(self.chip, key_bytes, page)
+        blocks = self.blocks or _BlockSizes.on(self.chip, key_bytes, page)
         return Constants(
             layout=layout,
             n_heads=q.shape[1],

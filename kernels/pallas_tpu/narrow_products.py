@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jitney.kernels import int4
-from jitney.kernels.int4 import MIDDLE, Int4
+from jitney.kernels.int4 import Int4
 from jitney.kernels.pallas_tpu.interpreting import Interpret
 
 #: Inputs of a chunk, as many as a vector register has lanes; rows of bytes that hold them.
@@ -129,7 +129,7 @@ def _kernel(
     steps[...] = _widened_scales(scales[...], scale_type)
     groups = steps.shape[0]
     per_chunk = _CHUNK * groups // x.shape[1]
-    lows = _lows(zeros[0][...]) if zeros else float(-128 - MIDDLE)
+    lows = _lows(zeros[0][...]) if zeros else float(-128 - Int4.middle)
     correction = jnp.dot(
         sums[...],
         steps[...] * lows,

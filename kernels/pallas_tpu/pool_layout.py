@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 #: Numbers in a row of a vector register, and rows of 32-bit numbers in one.
 LANES, _SUBLANES = 128, 8
@@ -79,11 +78,3 @@ def _whole_tiles(rows: int, packing: int) -> int:
     if words > _SUBLANES:
         return -(-words // _SUBLANES) * _SUBLANES * packing
     return packing << (words - 1).bit_length()
-
-
-def pool_shape(
-    n_pages: int, page_size: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike
-) -> tuple[int, int, int, int]:
-    """See `jitney.kernels.interface.Kernels.pool_shape`: [N, page, R, W]."""
-    layout = PoolLayout.of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize)
-    return n_pages, page_size, layout.rows, layout.width

@@ -527,7 +527,7 @@ class TritonKernels:
         scales = scales_of(kv, kv_scales)
         if scales is None:
             scales = jnp.ones((1,), jnp.float32)
-        return scales, limit_of(kv)
+        return scales, limit_of(kv.dtype)
 
 
 def _splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:

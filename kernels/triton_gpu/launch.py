@@ -1,13 +1,40 @@
-"""How a Triton kernel is called from a jitted step: the one place that knows jax-triton."""
+"""How a Triton kernel is called from a jitted step: the one place that knows jax-triton, and what
+the versions of jax, jax-triton and Triton that we meet do not agree on.
+
+Each trap says which version makes it unnecessary; drop it when pyproject.toml asks for that
+version.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
 from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
 from typing import Any, Protocol
 
 import jax
 
-from jitney.kernels import compat
+#: Compute capability -> the PTX version that its kernels are written in. 8.7 is the newest that the
+#: ptxas of CUDA 12.8 takes, where Triton 3.9 writes 9.4 and XLA then fails with "unsupported
+#: .version"; newer cards need more, and with less LLVM ends the process. 8.8 needs CUDA 12.9, 9.0
+#: CUDA 13. Unnecessary once XLA links with CUDA 13.2.
+_PTX_VERSIONS = {
+    80: 87,
+    86: 87,
+    87: 87,
+    89: 87,
+    90: 87,
+    100: 87,
+    103: 88,
+    110: 90,
+    120: 87,
+    121: 88,
+}
+#: CUtensorMapDataType of TensorFloat-32, which jax-triton imports from Triton's driver; Triton >=
+#: 3.7 has it.
+_TMA_TF32 = 11
 
 
 class Launch(Protocol):
@@ -45,6 +72,11 @@ class JaxTriton:
 
     sm: int
 
+    def check(self) -> None:
+        """Raise ImportError with the reason where kernels for this card cannot be called."""
+        _compile_options(self.sm)
+        _jax_triton()
+
     def __call__(
         self,
         kernel: Any,
@@ -56,7 +88,7 @@ class JaxTriton:
         **constants: Any,
     ) -> Any:
         with jax.named_scope(kernel.__name__):  # the name that profiles and HLO show
-            return compat.jax_triton().triton_call(
+            return _jax_triton().triton_call(
                 *args,
                 kernel=kernel,
                 out_type=out,
@@ -65,6 +97,72 @@ class JaxTriton:
                 num_warps=warps,
                 num_stages=stages,
                 compute_capability=self.sm,
-                backend_options=compat.compile_options(self.sm),
+                backend_options=_compile_options(self.sm),
                 **constants,
             )
+
+
+def _compile_options(sm: int) -> dict[str, Any]:
+    """What every kernel for compute capability `sm` is compiled with.
+
+    Raises ImportError for a card that is not known: the compiler would end the process.
+    enable_fp_fusion: fused multiply-add, on by default up to Triton 3.9, which warns that 3.10
+    turns it off.
+    """
+    version = _PTX_VERSIONS.get(sm)
+    if version is None:
+        known = ", ".join(f"{known / 10}" for known in _PTX_VERSIONS)
+        raise ImportError(f"compute capability {sm / 10} is not known, only {known}")
+    return {"ptx_version": version, "enable_fp_fusion": True}
+
+
+def _jax_triton() -> ModuleType:
+    """The `jax_triton` module with a live NVIDIA backend. Raises ImportError with the reason where
+    there is none.
+    """
+    _check_versions()
+    _name_tf32()
+    cache = os.environ.get("TRITON_CACHE_DIR")  # importing jax-triton <= 0.4.1 deletes it
+    module = importlib.import_module("jax_triton")
+    if cache is not None:
+        os.environ["TRITON_CACHE_DIR"] = cache
+    return module
+
+
+def _check_versions() -> None:
+    """Raise ImportError for a jax and jax-triton that cannot work together, naming both.
+
+    jax 0.12 calls elimination rules with a third argument that jax-triton <= 0.4.1 does not take:
+    every jitted call fails.
+    """
+    found = {}
+    for name in ("jax", "jax-triton", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            raise ImportError(
+                f'{name} is not installed: pip install -e ".[cuda12]" (or cuda13)'
+            ) from None
+    if _release(found["jax"]) >= (0, 12) and _release(found["jax-triton"]) <= (0, 4, 1):
+        raise ImportError(
+            f"jax-triton {found['jax-triton']} fails with jax {found['jax']}; install jax<0.12"
+        )
+
+
+def _name_tf32() -> None:
+    """Give Triton < 3.7 the constant without which jax-triton takes the NVIDIA backend for absent,
+    in silence.
+    """
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    if not hasattr(driver, "TMA_TF32"):
+        driver.TMA_TF32 = _TMA_TF32  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "0.12.0.1" -> (0, 12, 0, 1), "3.9.0rc1" -> (3, 9)."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

@@ -23,7 +23,7 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import RequestError
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.simulation.replay import (
     RecordedEngine,
     ReplayJob,
@@ -233,7 +233,7 @@ def test_the_engine_is_replayed_with_the_buckets_it_has():
     wide = RecordedEngine(settings | {"max_seats": 16, "token_budget": 64}, 64, 32)
     sizes = {"seat_buckets": (4, 16), "token_buckets": (8, 16, 64)}
     small = msgspec.structs.replace(wide, **sizes).shape({}).buckets
-    compiled = make_buckets(
+    compiled = Buckets.of(
         max_seats=16, token_budget=64, seat_sizes=(4, 16), token_sizes=(8, 16, 64)
     )
     assert small == compiled, "with no more rows than seats a bucket has a seat for four rows"

@@ -472,7 +472,7 @@ def test_bad_parameters_name_their_field(llm, bad, param):
 
 def levels_that_run() -> list[str]:
     """Of the native kernels, on this machine, greatest first; none without a compiler."""
-    if next(build.compilers(), None) is None:
+    if next(build._compilers(), None) is None:
         return []
     try:
         return [level.name for level in build.Level.here()]

@@ -17,7 +17,7 @@ import numpy as np
 
 from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import MaskedRow, Plan, StepResult, StepWork
@@ -265,7 +265,7 @@ def make_core(
     held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
     scheduler = Scheduler(
         held_to,
-        make_buckets(max_seats=seats, token_budget=budget, token_sizes=token_sizes),
+        Buckets.of(max_seats=seats, token_budget=budget, token_sizes=token_sizes),
         PagePool(pages, page_size, retain=retain, share_outputs=share_outputs),
         clock,
         eos,

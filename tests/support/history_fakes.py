@@ -6,6 +6,7 @@ import random
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 from engine_infos import changed, engine_info
 from fakes import FakeClock, make_core, make_request, tokens_of
@@ -44,7 +45,7 @@ class Watched:
         self.core.add(request)
 
     def step(self) -> None:
-        report = messages.decode_from_core(messages.encode(self.core.step()))
+        report = msgspec.msgpack.decode(messages.encode(self.core.step()), type=messages.FromCore)
         assert isinstance(report, messages.StepReport)
         self.outputs += report.outputs
         self.history.take(report)

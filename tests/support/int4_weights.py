@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jitney.kernels.int4 import GROUP_SIZES, MIDDLE, Int4
+from jitney.kernels.int4 import Int4
 
 
 def pack_int4(nibbles: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None) -> Int4:
@@ -15,7 +15,7 @@ def pack_int4(nibbles: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None 
     """
     size_in, size_out = nibbles.shape
     groups, columns = scales.shape
-    sizes = [groups * size for size in GROUP_SIZES]
+    sizes = [groups * size for size in Int4.group_sizes]
     if size_in not in sizes or not groups or columns != size_out:
         raise ValueError(
             f"weights {nibbles.shape} with scales {scales.shape}: groups must have 32, 64 or 128 "
@@ -34,8 +34,8 @@ def quantise_int4(weights: np.ndarray, group_size: int, *, symmetric: bool = Tru
     """Round weights [I, O] to the nearest of 16 levels per group and output (float32 scales, numpy
     arrays).
 
-    symmetric: zero point MIDDLE, scale from the greatest magnitude; else levels span each group's
-    least to greatest.
+    symmetric: zero point `Int4.middle`, scale from the greatest magnitude; else levels span each
+    group's least to greatest.
     """
     groups = weights.astype(np.float32).reshape(-1, group_size, weights.shape[1])
     zeros = None
@@ -46,6 +46,6 @@ def quantise_int4(weights: np.ndarray, group_size: int, *, symmetric: bool = Tru
         scales = (high - low) / 15
         zeros = np.rint(-low / np.where(scales > 0, scales, 1))
     steps = np.where(scales > 0, scales, 1)[:, None]
-    middles = MIDDLE if zeros is None else zeros[:, None]
+    middles = Int4.middle if zeros is None else zeros[:, None]
     nibbles = np.clip(np.rint(groups / steps) + middles, 0, 15).reshape(weights.shape)
     return pack_int4(nibbles, scales.astype(np.float32), zeros)

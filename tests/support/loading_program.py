@@ -26,9 +26,9 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.names import Target
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import load, repack
-from jitney.engine.loading.stored_matrix import Along, Field, LayOut, StoredMatrix
+from jitney.engine.loading.stored_matrix import Along, Field, StoredMatrix
 from jitney.engine.models.llama import Llama
-from jitney.engine.models.quantization import SCHEMES, Packed, quantise
+from jitney.engine.models.quantization import Packed, quantise
 from jitney.engine.models.sharding import TENSOR, Shares, _run_on_each, make_mesh
 
 #: The sizes of a Llama of 70 billion weights by 16, and as many query heads to a KV head.
@@ -355,7 +355,7 @@ def fullest_stored(stored: str) -> np.ndarray:
         matrix = MadeUp(SMALL_70B, stored)._made_up(outs, ins)
         size = (outs, ins // 4) if by_inputs else (outs // 4, ins)
         read = matrix.read(*(slice(0, count) for count in size))
-        work = LayOut(matrix.lay_out, size)
+        work = matrix.part(size)
         compiled = _run_on_each.lower(jax.tree.map(shape, read), None, work=work, mesh=mesh)
         memory = compiled.compile().memory_analysis()
         assert memory is not None
@@ -368,7 +368,7 @@ def fullest_stored(stored: str) -> np.ndarray:
 STORED = ("gptq", "awq", "pack", "q4_k")
 JOBS: dict[str, Any] = {
     **{f"bits {stored}": (unlike, "plain", stored) for stored in STORED},
-    **{f"bits {scheme}": (unlike, scheme) for scheme in SCHEMES},
+    **{f"bits {scheme}": (unlike, scheme) for scheme in Packed.schemes},
     **{f"sizes {scheme} {n}": (sizes, scheme, n) for scheme, n in (("int4", 4), ("plain", 8))},
     **{f"sizes {stored} 4": (sizes, "plain", 4, stored) for stored in STORED},
     **{f"half {stored}": (half_a_host, stored) for stored in STORED},

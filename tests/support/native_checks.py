@@ -170,20 +170,20 @@ def check_int8(size_in: int, size_out: int, dtype: str) -> None:
     x[3] *= np.asarray(1e-36, x.dtype)
     wanted = definitions.matmul_int8(x, codes, scale)
     gated = definitions.gated(definitions.matmul_int8(x, codes, scale))
-    arranged = jax.jit(products.arrange_int8, static_argnums=1)
+    arranged = jax.jit(products.INT8.arrange, static_argnums=1)
     plain_weights = Int8(arranged(codes, 1), jax.device_put(scale))
     split_weights = Int8(arranged(codes, 2), jax.device_put(scale))
     assert plain_weights.kernel.ndim == split_weights.kernel.ndim == 4
-    whole = np.asarray(jax.jit(products.matmul_int8)(x, plain_weights))
+    whole = np.asarray(jax.jit(products.INT8.matmul)(x, plain_weights))
     np.testing.assert_array_equal(whole, wanted)
     assert not whole[2:4].any()
     rounding = 2**-8 if dtype == "bfloat16" else 1e-5
-    whole_gated = np.asarray(jax.jit(products.gated_int8)(x, split_weights))
+    whole_gated = np.asarray(jax.jit(products.INT8.gated)(x, split_weights))
     np.testing.assert_allclose(whole_gated.astype(np.float32), gated, rtol=rounding, atol=1e-6)
     crowds = [x[:rows] for rows in (1, 2, 3, 5, 8, 13, 128, 129)]
-    for some in of_each(products.matmul_int8, crowds, plain_weights):
+    for some in of_each(products.INT8.matmul, crowds, plain_weights):
         np.testing.assert_array_equal(some, whole[: len(some)])
-    for some in of_each(products.gated_int8, crowds, split_weights):
+    for some in of_each(products.INT8.gated, crowds, split_weights):
         np.testing.assert_array_equal(some, whole_gated[: len(some)])
 
 
@@ -198,8 +198,8 @@ def check_padding(dtype: str) -> None:
     calls = [
         (ours.matmul, w),
         (ours.matmul, products.arrange(w)),
-        (products.matmul_int8, Int8(products.arrange_int8(codes), scale)),
-        (products.gated_int8, Int8(products.arrange_int8(codes, 2), scale)),
+        (products.INT8.matmul, Int8(products.INT8.arrange(codes), scale)),
+        (products.INT8.gated, Int8(products.INT8.arrange(codes, 2), scale)),
     ]
     in_parts = products.arrange(w, 2)
     if in_parts is not w:  # else XLA gates, which rounds as the program around it has it

@@ -21,8 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jitney.kernels.interface import AttentionMeta
-from jitney.kernels.pallas_tpu.blocks import chip_of
-from jitney.kernels.pallas_tpu.pool_layout import pool_shape
+from jitney.kernels.pallas_tpu.kernel_set import PallasKernels, chip_of
 from jitney.kernels.select import _pallas_set
 
 PAGES = 4096
@@ -87,6 +86,7 @@ def arguments(shape: Shape) -> tuple[Any, ...]:
         )
     )
     q, k = (array((shape.rows, n, dim), shape.dtype) for n in (n_heads, n_kv))
+    pool_shape = PallasKernels().pool_shape
     pool = array(pool_shape(PAGES, shape.page, n_kv, dim, jnp.dtype(shape.pool)), shape.pool)
     return (
         q,

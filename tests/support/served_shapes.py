@@ -8,13 +8,13 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import served_by
 from jitney.engine.models.protocol import Model
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.kernels.proof_shapes import ServedShapes
 
 
 def shapes_served(model: Model, config: ModelConfig) -> ServedShapes:
     """Of an engine of two seats with this model in float32; config: of one device."""
-    buckets = make_buckets(max_seats=2, token_budget=16)
+    buckets = Buckets.of(max_seats=2, token_budget=16)
     sizes = StateSizes(
         seats=2, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
     )

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jitney.kernels.compat import compile_options
+from jitney.kernels.triton_gpu.launch import _compile_options
 
 PROGRAMS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -101,7 +101,7 @@ def compile_call(call: Call, sm: int) -> Resources:
     signature = dict(zip(pointers, call.types, strict=True)) | dict.fromkeys(constants, "constexpr")
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(call.kernel, {name: signature[name] for name in names}, constants, aligned)
-    options = {"num_warps": call.warps, "num_stages": call.stages, **compile_options(sm)}
+    options = {"num_warps": call.warps, "num_stages": call.stages, **_compile_options(sm)}
     made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     ptx = str(made.asm["ptx"])
     registers, spilled = assemble(ptx, sm)

@@ -25,7 +25,7 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import served_by
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.quantization import KV_TYPES, SCHEMES
+from jitney.engine.models.quantization import KV_TYPES, Packed
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.kernels.attention_cases import CASES, AttentionCase
 from jitney.kernels.expert_cases import CASES as EXPERTS
@@ -81,7 +81,7 @@ def _checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
 
 def _token_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
     config = _shallow(job.config, _LAYERS)
-    for weights in SCHEMES:
+    for weights in Packed.schemes:
         case = f"{weights} weights, {jnp.dtype(dtype)}"
         row = job.row("tokens of the engine", case, kernels.label)
         model = RandomModel(config, kernels, dtype, weights)
@@ -89,7 +89,7 @@ def _token_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
 
 
 def _proof_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
-    for weights in SCHEMES:
+    for weights in Packed.schemes:
         for kv in ("auto", *KV_TYPES):
             row = job.row("kernels", f"{weights} weights, {kv} KV", kernels.label)
             yield Task(row, partial(_proof_rows, job, kernels, dtype, weights, kv))

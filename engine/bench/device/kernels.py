@@ -25,7 +25,7 @@ from jitney.engine.models.quantization import KV_TYPES
 from jitney.kernels import reference as plain
 from jitney.kernels.interface import AttentionMeta, KernelSet, RotateAndWrite
 from jitney.kernels.proof_attention import MetaBuilder
-from jitney.kernels.scales import LIMITS, as_stored
+from jitney.kernels.scales import as_stored, limit_of
 from jitney.kernels.select import reference
 
 #: A kernel farther from the reference than this is wrong, by bytes per activation. Both round to
@@ -124,7 +124,7 @@ def _quantised(pool: jax.Array, kv: str) -> tuple[jax.Array, jax.Array]:
     """(the pool in 8 bits, its scales)."""
     # 4 spreads are the greatest number held.
     heads, dim = pool.shape[2:]
-    scale = jnp.full((heads,), 4 / LIMITS[KV_TYPES[kv]], jnp.float32)
+    scale = jnp.full((heads,), 4 / limit_of(KV_TYPES[kv]), jnp.float32)
     stored = as_stored(pool.reshape(-1, heads, dim), jnp.zeros((0,), KV_TYPES[kv]), scale)
     return stored.reshape(pool.shape), scale
 

@@ -21,7 +21,7 @@ from jitney.engine.bench.device.steps import RandomModel, StepBench
 from jitney.engine.bench.offline import OfflineBench, OfflineRun, PromptedArrival
 from jitney.engine.core import EngineCore
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import Bucket, Buckets, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepWork
@@ -60,7 +60,7 @@ def _crowds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
 def _loop_buckets(job: PartJob, seat_sizes: Sequence[int]) -> Buckets:
     """Few programs: the decode steps asked for, and two sizes with prompt rows."""
     seats, budget = max(seat_sizes), job.sizes.token_budget
-    return make_buckets(
+    return Buckets.of(
         max_seats=seats,
         token_budget=budget,
         seat_sizes=tuple(seat_sizes),

@@ -18,7 +18,7 @@ from jitney.engine.bench.device.kernels import measured
 from jitney.engine.bench.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.bench.device.timing import distance, timed
 from jitney.engine.executor.sampling import threshold
-from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
+from jitney.engine.models.quantization import Packed, quantise, widened
 from jitney.kernels import eight_bits
 from jitney.kernels.interface import KernelSet
 
@@ -34,7 +34,7 @@ def _products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Task
         "gate_up": (config.hidden_size, 2 * config.intermediate_size),
         "down": (config.intermediate_size, config.hidden_size),
     }
-    wanted = itertools.product(job.sizes.product_rows, SCHEMES, shapes.items(), sets)
+    wanted = itertools.product(job.sizes.product_rows, Packed.schemes, shapes.items(), sets)
     for rows, scheme, (name, shape), kernels in wanted:
         case = f"{name} {shape[0]} x {shape[1]}, {rows} rows"
         row = job.row(f"{scheme} product", case, kernels.label)

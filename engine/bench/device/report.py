@@ -14,7 +14,7 @@ from jitney.engine.bench.device.run import PARTS, DeviceResults
 from jitney.engine.report.page import Table
 from jitney.engine.simulation.roofline import SHAPES
 from jitney.engine.types import JsonDict, JsonObject
-from jitney.kernels.prompt_choices import SERVING, PromptChoice
+from jitney.kernels.prompt_choices import PromptChoice, PromptChoices
 
 #: Kernels that are measured beside those that can serve.
 _OTHERS = ("cuDNN",)
@@ -136,8 +136,8 @@ class DeviceReport:
         results, about = self.results, self.results.about
         if about is None or not about.sm or not results.real:
             return None
-        times = {name: _times_of(results.rows, name) for name in (*SERVING, *_OTHERS)}
-        cases = set.intersection(*(set(times[name]) for name in SERVING))
+        times = {name: _times_of(results.rows, name) for name in (*PromptChoices.serving, *_OTHERS)}
+        cases = set.intersection(*(set(times[name]) for name in PromptChoices.serving))
         if not cases:
             return None
         seconds = {
@@ -145,7 +145,7 @@ class DeviceReport:
             for name, found in times.items()
             if cases <= set(found)
         }
-        ours, theirs = SERVING
+        ours, theirs = PromptChoices.serving
         return {
             "sm": about.sm,
             "head_dim": SHAPES[results.shape].head_dim,

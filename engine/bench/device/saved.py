@@ -25,7 +25,7 @@ from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.errors import ConfigError
 from jitney.engine.executor.autotuning import RESULTS
 from jitney.engine.types import JsonDict
-from jitney.kernels.prompt_choices import TABLE, PromptChoices
+from jitney.kernels.prompt_choices import PromptChoices
 
 
 class _Saved(msgspec.Struct):
@@ -43,7 +43,7 @@ class _Saved(msgspec.Struct):
 
 
 #: What a call leaves in its folder, which `ResultFiles.bring` hands to another.
-_LEFT = ("device_*.json", "device_*.md", "autotuned_*.tar.gz", TABLE.name)
+_LEFT = ("device_*.json", "device_*.md", "autotuned_*.tar.gz", PromptChoices.file.name)
 
 
 class ResultFiles:
@@ -113,7 +113,9 @@ class ResultFiles:
         except OSError as error:
             raise ConfigError(f"--out-dir {self._folder}: {error.strerror or error}") from None
         except ValueError as error:
-            raise ConfigError(f"--out-dir {self._folder}: {TABLE.name}: {error}") from None
+            raise ConfigError(
+                f"--out-dir {self._folder}: {PromptChoices.file.name}: {error}"
+            ) from None
         return self._file, page
 
     def _save_prompt_choice(self, results: DeviceResults) -> None:
@@ -121,8 +123,8 @@ class ResultFiles:
         choice = DeviceReport(results).prompt_choice()
         if choice is None:
             return
-        table = self._folder / TABLE.name
-        choices = PromptChoices.read(table if table.exists() else TABLE)
+        table = self._folder / PromptChoices.file.name
+        choices = PromptChoices.read(table if table.exists() else PromptChoices.file)
         _replace(table, json.dumps(choices.with_choice(choice).entries, indent=1))
 
 

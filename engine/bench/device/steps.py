@@ -54,7 +54,7 @@ class RandomModel:
     config: ModelConfig
     kernels: KernelSet
     dtype: DTypeLike  # of activations
-    weights: str = "plain"  # or one of SCHEMES, as they are packed
+    weights: str = "plain"  # or one of Packed.schemes, as they are packed
 
     @property
     def itemsize(self) -> int:

@@ -37,7 +37,7 @@ from jitney.engine.report.figures import ledger_bars
 from jitney.engine.report.figures import load_curve as chart_of_loads
 from jitney.engine.report.page import Page, PageSection, Table
 from jitney.engine.report.tables import curve_table, figures_table, ledgers_table
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import MeasuredRun
 from jitney.engine.simulation.engine_shape import EngineShape
@@ -225,7 +225,7 @@ TABLE = StepTable([Curve(1, 1, 0.006), Curve(4, 4, 0.01), Curve(16, 4, 0.02)])
 
 def flat_shape(policy: str = "continuous") -> EngineShape:
     held_to = SchedulerLimits(4, 2048, policy=policy, max_waiting_requests=2)
-    return EngineShape(held_to, make_buckets(max_seats=4, token_budget=16), 2000).open_to_all()
+    return EngineShape(held_to, Buckets.of(max_seats=4, token_budget=16), 2000).open_to_all()
 
 
 def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():

@@ -830,9 +830,9 @@ from jitney.engine.bench.device import (
     check, kernels, loop, peers, products, prompt_peers, steps, vllm_peer, worker
 )
 from jitney.engine.cli import bench_device
-from jitney.kernels.compat import jax_triton
+from jitney.kernels.triton_gpu.launch import _jax_triton
 
-jax_triton()
+_jax_triton()
 names = packages_distributions()
 print(*{name for module in sys.modules for name in names.get(module.partition(".")[0], ())})
 """

@@ -27,9 +27,9 @@ from jitney.engine.bench.sizes import (
 from jitney.engine.bench.sizes_worker import _prompt_chunks
 from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED
 from jitney.engine.config.layers import Layered
-from jitney.engine.config.schema import Config, EngineSection, ModelSection
+from jitney.engine.config.schema import Config, EngineSection, _ModelSection
 from jitney.engine.errors import JitneyError
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 
 Seconds = Callable[[int], float]
 
@@ -67,7 +67,7 @@ class Machine:
         slower = self.alone if threads == 1 else 1.0
         if engine.kernels == "reference":
             slower *= self.plain
-        buckets = make_buckets(
+        buckets = Buckets.of(
             max_seats=engine.max_seats,
             token_budget=engine.token_budget,
             seat_sizes=engine.seat_buckets,
@@ -282,7 +282,7 @@ def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own():
         pages=9,  # one is nobody's
         threads=1,
     )
-    model = ModelSection(id="tiny-random", dtype="float32", context=64)
+    model = _ModelSection(id="tiny-random", dtype="float32", context=64)
     times = asyncio.run(_time_apart(Config(model=model, engine=engine)))
     assert times.threads == 1
     assert [step.size for step in times.decode] == [4, 8]
@@ -292,7 +292,7 @@ def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own():
 
 
 def test_what_cannot_be_timed_is_one_line():
-    config = Config(model=ModelSection(id="/no/such/model"), engine=EngineSection(platform="cpu"))
+    config = Config(model=_ModelSection(id="/no/such/model"), engine=EngineSection(platform="cpu"))
     with pytest.raises(JitneyError, match=r"^steps cannot be timed: .*/no/such/model") as caught:
         asyncio.run(_time_apart(config))
     assert "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ from jitney.engine.bench.step import StepCase, _cases, _measured_floor
 from jitney.engine.bench.step_parts import _part_cases, measure_parts
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_step import _DECODING, _show
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.types import SamplingParams
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_every_case_is_a_step_the_engine_could_plan(
     seats: int, budget: int, room: int, context: int
 ):
-    buckets = make_buckets(max_seats=seats, token_budget=budget)
+    buckets = Buckets.of(max_seats=seats, token_budget=budget)
     made = _cases(buckets, room, context)
     assert {case.bucket for case in made} == set(buckets.all())
     assert len(set(made)) == len(made)
@@ -151,7 +151,7 @@ def test_kernels_without_clocks_have_no_parts_and_one_line_says_so(report: dict,
 
 
 def test_parts_are_measured_at_few_and_many_seats_and_with_a_prompt():
-    made = _part_cases(make_buckets(max_seats=32, token_budget=512), 2048)
+    made = _part_cases(Buckets.of(max_seats=32, token_budget=512), 2048)
     decoding = [(len(case.decode), case.decode[0]) for case in made if case.bucket.decode_only]
     long = [384, 1024, 2047]
     assert decoding == [*((1, n) for n in long), *((8, n) for n in long), (32, 384)]

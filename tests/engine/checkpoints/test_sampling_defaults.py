@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import msgspec
 import pytest
 from engine_infos import changed
 from history_fakes import INFO
@@ -15,7 +16,7 @@ from history_fakes import INFO
 from jitney.engine import LLM, SamplingParams, messages
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
-from jitney.engine.checkpoints.sources import DEFAULT_MODEL, ModelSource
+from jitney.engine.checkpoints.sources import _DEFAULT_MODEL, ModelSource
 from jitney.engine.config.schema import SamplingSection
 from jitney.engine.errors import ConfigError
 
@@ -46,7 +47,7 @@ def test_whole_numbers_stay_whole_between_processes(tmp_path: Path):
         SamplingSection(), folder_with(tmp_path, {"top_k": 20.0, "temperature": 1})
     )
     ready = messages.Ready(changed(INFO, sampling_defaults=found))
-    told = messages.decode_from_core(messages.encode(ready))
+    told = msgspec.msgpack.decode(messages.encode(ready), type=messages.FromCore)
     assert (
         isinstance(told, messages.Ready) and type(told.info.model.sampling_defaults["top_k"]) is int
     )
@@ -130,7 +131,7 @@ def test_gguf_files_say_it_in_their_metadata(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_the_built_in_model_brings_its_own():
-    source = ModelSource("gguf", "/nowhere.gguf", DEFAULT_MODEL, tiny_config())
+    source = ModelSource("gguf", "/nowhere.gguf", _DEFAULT_MODEL, tiny_config())
     assert sampling_defaults(SamplingSection(), source) == {
         "temperature": 0.2,
         "top_p": 0.9,

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from places import ROOT
 from pydantic import ValidationError
 
-from jitney.engine.config.layers import load_config, settings, to_toml
+from jitney.engine.config.layers import Layered, load_config, settings
 from jitney.engine.config.schema import (
     Config,
     EngineSection,
-    KernelsName,
-    ModelSection,
     SamplingSection,
     ServerSection,
+    _KernelsName,
+    _ModelSection,
     cache_dir,
 )
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 
 
 def write(folder: Path, text: str) -> Path:
@@ -167,9 +167,9 @@ def test_an_open_host_needs_a_key_or_a_decision():
             token_budget=st.integers(300, 4096),
             memory_gib=st.floats(0, 1e6),
             prefix_cache=st.booleans(),
-            kernels=st.sampled_from(get_args(KernelsName)),
+            kernels=st.sampled_from(get_args(_KernelsName)),
         ),
-        model=st.builds(ModelSection, id=st.text(min_size=1)),
+        model=st.builds(_ModelSection, id=st.text(min_size=1)),
         server=st.builds(
             ServerSection,
             api_key_file=st.text(),
@@ -183,18 +183,18 @@ def test_toml_reads_back_to_the_same(
     tmp_path_factory: pytest.TempPathFactory, config: Config, comments: bool
 ):
     file = tmp_path_factory.mktemp("toml") / "out.toml"
-    file.write_text(to_toml(config, comments=comments), encoding="utf-8")
+    file.write_text(Layered(config, {}).to_toml(comments=comments), encoding="utf-8")
     assert load_config(file) == config
 
 
 def test_keys_are_not_printed():
-    text = to_toml(load_config(environ={"JITNEY_API_KEYS": "sesame"}))
+    text = Layered.load(environ={"JITNEY_API_KEYS": "sesame"}).to_toml()
     assert "sesame" not in text
     assert "api_keys: 1 set" in text
 
 
 def test_every_field_has_its_own_flat_name_and_a_description():
-    parts = (ModelSection, EngineSection, SamplingSection, ServerSection)
+    parts = (_ModelSection, EngineSection, SamplingSection, ServerSection)
     fields = [field for part in parts for field in part.model_fields.values()]
     assert [setting.field for setting in settings().values()] == fields
     assert all(field.description for field in fields)
@@ -209,7 +209,7 @@ def test_nothing_changes_after_it_is_made():
 def test_what_the_description_allows_makes_distinct_buckets(max_seats: int, token_budget: int):
     if token_budget <= max_seats:
         return
-    buckets = make_buckets(max_seats=max_seats, token_budget=token_budget)
+    buckets = Buckets.of(max_seats=max_seats, token_budget=token_budget)
     assert all(bucket.decode_only for bucket in buckets.decode)
     assert not any(bucket.decode_only for bucket in buckets.mixed)
 

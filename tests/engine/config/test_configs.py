@@ -14,7 +14,7 @@ from jitney.engine.cli.plan import _COMMAND
 from jitney.engine.cli.plan import run as run_plan
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config
-from jitney.engine.scheduler.buckets import Buckets, make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.simulation.planner import Demand, Sizing
 from jitney.engine.simulation.roofline import Roofline, _find_shape
 
@@ -38,7 +38,7 @@ def comments(file: Path) -> str:
 
 def buckets(config: Config, on_device: bool) -> Buckets:
     engine = config.engine
-    return make_buckets(
+    return Buckets.of(
         max_seats=engine.max_seats,
         token_budget=engine.token_budget,
         seat_sizes=engine.seat_buckets,

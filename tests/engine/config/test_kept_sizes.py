@@ -15,10 +15,9 @@ from jitney.engine.config.kept_sizes import (
     _FROM_MEASURED,
     KeptSizes,
     Value,
-    are_measured,
 )
 from jitney.engine.config.layers import Layered, settings
-from jitney.engine.config.schema import Config, EngineSection, ModelSection
+from jitney.engine.config.schema import Config, EngineSection, _ModelSection
 from jitney.engine.errors import ConfigError
 
 SIZES = KeptSizes({"max_seats": 16, "token_budget": 128, "token_buckets": (32, 128)}, "2026-01-02")
@@ -49,9 +48,9 @@ def test_what_is_kept_is_read_again():
     ("config", "where"),
     [
         (Config(), "another processor, 2 threads"),
-        (Config(model=ModelSection(id="tiny-random")), HERE),
-        (Config(model=ModelSection(revision="main")), HERE),
-        (Config(model=ModelSection(dtype="float32")), HERE),
+        (Config(model=_ModelSection(id="tiny-random")), HERE),
+        (Config(model=_ModelSection(revision="main")), HERE),
+        (Config(model=_ModelSection(dtype="float32")), HERE),
         (Config(engine=EngineSection(kernels="reference")), HERE),
         (Config(engine=EngineSection(threads=1)), HERE),
         (Config(engine=EngineSection(kv_dtype="int8")), HERE),
@@ -100,13 +99,13 @@ def test_a_folder_that_others_may_write_to_keeps_nothing(cache: Path):
     ],
 )
 def test_only_a_cpu_to_which_nobody_gives_sizes_measures(engine: dict[str, Any], measures: bool):
-    assert are_measured(given(**engine)) is measures
+    assert KeptSizes.are_for(given(**engine)) is measures
 
 
 def test_a_start_for_a_goal_measures_nothing():
     """The goal has its own number of seats."""
     layered = Layered.load(environ=os.environ, preset={"max_seats": 8})
-    assert not are_measured(layered)
+    assert not KeptSizes.are_for(layered)
 
 
 def test_what_was_measured_is_a_layer_below_all_that_is_given():

@@ -10,7 +10,7 @@ import pytest
 from jitney.engine.cli import main
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import FOR, _add_flags, _add_settings, _Parser
-from jitney.engine.config.layers import FROM_PRESET, Layered, settings
+from jitney.engine.config.layers import _FROM_PRESET, Layered, settings
 from jitney.engine.config.presets import GOALS, preset, runs_on_device
 from jitney.engine.config.schema import EngineSection
 
@@ -54,7 +54,7 @@ def test_what_is_given_stands(goal: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert (engine.max_seats, engine.memory_gib, engine.max_predicted_wait_s) == (20, 2.0, 7.0)
     assert engine.memory_share == 0.0, "who says how much memory has said it all"
     assert engine.token_budget == 512, "who gives one of the sizes decides on all"
-    assert FROM_PRESET not in (given.origins["max_seats"], given.origins["max_predicted_wait_s"])
+    assert _FROM_PRESET not in (given.origins["max_seats"], given.origins["max_predicted_wait_s"])
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_sizes_that_a_preset_would_contradict_are_no_error(given: Sequence[str])
 
 
 def test_without_a_preset_nothing_is_filled_in():
-    assert FROM_PRESET not in layers().origins.values()
+    assert _FROM_PRESET not in layers().origins.values()
     assert layers().config.engine == EngineSection(platform="cpu")
 
 

@@ -19,7 +19,7 @@ from jitney.engine.hosts.connection import _decode
 from jitney.engine.hosts.messages import Board, Choose, Step
 from jitney.engine.models.registry import random_model
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
@@ -30,7 +30,7 @@ from jitney.kernels.select import select
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
-BUCKETS = make_buckets(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
+BUCKETS = Buckets.of(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
 SIZES = StateSizes(
     seats=4, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
 )

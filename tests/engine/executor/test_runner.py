@@ -24,7 +24,7 @@ from jitney.engine.executor.runner import Runner
 from jitney.engine.executor.sampling import Sampler, SamplingRows, SeatState
 from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
@@ -34,7 +34,7 @@ from jitney.kernels.select import select
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 KERNELS = select("cpu", "reference")
-BUCKETS = make_buckets(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
+BUCKETS = Buckets.of(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
 SIZES = StateSizes(
     seats=4, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
 )
@@ -166,7 +166,7 @@ def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.Mo
     """Its declaration and its line are all that a parameter takes: range, upload and the name
     inside jit follow.
     """
-    monkeypatch.setattr(inputs, "SAMPLING", inputs.SamplingUpload(FavouringParams))
+    monkeypatch.setattr(inputs, "SAMPLING", inputs._SamplingUpload(FavouringParams))
     monkeypatch.setattr(program, "Sampler", FavouringSampler)
     runner = make_runner()
     runner.compile()

@@ -21,7 +21,7 @@ from jitney.engine.executor.sampling import (
     threshold,
 )
 from jitney.engine.executor.vocabulary import Vocabulary
-from jitney.engine.types import MAX_LOGPROBS, SamplingParams
+from jitney.engine.types import REQUEST_MOST, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -220,7 +220,7 @@ def test_logprobs_of_sampled_rows_are_exact():
     np.testing.assert_allclose(
         result.logprobs, expected[[0, 1], np.asarray(result.tokens)], atol=1e-5
     )
-    order = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
+    order = np.argsort(-expected, axis=1)[:, : REQUEST_MOST.logprobs]
     np.testing.assert_array_equal(result.top_ids, order)
     np.testing.assert_allclose(
         result.top_logprobs, np.take_along_axis(expected, order, 1), atol=1e-5
@@ -258,13 +258,13 @@ def test_scored_rows_bring_exact_logprobs_block_by_block(count: int):
     )
     jax.effects_barrier()
     assert sorted(computed) == sorted([*rows, 0, 0][: -(-count // 4) * 4])
-    assert found.logprobs.shape == (10,) and found.top_ids.shape == (10, MAX_LOGPROBS)
+    assert found.logprobs.shape == (10,) and found.top_ids.shape == (10, REQUEST_MOST.logprobs)
     expected = log_softmax(logits[rows])
     np.testing.assert_allclose(
         found.logprobs[:count], expected[np.arange(count), targets[:count]], atol=1e-5
     )
     finite = [i for i in range(count) if rows[i] != 7]
-    order = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
+    order = np.argsort(-expected, axis=1)[:, : REQUEST_MOST.logprobs]
     np.testing.assert_array_equal(np.asarray(found.top_ids)[finite], order[finite])
     assert np.isnan(np.asarray(found.logprobs)[:count][rows[:count] == 7]).all()
 

@@ -15,12 +15,12 @@ from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.runner import Runner
 from jitney.engine.models.registry import random_model
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.kernels.select import select
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
-BUCKETS = make_buckets(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
+BUCKETS = Buckets.of(max_seats=4, token_budget=32, seat_sizes=(4,), token_sizes=(32,))
 #: 16,384 pages of 8 KiB.
 SIZES = StateSizes(
     seats=4, n_pages=1 << 14, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")

@@ -20,7 +20,7 @@ from jitney.engine.executor.sampling import Sampled, SeatState
 from jitney.engine.executor.step_parts import StepParts
 from jitney.engine.models.registry import random_model
 from jitney.engine.records import Ledger
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
@@ -34,7 +34,7 @@ KERNELS = select("cpu", "reference")
 SEATS = 5
 #: Numbers of logit rows that programs are made for.
 ROWS = (2, SEATS)
-BUCKETS = make_buckets(max_seats=SEATS, token_budget=32, seat_sizes=ROWS, token_sizes=(16, 32))
+BUCKETS = Buckets.of(max_seats=SEATS, token_budget=32, seat_sizes=ROWS, token_sizes=(16, 32))
 SIZES = StateSizes(
     seats=SEATS, n_pages=32, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
 )

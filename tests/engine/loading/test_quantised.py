@@ -26,14 +26,7 @@ from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import choose_kv_dtype, load_kv_scales
 from jitney.engine.models.protocol import Model
-from jitney.engine.models.quantization import (
-    KV_TYPES,
-    SCHEMES,
-    Packed,
-    group_size,
-    quantise,
-    widened,
-)
+from jitney.engine.models.quantization import KV_TYPES, Packed, group_size, quantise, widened
 from jitney.engine.models.registry import abstract_model, random_model
 from jitney.engine.types import SamplingParams
 from jitney.kernels.experts import gate
@@ -73,7 +66,7 @@ def test_fp8_is_rounded_as_ml_dtypes_does():
     )
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", Packed.schemes)
 def test_an_output_of_zeros_stays_zero(scheme: str):
     weights = WEIGHTS.copy()
     weights[:, 3] = 0
@@ -121,7 +114,7 @@ def with_lows(packed: Packed) -> Packed:
     )
 
 
-@pytest.mark.parametrize("name", [*SCHEMES, "lows"])
+@pytest.mark.parametrize("name", [*Packed.schemes, "lows"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_is_that_of_the_widened_matrix(name: str, dtype):
     packed = quantise(WEIGHTS, scheme="int4" if name == "lows" else name, dtype=dtype)
@@ -251,7 +244,7 @@ def test_factors_are_the_largest_magnitudes_of_a_plain_forward():
     assert found.shape == (4,) and found.dtype == np.float32 and (found > 0).all()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", Packed.schemes)
 @pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
 def test_abstract_models_have_the_shapes_of_real_ones(scheme: str, kv: str):
     config = tiny_config("qwen3")

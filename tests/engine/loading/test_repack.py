@@ -25,7 +25,6 @@ from jitney.engine.loading.checkpoint import _BlockGGUF, open_checkpoint
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
 from jitney.engine.loading.quantising import load_kv_scales
-from jitney.engine.loading.stored_matrix import LayOut
 from jitney.engine.models.llama import Llama
 from jitney.engine.models.quantization import KV_TYPES, Packed, quantise, widened
 
@@ -280,9 +279,7 @@ def test_a_part_is_laid_out_as_in_the_whole(
     if matrix.group == 128 and inputs != slice(0, 128):
         return  # its one group cannot be parted
     read, first = matrix.read(outputs, inputs)
-    found = LayOut(matrix.lay_out, whole.shape)(
-        (tuple(map(jnp.asarray, read)), jnp.asarray(first)), None
-    )
+    found = matrix.part(whole.shape)((tuple(map(jnp.asarray, read)), jnp.asarray(first)), None)
     np.testing.assert_array_equal(widened(found), whole.T)
     assert found.scheme == scheme
     around = (whole.shape[0] + 16) / 64 * (whole.shape[1] + 64) / 128

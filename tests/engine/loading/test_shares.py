@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from places import SUPPORT
 
-from jitney.engine.models.quantization import SCHEMES
+from jitney.engine.models.quantization import Packed
 
 #: Formats of 4 bits that `loading_program` makes up.
 STORED = ("gptq", "awq", "pack", "q4_k")
@@ -37,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     return dict(np.load(out))
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *STORED])
+@pytest.mark.parametrize("scheme", [*Packed.schemes, *STORED])
 def test_a_share_has_the_bits_of_the_whole(results: dict[str, np.ndarray], scheme: str):
     """Also of matrices that the checkpoint has in 4 bits, taken as they are: of Q4_K with heads in
     another order, and inputs that are split within a block.

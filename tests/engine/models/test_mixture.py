@@ -26,9 +26,9 @@ from jitney.engine.executor.program import StateSizes
 from jitney.engine.executor.proving import served_by
 from jitney.engine.models.layers import RowFacts
 from jitney.engine.models.mixture import _Experts, _route, _Routes
-from jitney.engine.models.quantization import SCHEMES, Packed, quantise, widened
+from jitney.engine.models.quantization import Packed, quantise, widened
 from jitney.engine.models.registry import abstract_model, random_model
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.simulation.roofline import SHAPES, ModelCost
 from jitney.engine.types import EngineRequest
 from jitney.kernels import eight_bits, experts
@@ -148,7 +148,7 @@ def naive(layer: _Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("arranged", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", Packed.schemes)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arranged: bool):
     config = tiny_config(family)
@@ -167,7 +167,7 @@ def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, arrang
     assert not found[37:].any()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", Packed.schemes)
 def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
     """Weights laid out in panels and multiplied where they lie, where this CPU has such."""
     config = tiny_config("mixtral")
@@ -316,7 +316,7 @@ def test_experts_are_proven_in_the_rows_of_their_blocks():
     few and for many.
     """
     config = tiny_config("mixtral")
-    buckets = make_buckets(max_seats=2, token_budget=300, seat_sizes=(1, 2), token_sizes=(300,))
+    buckets = Buckets.of(max_seats=2, token_budget=300, seat_sizes=(1, 2), token_sizes=(300,))
     sizes = StateSizes(
         seats=2, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")
     )

@@ -39,7 +39,7 @@ from jitney.engine.loading.load import _most_elsewhere
 from jitney.engine.models.llama import _lookup
 from jitney.engine.models.sharding import DATA as ENGINES
 from jitney.engine.models.sharding import TENSOR, Shares
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.kernels import definitions
 
 #: Biases, a tied head, a tied head with biases and windows, norms of query and key heads, and norms
@@ -646,7 +646,7 @@ class Sized(SimpleNamespace):
 )
 def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: int):
     config = load_config(flags={"model": "tiny-random", "max_seats": 4, "token_budget": 4096})
-    own, buckets = tiny_config().local(2), make_buckets(max_seats=4, token_budget=4096)
+    own, buckets = tiny_config().local(2), Buckets.of(max_seats=4, token_budget=4096)
     likely = likely_temp_bytes(own, buckets)
     needed = {"as likely": likely - 100_000, "far less": likely // 10, "more": likely + 100_000}[
         temporaries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 import zmq
 from process_core import Core
@@ -67,7 +68,7 @@ def test_whoever_comes_while_there_is_time_is_in_the_same_plan(ends, monkeypatch
     ended = set()
     while len(ended) < 2:
         assert from_core.poll(1000 * _WAIT_S), "both are answered"
-        report = messages.decode_from_core(from_core.recv())
+        report = msgspec.msgpack.decode(from_core.recv(), type=messages.FromCore)
         if isinstance(report, messages.StepReport):
             ended |= {output.request_id for output in report.outputs if output.finish}
     to_core.send(messages.encode(messages.Shutdown()))

@@ -24,7 +24,7 @@ from outputs import Outputs, collect
 from places import SUPPORT
 
 from jitney.engine import messages
-from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
+from jitney.engine.config.schema import Config, EngineSection, ServerSection, _ModelSection
 from jitney.engine.errors import EngineDead, RequestError
 from jitney.engine.process import supervisor, watchdog
 from jitney.engine.process.link import CoreLink, _private_folder, _remove_left_folders
@@ -47,7 +47,7 @@ def importable(monkeypatch: pytest.MonkeyPatch):
 
 def config(**server: object) -> Config:
     return Config(
-        model=ModelSection(id="tiny-random"),
+        model=_ModelSection(id="tiny-random"),
         engine=EngineSection(platform="cpu", compilation_cache=False),
         server=ServerSection(**server),  # pyright: ignore[reportArgumentType]
     )

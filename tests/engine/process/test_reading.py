@@ -8,6 +8,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from jitney.engine import messages
 from jitney.engine.config.schema import Config
 from jitney.engine.process.supervisor import ProcessClient
@@ -48,6 +50,6 @@ def test_the_predicted_wait_is_the_newest_that_was_said():
         messages.StepReport([], predicted_wait=2.0),
         messages.Tick(waiting=0),
     ):
-        client._take(link, messages.decode_from_core(messages.encode(message)))
+        client._take(link, msgspec.msgpack.decode(messages.encode(message), type=messages.FromCore))
         waits.append(client.counters.predicted_wait)
     assert waits == [3.5, 3.5, 0.0, 2.0, 0.0], "an idle engine has room at once"

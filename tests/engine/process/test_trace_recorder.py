@@ -19,7 +19,7 @@ from step_tables import constant_table
 from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.messages import SequenceEvent, StepReport
 from jitney.engine.process.trace_recorder import Recorder
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import simulate
@@ -162,7 +162,7 @@ def test_from_the_core_into_the_simulator(tmp_path: Path):
         assert line.queue_s is not None and line.ttft_s is not None and line.e2e_s is not None
         assert 0 < line.queue_s < line.ttft_s <= line.e2e_s < 5 and 0 <= line.at < 5
     limits = SchedulerLimits(max_seats=4, context_length=64)
-    engine = EngineShape(limits, make_buckets(max_seats=4, token_budget=16), 40)
+    engine = EngineShape(limits, Buckets.of(max_seats=4, token_budget=16), 40)
     run = simulate(Arrival.read_all(tmp_path / "t.jsonl"), engine, constant_table(0.01))
     assert [t.finish for t in run.requests] == ["length"] * 5
 

@@ -19,8 +19,7 @@ from fakes import FakeClock, device_of, ends_of, make_core, make_request, pictur
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError, RequestError
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
-from jitney.engine.scheduler.endings import Endings
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.estimates import (
     _FIRST_GUESS,
     _KEPT,
@@ -32,9 +31,10 @@ from jitney.engine.scheduler.estimates import (
 )
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepResult
-from jitney.engine.scheduler.policies import ORDERS
+from jitney.engine.scheduler.policies import _ORDERS
+from jitney.engine.scheduler.predicted_wait import _Endings
 
-BUCKETS = make_buckets(max_seats=16, token_budget=256)  # mixed: 32, 64, 128, 256 rows
+BUCKETS = Buckets.of(max_seats=16, token_budget=256)  # mixed: 32, 64, 128, 256 rows
 
 
 def step_times_of(**seconds: float) -> StepTimeEstimate:
@@ -379,7 +379,7 @@ def test_one_of_many_ends_long_before_their_mean_rest():
     about 16 steps, half of them in about 177.
     """
     core, _ = run_seats(16, 500, 2)
-    running = Endings(core.scheduler.state.seated, OutputLengths())
+    running = _Endings(core.scheduler.state.seated, OutputLengths())
     assert running.steps_until(1) == pytest.approx(_FIRST_GUESS / 16, rel=0.1)
     assert running.steps_until(8) == pytest.approx(_FIRST_GUESS * math.log(2), rel=0.1)
     assert running.steps_until(16) == pytest.approx(498, abs=1), "an answer ends by length, too"
@@ -565,7 +565,7 @@ def calls(seats: int, order: str) -> float:
     return counted / 10
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", _ORDERS)
 def test_the_cost_of_a_step_grows_with_the_seats_and_no_faster(order: str):
     small, large = calls(32, order), calls(128, order)
     assert large < 4.4 * small and large < 128 * 30

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 
-BUCKETS = make_buckets(max_seats=32, token_budget=512)
+BUCKETS = Buckets.of(max_seats=32, token_budget=512)
 
 
 def test_default_sizes():
@@ -75,9 +75,9 @@ def test_no_prompt_is_split_where_padding_is_free():
     ],
 )
 def test_a_device_has_few_decode_sizes(seats: int, sizes: list[int]):
-    buckets = make_buckets(max_seats=seats, token_budget=4 * seats + 1, on_device=True)
+    buckets = Buckets.of(max_seats=seats, token_budget=4 * seats + 1, on_device=True)
     assert [b.seats for b in buckets.decode] == sizes
-    explicit = make_buckets(max_seats=8, token_budget=100, seat_sizes=(2,), on_device=True)
+    explicit = Buckets.of(max_seats=8, token_budget=100, seat_sizes=(2,), on_device=True)
     assert [b.seats for b in explicit.decode] == [2, 8]
 
 
@@ -92,13 +92,13 @@ def test_a_device_has_few_decode_sizes(seats: int, sizes: list[int]):
 def test_a_device_has_small_steps_with_prompts(
     seats: int, budget: int, mixed: list[tuple[int, int]]
 ):
-    buckets = make_buckets(max_seats=seats, token_budget=budget, on_device=True)
+    buckets = Buckets.of(max_seats=seats, token_budget=budget, on_device=True)
     assert [(bucket.tokens, bucket.seats) for bucket in buckets.mixed] == mixed
 
 
 def test_few_sequences_with_a_short_prompt_are_a_small_step():
     """23 rows and 4 logit rows where 512 and 256 were computed."""
-    buckets = make_buckets(max_seats=256, token_budget=2048, on_device=True)
+    buckets = Buckets.of(max_seats=256, token_budget=2048, on_device=True)
 
     def chosen(tokens: int, sequences: int, logit_rows: int) -> Bucket:
         return buckets.choose(
@@ -115,7 +115,7 @@ def test_few_sequences_with_a_short_prompt_are_a_small_step():
 
 
 def test_no_prompt_is_split_for_a_step_that_cannot_hold_its_sequences():
-    buckets = make_buckets(max_seats=256, token_budget=2048, on_device=True)
+    buckets = Buckets.of(max_seats=256, token_budget=2048, on_device=True)
     # 64 rows and then 64 more, each with its few sequences, beside 256 and a step of 4 rows.
     assert buckets.thrifty(3, 70, 3, 4) == 61
     # Seventeen sequences fill no step of 64 rows.
@@ -123,5 +123,5 @@ def test_no_prompt_is_split_for_a_step_that_cannot_hold_its_sequences():
 
 
 def test_explicit_sizes_replace_the_powers_of_two_and_keep_the_limits():
-    buckets = make_buckets(max_seats=6, token_budget=100, seat_sizes=(2,), token_sizes=(50,))
+    buckets = Buckets.of(max_seats=6, token_budget=100, seat_sizes=(2,), token_sizes=(50,))
     assert [str(b) for b in buckets.all()] == ["decode-2", "decode-6", "mixed-50", "mixed-100"]

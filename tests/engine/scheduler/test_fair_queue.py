@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitney.engine.errors import RequestError
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.fair_queue import _EVERY, FairQueue
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.policies import (
@@ -445,7 +445,7 @@ def beside(rate_a: float, seed: int) -> tuple[float, float]:
     )
     limits = SchedulerLimits(32, 4096, 10_000, 10**9, order="fair", prefill_share="auto")
     run = simulate(
-        coming, EngineShape(limits, make_buckets(max_seats=32, token_budget=512), 8193), TABLE
+        coming, EngineShape(limits, Buckets.of(max_seats=32, token_budget=512), 8193), TABLE
     )
     waits = [
         request.ttft_s or 0.0

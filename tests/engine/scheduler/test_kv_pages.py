@@ -14,8 +14,7 @@ from jitney.engine.scheduler.kv_pages import (
     _SHARED,
     PagePool,
     _extend_keys,
-    owner_key,
-    root_key,
+    _root_key,
 )
 from jitney.engine.scheduler.sequence import OwnPages
 
@@ -138,11 +137,11 @@ def test_withdrawn_pages_are_not_found(still_held: bool):
 
 def test_keys_name_the_whole_prefix_and_the_owner():
     assert keys_of([1, 1, 1, 1, 2, 2, 2, 2], 2)[1] != keys_of([3, 3, 3, 3, 2, 2, 2, 2], 2)[1]
-    assert keys_of([1] * 4, 1, root=root_key("a", "")) != keys_of(
-        [1] * 4, 1, root=root_key("b", "")
+    assert keys_of([1] * 4, 1, root=_root_key("a", "")) != keys_of(
+        [1] * 4, 1, root=_root_key("b", "")
     )
     owners = (("ab", "c", ""), ("a", "bc", ""), ("abc", "", ""), ("", "abc", ""), ("ab", "c", "r"))
-    roots = [root_key(*owner, adapter) for owner in owners for adapter in (0, 1, 2)]
+    roots = [_root_key(*owner, adapter) for owner in owners for adapter in (0, 1, 2)]
     assert len(set(roots)) == len(roots)
     assert keys_of(list(range(8)), 1) == keys_of(list(range(8)), 2)[:1]
 
@@ -157,11 +156,11 @@ def test_own_pages_have_names_that_no_other_sequence_has():
         return keys
 
     everybody = named(None)
-    one, other = (named(OwnPages(6, owner_key(number, 0))) for number in (1, 2))
+    one, other = (named(OwnPages.of(6, number, 0)) for number in (1, 2))
     assert one[:1] == other[:1] == everybody[:1]
     assert len({*one[1:], *other[1:], *everybody[1:]}) == 9
-    assert named(OwnPages(16, owner_key(1, 0))) == everybody
-    assert owner_key(1, 2) != owner_key(2, 1)
+    assert named(OwnPages.of(16, 1, 0)) == everybody
+    assert OwnPages.of(6, 1, 2) != OwnPages.of(6, 2, 1)
 
 
 def test_check_sees_a_page_lost_or_doubled():

@@ -19,7 +19,7 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import RequestError
 from jitney.engine.process.supervisor import _with_seed
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
 from jitney.engine.scheduler.promises import _LONGEST_RETRY, PlaceRate, Promises
@@ -38,7 +38,7 @@ def shape(**limits: Any) -> EngineShape:
     held_to = SchedulerLimits(
         8, 512, **({"max_waiting_requests": 64, "max_predicted_wait_s": 60.0} | limits)
     )
-    return EngineShape(held_to, make_buckets(max_seats=8, token_budget=128), 600, 16)
+    return EngineShape(held_to, Buckets.of(max_seats=8, token_budget=128), 600, 16)
 
 
 def open_loop(load: float, seconds: float) -> list[Arrival]:
@@ -108,7 +108,7 @@ def test_at_low_load_nobody_is_refused_by_default():
     """Nor at once when all seats are filled on an idle engine."""
     limits = SchedulerLimits.of(EngineSection(max_seats=8, token_budget=128), context_length=512)
     assert limits.max_predicted_wait_s == 60.0
-    engine = EngineShape(limits, make_buckets(max_seats=8, token_budget=128), 600, 16)
+    engine = EngineShape(limits, Buckets.of(max_seats=8, token_budget=128), 600, 16)
     quiet = simulate(open_loop(0.8, 300.0), engine, TABLE)
     burst = simulate([Arrival(0.0, 200, 250)] * 32, engine, TABLE)
     for run in (quiet, burst):

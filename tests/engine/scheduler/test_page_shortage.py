@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from fakes import FakeClock, ends_of, make_core, make_request, solo, tokens_of, watch
 
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.estimates import (
     _BUCKETS,
     _CAREFUL_GUESS,
+    _EDGES,
     _HALVE_AT,
     _MOST_CLASSES,
-    EDGES,
     OutputLengths,
     RequestClasses,
     StepTimeEstimate,
@@ -97,7 +97,7 @@ def closed_loop(outputs: str, seats: int, known: bool) -> Outcome:
     requests = RequestRecords(keep_times=True)
     device = EndingDevice(arrivals)
     limits = SchedulerLimits(seats, 3000, max_waiting_requests=1000)
-    shape = EngineShape(limits, make_buckets(max_seats=seats, token_budget=512), 201)
+    shape = EngineShape(limits, Buckets.of(max_seats=seats, token_budget=512), 201)
     core = device.new_core(shape)
     make = Arrival.request if known else endless
 
@@ -178,9 +178,9 @@ def test_those_who_lose_their_seats_take_turns():
 
 
 def test_the_edges_of_lengths():
-    assert [_bucket_of(int(edge)) for edge in EDGES[:-1]] == list(range(_BUCKETS))
+    assert [_bucket_of(int(edge)) for edge in _EDGES[:-1]] == list(range(_BUCKETS))
     assert all(
-        _bucket_of(int(edge) - 1) == bucket - 1 for bucket, edge in enumerate(EDGES[1:-1], 1)
+        _bucket_of(int(edge) - 1) == bucket - 1 for bucket, edge in enumerate(_EDGES[1:-1], 1)
     )
     assert _bucket_of(2**40) == _BUCKETS - 1
 
@@ -247,7 +247,7 @@ def test_times_ahead_hold_everybodys_end():
 
 
 def test_a_larger_bucket_for_one_more_must_pay():
-    step_times = StepTimeEstimate(make_buckets(max_seats=16, token_budget=64))
+    step_times = StepTimeEstimate(Buckets.of(max_seats=16, token_budget=64))
     assert step_times.needed_to_pay(8) == 1, "nothing is known yet"
     step_times.observe(Bucket(8, 8), 0.010)
     assert step_times.needed_to_pay(8) == 1

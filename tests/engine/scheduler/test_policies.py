@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import cast, get_args
+from typing import get_args
 
 import pytest
 from fakes import (
@@ -22,10 +22,10 @@ from fakes import (
     watch,
 )
 
-from jitney.engine.config.schema import EngineSection, OrderName, PolicyName
+from jitney.engine.config.schema import EngineSection, _OrderName, _PolicyName
 from jitney.engine.core import EngineCore
-from jitney.engine.scheduler.limits import BatchLimits, SchedulerLimits
-from jitney.engine.scheduler.policies import ORDERS, POLICIES, Situation, make_policy
+from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.scheduler.policies import _ORDERS, POLICIES, Situation, make_policy
 from jitney.engine.types import SequenceOutput
 
 BATCHING = ("static", "dynamic")
@@ -54,8 +54,20 @@ def states(core: EngineCore) -> str:
     return "".join({"free": "."}.get(seat.state, seat.state[0]) for seat in core.seat_map().seats)
 
 
+def batching(policy: str, static_timeout_ms: float = 0.0) -> SchedulerLimits:
+    """Batches of four, of which the oldest waits 1.5 seconds at most."""
+    return SchedulerLimits(
+        max_seats=8,
+        context_length=64,
+        policy=policy,
+        batch_size=4,
+        max_wait_ms=1500.0,
+        static_timeout_ms=static_timeout_ms,
+    )
+
+
 def test_the_names_stand_in_one_place():
-    assert tuple(POLICIES) == get_args(PolicyName) and tuple(ORDERS) == get_args(OrderName)
+    assert tuple(POLICIES) == get_args(_PolicyName) and tuple(_ORDERS) == get_args(_OrderName)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +88,7 @@ def test_the_names_stand_in_one_place():
 def test_who_may_board(
     policy: str, now: float, arrivals: list[float], busy: int, boarders: int, boards_at: float
 ):
-    made = make_policy(policy, BatchLimits(4, wait_s=1.5, timeout_s=1.75))
+    made = make_policy(batching(policy, static_timeout_ms=1750.0))
     assert made.boarders(situation(now, arrivals, busy)) == boarders
     if boarders:
         assert made.boards_at(situation(now, arrivals, busy)) <= now
@@ -88,7 +100,7 @@ def test_static_waits_for_its_number_unless_nobody_else_can_come():
     """Nobody has come for an hour, and still three of four do not board; the end of the traffic is
     known to a bench.
     """
-    made = make_policy("static", BatchLimits(4, wait_s=1.5))
+    made = make_policy(batching("static"))
     assert made.boarders(situation(3605.0, [5.0] * 3)) == 0
     assert made.boards_at(situation(3605.0, [5.0] * 3)) == float("inf")
     last = situation(5.0, [5.0] * 3)._replace(more_to_come=False)
@@ -174,7 +186,7 @@ def test_a_static_server_waits_for_the_batch_or_for_quiet():
 
 def test_a_static_server_without_a_timeout_waits_for_its_number():
     settings = EngineSection(max_seats=4, policy="static", batch_size=3, static_timeout_ms=0)
-    assert SchedulerLimits.of(settings, context_length=64).batches.timeout_s == math.inf
+    assert SchedulerLimits.of(settings, context_length=64).static_timeout_s == math.inf
     clock = FakeClock()
     core = make_core(
         seats=4, eos=(), policy="static", batch_size=3, static_timeout_ms=0.0, clock=clock
@@ -208,8 +220,8 @@ def test_dynamic_waits_for_the_oldest_alone():
 
 def test_an_order_of_ones_own_boards(monkeypatch: pytest.MonkeyPatch):
     """Its name and its entry are all that an order takes."""
-    latest = ORDERS["fcfs"]._replace(key=lambda request, expected: -request.arrival)
-    monkeypatch.setitem(cast("dict[str, object]", ORDERS), "latest", latest)
+    latest = _ORDERS["fcfs"]._replace(key=lambda request, expected: -request.arrival)
+    monkeypatch.setitem(_ORDERS, "latest", latest)
     core = make_core(seats=1, eos=(), order="latest")
     plans = watch(core)
     for number in range(3):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.config.layers import load_config, to_toml
+from jitney.engine.config.layers import Layered, load_config
 from jitney.engine.config.schema import AUTO, Config, Share
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.estimates import _LEAST_SHARE, PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.engine_shape import EngineShape
@@ -43,7 +43,7 @@ def run(
 ) -> SimulatedRun:
     """32 seats, 512 rows, as many pages as anybody wants. free: padding is."""
     limits = SchedulerLimits(32, 8192, max_waiting_requests=1000, prefill_share=share)
-    sizes = replace(make_buckets(max_seats=32, token_budget=512), padding_is_free=free)
+    sizes = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=free)
     table = BY_ROWS if free else TABLE
     engine = EngineShape(limits, sizes, 4097)
     return simulate(arrivals, engine, table, concurrency=concurrency, keep_times=True)
@@ -93,7 +93,7 @@ def test_where_padding_is_free_a_step_has_the_rows_that_its_time_allows():
     """10 ms and a third of one for each row; six steps of 31 streams at 20 ms are 120 ms, which
     between a bucket of 256 rows and one of 512 hold 330.
     """
-    sizes = replace(make_buckets(max_seats=32, token_budget=512), padding_is_free=True)
+    sizes = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=True)
     step_times = StepTimeEstimate(sizes)
     step_times.observe(sizes.decode[0], 0.010)
     step_times.observe(sizes.decode[-1], 0.020)
@@ -119,7 +119,7 @@ def test_a_short_prompt_is_whole_in_one_step_where_padding_is_free():
 
 def test_the_share_by_hand():
     """Of 512 rows: who waits for prompts over who waits for tokens, in sixteenths."""
-    rows = PrefillBudget(StepTimeEstimate(make_buckets(max_seats=32, token_budget=512)), AUTO, 0.0)
+    rows = PrefillBudget(StepTimeEstimate(Buckets.of(max_seats=32, token_budget=512)), AUTO, 0.0)
     shares = [
         rows.share_beside(decoding, prompts)
         for decoding, prompts in (
@@ -144,7 +144,7 @@ def test_a_short_prompt_first_gets_a_slower_step_and_a_long_one_does_not():
     """256 rows take 100 ms, five steps of 8 streams at 20 ms and less of 31 at 38: they are a short
     prompt's. A long one gets what is within 2.7 of them, 58 ms are not beside 8.
     """
-    step_times = StepTimeEstimate(make_buckets(max_seats=32, token_budget=512))
+    step_times = StepTimeEstimate(Buckets.of(max_seats=32, token_budget=512))
     budget = PrefillBudget(step_times, AUTO, 0.0)
     for bucket in step_times.buckets.all():
         times = DECODE_MS if bucket.decode_only else MIXED_MS
@@ -165,7 +165,7 @@ def test_a_short_prompt_first_gets_a_slower_step_and_a_long_one_does_not():
 
 
 def test_a_target_still_bounds_the_step():
-    step_times = StepTimeEstimate(make_buckets(max_seats=32, token_budget=512))
+    step_times = StepTimeEstimate(Buckets.of(max_seats=32, token_budget=512))
     for bucket in step_times.buckets.mixed:
         step_times.observe(bucket, bucket.tokens / 1000)
     assert PrefillBudget(step_times, AUTO, 0.15).most(4, 0, 28) == 128 - 4
@@ -180,7 +180,7 @@ def test_auto_and_numbers_in_every_layer(tmp_path, capsys: pytest.CaptureFixture
     assert load_config(environ={"JITNEY_PREFILL_SHARE": "0.5"}).engine.prefill_share == 0.5
     file = tmp_path / "jitney.toml"
     for written in (Config(), load_config(flags={"prefill_share": "0.25"})):
-        file.write_text(to_toml(written))
+        file.write_text(Layered(written, {}).to_toml())
         assert load_config(file) == written
     with pytest.raises(ConfigError, match="--prefill-share: must be a number or auto"):
         load_config(flags={"prefill_share": "all"})

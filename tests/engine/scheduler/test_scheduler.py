@@ -24,7 +24,7 @@ from fakes import (
 
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.scheduler.admission import _sibling_seed
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import _SHARED, PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import StepResult
@@ -703,4 +703,4 @@ def test_what_has_ended_is_forgotten():
 )
 def test_limits_that_make_no_sense(limits: SchedulerLimits, message: str):
     with pytest.raises(ConfigError, match=message):
-        Scheduler(limits, make_buckets(max_seats=4, token_budget=16), PagePool(9, 4))
+        Scheduler(limits, Buckets.of(max_seats=4, token_budget=16), PagePool(9, 4))

@@ -14,7 +14,7 @@ import pytest
 from jitney.engine.bench.saved import _STAYS_DTYPE, _TIMES_DTYPE, write_recording
 from jitney.engine.cli import main
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.accuracy import (
     COMPARED,
@@ -81,7 +81,7 @@ def measured_file(path: Path) -> None:
             max_seats=8, context_length=128, policy=policy, max_waiting_requests=1000
         )
         engine = EngineShape(
-            limits, make_buckets(max_seats=8, token_budget=64, seat_sizes=(4, 8)), 129
+            limits, Buckets.of(max_seats=8, token_budget=64, seat_sizes=(4, 8)), 129
         )
         run = simulate(arrivals, engine, TABLE)
         rows = [
@@ -243,7 +243,7 @@ def served(arrival: float, finished: float, finish: str = "length") -> RequestRe
 
 def run_of(arrivals: list[Arrival], concurrency: int | None = None) -> list[RequestRecord]:
     limits = SchedulerLimits(max_seats=8, context_length=128, max_waiting_requests=1000)
-    engine = EngineShape(limits, make_buckets(max_seats=8, token_budget=64), 129)
+    engine = EngineShape(limits, Buckets.of(max_seats=8, token_budget=64), 129)
     return simulate(arrivals, engine, TABLE, concurrency=concurrency).requests
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import STEP_DTYPE
-from jitney.engine.scheduler.buckets import Bucket, make_buckets
+from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.simulation.bucket_tuner import SeenSteps, _best_sizes, _padding
 
 
@@ -71,7 +71,7 @@ def holds(tokens: int, seats: int, rows: int, taken: int) -> bool:
 @pytest.mark.parametrize("seed", range(15))
 def test_the_budget_is_shared_between_the_kinds_at_best(seed: int):
     rng = random.Random(seed)
-    present = make_buckets(max_seats=16, token_budget=64)
+    present = Buckets.of(max_seats=16, token_budget=64)
     seen = SeenSteps(
         {rng.randint(1, 16): rng.randint(1, 300) for _ in range(6)},
         {(rng.randint(4, 64), rng.randint(1, 4)): rng.randint(1, 100) for _ in range(6)},
@@ -86,7 +86,7 @@ def test_the_budget_is_shared_between_the_kinds_at_best(seed: int):
         assert sum(proposal.padding.values()) == exhaustive(seen, 16, 64, executables)
         assert proposal.seat_buckets[-1] == 16 and proposal.token_buckets[-1] == 64
         assert proposal.seat_buckets[0] >= 4 and proposal.token_buckets[0] >= 4
-        make_buckets(
+        Buckets.of(
             max_seats=16,
             token_budget=64,
             seat_sizes=proposal.seat_buckets,
@@ -113,7 +113,7 @@ def test_rows_are_read_from_records():
 
 
 def test_short_prompts_beside_few_streams_get_a_small_step():
-    present = make_buckets(max_seats=64, token_budget=512)
+    present = Buckets.of(max_seats=64, token_budget=512)
     proposal = SeenSteps({4: 100}, {(24, 5): 900, (400, 64): 100}).propose(present, 4)
     assert (proposal.seat_buckets, proposal.token_buckets) == ((64,), (24, 512))
     assert proposal.padding["mixed"] == 100 * 112
@@ -122,9 +122,9 @@ def test_short_prompts_beside_few_streams_get_a_small_step():
 
 def test_too_small_a_budget_is_refused():
     with pytest.raises(ConfigError, match="too small"):
-        SeenSteps({}, {}).propose(make_buckets(max_seats=8, token_budget=32), 2)
+        SeenSteps({}, {}).propose(Buckets.of(max_seats=8, token_budget=32), 2)
 
 
 def test_nothing_seen_keeps_the_largest():
-    proposal = SeenSteps({}, {}).propose(make_buckets(max_seats=8, token_budget=32), 12)
+    proposal = SeenSteps({}, {}).propose(Buckets.of(max_seats=8, token_budget=32), 12)
     assert (proposal.seat_buckets, proposal.token_buckets, proposal.share) == ((8,), (32,), 0.0)

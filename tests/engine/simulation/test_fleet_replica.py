@@ -12,7 +12,7 @@ from step_tables import constant_table
 
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.errors import ConfigError
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.simulation.devices import DEVICES
 from jitney.engine.simulation.engine_shape import EngineShape
@@ -49,7 +49,7 @@ def shape(pages: int = 20_000, seats: int = 64, budget: int = 1024) -> EngineSha
 
 def small(seats: int = 2, budget: int = 16, pages: int = 65) -> EngineShape:
     limits = SchedulerLimits(seats, 128)
-    return EngineShape(limits, make_buckets(max_seats=seats, token_budget=budget), pages, 4)
+    return EngineShape(limits, Buckets.of(max_seats=seats, token_budget=budget), pages, 4)
 
 
 def model(engine: EngineShape, table: StepTimes, context: float = 8.0, **options) -> ReplicaModel:

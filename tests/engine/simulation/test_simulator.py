@@ -22,7 +22,7 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE, Ledger
-from jitney.engine.scheduler.buckets import make_buckets
+from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.plan import Plan, StepResult
@@ -63,9 +63,7 @@ def shape(
     **limits: Any,
 ) -> EngineShape:
     held_to = replace(SchedulerLimits(seats, context, max_waiting_requests=10_000), **limits)
-    return EngineShape(
-        held_to, make_buckets(max_seats=seats, token_budget=budget), pages, page_size
-    )
+    return EngineShape(held_to, Buckets.of(max_seats=seats, token_budget=budget), pages, page_size)
 
 
 def end_of(stay: Stay) -> float:

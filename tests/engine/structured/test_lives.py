@@ -13,7 +13,7 @@ from fakes import make_request
 from grammars import text_of, tokenizer_json
 from outputs import Outputs, collect
 
-from jitney.engine.config.schema import Config, EngineSection, ModelSection, ServerSection
+from jitney.engine.config.schema import Config, EngineSection, ServerSection, _ModelSection
 from jitney.engine.process.supervisor import ProcessClient
 from jitney.engine.types import Grammar
 
@@ -30,7 +30,7 @@ def importable(monkeypatch: pytest.MonkeyPatch):
 
 def make_client() -> ProcessClient:
     config = Config(
-        model=ModelSection(id="tiny-random"),
+        model=_ModelSection(id="tiny-random"),
         engine=EngineSection(platform="cpu", compilation_cache=False),
         server=ServerSection(),
     )

@@ -20,7 +20,7 @@ from jitney.kernels.interface import KernelError
 from jitney.kernels.select import select
 
 OURS = products.up_to(products.USUAL_ROWS)
-CPU_FLAGS = build.cpu_flags
+CPU_FLAGS = build._cpu_flags
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +29,9 @@ def afresh(monkeypatch, tmp_path):
     level.
     """
     monkeypatch.setattr(build, "_BUILT", tmp_path)
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build._LEVELS[0].needs))
+    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(build._LEVELS[0].needs))
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(build, "compilers", lambda: iter(()))
+    monkeypatch.setattr(build, "_compilers", lambda: iter(()))
     load = library.load
     load.cache_clear()
     yield
@@ -46,7 +46,7 @@ def lay(level: build.Level, digest: str) -> None:
 @pytest.mark.parametrize("allowed", [True, False])
 def test_amx_is_what_the_system_allows(monkeypatch, allowed):
     flags = " ".join(sorted(build._LEVELS[0].needs))
-    monkeypatch.setattr(build, "cpu_flags", CPU_FLAGS)
+    monkeypatch.setattr(build, "_cpu_flags", CPU_FLAGS)
     monkeypatch.setattr(build.Path, "read_text", lambda *_: f"flags\t\t: {flags}\n")
     monkeypatch.setattr(build, "_may_use_amx", lambda: allowed)
     assert build.Level.here()[0].name == ("amx" if allowed else "avx512_bf16")
@@ -57,13 +57,13 @@ def test_without_a_compiler_the_reference_serves_and_one_line_says_what_to_insta
         assert select("cpu").name == "reference"
     told = [record.getMessage() for record in caplog.records if "reference" in record.getMessage()]
     assert len(told) == 1
-    assert "is not built" in told[0] and build.ADVICE in told[0]
+    assert "is not built" in told[0] and build.BuildError.advice in told[0]
     with pytest.raises(KernelError, match="pip install ziglang"):
         select("cpu", "native")
 
 
 def test_a_cpu_below_avx2_gets_the_reference(monkeypatch, caplog):
-    monkeypatch.setattr(build, "cpu_flags", lambda: build._V3 - {"avx2", "fma"})
+    monkeypatch.setattr(build, "_cpu_flags", lambda: build._V3 - {"avx2", "fma"})
     assert select("cpu").name == "reference"
     assert "this CPU lacks avx2, fma" in caplog.text
 
@@ -82,7 +82,7 @@ def test_a_machine_that_no_level_is_for_gets_the_reference(monkeypatch, caplog):
     ],
 )
 def test_an_arm_cpu_has_the_levels_of_its_features(monkeypatch, features, levels):
-    monkeypatch.setattr(build, "cpu_flags", CPU_FLAGS)
+    monkeypatch.setattr(build, "_cpu_flags", CPU_FLAGS)
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     text = f"processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: {features}\n"
     monkeypatch.setattr(build.Path, "read_text", lambda *_: text)
@@ -97,7 +97,7 @@ def test_a_library_of_other_sources_is_not_used(caplog):
 
 def test_a_library_of_other_sources_is_compiled_again(monkeypatch):
     lay(build._LEVELS[0], "0" * 32)
-    monkeypatch.setattr(build, "compilers", lambda: iter([["a-compiler"]]))
+    monkeypatch.setattr(build, "_compilers", lambda: iter([["a-compiler"]]))
     compiled = []
 
     def compile_level(level, target, command):
@@ -126,7 +126,7 @@ def test_a_level_that_the_compiler_does_not_know_leaves_the_next_one(monkeypatch
             raise build.BuildError(f"unknown option of {level.name}")
         lay(level, build._digest())
 
-    monkeypatch.setattr(build, "compilers", lambda: iter([["an-old-compiler"]]))
+    monkeypatch.setattr(build, "_compilers", lambda: iter([["an-old-compiler"]]))
     monkeypatch.setattr(build.Level, "compile", compile_level)
     assert library._available(build._LEVELS) == build._LEVELS[2]
     assert compiled == [level.name for level in build._LEVELS[:3]]
@@ -164,7 +164,7 @@ def alone(folder: Path, **environment: str) -> subprocess.CompletedProcess:
     source = Path(build.__file__).parent
     shutil.copytree(source / "native", folder / "native", ignore=shutil.ignore_patterns("build"))
     shutil.copy(source / "build.py", folder)
-    code = "import build; print(build._digest()); build.main([])"
+    code = "import build; print(build._digest()); build._main([])"
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,

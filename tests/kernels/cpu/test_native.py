@@ -330,11 +330,11 @@ def test_one_of_many_matrices_is_multiplied_where_it_lies(kind: str, gated: bool
     parts = 1 + gated
     if kind == "int8":
         codes = rng.integers(-127, 128, (3, 64, 192)).astype(np.int8)
-        matrices = jnp.stack([products.arrange_int8(jnp.asarray(one), parts) for one in codes])
+        matrices = jnp.stack([products.INT8.arrange(jnp.asarray(one), parts) for one in codes])
         scale = jnp.asarray(rng.random(192), jnp.float32)
 
         def multiply(w: Any) -> jax.Array:
-            return (products.gated_int8 if gated else products.matmul_int8)(x, Int8(w, scale))
+            return (products.INT8.gated if gated else products.INT8.matmul)(x, Int8(w, scale))
     else:
         floats = jnp.asarray(rng.standard_normal((3, 64, 192)), jnp.bfloat16)
         matrices = jnp.stack([products.arrange(one, parts) for one in floats])
@@ -353,7 +353,7 @@ def test_one_of_many_matrices_is_multiplied_where_it_lies(kind: str, gated: bool
 def test_panels_of_int8_hold_every_weight_once():
     """Panel p, quad i, column c: inputs 4i to 4i + 3 of output p * width + c, 128 greater."""
     w = np.random.default_rng(3).integers(-128, 128, (32, 192), np.int8)
-    panels = np.asarray(products.arrange_int8(jnp.asarray(w))).view(np.uint8).astype(int) - 128
+    panels = np.asarray(products.INT8.arrange(jnp.asarray(w))).view(np.uint8).astype(int) - 128
     assert panels.shape == (2, 8, 96, 4)
     back = panels.transpose(1, 3, 0, 2).reshape(32, 192)
     np.testing.assert_array_equal(back, w)
@@ -363,12 +363,12 @@ def test_panels_of_int8_hold_every_weight_once():
 def test_int8_that_is_no_whole_vectors_is_the_references(size_in: int, size_out: int):
     codes, scale = native_checks.int8_weights(1, size_in, size_out)
     x = native_checks.numbers(2, "float32", 5, size_in)
-    weights = Int8(products.arrange_int8(jnp.asarray(codes)), jnp.asarray(scale))
+    weights = Int8(products.INT8.arrange(jnp.asarray(codes)), jnp.asarray(scale))
     assert weights.kernel.shape == codes.shape
     wanted = definitions.matmul_int8(np.asarray(x), codes, scale)
-    np.testing.assert_allclose(products.matmul_int8(x, weights), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(products.INT8.matmul(x, weights), wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
-        products.gated_int8(x, weights),
+        products.INT8.gated(x, weights),
         definitions.gated(definitions.matmul_int8(np.asarray(x), codes, scale)),
         rtol=1e-5,
         atol=1e-6,
@@ -382,8 +382,8 @@ def test_a_number_that_is_not_finite_ends_its_own_row_only(strange: float, dtype
     x = native_checks.numbers(2, dtype, 9, 64)
     broken = x.at[4, 63].set(strange)
     others = np.arange(9) != 4
-    for product, parts in ((products.matmul_int8, 1), (products.gated_int8, 2)):
-        weights = Int8(products.arrange_int8(jnp.asarray(codes), parts), jnp.asarray(scale))
+    for product, parts in ((products.INT8.matmul, 1), (products.INT8.gated, 2)):
+        weights = Int8(products.INT8.arrange(jnp.asarray(codes), parts), jnp.asarray(scale))
         got = np.asarray(jax.jit(product)(broken, weights), np.float32)
         whole = np.asarray(jax.jit(product)(x, weights), np.float32)
         assert np.isnan(got[4]).all()

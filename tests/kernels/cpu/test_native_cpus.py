@@ -65,7 +65,7 @@ FLAG = {
 
 
 def compiler() -> list[str]:
-    command = next(build.compilers(), None)
+    command = next(build._compilers(), None)
     if command is None:
         pytest.skip("no C++ compiler")
     return command
@@ -109,7 +109,7 @@ def level_of(cpu: str) -> build.Level:
 def shipped(request) -> Iterator[library._Library]:
     """One of the libraries that ship, compiled if it is not there yet."""
     level = next(level for level in build._LEVELS if level.name == request.param)
-    if not level.needs <= build.cpu_flags():
+    if not level.needs <= build._cpu_flags():
         pytest.skip(f"this CPU does not run {level.name}")
     compiler_for(level)
     (path,) = build.build([level])
@@ -121,7 +121,7 @@ def shipped(request) -> Iterator[library._Library]:
 
 @pytest.mark.parametrize("level", build._LEVELS, ids=lambda level: level.name)
 def test_the_sources_of_a_level_that_this_cpu_does_not_run_are_valid(level, tmp_path):
-    if level.needs <= build.cpu_flags():
+    if level.needs <= build._cpu_flags():
         pytest.skip("it is compiled and run")
     compiling = build._compiling(level, compiler_for(level))
     for half in build._halves(tmp_path):
@@ -161,7 +161,7 @@ def test_kernels_compiled_for_a_named_cpu_match_float64(cpu, tmp_path):
     level = level_of(cpu)
     path = tmp_path / f"{cpu}.so"
     level.compile(path, compiler())
-    missing = level.needs - build.cpu_flags()
+    missing = level.needs - build._cpu_flags()
     if missing:
         pytest.skip(f"compiled; this CPU cannot run it, it lacks {', '.join(sorted(missing))}")
     checked(path, cpu)

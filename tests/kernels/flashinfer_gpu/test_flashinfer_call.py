@@ -23,7 +23,7 @@ from ragged import Batch, Case, attention, make
 
 from jitney.kernels.flashinfer_gpu import modules
 from jitney.kernels.flashinfer_gpu.modules import Variant
-from jitney.kernels.flashinfer_gpu.prompts import FlashInferPrompts, why_not
+from jitney.kernels.flashinfer_gpu.prompts import FlashInferPrompts
 from jitney.kernels.interface import KernelError
 
 MIXED = Case((4, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6).served_as(
@@ -44,7 +44,7 @@ def attend(prompts: FlashInferPrompts, batch: Batch) -> Any:
     ],
 )
 def test_what_it_does_not_take_is_one_line(heads: int, dtype: str, pool: str, message: str):
-    assert why_not(heads, dtype, pool) == message
+    assert FlashInferPrompts.why_not(heads, dtype, pool) == message
     prompts = FlashInferPrompts(90, 132, target=lambda variant: variant.target)
     q = jnp.zeros((8, 4, heads), dtype)
     kv = jnp.zeros((4, 16, 4, heads), pool)
@@ -113,7 +113,7 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(modules, "_compiled", fail)
     variant = Variant("fa2", "bfloat16", 64, False, False)
     with pytest.raises(KernelError, match=r"could not be compiled: RuntimeError: nvcc: not found$"):
-        modules.registered(variant)
+        variant.registered()
 
 
 NUMBERS = {"float16": np.float16, "float32": np.float32, "int32": np.int32}

@@ -228,6 +228,6 @@ def test_the_call_is_compiled_once_for_a_variant(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(modules, "_compiled", lambda v: SimpleNamespace(paged_run=v.target))
     monkeypatch.setattr(modules, "_register", lambda v, run, platform: made.append(run))
     variant = modules.Variant("fa2", "float16", 256, False, True)
-    assert modules.registered(variant) == modules.registered(variant)
+    assert variant.registered() == variant.registered()
     assert made == ["jitney_flashinfer_fa2_float16_256_capped"]
-    modules.registered.cache_clear()
+    modules._registered.cache_clear()

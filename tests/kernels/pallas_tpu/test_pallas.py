@@ -18,14 +18,13 @@ from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.models.registry import random_model
 from jitney.kernels.interface import KernelError
 from jitney.kernels.pallas_tpu import pool_layout
-from jitney.kernels.pallas_tpu.blocks import BlockSizes, chip_of
-from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
+from jitney.kernels.pallas_tpu.kernel_set import PallasKernels, _BlockSizes, chip_of
 from jitney.kernels.select import _pallas_set, select
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 #: Blocks of 32 keys, so that short contexts have several.
-KERNELS = PallasKernels(interpret=True, blocks=BlockSizes(32, 3, 2048))
+KERNELS = PallasKernels(interpret=True, blocks=_BlockSizes(32, 3, 2048))
 Step = Callable[..., tuple[jax.Array, jax.Array]]
 DECODE = Case((8, 2, 64), (1, 160, 33, 64), rows=6, seqs=6, pages=12)
 MIXED = Case((8, 2, 64), (5, 90), ((120, 50), (17, 3), (9, 1)), rows=70, seqs=6, pages=12)
@@ -107,7 +106,7 @@ def test_bfloat16_is_as_close_as_its_rounding():
 def test_every_copy_is_awaited_and_none_races():
     kernels = PallasKernels(
         pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"),
-        blocks=BlockSizes(16, 2, 2048),
+        blocks=_BlockSizes(16, 2, 2048),
     )
     batch = make(
         Case((2, 1, 64), (20, 3, 9, 33), ((30, 18), (5, 3), (9, 4)), rows=32, seqs=8, pages=4)
@@ -171,7 +170,7 @@ def test_a_pool_of_the_tpus_own_shape_holds_the_same():
     batch = make(replace(DECODE, heads=(6, 3, 64)))
     rows = pool_layout.PoolLayout.of(3, 64, 4)
     own = replace(batch, kv=np.asarray(rows.pool(jnp.asarray(batch.kv))))
-    assert own.kv.shape == pool_layout.pool_shape(len(batch.kv), 16, 3, 64, jnp.float32)
+    assert own.kv.shape == KERNELS.pool_shape(len(batch.kv), 16, 3, 64, jnp.float32)
     assert own.kv.shape[2:] == (4, 128)
     o, kv = attend(own)
     assert (np.asarray(rows.plain(jnp.asarray(kv))) == written(batch)).all()
@@ -211,7 +210,7 @@ def test_a_model_gives_the_logits_of_the_reference():
     model, tokens = random_model(config), jnp.arange(64, dtype=jnp.int32)
     batch = make(Case((6, 2, 16), (40,), ((30, 30), (50, 20)), rows=64, seqs=4, pages=8))
     reference, logits = select("cpu", "reference"), []
-    own = pool_layout.pool_shape(len(batch.kv), 16, 2, 16, jnp.float32)
+    own = KERNELS.pool_shape(len(batch.kv), 16, 2, 16, jnp.float32)
     for kernels, shape in (
         (reference, batch.kv.shape),
         (replace(reference, paged_attention=KERNELS.paged_attention), own),
@@ -224,7 +223,7 @@ def test_a_model_gives_the_logits_of_the_reference():
 
 def test_a_deeper_ring_and_longer_items_give_the_same_bits():
     batch, _, *shallow = attended(MIXED)
-    deep = PallasKernels(interpret=True, blocks=BlockSizes(32, 7, 4096))
+    deep = PallasKernels(interpret=True, blocks=_BlockSizes(32, 7, 4096))
     for expected, got in zip(shallow, attend(batch, deep), strict=True):
         assert (expected == got).all()
 
@@ -253,7 +252,7 @@ def test_chips_are_known_by_what_jax_calls_them(kind: str, chip: str):
 def test_blocks_keep_a_chips_memory_busy(
     chip: str, key_bytes: int, page: int, expected: tuple[int, int, int]
 ):
-    assert BlockSizes.on(chip, key_bytes, page) == expected
+    assert _BlockSizes.on(chip, key_bytes, page) == expected
 
 
 @pytest.mark.parametrize(

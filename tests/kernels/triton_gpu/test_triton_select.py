@@ -12,10 +12,10 @@ from typing import Any, get_args
 import jax
 import pytest
 
-from jitney.engine.config.schema import KernelsName
-from jitney.kernels import compat
+from jitney.engine.config.schema import _KernelsName
 from jitney.kernels.interface import KernelError
 from jitney.kernels.select import _BEST, _KERNEL_SETS, _triton_for, select
+from jitney.kernels.triton_gpu import launch
 
 pytest.importorskip("triton")
 
@@ -109,7 +109,7 @@ def test_a_cpu_gets_the_reference_in_place_of_its_own_kernels_with_one_warning(
 
 
 def test_the_configuration_knows_every_set_by_name():
-    assert get_args(KernelsName) == ("auto", *_KERNEL_SETS)
+    assert get_args(_KernelsName) == ("auto", *_KERNEL_SETS)
 
 
 def test_a_card_that_nobody_knows_ends_with_one_line(monkeypatch: pytest.MonkeyPatch):
@@ -143,7 +143,7 @@ def test_jax_triton_that_is_missing_or_too_old_is_named(
     "version,numbers", [("0.12.0.1", (0, 12, 0, 1)), ("3.9.0rc1", (3, 9)), ("0.11", (0, 11))]
 )
 def test_versions_are_read_up_to_what_is_no_number(version: str, numbers: tuple[int, ...]):
-    assert compat._release(version) == numbers
+    assert launch._release(version) == numbers
 
 
 def test_an_old_triton_gets_the_constant_that_keeps_its_backend_alive(
@@ -151,7 +151,7 @@ def test_an_old_triton_gets_the_constant_that_keeps_its_backend_alive(
 ):
     driver = importlib.import_module("triton.backends.nvidia.driver")
     monkeypatch.delattr(driver, "TMA_TF32", raising=False)
-    compat._name_tf32()
+    launch._name_tf32()
     assert driver.TMA_TF32 == 11
 
 
@@ -165,5 +165,5 @@ def test_importing_jax_triton_leaves_the_cache_folder_alone(monkeypatch: pytest.
             SimpleNamespace(TMA_TF32=11),
         )[1],
     )
-    compat.jax_triton()
+    launch._jax_triton()
     assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
