@@ -60,7 +60,7 @@ EVERYBODY = Identity(Role.ADMIN)
 NOBODY = Identity(Role.ANYBODY)
 
 #: Finds out who sent a request. Raises HttpError for a key that is none of ours.
-type Identify = Callable[[Scope], Identity]
+type _Identify = Callable[[Scope], Identity]
 #: The role that a request's route needs.
 type _RoleOf = Callable[[Scope], Role]
 
@@ -155,7 +155,7 @@ class AccessControl:
 
     app: ASGIApp
     role_of: _RoleOf
-    identify: Identify
+    identify: _Identify
     missing: Callable[[], HttpError]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
