@@ -135,12 +135,3 @@ def _opened(gate: np.ndarray, activation: str) -> np.ndarray:
         return gate / (1 + np.exp(-gate))
     bent = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
     return 0.5 * gate * (1 + np.tanh(bent))
-
-
-def kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:
-    """The probability that top-k (0: all), then top-p of what it left, keep of logits [V]."""
-    weights = np.exp(np.sort(row.astype(np.float64))[::-1])
-    weights /= weights.sum()
-    first = weights[:top_k] if top_k else weights
-    before = np.cumsum(first) - first
-    return float(first[before < top_p * first.sum()].sum())

@@ -458,7 +458,16 @@ def _cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     for row, k, p, floor in zip(logits, top_k, top_p, floors, strict=True):
         weights = np.exp(row.astype(np.float64))
         kept = weights[row >= floor].sum() / weights.sum()
-        yield abs(float(kept) - definitions.kept_mass(row, int(k), float(p)))
+        yield abs(float(kept) - _kept_mass(row, int(k), float(p)))
+
+
+def _kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:
+    """The probability that top-k (0: all), then top-p of what it left, keep of logits [V]."""
+    weights = np.exp(np.sort(row.astype(np.float64))[::-1])
+    weights /= weights.sum()
+    first = weights[:top_k] if top_k else weights
+    before = np.cumsum(first) - first
+    return float(first[before < top_p * first.sum()].sum())
 
 
 #: By what is proved: yields errors, none if the engine never calls the kernel.

@@ -26,7 +26,7 @@ from jitney.engine.executor.threads import own_processors
 from jitney.engine.llm import LLM
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.kv_pages import PagePool
-from jitney.kernels.cpu.build import is_measured
+from jitney.kernels.cpu.build import Level
 
 #: KV positions of each decoding sequence, where the pool has room for them.
 _CONTEXT = 384
@@ -107,7 +107,7 @@ def _rows_choose(runner: Any) -> bool:
 
 def _untried(runner: Any) -> bool:
     kernels = runner.program.kernels
-    return kernels.name == "native" and not is_measured(kernels.instructions)
+    return kernels.name == "native" and not Level.is_measured(kernels.instructions)
 
 
 def _prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:

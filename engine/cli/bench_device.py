@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jitney.engine.bench.device.report import DeviceReport
 from jitney.engine.bench.device.rows import PartJob
-from jitney.engine.bench.device.run import PARTS, TOTAL_S, DevicePlan
+from jitney.engine.bench.device.run import PARTS, DevicePlan
 from jitney.engine.bench.device.saved import ResultFiles
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
@@ -49,7 +49,7 @@ _FLAGS = (
         "--budget-s",
         "seconds for this call; what matters most comes first, no part has more than 300 or, while "
         "others wait, half of what is left, and a later call goes on where this one stopped",
-        TOTAL_S,
+        DevicePlan.TOTAL_S,
     ),
     Flag.switch("--check", "only compare answers, and time nothing"),
     Flag.switch(

@@ -43,7 +43,7 @@ type _Layers = list[Array]
 #: number.
 _MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
 #: Most positions that are read, and positions per page of the pool that they are read into.
-_MOST_TOKENS, PAGE = 512, 16
+_MOST_TOKENS, _PAGE = 512, 16
 #: Compute capability from which NVIDIA GPUs convert fp8.
 _FP8_CAPABILITY = 8.9
 #: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts
@@ -161,8 +161,8 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
     graph, state = nnx.split(model)
     config, dtype, kernels = model.config, model.dtype, select("", "reference")
     count = min(len(tokens), _MOST_TOKENS, config.context_length)
-    pages = -(-count // PAGE)
-    shape = (pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim)
+    pages = -(-count // _PAGE)
+    shape = (pages + 1, _PAGE, 2 * config.n_kv_heads, config.head_dim)
 
     def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
         empty = [jnp.zeros(shape, dtype)] * config.n_layers
@@ -196,7 +196,7 @@ def _one_prompt(count: int, pages: int) -> AttentionMeta:
         kv_lens=jnp.array([count, 0]),
         cu_q=jnp.array([0, count, count]),
         page_table=table,
-        write_rows=rows + PAGE,
+        write_rows=rows + _PAGE,
         positions=rows,
         counts=jnp.array([0, 1, count]),
     )

@@ -35,7 +35,7 @@ from jitney.engine.simulation.step_table import StepTimes
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.telemetry.request_record import RequestRecord, SeatStay, stays_of
-from jitney.engine.telemetry.summary import QUANTILES, summarise, token_waits
+from jitney.engine.telemetry.summary import QUANTILES, summarise
 from jitney.engine.types import EngineRequest, JsonDict
 
 #: No request finds anything.
@@ -78,7 +78,7 @@ class SimulatedRun:
     seconds: float
     #: Of the engine.
     seats: int
-    #: Every wait between two tokens of a request, see `token_waits`.
+    #: Every wait between two tokens of a request, see `_token_waits`.
     gaps: np.ndarray
     #: How often each came.
     gap_counts: np.ndarray
@@ -226,8 +226,44 @@ def simulate(
 
 def _run_of(requests: list[RequestRecord], log: StepLog, seats: int) -> SimulatedRun:
     records = log.records
-    gaps, gap_counts = token_waits(requests, records["step"], np.array(log.done))
+    gaps, gap_counts = _token_waits(requests, records["step"], np.array(log.done))
     return SimulatedRun(requests, records, span(requests), seats, gaps, gap_counts)
+
+
+def _token_waits(
+    requests: Series[RequestRecord], steps: np.ndarray, done: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(waits between two tokens of a request, s; how many tokens waited so long), all of them.
+
+    steps: numbers of the run's steps [steps], ascending; done: when each handed out its tokens
+    [steps] f8. Every step of a stay brings a token, from its first one on, so the waits are those
+    between neighbouring steps; who lost its seat waits from one stay to the next.
+    """
+    first, last, follows = _stay_steps(requests)
+    began, ended = np.searchsorted(steps, first), np.searchsorted(steps, last)
+    # A stay's tokens but the first have waited for one step: add at its second, take off behind
+    # its last.
+    more = np.bincount(began + 1, minlength=len(steps) + 1)
+    fewer = np.bincount(ended + 1, minlength=len(steps) + 1)
+    counts = np.cumsum(more - fewer)[1 : len(steps)]
+    waited = counts > 0
+    between_stays = done[began[1:][follows]] - done[ended[:-1][follows]]
+    waits = np.concatenate((np.diff(done)[waited], between_stays))
+    return waits, np.concatenate((counts[waited], np.ones(len(between_stays), np.int64)))
+
+
+def _stay_steps(requests: Series[RequestRecord]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps of the first [n] i8 and last [n] i8 token of each stay that brought one; and whether
+    each but the first stay [n - 1] bool is of the same request as the one before it.
+    """
+    first, last, owner = [], [], []
+    for number, request in enumerate(requests):
+        for stay in request.stays:
+            if stay.first_step >= 0:
+                first.append(stay.first_step)
+                last.append(stay.last_step)
+                owner.append(number)
+    return np.array(first, np.int64), np.array(last, np.int64), np.diff(owner) == 0
 
 
 def span(requests: Series[RequestRecord]) -> float:

@@ -116,42 +116,6 @@ def token_gaps(requests: Iterable[RequestRecord]) -> np.ndarray:
     return np.concatenate(gaps)
 
 
-def token_waits(
-    requests: Iterable[RequestRecord], steps: np.ndarray, done: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(waits between two tokens of a request, s; how many tokens waited so long), all of them.
-
-    steps: numbers of the run's steps [steps], ascending; done: when each handed out its tokens
-    [steps] f8. Every step of a stay brings a token, from its first one on, so the waits are those
-    between neighbouring steps; who lost its seat waits from one stay to the next.
-    """
-    first, last, follows = _stay_steps(requests)
-    began, ended = np.searchsorted(steps, first), np.searchsorted(steps, last)
-    # A stay's tokens but the first have waited for one step: add at its second, take off behind
-    # its last.
-    more = np.bincount(began + 1, minlength=len(steps) + 1)
-    fewer = np.bincount(ended + 1, minlength=len(steps) + 1)
-    counts = np.cumsum(more - fewer)[1 : len(steps)]
-    waited = counts > 0
-    between_stays = done[began[1:][follows]] - done[ended[:-1][follows]]
-    waits = np.concatenate((np.diff(done)[waited], between_stays))
-    return waits, np.concatenate((counts[waited], np.ones(len(between_stays), np.int64)))
-
-
-def _stay_steps(requests: Iterable[RequestRecord]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps of the first [n] i8 and last [n] i8 token of each stay that brought one; and whether
-    each but the first stay [n - 1] bool is of the same request as the one before it.
-    """
-    first, last, owner = [], [], []
-    for number, request in enumerate(requests):
-        for stay in request.stays:
-            if stay.first_step >= 0:
-                first.append(stay.first_step)
-                last.append(stay.last_step)
-                owner.append(number)
-    return np.array(first, np.int64), np.array(last, np.int64), np.diff(owner) == 0
-
-
 def spread(values: Iterable[float | None] | np.ndarray) -> dict[str, float] | None:
     """Percentiles, mean and most of the values that are known, of an array [n] f8 all; None if none
     is.

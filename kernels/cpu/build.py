@@ -102,6 +102,11 @@ class Level:
             raise BuildError(f"this CPU lacks {', '.join(sorted(of_machine[-1].needs - flags))}")
         return levels
 
+    @staticmethod
+    def is_measured(name: str) -> bool:
+        """Whether the kernels of a level, by its name, were measured on such a CPU."""
+        return any(level.measured for level in _LEVELS if level.name == name)
+
     @property
     def library(self) -> Path:
         """Where its library belongs."""
@@ -211,11 +216,6 @@ def _may_use_amx() -> bool:
     """
     ask = ctypes.CDLL(None).syscall
     return ask(_ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA) == 0
-
-
-def is_measured(name: str) -> bool:
-    """Whether the kernels of a level, by its name, were measured on such a CPU."""
-    return any(level.measured for level in _LEVELS if level.name == name)
 
 
 def _sources() -> list[Path]:

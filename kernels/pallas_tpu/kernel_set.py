@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.pallas_tpu.attention import attention_kernel
 from jitney.kernels.pallas_tpu.interpreting import Interpret
-from jitney.kernels.pallas_tpu.pool_layout import LANES, PoolLayout
+from jitney.kernels.pallas_tpu.pool_layout import PoolLayout
 from jitney.kernels.pallas_tpu.work_order import Constants
 from jitney.kernels.scales import as_stored, scales_of
 
@@ -254,7 +254,7 @@ def _scratch(fixed: Constants, pool: jax.Array) -> list[Any]:
 def _by_lanes(scales: jax.Array, heads: int) -> jax.Array:
     """scales [2K] -> those of keys and of values, each alike in all lanes: [2, K, 1, 128]."""
     pairs = scales.reshape(-1, 2).T
-    return jnp.broadcast_to(pairs[:, :, None, None], (2, heads, 1, LANES))
+    return jnp.broadcast_to(pairs[:, :, None, None], (2, heads, 1, PoolLayout.LANES))
 
 
 def _item_rows(q: jax.Array, meta: AttentionMeta, most: int) -> int:
@@ -280,7 +280,7 @@ def _check(q: jax.Array, pool: jax.Array, meta: AttentionMeta) -> None:
             f"kernels pallas take a page_size of {', '.join(map(str, _PAGES))}, not {pool.shape[1]}"
         )
     n_seqs, n_pages = meta.page_table.shape
-    size = 4 * n_seqs * -(-n_pages // LANES) * LANES
+    size = 4 * n_seqs * -(-n_pages // PoolLayout.LANES) * PoolLayout.LANES
     if size > _SMEM:
         raise ValueError(
             f"a page table of {n_seqs} x {n_pages} takes {size >> 10} KiB of a TPU's scalar "

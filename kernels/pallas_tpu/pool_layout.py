@@ -8,18 +8,21 @@ numbers a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-#: Numbers in a row of a vector register, and rows of 32-bit numbers in one.
-LANES, _SUBLANES = 128, 8
+#: Rows of 32-bit numbers in a vector register.
+_SUBLANES = 8
 
 
 @dataclass(frozen=True)
 class PoolLayout:
     """The rows of one token in a pool."""
 
+    #: Numbers in a row of a vector register.
+    LANES: ClassVar[int] = 128
     heads: int  # K
     dim: int  # D
     rows: int  # R
@@ -28,8 +31,8 @@ class PoolLayout:
     @classmethod
     def of(cls, heads: int, dim: int, itemsize: int) -> PoolLayout:
         """The layout for K key heads of dimension D in numbers of `itemsize` bytes."""
-        packed = 2 * dim <= LANES
-        width = -(-dim // LANES) * LANES
+        packed = 2 * dim <= cls.LANES
+        width = -(-dim // cls.LANES) * cls.LANES
         rows = heads if packed else 2 * heads
         return cls(heads, dim, _whole_tiles(rows, 4 // itemsize), width)
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Protocol
+from typing import IO, ClassVar, Protocol
 
 import msgspec
 
@@ -55,9 +55,9 @@ _ENVIRONMENT = {
     # XLA's own products in Triton; our kernels are called whatever this says.
     "cublas": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
 }
-#: Seconds of all parts together, and of one of them, its process ended then: by these a lease of
-#: half an hour holds the whole, and a call of ten minutes at least one part.
-TOTAL_S, _PART_S = 1500.0, 300.0
+#: Seconds of one part, its process ended then: by these and `DevicePlan.TOTAL_S` a lease of half an
+#: hour holds the whole, and a call of ten minutes at least one part.
+_PART_S = 300.0
 #: In a short call nothing takes all: of the call, for the part `check`; of what is left, for a part
 #: that others wait behind.
 _CHECK_SHARE, _PART_SHARE = 1 / 3, 1 / 2
@@ -85,6 +85,8 @@ class _ResultStore(Protocol):
 class DevicePlan:
     """What to measure. Raises ConfigError, which lists the parts, for one that is none."""
 
+    #: Seconds of all parts together.
+    TOTAL_S: ClassVar[float] = 1500.0
     shape: str = ""  # "tiny", or a key of SHAPES; "": by the device
     dtype: str = "auto"  # of weights and activations; auto: by the device
     kernels: str = "auto"

@@ -37,7 +37,6 @@ from jitney.engine.bench.device.run import (
     _ENVIRONMENT,
     _PART_S,
     PARTS,
-    TOTAL_S,
     DevicePlan,
     DeviceResults,
     _run_apart,
@@ -539,7 +538,7 @@ def test_xla_knows_the_options_of_a_part(part: str):
 def test_no_part_has_more_than_five_minutes_and_all_have_25():
     device = Device()
     DevicePlan().measure(Kept(), quiet, device)
-    assert TOTAL_S == 1500 and _PART_S == 300
+    assert DevicePlan.TOTAL_S == 1500 and _PART_S == 300
     assert device.parts[1:] == list(PARTS)
     assert all(job.seconds < job.limit_s <= _PART_S for job in device.jobs)
     short = Device()

@@ -156,7 +156,7 @@ def logits(model: Model, kv: str = "auto", kernels: KernelSet = REFERENCE) -> np
     """Float32 [T, V] of one prompt, through pools of the KV type."""
     graph, state = nnx.split(model)
     config, pages = model.config, 3
-    shape = (pages + 1, quantising.PAGE, 2 * config.n_kv_heads, config.head_dim)
+    shape = (pages + 1, quantising._PAGE, 2 * config.n_kv_heads, config.head_dim)
     dtype = KV_TYPES.get(kv, model.dtype)
 
     @jax.jit
