@@ -32,7 +32,7 @@ from flax import nnx
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading.describe import describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model
-from jitney.engine.loading.quantising import PAGE, _one_prompt, load_kv_scales
+from jitney.engine.loading.quantising import _PAGE, _one_prompt, load_kv_scales
 from jitney.engine.models import quantization
 from jitney.engine.models.hidden import Hidden
 from jitney.engine.models.protocol import Model
@@ -222,9 +222,9 @@ def measure(
 
 def read(model: Model, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> jax.Array:
     """Hidden states [T, E] of the text as one prompt, through pools of kv_dtype."""
-    config, pages = model.config, -(-len(tokens) // PAGE)
+    config, pages = model.config, -(-len(tokens) // _PAGE)
     graph, state = nnx.split(model)
-    shape = (pages + 1, PAGE, 2 * config.n_kv_heads, config.head_dim)
+    shape = (pages + 1, _PAGE, 2 * config.n_kv_heads, config.head_dim)
 
     @jax.jit
     def forward(state: Any, row: jax.Array, meta: Any) -> Hidden:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jitney.engine.fleet.routing import LeastWait, Ring, by_prefix, by_turn
+from jitney.engine.fleet.routing import LeastWait, Ring, by_turn
 from jitney.engine.machine import cpu_name
 from jitney.engine.report.page import Table
 from jitney.engine.scheduler.buckets import Buckets
@@ -234,7 +234,7 @@ def choosing() -> Iterator[list[str]]:
         least = per_call(lambda waits=waits, loads=loads: choose_least(waits, loads))
         prefix = per_call(
             lambda ring=ring, loads=loads, total=total: next(
-                by_prefix(ring, b"a conversation", loads, total=total)
+                ring.order(b"a conversation", loads, total=total)
             )
         )
         yield [f"{size:,}", *(f"{1e6 * seconds:,.0f}" for seconds in (turn, least, prefix))]
