@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Concatenate
+from typing import BinaryIO, Concatenate
 
 from starlette.requests import Request
 
@@ -54,6 +54,13 @@ class StoreKeeper:
     def has_kept(cls, folder: Path) -> bool:
         """Whether a server has kept batches here. Blocks."""
         return (folder / _DATABASE).exists()
+
+    @staticmethod
+    def settle(file: BinaryIO) -> None:
+        """Close a file, and have what was written survive a power cut. Blocks."""
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
 
     async def do[**P, T](
         self, method: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs

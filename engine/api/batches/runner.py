@@ -5,7 +5,6 @@ goes on after a restart where it was.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -264,7 +263,7 @@ class _ResultFile:
         """The file, whole."""
         if self._file is None:
             return None
-        _settle(self._file)
+        StoreKeeper.settle(self._file)
         self._part.rename(self._path)
         now = int(time.time())
         return StoredFile(self._id, self._owner, "batch_output", self._name, self._size, now)
@@ -274,10 +273,3 @@ class _ResultFile:
         if self._file is not None:
             self._file.close()
             self._part.unlink(missing_ok=True)
-
-
-def _settle(file: BinaryIO) -> None:
-    """Have it on the disk, and close it."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

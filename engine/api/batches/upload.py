@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
+from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import RequestError
 
@@ -48,19 +47,12 @@ class Upload:
             form = _Form(_boundary(request), limit)
             async for block in _blocks(form, request):
                 await asyncio.to_thread(file.write, block)
-            await asyncio.to_thread(_settle, file)
+            await asyncio.to_thread(StoreKeeper.settle, file)
             return form.whole()
         except BaseException:
             file.close()
             path.unlink(missing_ok=True)
             raise
-
-
-def _settle(file: BinaryIO) -> None:
-    """What was written survives a power cut."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
 
 
 async def _blocks(form: _Form, request: Request) -> AsyncIterator[bytes]:
