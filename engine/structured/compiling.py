@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.refusals import bad_grammar
-from jitney.engine.structured.schema_rules import escaped, kept_to
+from jitney.engine.structured.schema_rules import children, kept_to
 from jitney.engine.types import Grammar, JsonDict, JsonValue
 
 #: Between two tokens of JSON. Without a bound a model can write blanks for ever; this much indents
@@ -42,10 +42,6 @@ _ANY_OBJECT = '{"type":"object"}'
 #: Schemas inside of a grammar in Lark, as those of tools' arguments are.
 _SCHEMA = re.compile(r"%json\s*(?=\{)")
 _DECODER = json.JSONDecoder()
-#: Keywords whose value is a schema, a list of schemas, or schemas by name.
-_ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
-_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 #: Schemas looked at in all, and characters of the answer.
 _MOST_LOOKS = 200
 _MOST_PLACE = 120
@@ -178,7 +174,7 @@ class _Search:
 
     def culprit_in(self, schema: JsonValue) -> tuple[list[str], JsonValue] | None:
         """The first schema directly inside one that is wrong by itself, and the steps to it."""
-        for steps, child in _children(schema):
+        for steps, child in children(schema):
             if not self.looks_left:
                 return None
             self.looks_left -= 1
@@ -192,26 +188,6 @@ def _shared(schema: JsonValue) -> dict[str, JsonValue]:
     if not isinstance(schema, dict):
         return {}
     return {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
-
-
-def _children(schema: JsonValue) -> Iterator[tuple[list[str], JsonValue]]:
-    """(steps down from here, schema) of the schemas directly inside one."""
-    if not isinstance(schema, dict):
-        return
-    for name in _ONE:
-        inner = schema.get(name)
-        if isinstance(inner, dict):
-            yield [name], inner
-    for name in _LISTED:
-        listed = schema.get(name)
-        if isinstance(listed, list):
-            for number, child in enumerate(listed):
-                yield [name, str(number)], child
-    for name in _NAMED:
-        named = schema.get(name)
-        if isinstance(named, dict):
-            for key, child in named.items():
-                yield [name, escaped(key)], child
 
 
 def _shortened(place: str) -> str:

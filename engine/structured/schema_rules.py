@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jitney.engine.errors import RequestError
@@ -16,9 +17,9 @@ from jitney.engine.structured.refusals import bad_grammar
 from jitney.engine.types import JsonValue
 
 #: Keywords whose value is a schema, a list of schemas, or schemas by name.
-_ONE = {"items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else"}
-_LISTED = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
-_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
+_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 #: Schemas looked at in all; one that oneOf refers to counts each time.
 _MOST_SCHEMAS = 20_000
 #: How a schema names its draft, and that draft.
@@ -161,7 +162,7 @@ class _Rules:
         made: dict[str, JsonValue] = {}
         for name, schema in schemas.items():
             key = _rust_pattern(name) if keyword == "patternProperties" else name
-            made[key] = self.schema(schema, f"{place}/{escaped(name)}", draft)
+            made[key] = self.schema(schema, f"{place}/{_escaped(name)}", draft)
         return made
 
     def option(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
@@ -218,7 +219,27 @@ def _rust_word(word: str, before: str, *, inside: bool) -> str:
     return _OTHERWISE_IN_BRACKETS.get(word, word)
 
 
-def escaped(key: str) -> str:
+def children(schema: JsonValue) -> Iterator[tuple[list[str], JsonValue]]:
+    """(steps down from here, schema) of the schemas directly inside one."""
+    if not isinstance(schema, dict):
+        return
+    for name in _ONE:
+        inner = schema.get(name)
+        if isinstance(inner, dict):
+            yield [name], inner
+    for name in _LISTED:
+        listed = schema.get(name)
+        if isinstance(listed, list):
+            for number, child in enumerate(listed):
+                yield [name, str(number)], child
+    for name in _NAMED:
+        named = schema.get(name)
+        if isinstance(named, dict):
+            for key, child in named.items():
+                yield [name, _escaped(key)], child
+
+
+def _escaped(key: str) -> str:
     """As a step of a JSON pointer (RFC 6901)."""
     return key.replace("~", "~0").replace("/", "~1")
 
