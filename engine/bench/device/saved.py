@@ -109,7 +109,7 @@ class ResultFiles:
             _replace(page, report.markdown())
             if self._choices is not None:
                 self._choices.save()
-            self._save_prompt_choice(results)
+            self._save_prompt_choice(report)
         except OSError as error:
             raise ConfigError(f"--out-dir {self._folder}: {error.strerror or error}") from None
         except ValueError as error:
@@ -118,9 +118,9 @@ class ResultFiles:
             ) from None
         return self._file, page
 
-    def _save_prompt_choice(self, results: DeviceResults) -> None:
+    def _save_prompt_choice(self, report: DeviceReport) -> None:
         """The table of whose kernels attend to prompts, with what this card measured."""
-        choice = DeviceReport(results).prompt_choice()
+        choice = report.prompt_choice()
         if choice is None:
             return
         table = self._folder / PromptChoices.file.name
