@@ -17,6 +17,45 @@ if TYPE_CHECKING:
     from jitney.engine.api.routing import HttpRoute
 
 
+#: Entries of a note's header, and characters of each.
+_MOST_NOTES = 20
+_NOTE_CHARS = 160
+_UNPRINTABLE = re.compile(r"[^ -+\--~]")  # nor a comma, which separates notes
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """Deviations from the request that the client is told of; each list is one response header."""
+
+    #: `x-ignored-params`: fields of the body that change nothing here.
+    ignored: list[str] = field(default_factory=list)
+    #: `x-unenforced-schema`: schema keywords that the answer is not held to, as JSON pointers.
+    unenforced: list[str] = field(default_factory=list)
+    #: `x-jitney-warnings`: changes made to the conversation before the model read it.
+    warnings: list[str] = field(default_factory=list)
+
+    HEADERS: ClassVar[tuple[str, ...]] = (
+        "x-ignored-params",
+        "x-unenforced-schema",
+        "x-jitney-warnings",
+    )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The response headers, lower case, without those that have nothing to say."""
+        lists = (self.ignored, self.unenforced, self.warnings)
+        made: list[tuple[bytes, bytes]] = []
+        for name, notes in zip(self.HEADERS, lists, strict=True):
+            if notes:
+                value = ", ".join([_header_text(note) for note in notes[:_MOST_NOTES]])
+                made.append((name.encode(), value.encode()))
+        return made
+
+
+def _header_text(note: str) -> str:
+    """A note as a header may hold it. It may be empty, and no header ends with a blank."""
+    return _UNPRINTABLE.sub("?", note[:_NOTE_CHARS]).strip() or "?"
+
+
 @dataclass(slots=True)
 class Context:
     """One HTTP request as the middleware and the log see it; in the ASGI scope under "jitney"."""
@@ -48,6 +87,8 @@ class Context:
     session_id: str = ""
     #: Of OpenTelemetry; None where it is off.
     span: Span | None = None
+    #: Written while the request is read; sent with the answer's headers.
+    notes: Notes = field(default_factory=Notes)
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> Context:

@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
+from jitney.engine.api.context import Notes
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.settings import ServerSettings
 
@@ -22,7 +23,7 @@ _OURS = ("same-origin", "none")
 _READABLE = (
     "x-request-id",
     "x-session-id",
-    "x-ignored-params",
+    *Notes.HEADERS,
     "openai-processing-ms",
     "retry-after",
     "retry-after-ms",

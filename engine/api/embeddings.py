@@ -112,14 +112,14 @@ class _Base64Format(_Format):
 
 
 async def _embeddings(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, EmbeddingsBody)
+    body = await read_body(service, request, EmbeddingsBody)
     service.check_model(body.model)
     _check(body, service.info)
     fields = body.model_dump(exclude={"input", "encoding_format", "dimensions"}, exclude_none=True)
     shared = GenerationBody.model_validate(fields)
     builder = RequestBuilder(service, shared, Context.of(request))
     wanted = await builder.embeddings(body.input)
-    return GenerationAnswer(service, wanted, _format_of(body), headers)
+    return GenerationAnswer(service, wanted, _format_of(body))
 
 
 def _format_of(body: EmbeddingsBody) -> type[_Format]:

@@ -4,7 +4,6 @@ leaves.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -25,30 +24,14 @@ from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.text.detokenizer import TokenBytes
 
-#: Names listed in x-ignored-params, and characters of each.
-_MOST_IGNORED = 20
-_IGNORED_CHARS = 64
 
-
-async def read_body[B: ModelBody](
-    service: Service, request: Request, kind: type[B]
-) -> tuple[B, dict[str, str]]:
-    """The checked body, and the header that lists what was ignored of it."""
+async def read_body[B: ModelBody](service: Service, request: Request, kind: type[B]) -> B:
+    """The checked body. Fields that change nothing are noted in the request's context."""
     service.ready()
     raw = await service.slices.result(read_object(await request.body()))
     body, ignored = kind.parse(raw)
-    return body, ignored_header(ignored)
-
-
-def ignored_header(names: list[str]) -> dict[str, str]:
-    if not names:
-        return {}
-    return {"x-ignored-params": ", ".join(map(_shown, names[:_MOST_IGNORED]))}
-
-
-def _shown(name: str) -> str:
-    """A field's name as a header may hold it. It may be empty, and no header ends with a blank."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_IGNORED_CHARS]) or "?"
+    Context.of(request).notes.ignored.extend(ignored)
+    return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +41,6 @@ class GenerationAnswer:
     service: Service
     request: GenerationRequest
     format: Callable[[Generation, TokenBytes], Format]
-    headers: dict[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = Context.of(scope)
@@ -81,8 +63,7 @@ class GenerationAnswer:
                     for choice, delta in await generation.deltas(None):
                         format.add(choice, delta)
                 blocks = self.service.slices.blocks(format.whole())
-                headers = self.headers | {"content-type": "application/json"}
-                await BlockAnswer(blocks, headers).send(send)
+                await BlockAnswer(blocks, {"content-type": "application/json"}).send(send)
 
     async def _stream(
         self, generation: Generation, format: Format, request_id: str, parts: AnswerParts
@@ -92,7 +73,7 @@ class GenerationAnswer:
         """
         settings = self.service.settings
         deltas = await generation.deltas(settings.header_wait_s)
-        await parts.begin({**self.headers, **AnswerParts.EVENT_STREAM})
+        await parts.begin(AnswerParts.EVENT_STREAM)
         try:
             opening = format.opening()
             if opening:

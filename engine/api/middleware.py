@@ -156,7 +156,7 @@ def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
         headers.append((b"request-id", context.request_id.encode()))
     if context.session_id:
         headers.append((b"x-session-id", context.session_id.encode()))
-    return headers
+    return headers + context.notes.headers()
 
 
 def _headers_named(scope: Scope, name: bytes) -> list[bytes]:

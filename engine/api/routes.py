@@ -70,15 +70,15 @@ class _SleepQuery(BaseModel):
 
 
 async def _completions(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, CompletionBody)
+    body = await read_body(service, request, CompletionBody)
     wanted = await RequestBuilder(service, body, Context.of(request)).completion()
-    return GenerationAnswer(service, wanted, CompletionFormat, headers)
+    return GenerationAnswer(service, wanted, CompletionFormat)
 
 
 async def _chat_completions(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, ChatBody)
+    body = await read_body(service, request, ChatBody)
     wanted = await RequestBuilder(service, body, Context.of(request)).chat()
-    return GenerationAnswer(service, wanted, ChatFormat, headers)
+    return GenerationAnswer(service, wanted, ChatFormat)
 
 
 async def _list_models(service: Service, request: Request) -> Response:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import httpx
 import orjson
 
+from jitney.engine.api.context import Notes
 from jitney.engine.api.errors import HttpError
 from jitney.engine.bench.client import RemoteEndpoint, events
 from jitney.engine.fleet.answering import ModelAnswer, ModelStream
@@ -17,7 +18,7 @@ from jitney.engine.fleet.question import Question, Route
 from jitney.engine.types import JsonDict
 
 #: Headers of an engine's answer that the client sees.
-_PASSED = ("x-ignored-params", "x-jitney-replica", "retry-after", "retry-after-ms")
+_PASSED = (*Notes.HEADERS, "x-jitney-replica", "retry-after", "retry-after-ms")
 _CONNECT_S = 10.0
 
 

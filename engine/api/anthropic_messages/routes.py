@@ -66,7 +66,7 @@ _MODES: dict[str, ToolMode] = {
 
 async def _create_message(service: Service, request: Request) -> ASGIApp:
     _check_version(request)
-    body, headers = await read_body(service, request, MessagesBody)
+    body = await read_body(service, request, MessagesBody)
     if body.metadata is not None:
         body = body.model_copy(update={"user": body.metadata.user_id})
     builder = RequestBuilder(service, body, Context.of(request))
@@ -77,19 +77,19 @@ async def _create_message(service: Service, request: Request) -> ASGIApp:
     sampling = builder.sampling(own)
     conversation = await service.slices.result(_conversation_of(body, _KIND, service.turns))
     wanted = await builder.answer(conversation, sampling)
-    return GenerationAnswer(service, wanted, partial(MessageFormat, body=body), headers)
+    return GenerationAnswer(service, wanted, partial(MessageFormat, body=body))
 
 
 async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     _check_version(request)
-    body, headers = await read_body(service, request, CountTokensBody)
+    body = await read_body(service, request, CountTokensBody)
     service.check_model(body.model)
     builder = RequestBuilder(service, body, Context.of(request))
     builder.sampling({})  # what a message is refused for is refused here too
     conversation = await service.slices.result(_conversation_of(body, _KIND, service.turns))
     prompt = await conversation.prompt(service)
     counted = orjson.dumps({"input_tokens": len(prompt.ids)})
-    return Response(counted, headers=headers, media_type="application/json")
+    return Response(counted, media_type="application/json")
 
 
 def _check_version(request: Request) -> None:

@@ -34,7 +34,6 @@ from jitney.engine.api.batches.upload import Upload
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.context import Context
-from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.queries import PageQuery, listed, read_query
@@ -78,8 +77,9 @@ async def _upload_file(host: RequestHost, request: Request) -> Response:
         except BaseException:
             keeper.part(id).unlink(missing_ok=True)
             raise
-    ignored = [name for name in upload.fields if name != "purpose"]
-    return json_answer(file.shown(), ignored_header(ignored))
+    notes = Context.of(request.scope).notes
+    notes.ignored.extend(name for name in upload.fields if name != "purpose")
+    return json_answer(file.shown())
 
 
 async def _received(request: Request, path: Path, limit: int) -> Upload:
@@ -173,13 +173,14 @@ async def _create_batch(host: RequestHost, request: Request) -> Response:
     body = checked(BatchBody, raw)
     batches.executor.route(body.endpoint, param="endpoint")
     keeper, runner = await batches.keeper(), await batches.runner()
-    batch = _new_batch(host, body, Context.of(request.scope).tenant)
+    context = Context.of(request.scope)
+    batch = _new_batch(host, body, context.tenant)
     await _check_batch(keeper, host.settings.server, batch)
     await keeper.do(BatchStore.forget_ended, batch.owner, _KEPT_BATCHES)
     await keeper.do(BatchStore.add_batch, batch)
     runner.begin(batch.id)
-    ignored = [name for name in raw if name not in BatchBody.model_fields]
-    return json_answer(batch.shown(), ignored_header(ignored))
+    context.notes.ignored.extend(name for name in raw if name not in BatchBody.model_fields)
+    return json_answer(batch.shown())
 
 
 def _new_batch(host: RequestHost, body: BatchBody, owner: str) -> Batch:

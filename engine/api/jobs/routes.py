@@ -22,7 +22,6 @@ from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import AnswerParts
 from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
-from jitney.engine.api.endpoints import ignored_header
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jobs.forms import JobAnswer, JobBody, JobList
 from jitney.engine.api.jobs.records import Job, JobRequest
@@ -49,14 +48,15 @@ async def _create_job(host: RequestHost, request: Request) -> Response:
     if body.body.get("stream"):
         raise RequestError("a job has no stream; see /v1/jobs/{job_id}/events", param="body.stream")
     keeper, runner = await jobs.keeper(), await jobs.runner()
-    job = _new_job(host, body, Context.of(request.scope).tenant)
+    context = Context.of(request.scope)
+    job = _new_job(host, body, context.tenant)
     asked = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
-    ignored = ignored_header([name for name in raw if name not in JobBody.model_fields])
+    context.notes.ignored.extend(name for name in raw if name not in JobBody.model_fields)
     most = host.settings.server.key_jobs
     kept = await keeper.do(JOBS.add, job, asked, most_open=most, keep=_KEPT_JOBS)
     if kept is job:
         runner.begin(job)
-    return _accepted(kept, ignored)
+    return _accepted(kept)
 
 
 def _new_job(host: RequestHost, body: JobBody, owner: str) -> Job:
@@ -90,9 +90,9 @@ def _digest(body: JobBody) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _accepted(job: Job, headers: dict[str, str]) -> Response:
+def _accepted(job: Job) -> Response:
     where = {"location": f"/v1/jobs/{job.id}"}
-    return json_answer(job.shown(), headers | where, status=202)
+    return json_answer(job.shown(), where, status=202)
 
 
 async def _list_jobs(host: RequestHost, request: Request) -> Response:

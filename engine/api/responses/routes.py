@@ -84,7 +84,7 @@ class _InputItemsQuery(BaseModel):
 
 
 async def _create_response(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, ResponsesBody)
+    body = await read_body(service, request, ResponsesBody)
     context = Context.of(request)
     service.check_model(body.model)
     before = _previous(service, body, context.tenant)
@@ -104,7 +104,7 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     if body.store is False:
         keep = None
     format = partial(ResponsesFormat, body=body, keep=keep)
-    return GenerationAnswer(service, wanted, format, headers)
+    return GenerationAnswer(service, wanted, format)
 
 
 def _tool_use(body: ResponsesBody) -> ToolUse | None:

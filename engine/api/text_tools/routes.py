@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.context import Context
-from jitney.engine.api.endpoints import GenerationAnswer, ignored_header, read_body
+from jitney.engine.api.endpoints import GenerationAnswer, read_body
 from jitney.engine.api.errors import ErrorReply
 from jitney.engine.api.formats import Format
 from jitney.engine.api.generation_request import GenerationRequest
@@ -48,33 +48,35 @@ async def _tokenize(service: Service, request: Request) -> ASGIApp:
     service.ready()
     raw = await service.slices.result(read_object(await request.body()))
     if raw.get("messages") is not None:
-        return await _tokenize_chat(service, raw)
+        return await _tokenize_chat(service, request, raw)
     body, ignored = TextTokenizeBody.parse(raw)
+    Context.of(request).notes.ignored.extend(ignored)
     service.check_model(body.model)
     if body.content is not None:
         ids = await _encode(service, body.content, "content", special=bool(body.add_special))
         tokens = _pieces(service, ids) if body.with_pieces else ids
-        return _answer(service, {"tokens": tokens}, ignored)
+        return _sent(service, {"tokens": tokens})
     special = body.add_special_tokens is not False
     ids = await _encode(service, body.prompt or "", "prompt", special=special)
-    return _answer(service, _counted(service, ids, strings=bool(body.return_token_strs)), ignored)
+    return _sent(service, _counted(service, ids, strings=bool(body.return_token_strs)))
 
 
-async def _tokenize_chat(service: Service, raw: JsonDict) -> ASGIApp:
+async def _tokenize_chat(service: Service, request: Request, raw: JsonDict) -> ASGIApp:
     body, ignored = ChatTokenizeBody.parse(raw)
+    Context.of(request).notes.ignored.extend(ignored)
     text = await _chat_text(service, body)
     ids = await _encode(service, text, "messages", special=bool(body.add_special_tokens))
-    return _answer(service, _counted(service, ids, strings=bool(body.return_token_strs)), ignored)
+    return _sent(service, _counted(service, ids, strings=bool(body.return_token_strs)))
 
 
 async def _detokenize(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, DetokenizeBody)
+    body = await read_body(service, request, DetokenizeBody)
     service.check_model(body.model)
     info, tokenizer = service.ready()
     if body.tokens and max(body.tokens) >= info.model.vocab_size:
         raise RequestError(f"token ids must be 0 to {info.model.vocab_size - 1}", param="tokens")
     text = await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return _sent(service, {"prompt": text, "content": text}, headers)
+    return _sent(service, {"prompt": text, "content": text})
 
 
 async def _tokenizer_info(service: Service, request: Request) -> ASGIApp:
@@ -84,12 +86,12 @@ async def _tokenizer_info(service: Service, request: Request) -> ASGIApp:
     body["chat_template"] = tokenizer.chat_template if tokenizer.has_chat_template else None
     body["vocab_size"] = tokenizer.vocab_size
     body["model_max_length"] = info.model.context_length
-    return _sent(service, body, {})
+    return _sent(service, body)
 
 
 async def _apply_template(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, ChatBody)
-    return _sent(service, {"prompt": await _chat_text(service, body)}, headers)
+    body = await read_body(service, request, ChatBody)
+    return _sent(service, {"prompt": await _chat_text(service, body)})
 
 
 async def _chat_text(service: Service, body: ChatBody) -> str:
@@ -133,14 +135,10 @@ def _piece(tokenizer: TokenBytes, id: int) -> JsonDict:
         return {"id": id, "piece": list(data)}
 
 
-def _answer(service: Service, body: JsonDict, ignored: list[str]) -> ASGIApp:
-    return _sent(service, body, ignored_header(ignored))
-
-
-def _sent(service: Service, body: JsonDict, headers: dict[str, str]) -> ASGIApp:
+def _sent(service: Service, body: JsonDict) -> ASGIApp:
     """Long lists are written in slices of the loop's time."""
     blocks = service.slices.blocks(_written(in_pieces(body)))
-    return BlockAnswer(blocks, headers | {"content-type": "application/json"})
+    return BlockAnswer(blocks, {"content-type": "application/json"})
 
 
 def _written(pieces: Iterator[bytes]) -> Pieces:
@@ -148,9 +146,9 @@ def _written(pieces: Iterator[bytes]) -> Pieces:
 
 
 async def _infill(service: Service, request: Request) -> ASGIApp:
-    body, headers = await read_body(service, request, InfillBody)
+    body = await read_body(service, request, InfillBody)
     wanted = await _infill_request(service, body, Context.of(request))
-    return GenerationAnswer(service, wanted, _InfillFormat, headers)
+    return GenerationAnswer(service, wanted, _InfillFormat)
 
 
 async def _infill_request(

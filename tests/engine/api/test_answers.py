@@ -443,7 +443,7 @@ def test_unknown_fields_are_named_and_harmless():
         assert reply.status == 200 and names[0] == "foo" and len(names) == 20
         assert (
             ask(path, body | {"a b\r\nc" * 100: 1}).headers["x-ignored-params"]
-            == ("a?b??c" * 100)[:64]
+            == ("a b??c" * 100)[:160].strip()
         )
         assert "x-ignored-params" not in ask(path, body).headers
 
