@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
 from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.gguf_config import CONTROL, USER_DEFINED
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonObject
@@ -36,8 +37,8 @@ _PRE_TOKENIZERS = {
     **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3),
     "qwen2": _QWEN2,
 }
-#: GGUF token types: control tokens are special; user-defined ones are matched whole but shown.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+#: The token type of GGUF files that stands for what the vocabulary lacks.
+_UNKNOWN = 2
 
 _TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 _TINY_TEMPLATE = (
@@ -300,9 +301,9 @@ def _add_special_tokens(rust: RustTokenizer, metadata: JsonObject, tokens: list[
 
     control, shown = [], []
     for token, kind in zip(tokens, _token_kinds(metadata, len(tokens)), strict=True):
-        if kind in (_UNKNOWN, _CONTROL):
+        if kind in (_UNKNOWN, CONTROL):
             control.append(AddedToken(token, special=True, normalized=False))
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             shown.append(AddedToken(token, normalized=False))
     rust.add_special_tokens(control)
     rust.add_tokens(shown)

@@ -5,7 +5,9 @@ every bad file.
 from __future__ import annotations
 
 import json
+import logging
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from llamas import as_llama
 from safetensors.numpy import save_file
 
+from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.sources import ModelSource
@@ -28,6 +31,7 @@ from jitney.engine.errors import ModelError
 from jitney.engine.loading.checkpoint import _BlockGGUF
 from jitney.engine.loading.load import load_model
 from jitney.engine.models.llama import Llama
+from jitney.engine.models.registry import model_class
 from jitney.engine.models.rope import _inverse_frequencies
 
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
@@ -150,6 +154,69 @@ def test_shards_and_one_file_give_the_same_model(tmp_path: Path):
         write_folder(tmp_path / "three", state, shards=3),
     )
     assert_same(load(one), load(three), rtol=0)
+
+
+def bare(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of the base model, by the names that it has when it is saved by itself."""
+    return {
+        name.removeprefix("model."): value for name, value in state.items() if "lm_head" not in name
+    }
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_base_model_saved_by_itself_is_the_same_model(
+    tmp_path: Path, architecture: str, shards: int
+):
+    """Qwen3-Embedding, and others of `AutoModel`, lack the prefix of all names."""
+    config = replace(tiny_config(FAMILIES[architecture].name), tie_embeddings=True)
+    random = np.random.default_rng(5)
+    weights = model_class(architecture).weight_map(config, "hf")
+    state = {
+        name: random.standard_normal(piece.shape).astype(np.float32)
+        for name, piece in weights.pieces.items()
+    }
+    loaded = [
+        flat(load_model(ModelSource("hf", str(folder), "", config), config))
+        for folder in (
+            write_folder(tmp_path / "long", state),
+            write_folder(tmp_path / "bare", bare(state), shards=shards),
+        )
+    ]
+    assert loaded[0].keys() == loaded[1].keys()
+    for path, leaf in loaded[0].items():
+        np.testing.assert_array_equal(loaded[1][path], leaf, err_msg=str(path))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_base_model_without_a_head_says_so(
+    tmp_path: Path, shards: int, caplog: pytest.LogCaptureFixture
+):
+    """Qwen3-Embedding-8B has an untied head by its configuration, and none in its files."""
+    config = CONFIG | {"architectures": ["LlamaModel"]}
+    with caplog.at_level(logging.WARNING):
+        model = load(write_folder(tmp_path / "bare", bare(tensors()), config, shards))
+    assert model.lm_head is None and "no output head" in caplog.text
+    caplog.clear()
+    whole = load(
+        write_folder(
+            tmp_path / "whole",
+            bare(tensors()) | {"lm_head.weight": tensors()["lm_head.weight"]},
+            config,
+            shards,
+        )
+    )
+    assert_same(whole, load(write_folder(tmp_path / "long", tensors())))
+    assert not caplog.text
+
+
+def test_a_damaged_model_is_none_without_a_head(tmp_path: Path):
+    assert "1 missing: lm_head.weight" in refusal(write_folder(tmp_path, tensors(lm_head=False)))
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path: Path):
+    state = tensors() | {"norm.weight": np.ones(E, np.float32)}
+    assert "model.norm.weight is stored twice" in refusal(write_folder(tmp_path, state))
 
 
 def test_stored_dtypes_are_read_and_cast(tmp_path: Path):
