@@ -295,24 +295,74 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path):
     folder = write_folder(tmp_path / "model", tensors())
     (folder / "model.safetensors").rename(tmp_path / "weights")
     (folder / "model.safetensors").symlink_to(tmp_path / "weights")
-    assert "leads out of the model folder" in refusal(folder)
+    message = refusal(folder)
+    assert "model.safetensors is a link that leads out of the model folder" in message
+    assert str(tmp_path / "weights") in message and "put the file itself there" in message
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/etc/passwd")
     assert "leads out of the model folder" in refusal(folder)
 
 
-def test_links_of_the_hub_cache_are_fine(tmp_path: Path):
-    blobs, snapshot = (
-        tmp_path / "models--a--b" / "blobs",
-        tmp_path / "models--a--b" / "snapshots" / "abc",
+def test_a_link_to_nothing_is_named(tmp_path: Path):
+    folder = write_folder(tmp_path, tensors())
+    (folder / "generation_config.json").symlink_to("../blobs/gone")
+    assert refusal(folder) == (
+        "generation_config.json of the model folder is a link to '../blobs/gone', where no file is"
     )
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A snapshot in a cache of the hub; the weights lie where several repositories share them."""
+    cache = tmp_path / "hub"
+    repository = cache / "models--a--b"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "abc"
+    shared = cache / "blobs" / "5e" / f"5e{'0' * 62}"
+    for folder in (blobs, snapshot, shared.parent):
+        folder.mkdir(parents=True)
     plain = write_folder(tmp_path / "plain", tensors())
+    (plain / "config.json").rename(blobs / "c0")
+    (plain / "model.safetensors").rename(shared)
+    (blobs / "e7").symlink_to(Path("../../blobs/5e") / shared.name)
+    (snapshot / "config.json").symlink_to("../../blobs/c0")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/e7")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("{}")
+    (cache / "token").write_text("{}")
+    return snapshot
+
+
+def test_links_of_the_hub_cache_are_fine(tmp_path: Path, snapshot: Path):
+    wanted = load(snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    below, elsewhere = snapshot / "checkpoint-7", tmp_path / "elsewhere"
+    for folder in (below, elsewhere):
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).symlink_to((snapshot / name).resolve())
+    through = tmp_path / "through"
+    through.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (plain / name).rename(blobs / f"hash-{name}")
-        (snapshot / name).symlink_to(Path("../../blobs") / f"hash-{name}")
-    assert flat(load(snapshot))
+        (through / name).symlink_to(snapshot / name)
+    for folder in (tmp_path / "link", below, elsewhere, through):
+        assert_same(load(folder), wanted)
+
+
+def test_links_below_the_folder_are_fine(tmp_path: Path):
+    folder = write_folder(tmp_path / "model", tensors())
+    (folder / "..data").mkdir()
+    (folder / "config.json").rename(folder / "..data" / "config.json")
+    (folder / "config.json").symlink_to("..data/config.json")
+    assert flat(load(folder))
+
+
+@pytest.mark.parametrize("target", ["../../refs/main", "../../../token", "../../blobs/evil"])
+def test_other_files_of_the_hub_cache_are_refused(tmp_path: Path, snapshot: Path, target: str):
+    """Only what is named by its content; a name in `blobs` that leads elsewhere is none."""
+    (tmp_path / "secret.json").write_text("{}")
+    (snapshot.parents[1] / "blobs" / "evil").symlink_to(tmp_path / "secret.json")
+    (snapshot / "generation_config.json").symlink_to(target)
+    assert "generation_config.json is a link that leads out" in refusal(snapshot)
 
 
 @pytest.mark.parametrize(
