@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ from jitney.engine.config.cache_folder import open_compilation_cache
 from jitney.engine.config.digest import configuration_digest
 from jitney.engine.config.platforms import check_devices
 from jitney.engine.config.presets import runs_on_device
-from jitney.engine.config.schema import Config, EngineSection
+from jitney.engine.config.schema import AUTO, Config, EngineSection
 from jitney.engine.core import EngineCore
-from jitney.engine.errors import ConfigError
+from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.executor.autotuning import programs_folder
 from jitney.engine.executor.hosts import Follower, JoinedRunner, LeadingRunner
 from jitney.engine.executor.memory import (
@@ -141,6 +142,20 @@ class _Setup:
     @property
     def local(self) -> ModelConfig:
         return self.source.config.local(self.settings.tensor_parallel)
+
+    @cached_property
+    def pooling(self) -> str:
+        """What vectors are made of, off or a `Pooling`."""
+        asked = self.settings.embedding_pooling
+        if asked != AUTO:
+            return asked
+        if self.hosts is not None:
+            return "off"
+        try:
+            return self.source.stated_pooling() or "off"
+        except ModelError as error:
+            _log.warning("%s: no vectors of texts are made (--embedding-pooling off)", error)
+            return "off"
 
     def sizes(self, n_pages: int = 1) -> StateSizes:
         """What the engine's arrays are sized by."""
@@ -383,7 +398,7 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
             mesh=setup.mesh,
             plain_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
             in_parts=setup.runs_in_parts,
-            pooling=pooling_of(setup.settings.embedding_pooling),
+            pooling=pooling_of(setup.pooling),
         )
 
     return _sized_runner(
@@ -438,12 +453,13 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
         retain=settings.prefix_cache,
         share_outputs=_shares_outputs(settings),
     )
+    limits = SchedulerLimits.of(
+        settings,
+        context_length=setup.context,
+        adapters=len(setup.config.model.adapters),
+    )
     return Scheduler(
-        SchedulerLimits.of(
-            settings,
-            context_length=setup.context,
-            adapters=len(setup.config.model.adapters),
-        ),
+        replace(limits, embedding_pooling=setup.pooling),
         runner.buckets,
         pool,
         eos_ids=model.eos_ids,
@@ -719,7 +735,7 @@ def _model_info(setup: _Setup, defaults: dict[str, int | float]) -> ModelInfo:
         context_length=setup.context,
         vocab_size=setup.source.config.vocab_size,
         sampling_defaults=defaults,
-        embedding_pooling=setup.settings.embedding_pooling,
+        embedding_pooling=setup.pooling,
         embedding_size=setup.source.config.hidden_size,
         adapters=tuple(setup.config.model.adapter_folders),
     )

@@ -29,10 +29,11 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.hf_config import read_hf_config
 from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.pooling_config import folder_pooling, gguf_pooling
 from jitney.engine.checkpoints.safetensors import lacks_head
 from jitney.engine.checkpoints.turn_ends import turn_ends
 from jitney.engine.errors import ModelError
-from jitney.engine.types import JsonObject, JsonValue
+from jitney.engine.types import JsonObject, JsonValue, Pooling
 
 _log = logging.getLogger("jitney.core")
 
@@ -156,6 +157,18 @@ class ModelSource:
     def is_built_in(self) -> bool:
         """Whether it is the default model."""
         return self.name == _DEFAULT_MODEL
+
+    def stated_pooling(self) -> Pooling | None:
+        """How the model makes vectors of texts by its own files; None where they do not say. Raises
+        ModelError for a way that is not computed here.
+        """
+        match self.kind:
+            case "hf":
+                return folder_pooling(Path(self.path))
+            case "gguf":
+                return gguf_pooling(GGUFFile(self.path).metadata)
+            case "tiny":
+                return None
 
     def identity(self, adapters: Mapping[str, str] = _NO_ADAPTERS) -> str:
         """SHA-256 (hexadecimal) of the files that make the model, whatever it is called and

@@ -364,12 +364,14 @@ class EngineSection(Section):
             "prompt_logprobs); so many are computed wherever any are asked for"
         ),
     )
-    embedding_pooling: Literal["off", "last", "mean"] = Field(
-        default="off",
+    embedding_pooling: Literal["auto", "off", "last", "mean"] = Field(
+        default=AUTO,
         description=(
             "what the vectors of /v1/embeddings are made of: the last token's hidden state behind "
             "the final norm (last), or the mean of all tokens' (mean), which then share no prefix; "
-            "off: the route is refused. Their programs are compiled at the start"
+            "auto: as the model's files say (sentence-transformers' modules.json, a GGUF file's "
+            "pooling_type), off where they do not; off: the route is refused. Their programs are "
+            "compiled at the start"
         ),
     )
     canary_every: int = Field(
@@ -582,7 +584,7 @@ class EngineSection(Section):
     def _hosts_can_do_it(self) -> EngineSection:
         if self.n_hosts == 1:
             return self
-        if self.embedding_pooling != "off":
+        if self.embedding_pooling not in (AUTO, "off"):
             raise ValueError("embedding_pooling is not for several hosts (n_hosts): leave it off")
         if self.data_parallel == 1 and self.tensor_parallel % self.n_hosts:
             raise ValueError(
