@@ -218,14 +218,16 @@ class RequestBuilder[B: GenerationBody]:
             sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
         request = await service.slices.result(self._request(conversation.kind, [prompt], sampling))
         names = frozenset() if use is None else use.names
-        is_forced = use is not None and use.is_required
+        functions = {} if use is None else use.functions
+        must_call = use is not None and use.is_required
         turns = service.turns
         return replace(
             request,
             top_logprobs=sampling.logprobs,
-            make_parser=lambda: turns.parser(prompt.tail, names, forced=is_forced),
+            make_parser=lambda: turns.parser(prompt.tail, functions, forced=must_call),
             seen_ids=service.marker_ids(names),
             most_calls=None if use is None else use.most_calls,
+            must_call=must_call,
             shows_reasoning=conversation.shows_reasoning,
         )
 
@@ -266,6 +268,7 @@ class RequestBuilder[B: GenerationBody]:
         service = self.service
         turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
         grammar = turn.grammar(conversation.tools, sampling.grammar)
+        self.context.notes.unenforced.extend(turn.unenforced)
         if grammar is None or grammar == sampling.grammar:
             return sampling
         # The answer's own grammar has been checked by itself.
