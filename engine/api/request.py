@@ -210,6 +210,7 @@ class RequestBuilder[B: GenerationBody]:
         """The request that continues a conversation."""
         service = self.service
         service.check_model(self.body.model)
+        service.info.request_limits.check_writes()
         _check_choices(sampling.n, service.info)
         sampling = await self._with_checked_grammar(sampling)
         prompt = await conversation.prompt(service)
@@ -300,7 +301,7 @@ class RequestBuilder[B: GenerationBody]:
         most = self._most_prompt_tokens(kind, sampling)
         if most is not None:
             for prompt in prompts:
-                _truncate(prompt, most)
+                _truncate(prompt, most, keeps_ends=info.model.encoder)
         self.context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         wanted = self._engine_request(sampling, len(prompts))
         engine_requests: list[EngineRequest] = []
@@ -354,8 +355,9 @@ class RequestBuilder[B: GenerationBody]:
         """What a longer prompt is cut to; None: it is not cut."""
         if self.body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
             return self.body.truncate_prompt_tokens
-        answer = sampling.max_tokens or kind.default_tokens or 1
-        return max(1, self.service.info.request_limits.longest - answer)
+        limits = self.service.info.request_limits
+        answer = 0 if limits.encoder else sampling.max_tokens or kind.default_tokens or 1
+        return max(1, limits.longest - answer)
 
     @property
     def _deadline(self) -> float | None:
@@ -513,8 +515,11 @@ def _wider(one: int | None, other: int | None) -> int | None:
     return max(one, other)
 
 
-def _truncate(prompt: EncodedPrompt, tokens: int) -> None:
-    """Keep the last tokens of a longer prompt."""
+def _truncate(prompt: EncodedPrompt, tokens: int, *, keeps_ends: bool) -> None:
+    """Keep the last tokens of a longer prompt. keeps_ends: the first ones and the very last, as an
+    encoder's tokenizer does, which puts special tokens at both ends.
+    """
     if len(prompt.ids) > tokens:
-        prompt.ids = prompt.ids[-tokens:]
+        first = prompt.ids[: tokens - 1] if keeps_ends else []
+        prompt.ids = first + prompt.ids[len(first) - tokens :]
         prompt.text = None  # an echo shows what the model read
