@@ -51,7 +51,7 @@ def test_tiny_random_and_its_architectures():
     expected = ModelSource("tiny", "", "tiny-random", tiny_config())
     assert ModelSource.resolve("tiny-random") == expected
     assert ModelSource.resolve("tiny-random:mistral").config == tiny_config("mistral")
-    assert "known: llama" in refusal("tiny-random:bert")
+    assert "known: llama" in refusal("tiny-random:mamba")
 
 
 def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
