@@ -623,6 +623,7 @@ class NumberFormats(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     #: How matrices are kept: a dtype, a scheme, or several with their counts.
     weights: str = ""
+    #: Of stored keys and values; empty: none are.
     kv_dtype: str
 
 
