@@ -241,9 +241,10 @@ class RequestBuilder[B: GenerationBody]:
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
         """Sampling parameters, checked. A field that was not given has the model's default, or the
         engine's. own: fields that the route has a meaning of its own for. ends: tokens that end the
-        text beside those that the body names.
+        text beside those that the body names. Raises RequestError where the model writes no text.
         """
         body, info = self.body, self.service.info
+        info.request_limits.check_writes()
         fields: JsonDict = dict(info.model.sampling_defaults)
         for name in _SAMPLING_FIELDS:
             value = getattr(body, name)
@@ -303,7 +304,7 @@ class RequestBuilder[B: GenerationBody]:
         most = self._most_prompt_tokens(kind, sampling)
         if most is not None:
             for prompt in prompts:
-                _truncate(prompt, most)
+                _truncate(prompt, most, keeps_ends=info.model.encoder)
         self.context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         wanted = self._engine_request(sampling, len(prompts))
         engine_requests: list[EngineRequest] = []
@@ -516,8 +517,11 @@ def _wider(one: int | None, other: int | None) -> int | None:
     return max(one, other)
 
 
-def _truncate(prompt: EncodedPrompt, tokens: int) -> None:
-    """Keep the last tokens of a longer prompt."""
+def _truncate(prompt: EncodedPrompt, tokens: int, *, keeps_ends: bool) -> None:
+    """Keep the last tokens of a longer prompt. keeps_ends: the first ones and the very last, as an
+    encoder's tokenizer does, which puts special tokens at both ends.
+    """
     if len(prompt.ids) > tokens:
-        prompt.ids = prompt.ids[-tokens:]
+        first = prompt.ids[: tokens - 1] if keeps_ends else []
+        prompt.ids = first + prompt.ids[len(first) - tokens :]
         prompt.text = None  # an echo shows what the model read

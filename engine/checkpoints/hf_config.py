@@ -60,8 +60,10 @@ def _known_architecture(names: object) -> str:
 
 def _with_head(name: str) -> str:
     """The class of a model with its output head; name: that, or the one of its base model, such as
-    MistralModel.
+    MistralModel. Encoders are served without a head.
     """
+    if name in FAMILIES:
+        return name
     base = name.removesuffix("TextModel").removesuffix("Model")
     return name if base == name else f"{base}ForCausalLM"
 

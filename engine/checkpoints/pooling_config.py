@@ -16,7 +16,8 @@ from jitney.engine.types import JsonObject, Pooling
 
 _MODULES = "modules.json"
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-#: Values of `pooling_mode` that decoders compute here.
+#: Values of `pooling_mode` that encoders and decoders compute here.
+_OF_ENCODERS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean"}
 _OF_DECODERS: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
 #: The same of `pooling_type` in GGUF files (llama.cpp's enum llama_pooling_type); 0 is none.
 _OF_GGUF: Mapping[int, Pooling | None] = {0: None, 1: "mean", 3: "last"}
@@ -31,10 +32,15 @@ _FLAGS: Mapping[str, str] = {
 }
 
 
-def folder_pooling(folder: Path) -> Pooling | None:
-    """How the files of a decoder's folder make vectors; None where they do not say. Raises
-    ModelError for what is not computed here.
+def read_pooling(folder: Path) -> Pooling:
+    """How the files of an encoder's folder make vectors; the mean, as sentence-transformers takes
+    it, where they do not say. Raises ModelError for what is not computed here.
     """
+    return _stated(folder, _OF_ENCODERS) or "mean"
+
+
+def folder_pooling(folder: Path) -> Pooling | None:
+    """The same of a decoder's folder; None where its files do not say. Raises ModelError."""
     return _stated(folder, _OF_DECODERS)
 
 

@@ -28,8 +28,8 @@ from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.hf_config import read_hf_config
-from jitney.engine.checkpoints.model_config import ModelConfig
-from jitney.engine.checkpoints.pooling_config import folder_pooling, gguf_pooling
+from jitney.engine.checkpoints.model_config import EncoderConfig, ModelConfig
+from jitney.engine.checkpoints.pooling_config import folder_pooling, gguf_pooling, read_pooling
 from jitney.engine.checkpoints.safetensors import lacks_head
 from jitney.engine.checkpoints.turn_ends import turn_ends
 from jitney.engine.errors import ModelError
@@ -202,6 +202,9 @@ def _hf_source(folder: Path, name: str) -> ModelSource:
         read_json(folder, "config.json"),
         read_json(folder, "generation_config.json", missing_ok=True),
     )
+    if config.encoder is not None:
+        encoder = _encoder_of(folder, config.encoder)
+        return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
     if not config.tie_embeddings and lacks_head(folder):
         _log.warning(
             "%s holds no output head: its vectors are right, text that it generates means nothing",
@@ -210,6 +213,28 @@ def _hf_source(folder: Path, name: str) -> ModelSource:
         config = replace(config, tie_embeddings=True)
     ends = [id for id in _folder_ends(folder, config) if 0 <= id < config.vocab_size]
     return ModelSource("hf", str(folder), name, config.with_ends(*ends))
+
+
+def _encoder_of(folder: Path, encoder: EncoderConfig) -> EncoderConfig:
+    """With what files beside config.json say."""
+    if encoder.pooling != "classify":
+        return replace(encoder, pooling=read_pooling(folder))
+    if encoder.token_types == 1:
+        return encoder
+    separator = _separator_id(folder)
+    if separator is None:
+        raise ModelError("tokenizer.json has no separator, by which the texts of a pair are found")
+    return replace(encoder, separator_id=separator)
+
+
+def _separator_id(folder: Path) -> int | None:
+    """Id of the special token that the tokenizer's files call the separator."""
+    text = read_json(folder, "tokenizer_config.json", missing_ok=True).get("sep_token", "[SEP]")
+    if isinstance(text, dict):
+        text = text.get("content")
+    tokenizer = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES)
+    tokens = _added_tokens(tokenizer.get("added_tokens"))
+    return next((id for token, id, _ in tokens if token == text), None)
 
 
 def _folder_ends(folder: Path, config: ModelConfig) -> list[int]:

@@ -394,7 +394,7 @@ class EngineSection(Section):
             "the final norm (last), or the mean of all tokens' (mean), which then share no prefix; "
             "auto: as the model's files say (sentence-transformers' modules.json, a GGUF file's "
             "pooling_type), off where they do not; off: the route is refused. Their programs are "
-            "compiled at the start"
+            "compiled at the start. Of an encoder (BERT, XLM-RoBERTa) its files alone decide"
         ),
     )
     canary_every: int = Field(

@@ -34,6 +34,8 @@ from jitney.engine.models.llama import Llama
 from jitney.engine.models.registry import model_class
 from jitney.engine.models.rope import _inverse_frequencies
 
+DECODERS = [name for name in FAMILIES if tiny_config(FAMILIES[name].name).encoder is None]
+
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -164,7 +166,7 @@ def bare(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", DECODERS)
 def test_a_base_model_saved_by_itself_is_the_same_model(
     tmp_path: Path, architecture: str, shards: int
 ):
