@@ -13,21 +13,17 @@ from jitney.engine.conversation import harmony
 from jitney.engine.conversation.formats import CallText, TurnFormat
 from jitney.engine.conversation.tools import Tool, ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import Grammar, JsonDict, JsonValue
+from jitney.engine.structured.terms import Terms, arguments_rule, json_rule
+from jitney.engine.types import Grammar
 
 #: Calls of a turn that is forced to call and may do so more than once.
 _MOST_CALLS = 16
-#: How the arguments are written. Without a bound a model can write blanks for ever.
-_JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{0,33}"}
 #: Any text, the blanks between two parts, and text that is no call of Llama's.
 _TEXTS = r"""
 ANY: /(.|\n)*/
 BLANKS: /[ \n]{0,4}/
 NO_CALL: /[ \n]*([^{ \n](.|\n)*)?/
 """
-#: Keywords beside which an object cannot be closed without a look at what they say.
-_OPENING = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf")
-_OPENING += ("oneOf", "$ref", "not", "if", "dependentSchemas", "propertyNames", "minProperties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +129,9 @@ def _rule_of(lark: _Lark, grammar: Grammar) -> str:
     """A grammar as a part of a turn's. Raises RequestError where it can be no part."""
     match grammar.kind:
         case "json_object":
-            return _json_rule({"type": "object"})
+            return json_rule({"type": "object"})
         case "json_schema":
-            return _json_rule(json.loads(grammar.text))
+            return json_rule(json.loads(grammar.text))
         case "choice":
             choices = [lark.literal(text) for text in json.loads(grammar.text)]
             return f"({' | '.join(choices)})"
@@ -153,12 +149,6 @@ def _content(lark: _Lark, turn: Turn, rule: str) -> str:
     if not turn.format.has_channels:
         return rule
     return f"{lark.literal(f'{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}')} {rule}"
-
-
-def _json_rule(schema: JsonValue) -> str:
-    """A schema that is true or false is no object, and has no place for the style."""
-    styled = schema | {"x-guidance": _JSON_STYLE} if isinstance(schema, dict) else schema
-    return f"%json {json.dumps(styled, ensure_ascii=False)}"
 
 
 def _answer(lark: _Lark, turns: TurnFormat, text: CallText, use: ToolUse) -> str:
@@ -246,37 +236,10 @@ class _Lark:
         name = f"call_{len(self._rules)}"
         before = text.before_name.removeprefix(trigger)
         head = self.literal(f"{before}{tool.name}{text.before_arguments}")
-        arguments = _json_rule(_arguments_schema(tool))
+        terms = Terms(tool.strict, closed=True, name=tool.name, param=f"tools[{tool.number}]")
+        arguments = arguments_rule(tool.parameters, terms)
         self._rules.append(f"{name}: {head} {arguments} {self.literal(text.after)}")
         return name
 
     def written(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self._rules, _TEXTS])
-
-
-def _arguments_schema(tool: Tool) -> JsonDict:
-    """Of an object. A tool that says no parameters has none."""
-    if tool.parameters is None:
-        schema: JsonDict = {"properties": {}, "additionalProperties": False}
-    else:
-        schema = _closed(tool.parameters)
-    return {"type": "object"} | schema
-
-
-def _closed(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The schema without properties that it does not name, wherever that is plain to see: what fits
-    it fits the client's own, and a model does not go on inventing more.
-    """
-    closed = dict(schema)
-    properties, items = schema.get("properties"), schema.get("items")
-    if isinstance(properties, dict):
-        closed["properties"] = {name: _closed_value(each) for name, each in properties.items()}
-        if not any(keyword in schema for keyword in _OPENING):
-            closed["additionalProperties"] = False
-    if isinstance(items, dict):
-        closed["items"] = _closed(items)
-    return closed
-
-
-def _closed_value(schema: JsonValue) -> JsonValue:
-    return _closed(schema) if isinstance(schema, dict) else schema

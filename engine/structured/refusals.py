@@ -19,6 +19,11 @@ _SAID_OTHERWISE = {
 
 def bad_grammar(reason: str) -> RequestError:
     """A grammar cannot be used."""
+    return refused("the grammar cannot be used", reason)
+
+
+def refused(what: str, reason: str, param: str | None = None) -> RequestError:
+    """Something cannot be used, for a reason that llguidance or we give."""
     line = " ".join(reason.split())
     code = "invalid_value"
     if any([words in line.lower() for words in _LIMIT_WORDS]):
@@ -27,4 +32,4 @@ def bad_grammar(reason: str) -> RequestError:
         line = line.replace(said, meant)
     if len(line) > _MOST_REASON:
         line = line[:_MOST_REASON] + "..."
-    return RequestError(f"the grammar cannot be used: {line}", code=code)
+    return RequestError(f"{what}: {line}", code=code, param=param)
