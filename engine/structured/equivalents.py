@@ -40,12 +40,12 @@ def with_known_keywords(schema: JsonDict, root: JsonDict) -> JsonDict:
     """
     if "not" in schema and is_never(schema["not"]):
         schema = _without(schema, "not")
-    if "propertyNames" in schema:
-        schema = _with_named_properties(schema, root)
     if "unevaluatedProperties" in schema:
         schema = _evaluated(schema, "unevaluatedProperties", "additionalProperties")
     if "unevaluatedItems" in schema and not isinstance(schema.get("items"), list):
         schema = _evaluated(schema, "unevaluatedItems", "items")
+    if "propertyNames" in schema:
+        schema = _with_named_properties(schema, root)
     if "uniqueItems" in schema:
         schema = _with_distinct_items(schema, root)
     if "minProperties" in schema or "maxProperties" in schema:

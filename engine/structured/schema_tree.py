@@ -92,8 +92,9 @@ def resolved(root: JsonDict, reference: str) -> JsonValue:
 
 
 def is_anything(schema: JsonValue) -> bool:
-    """Whether a schema allows every value."""
-    return schema is True or (isinstance(schema, dict) and not schema.keys() - ANNOTATIONS)
+    """Whether a schema allows every value, and holds no definitions that others may refer to."""
+    silent = ANNOTATIONS - {"$defs", "definitions"}
+    return schema is True or (isinstance(schema, dict) and not schema.keys() - silent)
 
 
 def is_never(schema: JsonValue) -> bool:

@@ -39,8 +39,10 @@ def text_of(tokens: list[int]) -> str:
 
 #: A tokenizer of single bytes.
 BYTES = LLTokenizer("byte")
-#: Bytes that bring an answer to its end, the more so the later they stand here.
+#: Bytes that bring an answer to its end, outside of texts, the more so the later they stand here.
 _ENDING = b',"]}'
+#: So many bytes may come next in a text, and nowhere else.
+_MANY = 40
 #: Bytes of an answer after which it is brought to its end.
 _LONG = 150
 
@@ -76,10 +78,14 @@ def written(matcher: LLMatcher, random: Random) -> str:
 
 
 def _chosen(allowed: list[int], random: Random, *, is_long: bool) -> int:
-    ending = sorted(set(allowed) & set(_ENDING), key=_ENDING.index)
+    endings = b'"' if len(allowed) > _MANY else _ENDING
+    ending = sorted(set(allowed) & set(endings), key=endings.index)
     if ending and is_long:
         return ending[-1]
     if ending and random.random() < 0.3:
         return random.choice(ending)
+    common = [byte for byte in allowed if byte in b"ab"]
+    if common and random.random() < 0.3:
+        return random.choice(common)  # which patterns that search for a word wait for
     plain = [byte for byte in allowed if 32 < byte < 127]
     return random.choice(plain or allowed)
