@@ -41,7 +41,7 @@ _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _ANY_OBJECT = '{"type":"object"}'
 
 
-def in_lark(grammar: Grammar) -> Grammar:
+def _in_lark(grammar: Grammar) -> Grammar:
     """The grammar, in Lark if it was in GBNF. Raises RequestError."""
     if grammar.kind != "gbnf":
         return grammar
@@ -73,7 +73,7 @@ class _Compiler:
         """The grammar as it is compiled, and its matcher. Raises RequestError for one that has
         none.
         """
-        grammar = in_lark(grammar)
+        grammar = _in_lark(grammar)
         if grammar.ready or not writes_json(grammar) or grammar.kind == "json_object":
             matcher = self._matcher(grammar)
             if matcher.is_error():

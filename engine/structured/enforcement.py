@@ -17,7 +17,7 @@ from jitney.engine.structured.terms import Terms
 from jitney.engine.types import JsonDict, JsonValue
 
 #: Says what is wrong with a JSON schema, "" if nothing is.
-type ErrorOf = Callable[[JsonValue], str]
+type _ErrorOf = Callable[[JsonValue], str]
 
 #: Compilations that looking for what is wrong may take, in one grammar, and seconds.
 _MOST_LOOKS = 400
@@ -71,8 +71,8 @@ def by_rules(schema: JsonDict) -> Enforced:
     cannot be enforced, if they are strict.
     """
     terms, rest = Terms.split(schema)
-    rules = SchemaRules(_closed(rest, terms) if terms.closed else rest, terms)
     try:
+        rules = SchemaRules(_closed(rest, terms) if terms.closed else rest, terms)
         return Enforced(rules.apply(), [terms.pointer(place) for place in rules.left_out])
     except RequestError:
         if terms.strict:
@@ -110,7 +110,7 @@ class _GaveUpError(Exception):
 class Enforcer:
     """Finds out what llguidance refuses in schemas."""
 
-    error_of: ErrorOf
+    error_of: _ErrorOf
     looks_left: int = _MOST_LOOKS
     deadline: float = field(default_factory=lambda: time.monotonic() + _MOST_SECONDS)
 

@@ -234,8 +234,9 @@ def _has_type(value: JsonValue, types: JsonValue) -> bool:
     if types is None or not isinstance(types, str):
         return types is None
     if types in ("number", "integer"):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (types == "number" or float(value).is_integer())
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return types == "number" or float(value).is_integer()
     return isinstance(value, _TYPES.get(types, ()))
 
 
@@ -243,7 +244,6 @@ def _distinct(values: list[JsonValue]) -> list[JsonValue]:
     """Each value once; 1 and 1.0 are one."""
     found: dict[str, JsonValue] = {}
     for value in values:
-        is_whole = isinstance(value, float) and value.is_integer()
-        key = json.dumps(int(value) if is_whole else value, sort_keys=True)
-        found.setdefault(key, value)
+        same = int(value) if isinstance(value, float) and value.is_integer() else value
+        found.setdefault(json.dumps(same, sort_keys=True), value)
     return list(found.values())

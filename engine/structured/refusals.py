@@ -13,7 +13,7 @@ _SAID_OTHERWISE = {
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
     "anyOf": "oneOf is only possible where no value can fit two of its schemas, such as objects "
     "that require a property of another constant; anyOf always is",
-    "Unimplemented keys": "keywords that cannot be kept to",
+    "Unimplemented keys": "keywords that cannot be enforced",
 }
 
 

@@ -156,7 +156,8 @@ class SchemaRules:
             if _says_nothing(keyword, value):
                 continue
             reason = reason_against(keyword, value, schema, draft)
-            if not reason:
+            is_left = self.terms.strict and keyword in _UNKNOWN  # where it is used, to llguidance
+            if not reason or (is_left and reason_against is _reason_against):
                 kept[keyword] = value
                 continue
             if self.terms.strict:
@@ -233,7 +234,7 @@ def _reason_of_draft(keyword: str, value: JsonValue, schema: JsonDict, draft: in
 def _reason_against(keyword: str, value: JsonValue, schema: JsonDict, draft: int) -> str:
     """Why a keyword cannot be enforced; empty: it can, or llguidance says why not."""
     if keyword in _UNKNOWN or (keyword == "dependencies" and draft <= _LAST_WITH_DEPENDENCIES):
-        return f"{keyword} cannot be enforced; leave it out"
+        return f"{keyword} cannot be enforced"
     match keyword:
         case "type":
             return _unknown_type(value)

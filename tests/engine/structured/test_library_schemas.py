@@ -27,6 +27,7 @@ from schemas import SCHEMAS
 
 from jitney.engine.structured import grammar
 from jitney.engine.structured.compiling import checked, new_matcher
+from jitney.engine.structured.schema_tree import children
 from jitney.engine.structured.terms import Terms
 
 
@@ -218,11 +219,9 @@ def hard_schemas(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _inside(schema: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for keyword in ("properties", "items", "anyOf"):
-        value = schema.get(keyword, {})
-        several = value if isinstance(value, list) else list(value.values())
-        for each in [value] if keyword == "items" and value else several:
-            found += [each, *_inside(each)]
+    for _, child in children(schema):
+        if isinstance(child, dict):
+            found += [child, *_inside(child)]
     return found
 
 
