@@ -61,9 +61,7 @@ def _check_budget(turn: Turn) -> None:
     """Refuse a budget where it could not be kept to the token."""
     if turn.thinking_budget is None:
         return
-    reasoning = turn.format.reasoning
-    end = harmony.Mark.END if reasoning is None else reasoning.end
-    if not turn.format.thinks or end not in turn.special_ids:
+    if turn.format.thoughts_end not in turn.special_ids:
         raise RequestError(
             "this model does not think, or marks the end of its thoughts with no token of its own",
             code="unsupported_parameter",
