@@ -58,6 +58,10 @@ class GenerationRequest:
     most_calls: int | None = None
     #: Whether each choice must call, so that it has no content.
     must_call: bool = False
+    #: Names of the tools that take a text.
+    custom_names: frozenset[str] = frozenset()
+    #: Log-probabilities name tokens by their ids.
+    tokens_as_ids: bool = False
     #: Whether thoughts are shown.
     shows_reasoning: bool = True
 

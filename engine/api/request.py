@@ -32,6 +32,7 @@ from jitney.engine.errors import RequestError
 from jitney.engine.types import EngineInfo, EngineRequest, Grammar, JsonDict, SamplingParams, Whole
 
 if TYPE_CHECKING:
+    from jitney.engine.conversation.formats import TurnFormat
     from jitney.engine.text.tokenizer import Tokenizer
 
 #: Most choices of one request, over all its prompts.
@@ -105,6 +106,8 @@ class Conversation:
     thinking_budget: int | None = None
     #: Whether its thoughts are shown.
     shows_reasoning: bool = True
+    #: Whether the model's special tokens are put around what the template writes.
+    special_tokens: bool = False
 
     @classmethod
     async def of_chat(cls, service: Service, body: ChatBody) -> Conversation:
@@ -118,6 +121,7 @@ class Conversation:
             effort=body.reasoning_effort,
             thinking_budget=body.thinking_token_budget,
             shows_reasoning=body.include_reasoning is not False,
+            special_tokens=bool(body.add_special_tokens),
         )
 
     async def prompt(self, service: Service) -> EncodedPrompt:
@@ -125,7 +129,18 @@ class Conversation:
         _, tokenizer = service.ready()
         text = await self.text(service)
         with self.kind.blaming():
-            return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
+            special = self.special_tokens
+            return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
+
+    def unfollowed(self, turns: TurnFormat) -> list[str]:
+        """What the route calls the hints about thoughts that this model cannot follow."""
+        names: list[str] = []
+        can_stop = turns.takes_effort or (self.effort == "none" and not turns.thinks)
+        if self.effort is not None and not can_stop:
+            names.append("reasoning_effort")
+        if self.thinking_budget is not None and not turns.thinks:
+            names.append("thinking_token_budget")
+        return [self.kind.names.get(name, name) for name in names]
 
     async def text(self, service: Service) -> str:
         """What the chat template makes of it. Raises RequestError."""
@@ -164,7 +179,8 @@ class RequestBuilder[B: GenerationBody]:
         if body.suffix:
             sampling = _with_ends(sampling, service.fill_in("suffix").ends)
         sampling = await self._with_checked_grammar(sampling)
-        prompts = await _encoded(service, body.prompt, body.suffix)
+        special = body.add_special_tokens is not False
+        prompts = await _encoded(service, body.prompt, body.suffix, special)
         request = await service.slices.result(self._request(_COMPLETION, prompts, sampling))
         return replace(
             request,
@@ -186,8 +202,12 @@ class RequestBuilder[B: GenerationBody]:
                 own["logprobs"] = 0  # what the best are chosen by
         return self.sampling(own)
 
-    async def embeddings(self, items: list[str | list[int]]) -> GenerationRequest:
-        """The request for one vector for each text or list of token ids."""
+    async def embeddings(
+        self, items: list[str | list[int]], special: bool = True
+    ) -> GenerationRequest:
+        """The request for one vector for each text or list of token ids. special: whether the
+        model's own special tokens are put around a text.
+        """
         service, info = self.service, self.service.info
         most = info.sizes.seats + info.queue.max_waiting_requests
         if len(items) > most:
@@ -195,7 +215,7 @@ class RequestBuilder[B: GenerationBody]:
         lengths = [len(item) for item in items if isinstance(item, str)]
         service.check_chars(max(lengths, default=0), "input")
         with _EMBEDDING.blaming():
-            prompts = await _encoded(service, items, None)
+            prompts = await _encoded(service, items, None, special)
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         request = await service.slices.result(self._request(_EMBEDDING, prompts, sampling))
         wanted = [with_fields(each, pooling=info.model.pooling) for each in request.engine_requests]
@@ -218,6 +238,7 @@ class RequestBuilder[B: GenerationBody]:
         service = self.service
         service.check_model(self.body.model)
         _check_choices(sampling.n, service.info)
+        self.context.notes.ignored.extend(conversation.unfollowed(service.turns))
         sampling = await self._with_checked_grammar(sampling)
         prompt = await conversation.prompt(service)
         use = conversation.tools
@@ -235,6 +256,7 @@ class RequestBuilder[B: GenerationBody]:
             seen_ids=service.marker_ids(names),
             most_calls=None if use is None else use.most_calls,
             must_call=must_call,
+            custom_names=frozenset() if use is None else use.custom_names,
             shows_reasoning=conversation.shows_reasoning,
         )
 
@@ -257,6 +279,8 @@ class RequestBuilder[B: GenerationBody]:
             value = getattr(body, name)
             if value is not None:
                 fields[name] = value
+        if body.repeat_penalty is not None:
+            fields["repetition_penalty"] = body.repeat_penalty
         fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
         fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
         fields["grammar"] = self._wanted_grammar
@@ -273,7 +297,9 @@ class RequestBuilder[B: GenerationBody]:
         budget, or the answer has a grammar of its own.
         """
         service = self.service
-        turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
+        turns = service.turns
+        budget = conversation.thinking_budget if turns.thinks else None
+        turn = Turn(turns, prompt, service.special_texts, budget)
         answer = self._wanted_grammar
         grammar = turn.grammar(conversation.tools, answer)
         self.context.notes.unenforced.extend(turn.unenforced)
@@ -345,6 +371,7 @@ class RequestBuilder[B: GenerationBody]:
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             prompt_logprobs=body.prompt_logprobs,
             top_logprobs=None,
         )
@@ -407,7 +434,7 @@ def _check_choices(choices: int, info: EngineInfo) -> None:
 
 
 async def _encoded(
-    service: Service, items: Sequence[str | list[int]], suffix: str | None
+    service: Service, items: Sequence[str | list[int]], suffix: str | None, special: bool
 ) -> list[EncodedPrompt]:
     """Texts become tokens on a thread. Token ids need none: between cores that compute, it costs
     more to wake one than to take them.
@@ -415,7 +442,7 @@ async def _encoded(
     _, tokenizer = service.ready()
 
     def encode() -> list[EncodedPrompt]:
-        return [_completion_prompt(item, suffix, tokenizer) for item in items]
+        return [_completion_prompt(item, suffix, tokenizer, special) for item in items]
 
     if any(isinstance(item, str) for item in items):
         return await service.off_loop(encode)
@@ -423,15 +450,16 @@ async def _encoded(
 
 
 def _completion_prompt(
-    item: str | list[int], suffix: str | None, tokenizer: Tokenizer
+    item: str | list[int], suffix: str | None, tokenizer: Tokenizer, special: bool
 ) -> EncodedPrompt:
+    """special: whether the model's own special tokens are put around a text."""
     if not isinstance(item, str):
         return EncodedPrompt(item)
     if suffix:
         fill_in = tokenizer.fill_in
         assert fill_in is not None  # `completion` has asked for it
         return EncodedPrompt(fill_in.prompt(tokenizer, item, suffix), item)
-    return EncodedPrompt(tokenizer.encode(item), item)
+    return EncodedPrompt(tokenizer.encode(item, add_special_tokens=special), item)
 
 
 def _banned_sequences(
@@ -488,9 +516,9 @@ def _with_max_tokens(
     return with_fields(sampling, max_tokens=min(kind.default_tokens or room, room))
 
 
-def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
+def _chat_prompt(text: str, tokenizer: Tokenizer, special: bool) -> EncodedPrompt:
     try:
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(text, add_special_tokens=special)
         return EncodedPrompt(ids, tail=text[-_TAIL_CHARS:])
     except RequestError as error:
         raise error.blaming(_CHAT.prompt_field) from error
@@ -498,7 +526,7 @@ def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
 
 def _tool_use(body: ChatBody) -> ToolUse | None:
     """What the body says of tools."""
-    tools = [tool.function.as_tool() for tool in body.tools or ()]
+    tools = list(body.client_tools())
     parallel = body.parallel_tool_calls is not False and not body.names_one_tool
     return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 

@@ -24,7 +24,6 @@ from jitney.engine.conversation.harmony import HarmonyReader
 from jitney.engine.conversation.reading import CallReader, Reading, TextReader
 from jitney.engine.conversation.thoughts import AssistantParser, ThinkReader
 from jitney.engine.conversation.tools import ToolUse
-from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
 
 _AUTO, _NONE = "auto", "none"
@@ -73,6 +72,13 @@ class TurnFormat:
     def thinks(self) -> bool:
         return self.has_channels or self.reasoning is not None
 
+    @property
+    def thoughts_end(self) -> str | None:
+        """The marker that ends the thoughts; None for a model that does not think."""
+        if self.has_channels:
+            return harmony.Mark.END
+        return None if self.reasoning is None else self.reasoning.end
+
     def markers(self, *, with_calls: bool) -> tuple[str, ...]:
         """Texts that a parser must see even where they are special tokens."""
         if self.has_channels:
@@ -90,23 +96,15 @@ class TurnFormat:
         return not self.variables.isdisjoint(("reasoning_effort", *_SWITCHES))
 
     def effort_variables(self, effort: str | None) -> JsonDict:
-        """Variables that tell the template how long the model shall think. Raises RequestError
-        where there are none.
-        """
+        """What tells the template how long the model shall think; nothing where it takes none."""
         if effort is None:
             return {}
         if "reasoning_effort" in self.variables:
-            return {"reasoning_effort": effort}
+            return {"reasoning_effort": "xhigh" if effort == "max" else effort}
         for switch in _SWITCHES:
             if switch in self.variables:
                 return {switch: effort != "none"}
-        if effort == "none" and not self.thinks:
-            return {}
-        raise RequestError(
-            "this model cannot be told how long to think",
-            code="unsupported_parameter",
-            param="reasoning_effort",
-        )
+        return {}
 
     def parser(
         self, prompt: str, functions: Collection[str] | Functions, *, forced: bool

@@ -57,9 +57,7 @@ def _check_budget(turn: Turn) -> None:
     """Refuse a budget where it could not be kept to the token."""
     if turn.thinking_budget is None:
         return
-    reasoning = turn.format.reasoning
-    end = harmony.Mark.END if reasoning is None else reasoning.end
-    if not turn.format.thinks or end not in turn.special_ids:
+    if turn.format.thoughts_end not in turn.special_ids:
         raise RequestError(
             "this model does not think, or marks the end of its thoughts with no token of its own",
             code="unsupported_parameter",
@@ -197,7 +195,7 @@ def _call(lark: Lark, turn: Turn, tool: Tool, trigger: str) -> str:
     text = turn.format.calls.text
     before = text.before_name.removeprefix(trigger)
     head = lark.literal(f"{before}{tool.name}{text.before_arguments}")
-    terms = Terms(tool.strict, closed=True, name=tool.name, param=f"tools[{tool.number}]")
+    terms = Terms(tool.strict, closed=True, name=tool.name, param=tool.path)
     unenforced: list[str] = []
     try:
         schema = arguments_schema(tool.parameters, terms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,6 +11,13 @@ from jitney.engine.types import JsonDict
 
 #: What a model may do with its tools: call them, not call them, or nothing else than call them.
 type ToolMode = Literal["auto", "none", "required"]
+#: The argument of a custom tool.
+CUSTOM_INPUT = "input"
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments, as JSON text, of a call that gives a custom tool this text."""
+    return json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +31,39 @@ class Tool:
     #: Whether its arguments must fit the schema even where calls are not forced, and a schema that
     #: cannot be enforced is refused.
     strict: bool = False
-    #: Its place among the request's tools.
-    number: int = 0
+    #: Whether the client has a tool that takes a text: the model calls a function whose one
+    #: argument `input` is the text.
+    is_custom: bool = False
+    #: The field of the body that it came in, such as "tools[3]".
+    path: str = "tools"
+
+    @classmethod
+    def custom(
+        cls, name: str, description: str | None, syntax: str = "", definition: str = ""
+    ) -> Tool:
+        """A tool that takes a text. syntax: "lark" or "regex", of the definition of the texts that
+        it takes; empty: it takes any.
+        """
+        text: JsonDict = {"type": "string"}
+        if syntax:
+            text["description"] = f"A text of this form ({syntax}):\n{definition}"
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+        parameters: JsonDict = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: text},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        }
+        return cls(name, description, parameters, is_custom=True)
+
+    def renamed(self, name: str) -> Tool:
+        """The same tool under another name."""
+        return replace(self, name=name)
+
+    def at(self, path: str) -> Tool:
+        """The same tool, from this field of the body."""
+        return replace(self, path=path)
 
     def shown(self) -> JsonDict:
         """As chat templates know it."""
@@ -57,8 +96,7 @@ class ToolUse:
         """Of all tools those that may be called, None if none may. only: their names, where a
         request says them. parallel: whether a turn may call more than once.
         """
-        numbered = [replace(tool, number=number) for number, tool in enumerate(tools)]
-        chosen = [tool for tool in numbered if only is None or tool.name in only]
+        chosen = [tool for tool in tools if only is None or tool.name in only]
         if mode == "none" or not chosen:
             return None
         return cls(tuple(chosen), mode == "required", None if parallel else 1)
@@ -71,3 +109,8 @@ class ToolUse:
     def functions(self) -> dict[str, JsonDict | None]:
         """The schemas of the arguments of what may be called, by name."""
         return {tool.name: tool.parameters for tool in self.tools}
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the tools that take a text."""
+        return frozenset(tool.name for tool in self.tools if tool.is_custom)

@@ -264,7 +264,7 @@ def test_keywords_that_a_form_cannot_express_are_named_or_refused(form: str):
     place = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a+$"}}}
     for strict in (False, True):
         turn = Turn(turn_format(form), "", {})
-        use = use_of(Tool("f", None, place, strict))
+        use = use_of(Tool("f", None, place, strict).at("tools[0]"))
         if strict:
             with pytest.raises(RequestError, match=r'tools\[0\] "f": at #/properties/a/pattern'):
                 turn.grammar(use, None)
