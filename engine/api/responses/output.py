@@ -191,8 +191,8 @@ class _FunctionCall(_OpenItem):
         yield {"type": "response.function_call_arguments.delta"} | self.at() | {"delta": text}
 
     def done(self, status: str) -> Iterator[ResponseEvent]:
-        arguments = {"arguments": "".join(self._arguments)}
-        yield {"type": "response.function_call_arguments.done"} | self.at() | arguments
+        called = {"name": self._name, "arguments": "".join(self._arguments)}
+        yield {"type": "response.function_call_arguments.done"} | self.at() | called
         yield from super().done(status)
 
 
