@@ -34,7 +34,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a turn may call."""
+    """The functions that a turn may call."""
 
     tools: tuple[Tool, ...]
     #: Whether it must call, and say nothing else.
@@ -62,3 +62,8 @@ class ToolUse:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool.name for tool in self.tools)
+
+    @property
+    def functions(self) -> dict[str, JsonDict | None]:
+        """The schemas of the arguments of what may be called, by name."""
+        return {tool.name: tool.parameters for tool in self.tools}
