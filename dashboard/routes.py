@@ -147,25 +147,14 @@ class PageRoutes:
         return app
 
     def mounted(self, path: str) -> list[BaseRoute]:
-        """The page at `path`, and redirects for those who leave out the slash at its end, and for
-        browsers that come to "/".
-
-        The redirects are relative, because an absolute one would repeat the client's Host header.
+        """The page at `path`, and a redirect for those who leave out the slash at its end. It is
+        relative, because an absolute one would repeat the client's Host header.
         """
 
         async def add_slash(request: Request) -> Response:
             return RedirectResponse(path.rpartition("/")[2] + "/")
 
-        async def front_door(request: Request) -> Response:
-            if "text/html" not in request.headers.get("accept", ""):
-                raise HTTPException(404)  # a program wants to know that there is nothing
-            return RedirectResponse(path.removeprefix("/") + "/")
-
-        return [
-            Route("/", front_door),
-            Route(path, add_slash),
-            Mount(path, app=self.to_mount()),
-        ]
+        return [Route(path, add_slash), Mount(path, app=self.to_mount())]
 
     def by_itself(self) -> Starlette:
         """The page with nothing in front of it, which is closed with it."""

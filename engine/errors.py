@@ -25,6 +25,53 @@ class EngineDead(JitneyError):
     """The core process is gone; open requests have been ended."""
 
 
+#: Fields of a body that say how long the answer may be, and hold no prompt.
+_ANSWER_FIELDS = ("max_tokens", "min_tokens")
+
+
+class ContextOverflow(msgspec.Struct, frozen=True):
+    """A request that is longer than the context, in tokens.
+
+    Clients compact or shorten a conversation when they read certain words, and take the numbers
+    from them: those of OpenAI's API (searched for by LiteLLM, opencode, Continue) and those of
+    Anthropic's (Claude Code, Cline). So the words are made here alone.
+    """
+
+    #: Most tokens of a sequence, prompt included.
+    limit: int
+    prompt: int
+    #: Tokens that the answer is to have, or the one that it must have.
+    completion: int
+    #: The prompt has at least so many tokens: its text was refused before it was tokenised.
+    is_lower_bound: bool = False
+    #: The model's own context, where the KV cache holds less; 0 where it does not.
+    model_context: int = 0
+
+    def openai_message(self, field: str | None) -> str:
+        """The message in the words of OpenAI's API. field: the one that the prompt came in."""
+        where = field if field and field not in _ANSWER_FIELDS else "prompt"
+        message = (
+            f"This model's maximum context length is {self.limit} tokens. However, you requested "
+            f"{self.prompt + self.completion} tokens ({self.prompt} in the {where}, "
+            f"{self.completion} in the completion){' or more' if self.is_lower_bound else ''}. "
+            f"Please reduce the length of the {where} or completion."
+        )
+        if self.model_context:
+            message += (
+                f" The KV cache has room for no more; the model itself takes {self.model_context}."
+            )
+        return message
+
+    def anthropic_message(self) -> str:
+        """The message in the words of Anthropic's API, which count the prompt alone if that is too
+        long by itself.
+        """
+        requested = self.prompt
+        if requested <= self.limit:
+            requested += self.completion
+        return f"prompt is too long: {requested} tokens > {self.limit} maximum"
+
+
 class ErrorInfo(msgspec.Struct, frozen=True):
     """A request-scoped error as it crosses the process boundary."""
 
@@ -36,6 +83,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     param: str | None = None
     #: Seconds until a retry is worthwhile, if that is known.
     retry_after: float | None = None
+    #: The numbers behind context_length_exceeded, where they are known.
+    overflow: ContextOverflow | None = None
 
 
 #: Every code a request can end with; `engine.api.errors` gives each its HTTP status.
@@ -78,8 +127,19 @@ class RequestError(JitneyError):
 
     @classmethod
     def from_info(cls, info: ErrorInfo) -> RequestError:
-        return cls(info.message, code=info.code, param=info.param, retry_after=info.retry_after)
+        """The error that an info tells of."""
+        error = cls(info.message, code=info.code, param=info.param, retry_after=info.retry_after)
+        error.info = info
+        return error
+
+    @classmethod
+    def too_long(cls, overflow: ContextOverflow, param: str | None) -> RequestError:
+        """The request needs more than the context. param: the field to blame."""
+        code, message = "context_length_exceeded", overflow.openai_message(param)
+        return cls.from_info(ErrorInfo(code, message, param, overflow=overflow))
 
     def blaming(self, param: str | None) -> RequestError:
         """The same error, blamed on another field."""
+        if self.info.overflow is not None:
+            return RequestError.too_long(self.info.overflow, param)
         return RequestError(str(self), code=self.info.code, param=param)

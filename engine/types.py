@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
-from jitney.engine.errors import ErrorInfo, RequestError
+from jitney.engine.errors import ContextOverflow, ErrorInfo, RequestError
 
 #: What JSON can say, before anybody has looked at it.
 type JsonValue = dict[str, JsonValue] | list[JsonValue] | str | int | float | bool | None
@@ -381,7 +381,18 @@ class RequestLimits(msgspec.Struct, frozen=True):
         self._check_prompt(request.prompt)
         if self.encoder:
             return self._no_tokens(len(request.prompt))
-        return self._max_tokens(request)
+        return self._most_generated(request)
+
+    def overflow(
+        self, prompt_tokens: int, completion_tokens: int, *, is_lower_bound: bool = False
+    ) -> ContextOverflow:
+        """What is said of a request that needs more than `longest` tokens. is_lower_bound: of the
+        prompt's.
+        """
+        model_context = self.context_length if self.longest < self.context_length else 0
+        return ContextOverflow(
+            self.longest, prompt_tokens, completion_tokens, is_lower_bound, model_context
+        )
 
     def check_writes(self) -> None:
         """Raise RequestError if the model writes no text."""
@@ -399,11 +410,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     def _no_tokens(self, prompt_tokens: int) -> int:
         """What an encoder's request counts as; its prompt may fill the context."""
         if prompt_tokens > self.longest:
-            raise RequestError(
-                f"the prompt has {prompt_tokens} tokens; this model reads at most {self.longest}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
+            raise RequestError.too_long(self.overflow(prompt_tokens, 0), "prompt")
         return 1
 
     def _check_logprobs(self, sampling: SamplingParams) -> None:
@@ -424,36 +431,20 @@ class RequestLimits(msgspec.Struct, frozen=True):
                 f"token ids of the prompt must be 0 to {self.vocab_size - 1}", param="prompt"
             )
 
-    def _max_tokens(self, request: EngineRequest) -> int:
-        if len(request.prompt) >= self.longest:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens and must leave room for one more in "
-                f"the {self._room}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
+    def _most_generated(self, request: EngineRequest) -> int:
+        """Tokens of the answer: max_tokens, or all that there is room for. Raises RequestError if
+        there is not that much, or none for a single token.
+        """
         sampling = request.sampling
-        left = self.longest - len(request.prompt)
-        wanted = left if sampling.max_tokens is None else sampling.max_tokens
-        if wanted > left:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens, which with max_tokens {wanted} is "
-                f"more than the {self._room}",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
-        if sampling.min_tokens > left:
-            raise RequestError(
-                f"min_tokens {sampling.min_tokens} is more than the {left} tokens left",
-                code="context_length_exceeded",
-                param="min_tokens",
-            )
-        return wanted
-
-    @property
-    def _room(self) -> str:
-        what = "context" if self.longest == self.context_length else "KV pool"
-        return f"{self.longest} tokens of the {what}"
+        prompt_tokens = len(request.prompt)
+        left = self.longest - prompt_tokens
+        requested = max(sampling.max_tokens or 1, sampling.min_tokens)
+        if requested <= left:
+            return sampling.max_tokens or left
+        param = "min_tokens" if sampling.max_tokens is None else "max_tokens"
+        if left < 1:
+            param = "prompt"
+        raise RequestError.too_long(self.overflow(prompt_tokens, requested), param)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -45,6 +45,8 @@ class AnthropicError(Described):
     type: str
     message: str
     details: JsonDict = {}
+    #: Of a prompt that is too long.
+    code: Literal["context_length_exceeded"] | None = None
 
 
 class AnthropicErrorAnswer(Described):
@@ -231,6 +233,30 @@ class ModelList(Described):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class AnthropicModel(Described):
+    """A model as Anthropic's API shows it, to requests with the header anthropic-version."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    #: RFC 3339.
+    created_at: str
+    lifecycle: Literal["active"]
+    #: Tokens of a sequence, prompt included; null until the engine is ready.
+    max_input_tokens: int | None
+    max_tokens: int | None
+    max_model_len: int | None
+
+
+class AnthropicModelList(Described):
+    """GET /v1/models with the header anthropic-version: one page with all models."""
+
+    data: list[AnthropicModel]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Status(BaseModel):

@@ -15,6 +15,15 @@ from jitney.engine.text.template_worker import Chat, Rendered, TemplateSource
 _MODULE = "jitney.engine.text.template_worker"
 
 
+class RenderedTooLong(RequestError):
+    """The template makes more characters than most_chars."""
+
+    def __init__(self, chars: int, most_chars: int):
+        message = f"the chat template makes {chars} characters of the messages, over {most_chars}"
+        super().__init__(message, code="context_length_exceeded", param="messages")
+        self.chars = chars
+
+
 class ChatTemplates:
     """Renders the chats of one model. timeout_s: the longest that a template may take.
 
@@ -42,18 +51,12 @@ class ChatTemplates:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The prompt text. variables: what else the template is given. Raises RequestError for
-        messages that the template refuses, that keep it too long, or that make more than most_chars
-        characters.
+        messages that the template refuses or that keep it too long, and RenderedTooLong.
         """
         chat = Chat(list(messages), most_chars, 2 * self._timeout_s, dict(variables))
         rendered = await self._rendered(chat)
         if rendered.too_long:
-            raise RequestError(
-                f"the chat template makes {rendered.too_long} characters of the messages; at most "
-                f"{most_chars} are tokenised here",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise RenderedTooLong(rendered.too_long, most_chars)
         if rendered.refusal:
             raise _refused(rendered.refusal)
         return rendered.text

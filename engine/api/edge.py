@@ -66,7 +66,7 @@ def _edge(
             missing=_no_key,
         ),
         Middleware(BackgroundRequests),
-        Middleware(BodyLimit, settings=settings),
+        Middleware(BodyLimit, settings=settings, service=observer),
     ]
 
 

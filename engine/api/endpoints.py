@@ -23,15 +23,25 @@ from jitney.engine.api.schema import ModelBody
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.text.detokenizer import TokenBytes
+from jitney.engine.types import JsonDict
 
 
 async def read_body[B: ModelBody](service: Service, request: Request, kind: type[B]) -> B:
-    """The checked body. Fields that change nothing, and forms that the answer is not held to, are
-    noted in the request's context.
-    """
+    """The checked body of a request. Raises RequestError and HttpError."""
+    return checked_body(request, kind, await read_fields(service, request))
+
+
+async def read_fields(service: Service, request: Request) -> JsonDict:
+    """The body of a request, not checked yet. Raises RequestError and HttpError."""
     service.ready()
-    raw = await service.slices.result(read_object(await request.body()))
-    body, ignored = kind.parse(raw)
+    return await service.slices.result(read_object(await request.body()))
+
+
+def checked_body[B: ModelBody](request: Request, kind: type[B], fields: JsonDict) -> B:
+    """The body of a request as a model of its fields. Those that change nothing, and forms that the
+    answer is not held to, are noted in the request's context. Raises RequestError.
+    """
+    body, ignored = kind.parse(fields)
     notes = Context.of(request).notes
     notes.ignored.extend(ignored)
     notes.unenforced.extend(body.unenforced())

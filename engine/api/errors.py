@@ -12,7 +12,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from jitney.engine.errors import ErrorInfo, JitneyError, RequestError
+from jitney.engine.errors import ContextOverflow, ErrorInfo, JitneyError, RequestError
 from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.api")
@@ -34,11 +34,13 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+#: The code of a request that is longer than the context.
+_TOO_LONG = "context_length_exceeded"
 #: Request error code -> (status, the code shown to the client, seconds for Retry-After when the
 #: error knows none).
 _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "invalid_value": (400, None, None),
-    "context_length_exceeded": (400, "context_length_exceeded", None),
+    _TOO_LONG: (400, _TOO_LONG, None),
     "unsupported_parameter": (400, "unsupported_parameter", None),
     "grammar_too_complex": (400, "grammar_too_complex", None),
     "queue_full": (429, "queue_full", 1.0),
@@ -58,12 +60,13 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
 }
 #: Messages for what the router refuses.
 _ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
-#: Anthropic's routes.
+#: Anthropic's routes, and those that both APIs have.
 _MESSAGES = "/v1/messages"
+_MODELS = "/v1/models"
 
 
 class ErrorForm(Enum):
-    """Whose clients read an error."""
+    """Whose clients read an error; and an answer, where both have the route."""
 
     #: {"error": {"message", "type", "param", "code"}}
     OPENAI = "openai"
@@ -71,11 +74,14 @@ class ErrorForm(Enum):
     ANTHROPIC = "anthropic"
 
     @classmethod
-    def of(cls, path: str) -> ErrorForm:
-        """Of a path's answers, whether or not a route has it."""
-        if path == _MESSAGES or path.startswith(_MESSAGES + "/"):
-            return cls.ANTHROPIC
-        return cls.OPENAI
+    def of(cls, path: str, *, names_version: bool = False) -> ErrorForm:
+        """Of a path's answers, whether or not a route has it. names_version: the request has the
+        header anthropic-version, which the clients of both APIs are told apart by where they share
+        a path.
+        """
+        is_shared = path == _MODELS or path.startswith(_MODELS + "/")
+        is_own = path == _MESSAGES or path.startswith(_MESSAGES + "/")
+        return cls.ANTHROPIC if is_own or (is_shared and names_version) else cls.OPENAI
 
 
 class HttpError(JitneyError):
@@ -120,6 +126,8 @@ class ErrorReply:
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     details: JsonDict | None = None
+    #: Of a request that is longer than the context.
+    overflow: ContextOverflow | None = None
 
     @classmethod
     def of(cls, error: BaseException, request_id: str) -> ErrorReply:
@@ -174,11 +182,18 @@ class ErrorReply:
         return types.get(self.status, other)
 
     def anthropic(self) -> JsonDict:
-        """A form without a place for the field at fault, which its message names instead."""
+        """A form without a place for the field at fault, which its message names instead, or for a
+        code. One code is added all the same: opencode looks for it in every form.
+        """
+        message = self._naming_param()
+        if self.overflow is not None:
+            message = self.overflow.anthropic_message()
         kind = self._type(_ANTHROPIC_TYPES, "api_error")
-        error: JsonDict = {"type": kind, "message": self._naming_param()[:_MESSAGE_LIMIT]}
+        error: JsonDict = {"type": kind, "message": message[:_MESSAGE_LIMIT]}
         if self.details is not None:
             error["details"] = self.details
+        if self.code == _TOO_LONG:
+            error["code"] = _TOO_LONG
         return {"type": "error", "error": error, "request_id": self.request_id}
 
 
@@ -187,7 +202,9 @@ def _refusal(info: ErrorInfo, request_id: str) -> ErrorReply:
     if info.retry_after is not None:
         pause = info.retry_after
     headers = {} if pause is None else _retry_headers(pause)
-    return ErrorReply(request_id, status, info.message, code, info.param, headers)
+    return ErrorReply(
+        request_id, status, info.message, code, info.param, headers, overflow=info.overflow
+    )
 
 
 def _retry_headers(pause_s: float) -> dict[str, str]:

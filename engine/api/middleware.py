@@ -17,8 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import ErrorForm, ErrorReply, HttpError, echo
-from jitney.engine.api.routing import HttpRoute, Role, RouteTable, route_path
+from jitney.engine.api.routing import HttpRoute, RouteTable, route_path
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.errors import RequestError
 
 if TYPE_CHECKING:
     from jitney.engine.api.tracing import Tracing
@@ -35,6 +36,7 @@ _FORM = re.compile(r"multipart/form-data\s*;", re.IGNORECASE)
 _FORM_BYTES, _LEAST_RATE = 1 << 16, 16_384
 _MAX_HEADERS = 256
 _MAX_HEADER_BYTES = 1 << 16
+_TOO_LARGE = 413
 #: Status logged for a client that left before its answer.
 _LEFT = 499
 #: Methods that the log names; others are the client's own words.
@@ -61,6 +63,15 @@ class RequestObserver(Protocol):
         """Makes spans; None: nobody does."""
         ...
 
+    @property
+    def body_limit(self) -> int | None:
+        """Most bytes of a request body; None: not known yet."""
+        ...
+
+    def unready(self) -> RequestError | None:
+        """Why no request can be served now, or None."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorMiddleware:
@@ -79,7 +90,9 @@ class ErrorMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope)
         route = self.table.find(path, scope["method"])
-        context = scope["jitney"] = Context(_request_id(scope), route, ErrorForm.of(path))
+        versions = _headers_named(scope, b"anthropic-version")
+        form = ErrorForm.of(path, names_version=bool(versions))
+        context = scope["jitney"] = Context(_request_id(scope), route, form)
         context.session_id = _safe_header(scope, b"x-session-id")
 
         async def send_marked(message: Message) -> None:
@@ -203,10 +216,10 @@ class HeaderLimits:
 
 
 def _check_room(scope: Scope) -> None:
-    """Probes are answered all the same: a full server is no broken one."""
+    """Raises HttpError where too many connections are open, but for probes."""
     context: Context | None = scope.get("jitney")  # a page of engines elsewhere has none
     route = None if context is None else context.route
-    is_probe = route is not None and route.role is Role.ANYBODY
+    is_probe = route is not None and route.is_probe
     if scope.get("state", {}).get(HeaderLimits.CROWDED) and not is_probe:
         raise HttpError(
             503,
@@ -233,6 +246,7 @@ class BodyLimit:
 
     app: ASGIApp
     settings: ServerSettings
+    service: RequestObserver
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -277,9 +291,13 @@ class BodyLimit:
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
         route = Context.of(scope).route
-        limit = (route.body_limit if route else 0) or self.settings.server.body_limit
-        _check_length(scope, limit)
-        first: Message | None = await self._first(receive, limit)
+        limit = (route.body_limit if route else 0) or self.service.body_limit
+        first: Message | None
+        if limit is None:
+            first = await self._first_before_ready(scope, receive)
+        else:
+            _check_length(scope, limit)
+            first = await self._first(receive, limit)
 
         async def replay() -> Message:
             nonlocal first
@@ -289,6 +307,17 @@ class BodyLimit:
             return message
 
         return replay
+
+    async def _first_before_ready(self, scope: Scope, receive: Receive) -> Message:
+        """As `_first`, while the limit is not known: a larger body may be taken later, so that it
+        is refused as everything is until then.
+        """
+        try:
+            _check_length(scope, self.settings.LEAST_BODY)
+            return await self._first(receive, self.settings.LEAST_BODY)
+        except HttpError as error:
+            reason = self.service.unready() if error.status == _TOO_LARGE else None
+            raise reason or error from None
 
     async def _first(self, receive: Receive, limit: int) -> Message:
         """The whole body as one message, or the client's leaving."""
@@ -321,7 +350,7 @@ def _too_slow(seconds: float) -> HttpError:
 
 def _too_large(limit: int) -> HttpError:
     """What still comes of the body is thrown away by the protocol."""
-    return HttpError(413, f"the body may have at most {limit} bytes", close=True)
+    return HttpError(_TOO_LARGE, f"the body may have at most {limit} bytes", close=True)
 
 
 def _check_framing(scope: Scope) -> None:

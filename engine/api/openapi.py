@@ -144,10 +144,12 @@ def _ref(model: type) -> JsonSchemaValue:
 
 
 def _answer_schema(route: HttpRoute) -> JsonSchemaValue:
-    """A model by its name; a list of models with its definitions elsewhere."""
+    """A model by its name; a list, or one of several, with their definitions elsewhere."""
+    if isinstance(route.answer, type):
+        return _ref(route.answer)
     schema = TypeAdapter(route.answer).json_schema(ref_template=_SCHEMAS, mode="serialization")
     schema.pop("$defs", None)
-    return schema if schema.get("type") == "array" else _ref(route.answer)
+    return schema
 
 
 def _models(routes: Sequence[HttpRoute]) -> Iterator[type[BaseModel]]:
@@ -158,7 +160,7 @@ def _models(routes: Sequence[HttpRoute]) -> Iterator[type[BaseModel]]:
 
 
 def _answer_models(route: HttpRoute) -> tuple[Any, ...]:
-    """The models of its answer: itself, or what a list is made of."""
+    """The models of its answer: itself, those of a list, or those that it may be one of."""
     return getattr(route.answer, "__args__", (route.answer,))
 
 

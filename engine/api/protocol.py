@@ -1,5 +1,6 @@
 """uvicorn's h11 protocol with what it lacks: a time limit for headers, our form of error, limits
-for slow clients, and an end that does not take the answer with it.
+for slow clients, answers for clients that have ended their side, and an end that does not take the
+answer with it.
 
 Give `http_protocol(settings, connections)` to `uvicorn.Config(http=...)`. What h11 cannot parse
 never reaches the application, so it is answered here.
@@ -16,10 +17,12 @@ import uuid
 from typing import Any
 
 import h11
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.errors import ErrorReply, HttpError
+from jitney.engine.api.http_connection import HttpConnection
 from jitney.engine.api.middleware import HeaderLimits
 from jitney.engine.api.settings import ServerSettings
 
@@ -32,6 +35,12 @@ _DISCARDING_S = 5.0
 _LINGER_S = 0.5
 #: Until what has come is certainly read.
 _SOON_S = 0.5
+#: Pauses between looks at a client that has ended its side: the first, and the longest, to which
+#: they double.
+_LOOK_S, _LONGEST_LOOK_S = 0.05, 2.0
+#: How long the answer of such a client is waited for where nothing can be sent before it: to
+#: HTTP/1.0. Proxies that speak it, and whose clients leave, take a seat for no longer.
+_OLD_PATIENCE_S = 5.0
 
 
 def http_protocol(settings: ServerSettings, connections: Connections) -> type[asyncio.Protocol]:
@@ -94,8 +103,17 @@ class _BoundedProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     #: time.monotonic() of the end of its newest answer.
     _answered_at = 0.0
+    #: time.monotonic() at which something last came.
+    _heard_at = 0.0
+    #: time.monotonic() at which the client ended its side (RFC 9112, 9.6) with an answer due.
+    _half_closed_at: float | None = None
     _bare: asyncio.Transport
     _outbound: _Outbound
+
+    def __init__(self, config: Config, *args: Any, **kw: Any):
+        super().__init__(config, *args, **kw)
+        self._http = HttpConnection(h11.SERVER, self.conn._max_incomplete_event_size)
+        self.conn = self._http
 
     @property
     def written(self) -> int:
@@ -113,8 +131,12 @@ class _BoundedProtocol(H11Protocol):
 
     @property
     def has_unread(self) -> bool:
+        return self._has(select.POLLIN)
+
+    def _has(self, events: int) -> bool:
+        """Whether the socket has one of these events, or is broken."""
         poll = select.poll()
-        poll.register(self._bare.get_extra_info("socket"), select.POLLIN)
+        poll.register(self._bare.get_extra_info("socket"), events)
         return bool(poll.poll(0))
 
     def drop(self) -> None:
@@ -142,16 +164,60 @@ class _BoundedProtocol(H11Protocol):
         if self._discarding:
             self._discard(data)
             return
+        self._heard_at = time.monotonic()
         super().data_received(data)
         self._watch_head()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it has left, or it has ended its side and reads. Only what is
+        sent to it tells (`_look_at_client`). A reader of events is taken to have left: its seat
+        should not wait for that, and a client that ends its side does so with its request.
+        """
+        if self._discarding or not self._owes_answer or self.scheme == "https":
+            return False
+        is_stream = self.conn.our_state is h11.SEND_BODY and self._http.sends_events
+        if is_stream and time.monotonic() - self._heard_at > _SOON_S:
+            return False
+        if self._half_closed_at is None:
+            self._half_closed_at = time.monotonic()
+            self.loop.call_later(_LOOK_S, self._look_at_client, _LOOK_S)
+        return True
+
+    @property
+    def _owes_answer(self) -> bool:
+        """A whole request has come, and its answer is not complete."""
+        is_open = self.cycle is not None and not self.cycle.response_complete
+        return is_open and self.conn.their_state is not h11.SEND_BODY
+
+    def _look_at_client(self, pause_s: float) -> None:
+        """Let go of a client that has ended its side and turns out to have left: its system answers
+        what is sent with a reset. Until there is an answer, an interim one is sent for that, which
+        every client of HTTP/1.1 passes over (RFC 9110, 15.2).
+        """
+        if self._bare.is_closing() or not self._owes_answer or self._half_closed_at is None:
+            return
+        is_late = time.monotonic() - self._half_closed_at > _OLD_PATIENCE_S
+        awaits_answer = self.conn.our_state is h11.SEND_RESPONSE
+        is_old = self.conn.their_http_version != b"1.1"
+        if self._has(0) or (awaits_answer and is_old and is_late):
+            self.drop()
+            return
+        if awaits_answer and not is_old:
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self._outbound.write(self.conn.send(interim))
+        self.loop.call_later(pause_s, self._look_at_client, min(2 * pause_s, _LONGEST_LOOK_S))
+
     def on_response_complete(self) -> None:
-        """A request that was answered before its body was there ends the connection."""
+        """A request that was answered before its body was there ends the connection, and so does
+        the last one of a client that has ended its side.
+        """
         self._answered_at = time.monotonic()
         if self.conn.their_state is h11.SEND_BODY:
             self.close()
-        else:
-            super().on_response_complete()
+            return
+        super().on_response_complete()
+        if self._half_closed_at is not None and not self._owes_answer:
+            self.close()
 
     def close(self) -> None:
         """Close once what is written has left; if a body is still coming, its rest is read

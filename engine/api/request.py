@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 #: Most choices of one request, over all its prompts.
 _MAX_CHOICES = 128
-#: Characters that a chat template may add of its own.
-_TEMPLATE_CHARS = 1 << 16
 #: Characters of a prompt's end that are kept.
 _TAIL_CHARS = 256
 #: Of `truncate_prompt_tokens`.
@@ -124,10 +122,12 @@ class Conversation:
             special_tokens=bool(body.add_special_tokens),
         )
 
-    async def prompt(self, service: Service) -> EncodedPrompt:
-        """The tokens that the model reads. Raises RequestError."""
+    async def prompt(self, service: Service, *, is_truncated: bool = False) -> EncodedPrompt:
+        """The tokens that the model reads. is_truncated: only the last of them will be read, so
+        there may be more than fit. Raises RequestError.
+        """
         _, tokenizer = service.ready()
-        text = await self.text(service)
+        text = await self.text(service, is_truncated=is_truncated)
         with self.kind.blaming():
             special = self.special_tokens
             return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
@@ -142,19 +142,15 @@ class Conversation:
             names.append("thinking_token_budget")
         return [self.kind.names.get(name, name) for name in names]
 
-    async def text(self, service: Service) -> str:
+    async def text(self, service: Service, *, is_truncated: bool = False) -> str:
         """What the chat template makes of it. Raises RequestError."""
-        _, tokenizer = service.ready()
-        chars = sum(len(str(message["content"])) for message in self.messages)
-        service.check_chars(chars, self.kind.prompt_field)
-        most_chars = service.most_chars + _TEMPLATE_CHARS
         turns, use = service.turns, self.tools
         with self.kind.blaming():
             variables = self.variables | turns.effort_variables(self.effort)
             if use is not None and turns.template_has_tools:
                 variables["tools"] = [tool.shown() for tool in use.tools]
             messages = await service.slices.result(shaped_messages(self.messages, turns, use))
-            return await service.render_chat(messages, tokenizer, most_chars, variables)
+            return await service.render_chat(messages, variables, is_truncated=is_truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +170,7 @@ class RequestBuilder[B: GenerationBody]:
         service.check_model(body.model)
         sampling = self._completion_sampling()
         _check_choices(len(body.prompt) * sampling.n, info)
-        lengths = [len(item) for item in body.prompt if isinstance(item, str)]
-        service.check_chars(max(lengths, default=0) + len(body.suffix or ""), "prompt")
+        self._check_texts(body.prompt, "prompt", also=len(body.suffix or ""))
         if body.suffix:
             sampling = _with_ends(sampling, service.fill_in("suffix").ends)
         sampling = await self._with_checked_grammar(sampling)
@@ -212,14 +207,26 @@ class RequestBuilder[B: GenerationBody]:
         most = info.sizes.seats + info.queue.max_waiting_requests
         if len(items) > most:
             raise RequestError(f"at most {most} inputs come at once here", param="input")
-        lengths = [len(item) for item in items if isinstance(item, str)]
-        service.check_chars(max(lengths, default=0), "input")
+        self._check_texts(items, "input")
         with _EMBEDDING.blaming():
             prompts = await _encoded(service, items, None, special)
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         request = await service.slices.result(self._request(_EMBEDDING, prompts, sampling))
         wanted = [with_fields(each, pooling=info.model.pooling) for each in request.engine_requests]
         return replace(request, engine_requests=wanted, prompt_only=True)
+
+    @property
+    def _is_truncated(self) -> bool:
+        """Whether longer prompts are cut to the context, or to less."""
+        return self.body.truncate_prompt_tokens is not None
+
+    def _check_texts(self, prompts: list[str | list[int]], param: str, also: int = 0) -> None:
+        """Refuse prompts whose texts cannot fit. also: characters that come with each. Raises
+        RequestError.
+        """
+        lengths = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
+        if not self._is_truncated:
+            self.service.check_chars(max(lengths, default=0) + also, param)
 
     async def chat(self: RequestBuilder[ChatBody]) -> GenerationRequest:
         """The request that answers a chat."""
@@ -240,7 +247,7 @@ class RequestBuilder[B: GenerationBody]:
         _check_choices(sampling.n, service.info)
         self.context.notes.ignored.extend(conversation.unfollowed(service.turns))
         sampling = await self._with_checked_grammar(sampling)
-        prompt = await conversation.prompt(service)
+        prompt = await conversation.prompt(service, is_truncated=self._is_truncated)
         use = conversation.tools
         with conversation.kind.blaming():
             sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)

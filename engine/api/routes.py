@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import to_builtins
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, RootModel, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -19,11 +19,13 @@ from jitney.engine.api.anthropic_messages.routes import MESSAGE_ROUTES
 from jitney.engine.api.batches.routes import BATCH_ROUTES
 from jitney.engine.api.context import Context
 from jitney.engine.api.embeddings import EMBEDDING_ROUTES
-from jitney.engine.api.endpoints import GenerationAnswer, read_body
+from jitney.engine.api.endpoints import GenerationAnswer, checked_body, read_fields
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.formats import ChatFormat, CompletionFormat
+from jitney.engine.api.front import FRONT_ROUTES
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer
+from jitney.engine.api.model_cards import card_answer, cards_answer
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.request import RequestBuilder
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
@@ -55,6 +57,10 @@ _SHOWN = (
 )
 
 
+class InvocationBody(RootModel[ChatBody | CompletionBody]):
+    """POST /invocations: what a chat or a completion takes."""
+
+
 class _SleepQuery(BaseModel):
     """POST /sleep?level=1&mode=wait. Level 1 keeps the weights in the host's memory; there is no
     other. mode: what becomes of open requests: they are waited for, or ended.
@@ -70,21 +76,36 @@ class _SleepQuery(BaseModel):
 
 
 async def _completions(service: Service, request: Request) -> ASGIApp:
-    body = await read_body(service, request, CompletionBody)
+    return await _complete(service, request, await read_fields(service, request))
+
+
+async def _complete(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
+    body = checked_body(request, CompletionBody, fields)
     wanted = await RequestBuilder(service, body, Context.of(request)).completion()
     return GenerationAnswer(service, wanted, CompletionFormat)
 
 
 async def _chat_completions(service: Service, request: Request) -> ASGIApp:
-    body = await read_body(service, request, ChatBody)
+    return await _chat(service, request, await read_fields(service, request))
+
+
+async def _chat(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
+    body = checked_body(request, ChatBody, fields)
     wanted = await RequestBuilder(service, body, Context.of(request)).chat()
     return GenerationAnswer(service, wanted, ChatFormat)
 
 
+async def _invocations(service: Service, request: Request) -> ASGIApp:
+    """A chat if it has messages, else a completion."""
+    fields = await read_fields(service, request)
+    answer = _complete if fields.get("messages") is None else _chat
+    return await answer(service, request, fields)
+
+
 async def _list_models(service: Service, request: Request) -> Response:
     """The cards of the model, under each of its names, and of its adapters."""
-    models = [_model(service, name) for name in (*service.model_names, *service.adapters)]
-    return json_answer({"object": "list", "data": models})
+    names = (*service.model_names, *service.adapters)
+    return cards_answer(request, [_model(service, name) for name in names])
 
 
 async def _show_model(service: Service, request: Request) -> Response:
@@ -92,7 +113,7 @@ async def _show_model(service: Service, request: Request) -> Response:
     name = request.path_params["model"]
     if name not in (*service.model_names, *service.adapters):
         raise HttpError.no_model(name)
-    return json_answer(_model(service, name))
+    return card_answer(request, _model(service, name))
 
 
 def _model(service: Service, name: str) -> JsonDict:
@@ -249,6 +270,15 @@ ROUTES = (
         body=ChatBody,
         answer=answers.ChatAnswer,
     ),
+    HttpRoute(
+        "/invocations",
+        _POST,
+        _invocations,
+        "answer a chat, or complete prompts, as SageMaker asks for it",
+        generates=True,
+        body=InvocationBody,
+        answer=answers.ChatAnswer | answers.CompletionAnswer,
+    ),
     *RESPONSE_ROUTES,
     *MESSAGE_ROUTES,
     *EMBEDDING_ROUTES,
@@ -260,18 +290,19 @@ ROUTES = (
         _GET,
         _list_models,
         "the served model, as a list",
-        answer=answers.ModelList,
+        answer=answers.ModelList | answers.AnthropicModelList,
     ),
     HttpRoute(
         "/v1/models/{model:path}",
         _GET,
         _show_model,
         "the served model",
-        answer=answers.ModelCard,
+        answer=answers.ModelCard | answers.AnthropicModel,
     ),
     HttpRoute.probe("/livez", _livez, "this process answers", answers.Status),
     HttpRoute.probe("/readyz", _readyz, "new requests would be served", answers.Status),
     HttpRoute.probe("/health", _readyz, "the same as /readyz", answers.Status),
+    HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", answers.Status),
     HttpRoute.probe("/startupz", _startupz, "the engine has been ready once", answers.Status),
     HttpRoute(
         "/version",
@@ -288,6 +319,7 @@ ROUTES = (
         role=Role.ADMIN,
         answer=answers.Configuration,
     ),
+    *FRONT_ROUTES,
     HttpRoute(
         "/openapi.json",
         _GET,

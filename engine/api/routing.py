@@ -57,7 +57,7 @@ class HttpRoute:
     uploads: bool = False
     #: The model of what may stand after the question mark; None if nothing may.
     query: type[BaseModel] | None = None
-    #: The model of its answer, or a list of one; None for what is no JSON.
+    #: The model of its answer, a list of one, or one of several; None for what is no JSON.
     answer: Any = None
     #: What an answer is that has no model.
     media_type: str = "text/plain"
@@ -65,6 +65,8 @@ class HttpRoute:
     status: int = 200
     #: Level of its line in the access log.
     log_level: int = logging.INFO
+    #: It is answered however many connections are open: a full server is no broken one.
+    is_probe: bool = False
 
     @classmethod
     def probe(cls, path: str, handler: Handler, summary: str, answer: type[BaseModel]) -> HttpRoute:
@@ -79,6 +81,7 @@ class HttpRoute:
             role=Role.ANYBODY,
             answer=answer,
             log_level=logging.DEBUG,
+            is_probe=True,
         )
 
 

@@ -25,11 +25,12 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from jitney.engine.api import grammar_fields
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import echo
+from jitney.engine.api.field_errors import readable
 from jitney.engine.api.fields import Rule, rules_of, unfollowed
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.conversation.tools import Tool, custom_arguments
@@ -844,7 +845,7 @@ def checked[M: BaseModel](kind: type[M], raw: JsonObject) -> M:
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        raise _readable(error) from None
+        raise readable(error, raw) from None
 
 
 def at_field(field: str, message: str) -> PydanticCustomError:
@@ -854,36 +855,3 @@ def at_field(field: str, message: str) -> PydanticCustomError:
 
 def unsupported(reason: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason})
-
-
-def _readable(error: ValidationError) -> RequestError:
-    """At most 10 of the errors in one message, no input repeated but names; the first one is
-    `param`.
-    """
-    entries = error.errors(include_url=False, include_input=False)[:10]
-    lines: list[str] = []
-    for entry in entries:
-        reason = entry["msg"].removeprefix("Value error, ")
-        lines.append(f"{_path(entry)}: {reason}")
-    code = "invalid_value"
-    if entries[0]["type"] == "unsupported_parameter":
-        code = "unsupported_parameter"
-    return RequestError("; ".join(lines), param=_path(entries[0]), code=code)
-
-
-def _path(entry: ErrorDetails) -> str:
-    """`messages[0].content`; a branch of a union, which pydantic names after its type, is no part
-    of it.
-    """
-    names = list(entry["loc"])
-    if entry["type"] == "combination":
-        names.append(entry.get("ctx", {})["field"])
-    path = ""
-    for depth, name in enumerate(names):
-        if isinstance(name, int):
-            path += f"[{name}]"
-        elif depth == 0:
-            path = name
-        elif name not in ("str", "[key]") and not name.startswith("dict["):
-            path += f".{echo(name)[1:-1]}"
-    return path

@@ -5,12 +5,14 @@ take requests.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from jitney.engine.api.chat_templates import ChatTemplates, RenderedTooLong
 from jitney.engine.api.disconnect import until
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.metrics import ServerMetrics
@@ -27,7 +29,6 @@ from jitney.engine.structured.setup import CheckedGrammar, CheckerSetup
 from jitney.engine.types import EngineInfo, Grammar, JsonDict
 
 if TYPE_CHECKING:
-    from jitney.engine.api.chat_templates import ChatTemplates
     from jitney.engine.api.grammars import Grammars
     from jitney.engine.api.own_requests import OwnRequests
     from jitney.engine.api.tracing import Tracing
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from jitney.engine.text.fill_in import FillIn
     from jitney.engine.text.tokenizer import Tokenizer
 
-#: Times the context length: the longest text that is tokenised at all.
-_CHARS_PER_TOKEN = 8
+#: Characters that a chat template may add of its own.
+_TEMPLATE_CHARS = 1 << 16
 
 
 class Service:
@@ -240,19 +241,26 @@ class Service:
         return info
 
     @property
-    def most_chars(self) -> int:
-        """Of a text that is tokenised at all."""
-        return self.info.model.context_length * _CHARS_PER_TOKEN
+    def body_limit(self) -> int | None:
+        """See `middleware.RequestObserver`: known once the engine has been ready."""
+        info = self.client.info
+        if info is None:
+            return self.settings.server.body_limit or None
+        return self.settings.body_limit(info.model.context_length)
 
     def check_chars(self, chars: int, param: str) -> None:
-        """Refuse text that cannot fit before any time goes into tokenising it."""
-        most = self.most_chars
-        if chars > most:
-            raise RequestError(
-                f"the text has {chars} characters; at most {most} are tokenised here",
-                code="context_length_exceeded",
-                param=param,
-            )
+        """Refuse a text that cannot fit before any time goes into tokenising it: one of more
+        characters than the context holds of the tokenizer's longest token. Raises RequestError.
+
+        Other texts are bounded by `body_limit` and `tokenize_timeout_s`. That is so where a
+        tokenizer leaves out characters, and for prompts that are truncated: the last tokens of a
+        text are those of the whole one, and tokenising only its end may give others.
+        """
+        info, tokenizer = self.ready()
+        longest, limits = tokenizer.longest_token, info.request_limits
+        if longest is not None and chars > limits.longest * longest:
+            at_least = math.ceil(chars / longest)
+            raise RequestError.too_long(limits.overflow(at_least, 1, is_lower_bound=True), param)
 
     def fill_in(self, param: str) -> FillIn:
         """How the model is asked to fill in the middle. Raises RequestError naming the field that
@@ -275,20 +283,44 @@ class Service:
     async def render_chat(
         self,
         messages: Sequence[JsonDict],
-        tokenizer: Tokenizer,
-        most_chars: int,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        is_truncated: bool = False,
     ) -> str:
-        """The prompt text of a conversation. variables: what else the template is given. Raises
-        RequestError.
+        """The prompt text of a conversation. variables: what else the template is given.
+        is_truncated: it may be longer than the context. Raises RequestError.
         """
+        _, tokenizer = self.ready()
         if not tokenizer.has_chat_template:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        if self.chat_templates is not None:
-            return await self.chat_templates.render(messages, most_chars, variables)
-        return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))
+        try:
+            text = await self._rendered(messages, tokenizer, variables)
+        except RenderedTooLong as error:
+            if not is_truncated:
+                self.check_chars(error.chars, "messages")
+            raise
+        if not is_truncated:
+            self.check_chars(len(text), "messages")
+        return text
+
+    async def _rendered(
+        self, messages: Sequence[JsonDict], tokenizer: Tokenizer, variables: Mapping[str, Any]
+    ) -> str:
+        if self.chat_templates is None:
+            return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))
+        return await self.chat_templates.render(messages, self._most_rendered, variables)
+
+    @property
+    def _most_rendered(self) -> int:
+        """Most characters that a chat template may make: of a body, and of earlier turns that are
+        kept, as many as fit.
+        """
+        info, tokenizer = self.ready()
+        fitting = info.request_limits.longest * (tokenizer.longest_token or 0)
+        most = max(self.settings.body_limit(info.model.context_length), fitting)
+        return most + _TEMPLATE_CHARS
 
     async def checked_grammar(self, grammar: Grammar, param: str) -> CheckedGrammar:
         """A grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,

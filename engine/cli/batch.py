@@ -44,7 +44,9 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     config = args.load_config()
     check_platform(config.engine.platform)
-    work = OfflineBatch(Path(args.file), Path(args.out), config.server.body_limit)
+    # The model's context, which the limit of a body goes by, is not known before it is loaded.
+    most_bytes = config.server.body_limit or config.server.file_limit
+    work = OfflineBatch(Path(args.file), Path(args.out), most_bytes)
     _answer_rest(config, work)
     counts = work.counts
     say(f"{counts.answered} lines answered in {args.out}, {counts.failed} of them with an error")

@@ -98,7 +98,14 @@ _URL_PREFIX = re.compile(
 )
 #: A host's address and a port.
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
-_ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+#: Of `body_limit`, where it is not 0.
+_LEAST_BODY_LIMIT = 1024
+#: Origins of web pages, and of pages that programs and extensions bring with them; of both the
+#: first label of the name may be `*`.
+_WEB_ORIGIN = re.compile(r"https?://(?:(?:\*\.)?[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+_APP_ORIGIN = re.compile(
+    r"(?!https?:)[a-z][a-z0-9+.-]*://(?:\*|(?:\*\.)?[A-Za-z0-9._-]+)(?::[0-9]{1,5})?"
+)
 
 
 def _tuple_from_list(value: object) -> object:
@@ -799,8 +806,10 @@ class ServerSection(Section):
     cors_origins: _Names = Field(
         default=(),
         description=(
-            "origins, such as https://example.org, whose web pages may send requests here; *: all; "
-            "empty: only the pages of this server itself"
+            "origins whose pages may send requests here, such as https://example.org, "
+            "https://*.example.org (any one name in the place of *), app://obsidian.md or "
+            "chrome-extension://*; null: pages without an origin, which are local files, and "
+            "frames that any site can make; *: all; empty: only the pages of this server itself"
         ),
     )
     served_model_name: _Names = Field(
@@ -826,7 +835,13 @@ class ServerSection(Section):
         ),
     )
     body_limit: int = Field(
-        default=1 << 20, ge=1024, le=1 << 30, description="most bytes of a request body"
+        default=0,
+        ge=0,
+        le=1 << 30,
+        description=(
+            "most bytes of a request body; 0: 48 for each token of the model's context (at a "
+            "fleet: of its longest one), and at least 1 MiB"
+        ),
     )
     read_timeout_s: float = Field(
         default=10.0, gt=0, description=("seconds a client has to send its headers, and its body")
@@ -1078,13 +1093,23 @@ class ServerSection(Section):
                 raise ValueError(f"a name must have 1 to {_MOST_NAME} printable characters")
         return tuple(dict.fromkeys(names))
 
+    @field_validator("body_limit")
+    @classmethod
+    def _limit_holds_a_body(cls, limit: int) -> int:
+        if 0 < limit < _LEAST_BODY_LIMIT:
+            raise ValueError(f"must be 0 or at least {_LEAST_BODY_LIMIT}")
+        return limit
+
     @field_validator("cors_origins")
     @classmethod
     def _origins_are_origins(cls, origins: _Names) -> _Names:
         for origin in origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
+            known = origin in ("*", "null") or _WEB_ORIGIN.fullmatch(origin)
+            if not known and not _APP_ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"{origin!r} is not an origin: give https://NAME or https://NAME:PORT"
+                    f"{origin!r} is not an origin: give SCHEME://NAME or SCHEME://NAME:PORT, of "
+                    "http and https in lower case, without a path; * may stand for all, or for the "
+                    "first part of a name (https://*.example.org)"
                 )
         return origins
 

@@ -163,6 +163,17 @@ class Fleet:
         return max(1, sum(ready.values()))
 
     @property
+    def body_limit(self) -> int | None:
+        """See `RequestObserver`: by the longest context of an engine, once one has said its own."""
+        contexts = [
+            replica.context_length or 0 for known in self.replicas.values() for replica in known
+        ]
+        longest = max(contexts, default=0)
+        if longest == 0:
+            return self.settings.server.body_limit or None
+        return self.settings.body_limit(longest)
+
+    @property
     def most_of_key(self) -> int:
         """See `RequestHost`."""
         return self.quotas.max_concurrent

@@ -23,8 +23,10 @@ from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.edge import application
 from jitney.engine.api.endpoints import Endpoint
 from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.front import FRONT_ROUTES
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer, read_object
+from jitney.engine.api.model_cards import card_answer, cards_answer
 from jitney.engine.api.openapi import document
 from jitney.engine.api.own_requests import OwnRequests
 from jitney.engine.api.routes import ROUTES
@@ -36,17 +38,21 @@ from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.types import JsonDict
 
+_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+#: SageMaker's way to either of them.
+_INVOCATIONS = "/invocations"
 #: Routes of an engine whose body names the model.
 _TO_MODELS = frozenset(
     {
-        "/v1/completions",
-        "/v1/chat/completions",
+        _COMPLETIONS,
+        _CHAT,
         "/v1/responses",
         "/v1/responses/input_tokens",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/embeddings",
         "/infill",
+        _INVOCATIONS,
         "/tokenize",
         "/detokenize",
         "/apply-template",
@@ -133,6 +139,8 @@ async def _to_model(fleet: Fleet, request: Request) -> ASGIApp:
     fields = await fleet.slices.result(read_object(await request.body()))
     name = fleet.model_name(fields.get("model"))
     asked = await Asked.of(request, fields)
+    if asked.route == _INVOCATIONS:
+        asked = replace(asked, path=_COMPLETIONS if fields.get("messages") is None else _CHAT)
     if name in fleet.adapters:
         asked, name = asked.with_adapter(name), fleet.adapters[name]
     keeper = await fleet.earlier_keeper(asked)
@@ -174,14 +182,14 @@ class _Passing(Endpoint[Fleet]):
 
 async def _list_models(fleet: Fleet, request: Request) -> Response:
     names = [*fleet.models, *fleet.adapters]
-    return json_answer({"object": "list", "data": [_card(fleet, name) for name in names]})
+    return cards_answer(request, [_card(fleet, name) for name in names])
 
 
 async def _show_model(fleet: Fleet, request: Request) -> Response:
     name = request.path_params["model"]
     if name not in fleet.models and name not in fleet.adapters:
         raise HttpError.no_model(name)
-    return json_answer(_card(fleet, name))
+    return card_answer(request, _card(fleet, name))
 
 
 def _card(fleet: Fleet, name: str) -> JsonDict:
@@ -254,16 +262,30 @@ _PASSED_ROUTES = (
 )
 _FLEET_ROUTES = (
     *_PASSED_ROUTES,
-    HttpRoute("/v1/models", _GET, _list_models, "all models", answer=FleetModelList),
-    HttpRoute("/v1/models/{model:path}", _GET, _show_model, "one model", answer=FleetModelCard),
+    HttpRoute(
+        "/v1/models",
+        _GET,
+        _list_models,
+        "all models",
+        answer=FleetModelList | answers.AnthropicModelList,
+    ),
+    HttpRoute(
+        "/v1/models/{model:path}",
+        _GET,
+        _show_model,
+        "one model",
+        answer=FleetModelCard | answers.AnthropicModel,
+    ),
     HttpRoute.probe("/livez", _livez, "this process answers", answers.Status),
     HttpRoute.probe("/healthz", _livez, "the same as /livez", answers.Status),
     HttpRoute.probe(
         "/readyz", _readyz, "requests for some model would be answered", answers.Status
     ),
     HttpRoute.probe("/health", _readyz, "the same as /readyz", answers.Status),
+    HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", answers.Status),
     HttpRoute.probe("/startupz", _startupz, "every model has been ready once", answers.Status),
     HttpRoute("/version", _GET, _show_version, "the version", answer=answers.Version),
+    *FRONT_ROUTES,
     HttpRoute(
         "/openapi.json",
         _GET,

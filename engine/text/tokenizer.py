@@ -23,6 +23,7 @@ from jitney.engine.text.fast_tokenizers import (
 )
 from jitney.engine.text.fill_in import FillIn
 from jitney.engine.text.template_worker import TemplateSource, reason_of
+from jitney.engine.text.token_lengths import longest_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,6 +57,8 @@ class Tokenizer:
         )
         #: Number of tokens the tokenizer knows; a model's own vocabulary may be padded beyond it.
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        #: Most characters that one token stands for; None: any number.
+        self.longest_token: int | None = longest_token(self._rust)
         #: By token id; finding a token's bytes takes some 6 us, and lists of log-probabilities
         #: need a thousand of them at once.
         self._known_bytes: dict[int, bytes] = {}

@@ -154,7 +154,9 @@ def test_the_table_says_who_needs_what():
     anybody = {route.path for route in ROUTES if route.role is Role.ANYBODY}
     engine = {"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"}
     assert admin == {"/metrics", "/slots", "/config"} | engine
-    assert anybody == {"/livez", "/readyz", "/health", "/startupz"}
+    probes = {route.path for route in ROUTES if route.is_probe}
+    assert probes == {"/livez", "/readyz", "/health", "/ping", "/startupz"}
+    assert anybody == probes | {"/", "/docs"}, "where to go on, and the routes, which hold no data"
     page = {route.path for route in ENGINE_ROUTES if route.role is Role.ADMIN}
     assert page == {"/trace", "/report", "/lab"}
     assert all(route.role is not Role.ANYBODY for route in ENGINE_ROUTES)

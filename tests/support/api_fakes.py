@@ -56,6 +56,7 @@ class ByteTokenizer:
     special_names = ("<eos>", "<bos>")
     eos_ids = (EOS,)
     vocab_size = VOCAB
+    longest_token: int | None = 1
     has_chat_template = True
     #: What the template is taken to be, where its text is looked at.
     chat_template = ""

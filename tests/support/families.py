@@ -171,6 +171,7 @@ class FamilyTokenizer(ByteTokenizer):
         self.chat_template = TEMPLATES[family]
         self._texts = {VOCAB + number: text.encode() for number, text in enumerate(specials)}
         self.added_tokens = self._ids = {text.decode(): id for id, text in self._texts.items()}
+        self.longest_token = max([1, *map(len, self._ids)])
         self._cut = re.compile("(" + "|".join(map(re.escape, self._ids)) + ")")
         self.special_ids = ByteTokenizer.special_ids | set(self._texts)
 

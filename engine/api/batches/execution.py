@@ -161,8 +161,8 @@ class LineExecutor:
 
 def _check_size(request: LineRequest, route: HttpRoute, host: RequestHost) -> None:
     """The limit that HTTP has."""
-    limit = route.body_limit or host.settings.server.body_limit
-    if len(request.body) > limit:
+    limit = route.body_limit or host.body_limit
+    if limit is not None and len(request.body) > limit:
         raise HttpError(413, f"the body may have at most {limit} bytes")
 
 

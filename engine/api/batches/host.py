@@ -41,6 +41,11 @@ class RequestHost(Protocol):
         """Sequences that one key may have open; 0 for no limit."""
         ...
 
+    @property
+    def body_limit(self) -> int | None:
+        """Most bytes of a request's body; None: not known yet."""
+        ...
+
     def unready(self) -> RequestError | None:
         """Why no request can be answered now, or None."""
         ...

@@ -118,7 +118,9 @@ class BatchRunner:
         await self._keeper.do(BatchStore.begin_lines, batch.id)
         path = self._keeper.path(batch.input_file_id)
         try:
-            reader = await asyncio.to_thread(LineReader, path, server.body_limit)
+            # Where the limit is not known yet, each line is held to it when it is answered.
+            most_bytes = self._host.body_limit or server.file_limit
+            reader = await asyncio.to_thread(LineReader, path, most_bytes)
         except FileNotFoundError:
             return [Fault("missing_file", "the bytes of the batch's file are not there any more")]
         faults: list[Fault] = []

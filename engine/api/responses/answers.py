@@ -97,7 +97,7 @@ class ResponseUsage(Described):
 class ResponseFailure(Described):
     """Why a response failed."""
 
-    code: Literal["server_error", "rate_limit_exceeded"]
+    code: Literal["server_error", "rate_limit_exceeded", "context_length_exceeded"]
     message: str
 
 

@@ -80,9 +80,7 @@ class ResponsesFormat(Format):
     def failure(self, error: Exception, request_id: str) -> Pieces:
         for event in self._output.close("incomplete"):
             yield from self._frame(event)
-        answer = ErrorReply.of(error, request_id)
-        code = "rate_limit_exceeded" if answer.status == 429 else "server_error"
-        reason = {"code": code, "message": answer.message}
+        reason = _failure(ErrorReply.of(error, request_id))
         failed = self._response("failed") | {"error": reason}
         self._keep(failed)
         yield from self._frame({"type": "response.failed", "response": failed})
@@ -153,6 +151,14 @@ class ResponsesFormat(Format):
     def _scored(self, tokens: TokenList, place: int, short: bool) -> JsonDict:
         scored = self._scores.entry(tokens, place)
         return _short(scored) if short else scored
+
+
+def _failure(answer: ErrorReply) -> JsonDict:
+    """Why a response failed. Codex CLI compacts its conversation on context_length_exceeded."""
+    code = "rate_limit_exceeded" if answer.status == 429 else "server_error"
+    if answer.overflow is not None:
+        code = "context_length_exceeded"
+    return {"code": code, "message": answer.message}
 
 
 def _short(scored: JsonDict) -> JsonDict:

@@ -202,14 +202,21 @@ class _Call(_OpenItem):
 
     def done(self, status: str) -> Iterator[ResponseEvent]:
         text = {self.field: "".join(self._texts)}
-        yield {"type": f"response.{self.events}.done"} | self.at() | text
+        yield {"type": f"response.{self.events}.done"} | self.at() | self._named() | text
         yield from super().done(status)
+
+    def _named(self) -> JsonDict:
+        """What else the last event of its text says."""
+        return {}
 
 
 class _FunctionCall(_Call):
     kind = "function_call"
     field = "arguments"
     events = "function_call_arguments"
+
+    def _named(self) -> JsonDict:
+        return {"name": self._form.name}
 
 
 class _CustomCall(_Call):

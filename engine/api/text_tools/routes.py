@@ -12,11 +12,11 @@ from starlette.types import ASGIApp
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.choices import Choice, ChoiceDelta
 from jitney.engine.api.context import Context
-from jitney.engine.api.endpoints import GenerationAnswer, read_body
+from jitney.engine.api.endpoints import GenerationAnswer, checked_body, read_body, read_fields
 from jitney.engine.api.errors import ErrorReply
 from jitney.engine.api.formats import Format
 from jitney.engine.api.generation_request import GenerationRequest
-from jitney.engine.api.jsonio import LongJson, in_pieces, read_object
+from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.request import Conversation, RequestBuilder, RouteKind
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.schema import ChatBody
@@ -45,12 +45,10 @@ _INFILL = RouteKind("infill-", "input_prefix", clamps=True)
 
 async def _tokenize(service: Service, request: Request) -> ASGIApp:
     """A chat if it has messages, else a text."""
-    service.ready()
-    raw = await service.slices.result(read_object(await request.body()))
-    if raw.get("messages") is not None:
-        return await _tokenize_chat(service, request, raw)
-    body, ignored = TextTokenizeBody.parse(raw)
-    Context.of(request).notes.ignored.extend(ignored)
+    fields = await read_fields(service, request)
+    if fields.get("messages") is not None:
+        return await _tokenize_chat(service, request, fields)
+    body = checked_body(request, TextTokenizeBody, fields)
     service.check_model(body.model)
     if body.content is not None:
         ids = await _encode(service, body.content, "content", special=bool(body.add_special))
@@ -61,9 +59,8 @@ async def _tokenize(service: Service, request: Request) -> ASGIApp:
     return _sent(service, _counted(service, ids, strings=bool(body.return_token_strs)))
 
 
-async def _tokenize_chat(service: Service, request: Request, raw: JsonDict) -> ASGIApp:
-    body, ignored = ChatTokenizeBody.parse(raw)
-    Context.of(request).notes.ignored.extend(ignored)
+async def _tokenize_chat(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
+    body = checked_body(request, ChatTokenizeBody, fields)
     text = await _chat_text(service, body)
     ids = await _encode(service, text, "messages", special=bool(body.add_special_tokens))
     return _sent(service, _counted(service, ids, strings=bool(body.return_token_strs)))

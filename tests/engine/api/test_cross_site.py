@@ -129,6 +129,37 @@ def test_an_origin_that_is_allowed_may_ask_and_read():
 
 
 @pytest.mark.parametrize(
+    ("allowed", "origin", "may"),
+    [
+        ("app://obsidian.md", "app://obsidian.md", True),
+        ("tauri://localhost", "tauri://localhost", True),
+        ("chrome-extension://abcdefgh", "chrome-extension://abcdefgh", True),
+        ("chrome-extension://abcdefgh", "chrome-extension://other", False),
+        ("chrome-extension://*", "chrome-extension://other", True),
+        ("chrome-extension://*", "moz-extension://other", False),
+        ("vscode-webview://*", "vscode-webview://1b2c-3d", True),
+        ("null", "null", True),
+        ("app://obsidian.md", "null", False),
+        ("https://*.example.org", "https://a.example.org", True),
+        ("https://*.example.org", "https://example.org", False),
+        ("https://*.example.org", "https://a.b.example.org", False),
+        ("https://*.example.org", "https://a.example.org.evil", False),
+        ("https://*.example.org", "https://a-example.org", False),
+        ("https://*.example.org", "https://axexample.org", False),
+        ("https://*.example.org:81,null", "https://a.example.org:81", True),
+        ("https://*.example.org", "http://a.example.org", False),
+    ],
+)
+def test_origins_of_programs_and_of_several_sites(allowed: str, origin: str, may: bool):
+    app = app_of(cors_origins=allowed)
+    question = {"access-control-request-method": "POST"}
+    for method, extra in (("POST", {}), ("OPTIONS", question)):
+        reply = ask(app, "/v1/completions", method, origin=origin, **extra)
+        assert (reply.status == 200) is may
+        assert (reply.headers.get("access-control-allow-origin") == origin) is may
+
+
+@pytest.mark.parametrize(
     ("origins", "allowed"), [("http://evil.example", True), ("*", True), ("", False)]
 )
 def test_a_browser_that_asks_beforehand(origins: str, allowed: bool):
@@ -149,6 +180,13 @@ def test_a_browser_that_asks_beforehand(origins: str, allowed: bool):
         ({"allowed_hosts": "x:80"}, "without scheme and port"),
         ({"cors_origins": "evil.example"}, "cors-origins: 'evil.example' is not an origin"),
         ({"cors_origins": "https://evil.example/"}, "is not an origin"),
+        ({"cors_origins": "https://Evil.example"}, "lower case"),
+        ({"cors_origins": "https://a.*.example"}, "is not an origin"),
+        ({"cors_origins": "https://*"}, "is not an origin"),
+        ({"cors_origins": "https://*a.example"}, "is not an origin"),
+        ({"cors_origins": "*://a.example"}, "is not an origin"),
+        ({"cors_origins": "file://"}, "is not an origin"),
+        ({"cors_origins": "app://a/b"}, "is not an origin"),
     ],
 )
 def test_wrong_names_are_refused_at_start(flags: dict[str, str], says: str):

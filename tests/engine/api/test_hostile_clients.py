@@ -330,7 +330,7 @@ def test_a_client_that_sends_half_and_is_silent_is_told(path: str):
         with socket.create_connection(("127.0.0.1", port), 30) as sock:
             sock.sendall(head + body)
             sock.shutdown(socket.SHUT_WR)
-            assert sock.recv(100)[:13] in (b"HTTP/1.1 200 ", b"")
+            assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
         until(lambda: not client.open, 30)
 
 

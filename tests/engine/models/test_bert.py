@@ -262,7 +262,7 @@ def test_what_it_cannot_do_is_said():
     with pytest.raises(RequestError, match=r"writes no text.*vectors of texts"):
         llm.generate([[1, 2]])
     limits = llm.core.scheduler.request_limits
-    with pytest.raises(RequestError, match="65 tokens; this model reads at most 64") as caught:
+    with pytest.raises(RequestError, match="maximum context length is 64 tokens") as caught:
         limits.check(wanted("own", [1] * 65, "cls"))
     assert caught.value.info.code == "context_length_exceeded"
     with pytest.raises(RequestError, match="makes no vectors of prompts by last"):

@@ -413,7 +413,7 @@ def test_what_can_never_fit_the_pool_is_refused():
     """5 pages of 4 hold 20 positions; the last token needs none."""
     core = make_core(pages=6, page_size=4, context=64, eos=())
     for prompt, max_tokens in ((10, 12), (21, 1), (21, None)):
-        with pytest.raises(RequestError, match="KV pool") as refusal:
+        with pytest.raises(RequestError, match="KV cache") as refusal:
             core.scheduler.add(make_request("r", [1] * prompt, max_tokens=max_tokens))
         assert refusal.value.info.code == "context_length_exceeded"
     core.add(make_request("fits", [1] * 10, max_tokens=11))

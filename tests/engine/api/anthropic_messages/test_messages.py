@@ -608,3 +608,37 @@ def test_versions_and_betas_that_are_not_known_are_taken():
     headers = {"anthropic-version": "2031-01-01", "anthropic-beta": "made-up-2031-01-01"}
     for path, body in ((PATH, BODY), (COUNT, {"messages": [USER]})):
         assert run(call(make_app(), path, body, headers=headers)).status == 200
+
+
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+def test_models_in_anthropics_form():
+    from anthropic.types import ModelInfo
+
+    client = FakeClient(adapters=("fr",))
+    app = make_app(client, model="org/m")
+    listed = run(call(app, "/v1/models", method="GET", headers=VERSION)).json()
+    assert [card["id"] for card in listed["data"]] == ["org/m", "fr"]
+    ends = (listed["has_more"], listed["first_id"], listed["last_id"])
+    assert ends == (False, "org/m", "fr") and set(listed) == {
+        "data",
+        "first_id",
+        "has_more",
+        "last_id",
+    }
+    for card in listed["data"]:
+        one = run(call(app, f"/v1/models/{card['id']}", method="GET", headers=VERSION)).json()
+        assert one == card and card["max_model_len"] == card["max_input_tokens"] == 256
+        parsed(ModelInfo, {name: card[name] for name in card if name != "max_model_len"})
+    unknown = run(call(app, "/v1/models/nope", method="GET", headers=VERSION)).json()
+    assert unknown["type"] == "error" and unknown["error"]["type"] == "not_found_error"
+    plain = run(call(app, "/v1/models", method="GET")).json()
+    assert plain["object"] == "list" and plain["data"][0]["object"] == "model"
+
+
+def test_the_client_lists_models():
+    with served(make_app()) as (url, _), client_of(url) as client:
+        [model] = client.models.list(limit=1)
+        assert (model.id, model.type, model.max_input_tokens) == ("m", "model", 256)
+        assert client.models.retrieve("m").created_at == model.created_at
