@@ -176,7 +176,6 @@ def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest
         ("{{ messages.foo.bar }}", "refused"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refused"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for %}", "refused"),
         ("{% for m in messages %}{{ m.update({'a': 1}) }}{% endfor %}", "refused"),
     ],
 )
