@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
 
-from jitney.engine.api.context import Context
+from jitney.engine.api.context import Context, Notes
 from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.schema import (
     ChatBody,
@@ -113,25 +113,27 @@ class Conversation:
             shows_reasoning=body.include_reasoning is not False,
         )
 
-    async def prompt(self, service: Service) -> EncodedPrompt:
+    async def prompt(self, service: Service, notes: Notes) -> EncodedPrompt:
         """The tokens that the model reads. Raises RequestError."""
         _, tokenizer = service.ready()
-        text = await self.text(service)
+        text = await self.text(service, notes)
         with self.kind.blaming():
             return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
 
-    async def text(self, service: Service) -> str:
-        """What the chat template makes of it. Raises RequestError."""
+    async def text(self, service: Service, notes: Notes) -> str:
+        """What the chat template makes of it. notes: get the changes that the template asks for.
+        Raises RequestError.
+        """
         _, tokenizer = service.ready()
-        chars = sum(len(str(message["content"])) for message in self.messages)
+        chars = sum(len(message.get("content") or "") for message in self.messages)
         service.check_chars(chars, self.kind.prompt_field)
         most_chars = service.most_chars + _TEMPLATE_CHARS
-        turns, use = service.turns, self.tools
+        use, abilities = self.tools, await service.chat_abilities()
         with self.kind.blaming():
-            variables = self.variables | turns.effort_variables(self.effort)
-            if use is not None and turns.template_has_tools:
-                variables["tools"] = [tool.shown() for tool in use.tools]
-            messages = await service.slices.result(shaped_messages(self.messages, turns, use))
+            variables = self.variables | service.turns.effort_variables(self.effort)
+            variables |= abilities.variables(use)
+            shaping = shaped_messages(self.messages, abilities, use, notes.warnings)
+            messages = await service.slices.result(shaping)
             return await service.render_chat(messages, tokenizer, most_chars, variables)
 
 
@@ -212,8 +214,9 @@ class RequestBuilder[B: GenerationBody]:
         service.check_model(self.body.model)
         _check_choices(sampling.n, service.info)
         sampling = await self._with_checked_grammar(sampling)
-        prompt = await conversation.prompt(service)
-        use = conversation.tools
+        prompt = await conversation.prompt(service, self.context.notes)
+        use = (await service.chat_abilities()).limited(conversation.tools)
+        conversation = replace(conversation, tools=use)
         with conversation.kind.blaming():
             sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
         request = await service.slices.result(self._request(conversation.kind, [prompt], sampling))

@@ -630,8 +630,8 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Message(Part):
-    """One message. An assistant's content may be null when it called tools; everyone else must say
-    something, and a tool what call it answers.
+    """One message. An assistant and a tool may say nothing; everyone else must say something, and a
+    tool what call it answers.
     """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
@@ -657,7 +657,7 @@ class Message(Part):
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise at_field("content", "must be a string or a list of text parts")
         if self.role == "tool" and not self.tool_call_id:
             raise at_field("tool_call_id", "must name the call that a tool message answers")

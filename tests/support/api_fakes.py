@@ -60,6 +60,11 @@ class ByteTokenizer:
     #: What the template is taken to be, where its text is looked at.
     chat_template = ""
     bos_id = None
+
+    @property
+    def tools_template(self) -> str:
+        return self.chat_template
+
     fill_in: FillIn | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -87,7 +87,7 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     builder = RequestBuilder(service, body, Context.of(request))
     builder.sampling({})  # what a message is refused for is refused here too
     conversation = await service.slices.result(_conversation_of(body, _KIND, service.turns))
-    prompt = await conversation.prompt(service)
+    prompt = await conversation.prompt(service, Context.of(request).notes)
     counted = orjson.dumps({"input_tokens": len(prompt.ids)})
     return Response(counted, media_type="application/json")
 
