@@ -668,10 +668,10 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions. Of two different token limits max_completion_tokens, the newer
     name, wins.
 
-    Several system messages and a last message of the assistant are allowed; the chat template
-    decides how they read. A new assistant turn begins unless add_generation_prompt is false or
-    continue_final_message is true: then the answer goes on where the last message ends.
-    "developer" reads as "system".
+    Several system messages and a last message of the assistant are allowed; messages that the chat
+    template refuses or would not show are shaped for it (`conversation.messages`). A new assistant
+    turn begins unless add_generation_prompt is false or continue_final_message is true: then the
+    answer goes on where the last message ends. "developer" reads as "system".
     """
 
     refused = _REFUSED_CHAT
