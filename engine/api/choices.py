@@ -263,7 +263,8 @@ class Choice:
             return []
         events = self.parser.push(text, tokens)
         if self.finish is not None:
-            events += self.parser.finish()
+            is_cut = self.finish != "stop" or self.stop_string is not None
+            events += self.parser.finish(is_cut=is_cut)
         for place, event in enumerate(events):
             if isinstance(event, ToolCallStart):
                 if self.n_calls == self.most_calls:

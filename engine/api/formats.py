@@ -266,11 +266,26 @@ class ChatFormat(Format):
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> JsonDict:
         entry = {
             "index": index,
-            "message": _message(AssistantMessage.of(self._shown(total.events))),
+            "message": self._message(AssistantMessage.of(self._shown(total.events))),
             "finish_reason": _finish(choice, total),
             "logprobs": self._logprobs(total.tokens),
         }
         return entry | self._token_ids(total.tokens)
+
+    def _message(self, message: AssistantMessage) -> JsonDict:
+        """Of a whole answer. The content of one that only calls tools, or must, is null."""
+        calls: list[JsonDict] = []
+        for call in message.tool_calls:
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        shown: JsonDict = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.reasoning:
+            shown["reasoning_content"] = shown["reasoning"] = message.reasoning
+        if calls or self.request.must_call:
+            shown["content"] = message.content or None
+        if calls:
+            shown["tool_calls"] = calls
+        return shown
 
     def _whole_extra(self) -> JsonDict:
         extra = self._prompt_logprobs(0)
@@ -303,7 +318,8 @@ class ChatFormat(Format):
         return [event for event in events if not isinstance(event, ReasoningDelta)]
 
     def _opening(self, choice: Choice) -> JsonDict:
-        entry = self._delta(choice, {"role": "assistant", "content": ""})
+        content = None if self.request.must_call else ""
+        entry = self._delta(choice, {"role": "assistant", "content": content})
         if self.request.return_token_ids:
             entry["prompt_token_ids"] = choice.engine_request.prompt
         return entry
@@ -337,21 +353,6 @@ def _finish(choice: Choice, delta: ChoiceDelta) -> str | None:
     if delta.finish == "stop" and choice.n_calls:
         return "tool_calls"
     return delta.finish
-
-
-def _message(message: AssistantMessage) -> JsonDict:
-    """Of a whole answer. The content of one that only calls tools is null."""
-    calls: list[JsonDict] = []
-    for call in message.tool_calls:
-        function = {"name": call.name, "arguments": call.arguments}
-        calls.append({"id": call.id, "type": "function", "function": function})
-    shown: JsonDict = {"role": "assistant", "content": message.content, "refusal": None}
-    if message.reasoning:
-        shown["reasoning_content"] = shown["reasoning"] = message.reasoning
-    if calls:
-        shown["content"] = message.content or None
-        shown["tool_calls"] = calls
-    return shown
 
 
 def _said(event: AssistantEvent) -> JsonDict:

@@ -132,7 +132,7 @@ class Conversation:
         with self.kind.blaming():
             variables = self.variables | service.turns.effort_variables(self.effort)
             variables |= abilities.variables(use)
-            shaping = shaped_messages(self.messages, abilities, use, notes.warnings)
+            shaping = shaped_messages(self.messages, abilities, service.turns, use, notes.warnings)
             messages = await service.slices.result(shaping)
             return await service.render_chat(messages, tokenizer, most_chars, variables)
 
@@ -221,14 +221,16 @@ class RequestBuilder[B: GenerationBody]:
             sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
         request = await service.slices.result(self._request(conversation.kind, [prompt], sampling))
         names = frozenset() if use is None else use.names
-        is_forced = use is not None and use.is_required
+        functions = {} if use is None else use.functions
+        must_call = use is not None and use.is_required
         turns = service.turns
         return replace(
             request,
             top_logprobs=sampling.logprobs,
-            make_parser=lambda: turns.parser(prompt.tail, names, forced=is_forced),
+            make_parser=lambda: turns.parser(prompt.tail, functions, forced=must_call),
             seen_ids=service.marker_ids(names),
             most_calls=None if use is None else use.most_calls,
+            must_call=must_call,
             shows_reasoning=conversation.shows_reasoning,
         )
 
@@ -242,9 +244,10 @@ class RequestBuilder[B: GenerationBody]:
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
         """Sampling parameters, checked. A field that was not given has the model's default, or the
         engine's. own: fields that the route has a meaning of its own for. ends: tokens that end the
-        text beside those that the body names.
+        text beside those that the body names. Raises RequestError where the model writes no text.
         """
         body, info = self.body, self.service.info
+        info.request_limits.check_writes()
         fields: JsonDict = dict(info.model.sampling_defaults)
         for name in _SAMPLING_FIELDS:
             value = getattr(body, name)
@@ -269,6 +272,7 @@ class RequestBuilder[B: GenerationBody]:
         service = self.service
         turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
         grammar = turn.grammar(conversation.tools, sampling.grammar)
+        self.context.notes.unenforced.extend(turn.unenforced)
         if grammar is None or grammar == sampling.grammar:
             return sampling
         # The answer's own grammar has been checked by itself.
@@ -303,7 +307,7 @@ class RequestBuilder[B: GenerationBody]:
         most = self._most_prompt_tokens(kind, sampling)
         if most is not None:
             for prompt in prompts:
-                _truncate(prompt, most)
+                _truncate(prompt, most, keeps_ends=info.model.encoder)
         self.context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         wanted = self._engine_request(sampling, len(prompts))
         engine_requests: list[EngineRequest] = []
@@ -516,8 +520,11 @@ def _wider(one: int | None, other: int | None) -> int | None:
     return max(one, other)
 
 
-def _truncate(prompt: EncodedPrompt, tokens: int) -> None:
-    """Keep the last tokens of a longer prompt."""
+def _truncate(prompt: EncodedPrompt, tokens: int, *, keeps_ends: bool) -> None:
+    """Keep the last tokens of a longer prompt. keeps_ends: the first ones and the very last, as an
+    encoder's tokenizer does, which puts special tokens at both ends.
+    """
     if len(prompt.ids) > tokens:
-        prompt.ids = prompt.ids[-tokens:]
+        first = prompt.ids[: tokens - 1] if keeps_ends else []
+        prompt.ids = first + prompt.ids[len(first) - tokens :]
         prompt.text = None  # an echo shows what the model read

@@ -65,7 +65,8 @@ class Equipment:
         await _in_thread(lambda: service.learn_turns(tokenizer))
         await service.learn_abilities(tokenizer)
         service.tokenizer = tokenizer
-        self.client.learn(await _in_thread(lambda: tokenizer.json))
+        if source.config.encoder is None:  # an encoder writes nothing that a grammar could hold
+            self.client.learn(await _in_thread(lambda: tokenizer.json))
         info = await self.client.wait_ready()
         service.grammars = self.grammars = _new_grammars(tokenizer, info)
         return tokenizer, info

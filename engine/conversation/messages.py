@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import msgspec
 
+from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.template_abilities import ChatAbilities, TemplateAbilities
 from jitney.engine.conversation.tools import ToolUse
 from jitney.engine.types import JsonDict
@@ -28,19 +29,21 @@ _NO_TEXT: JsonDict = {"role": "assistant", "content": ""}
 def shaped_messages(
     messages: Sequence[JsonDict],
     abilities: ChatAbilities,
+    turns: TurnFormat,
     use: ToolUse | None,
     warnings: list[str],
 ) -> Generator[None, None, list[JsonDict]]:
     """The messages as the chat template accepts them, with every text of the conversation, in
     order. Work that may be stopped.
 
-    messages: in OpenAI's form; `content` may be null or missing. use: the tools of the request; a
-    template that shows none is told of them in a system text. warnings: gets a line for each change
+    messages: in OpenAI's form; `content` may be null or missing. turns: has the words for what the
+    template does not show. use: the tools of the request; a template that shows none is told of
+    them in a system text. warnings: gets a line for each change
     to what the assistant has called.
     """
-    shaper = _Shaper(abilities.beside(use), warnings)
+    shaper = _Shaper(abilities.beside(use), turns, warnings)
     if use is not None and abilities.with_tools is None:
-        messages = _with_system(messages, _tools_text(use))
+        messages = _with_system(messages, turns.tools_text(use))
     place = 0
     while place < len(messages):
         message = messages[place]
@@ -58,8 +61,9 @@ def shaped_messages(
 class _Shaper:
     """Builds the shaped messages one by one."""
 
-    def __init__(self, can: TemplateAbilities, warnings: list[str]):
+    def __init__(self, can: TemplateAbilities, turns: TurnFormat, warnings: list[str]):
         self._can = can
+        self._turns = turns
         self._warnings = warnings
         self._made: list[JsonDict] = []
         #: Texts of system messages that the template refuses, for the next user message.
@@ -77,7 +81,7 @@ class _Shaper:
             case "user":
                 self._add_user(message, text)
             case "tool":
-                self._add_user({"role": "user"}, _result_text(text))
+                self._add_user({"role": "user"}, self._turns.result_text(text))
             case _ if text or is_last or self._can.empty_assistant:
                 self._add_assistant(message, text)
             case _:
@@ -134,15 +138,15 @@ class _Shaper:
         if earlier is not None:
             message, text = _one_turn(earlier, message, text)
         calls = [_Call(call, self._can, self._id(call["id"])) for call in message["tool_calls"]]
-        if not self._shows(calls, results, text):
-            self._add_in_words(message, text, calls, results)
-            return
         for call in calls:
             if call.lost_arguments:
                 self._warn(
                     f"the arguments of a call of {call.name} are no JSON object; read as {{}}"
                 )
                 text = _joined(text, call.lost_arguments)
+        if not self._shows(calls, results, text):
+            self._add_in_words(message, text, calls, results)
+            return
         self._begin_turn()
         text = self._text_beside(text)
         rest = _with_content(message, text)
@@ -157,7 +161,6 @@ class _Shaper:
     def _shows(self, calls: list[_Call], results: Sequence[JsonDict], text: str) -> bool:
         """Whether the template shows such calls."""
         can = self._can
-        text = text or "".join([call.lost_arguments for call in calls])
         return (
             can.arguments is not None
             and (can.shows_arguments or not any([call.has_arguments for call in calls]))
@@ -198,13 +201,13 @@ class _Shaper:
         self, message: JsonDict, text: str, calls: list[_Call], results: Sequence[JsonDict]
     ) -> None:
         said = [text] if text else []
-        said += [_call_text(call.name, call.arguments) for call in calls]
+        said += [self._turns.call_text(call.name, call.arguments) for call in calls]
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
         self._add_assistant(rest, "\n".join(said))
         self._add_results_in_words(results)
 
     def _add_results_in_words(self, results: Sequence[JsonDict]) -> None:
-        texts = [_result_text(result.get("content") or "") for result in results]
+        texts = [self._turns.result_text(result.get("content") or "") for result in results]
         if texts:
             self._add_user({"role": "user"}, "\n".join(texts))
 
@@ -255,15 +258,14 @@ class _Call:
         function = call["function"]
         self.id: str = call["id"]
         self.name: str = function["name"]
-        #: As the client sent them, "{}" for none.
-        self.arguments: str = function["arguments"].strip() or "{}"
-        parsed = _object(self.arguments)
+        given: str = function["arguments"].strip() or "{}"
+        parsed = _object(given)
         #: Arguments that cannot be shown because they are no JSON object.
-        self.lost_arguments = "" if parsed is not None else self.arguments
-        self.has_arguments = parsed != {}
-        arguments = parsed or {}
-        if can.arguments == "text":
-            arguments = self.arguments if parsed else "{}"
+        self.lost_arguments = given if parsed is None else ""
+        #: JSON text of an object.
+        self.arguments = given if parsed else "{}"
+        self.has_arguments = bool(parsed)
+        arguments = self.arguments if can.arguments == "text" else parsed or {}
         self.shown: JsonDict = call | {
             "id": id,
             "function": function | {"arguments": arguments},
@@ -342,26 +344,3 @@ def _with_system(messages: Sequence[JsonDict], text: str) -> list[JsonDict]:
         first = messages[0]
         return [first | {"content": _joined(first.get("content") or "", text)}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
-
-
-def _tools_text(use: ToolUse) -> str:
-    """What a model is told of tools that its template does not show."""
-    lines = [json.dumps(tool.shown(), ensure_ascii=False) for tool in use.tools]
-    listed = "\n".join(lines)
-    return (
-        "You can call these functions:\n"
-        f"<tools>\n{listed}\n</tools>\n"
-        "To call one, write its name and its arguments as JSON, in this form:\n"
-        '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>'
-    )
-
-
-def _call_text(name: str, arguments: str) -> str:
-    """A call that the template does not show, in the form that the model is told."""
-    named = json.dumps(name, ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {named}, "arguments": {arguments}}}\n</tool_call>'
-
-
-def _result_text(content: str) -> str:
-    """The result of such a call."""
-    return f"<tool_response>\n{content}\n</tool_response>"

@@ -68,7 +68,7 @@ def _as_object(schema: JsonValue) -> JsonDict:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a turn may call."""
+    """The functions that a turn may call."""
 
     tools: tuple[Tool, ...]
     #: Whether it must call, and say nothing else.
@@ -96,3 +96,8 @@ class ToolUse:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool.name for tool in self.tools)
+
+    @property
+    def functions(self) -> dict[str, JsonDict | None]:
+        """The schemas of the arguments of what may be called, by name."""
+        return {tool.name: tool.parameters for tool in self.tools}

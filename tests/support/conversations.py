@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jitney.engine.api.request import _template_message
 from jitney.engine.api.schema import Message
+from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.messages import shaped_messages
 from jitney.engine.conversation.template_abilities import ChatAbilities
 from jitney.engine.conversation.tools import Tool, ToolUse
@@ -41,6 +43,10 @@ class SandboxedTemplate:
         except Exception as error:  # a template may raise anything
             raise RequestError(reason_of(error) or type(error).__name__, param="messages") from None
 
+    @cached_property
+    def turns(self) -> TurnFormat:
+        return TurnFormat.of(self.source.template)
+
     async def abilities(self) -> ChatAbilities:
         return await ChatAbilities.of(self.render)
 
@@ -61,7 +67,7 @@ class Talk:
         """What the template makes of it. Raises RequestError."""
         use = ToolUse(self.tools) if self.tools else None
         messages = [_template_message(Message.model_validate(each)) for each in self.messages]
-        shaped = finished(shaped_messages(messages, abilities, use, warnings))
+        shaped = finished(shaped_messages(messages, abilities, template.turns, use, warnings))
         variables: Json = abilities.variables(use)
         if self.goes_on:
             variables |= {"add_generation_prompt": False, "continue_final_message": True}

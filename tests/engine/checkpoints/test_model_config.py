@@ -9,6 +9,7 @@ import logging
 import math
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DATA
@@ -16,7 +17,12 @@ from places import DATA
 from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.checkpoints.gguf_config import _read_gguf_config
 from jitney.engine.checkpoints.hf_config import read_hf_config
-from jitney.engine.checkpoints.model_config import ExpertsConfig, ModelConfig, RopeScaling
+from jitney.engine.checkpoints.model_config import (
+    EncoderConfig,
+    ExpertsConfig,
+    ModelConfig,
+    RopeScaling,
+)
 from jitney.engine.errors import ModelError
 
 CASES = json.loads((DATA / "reference_logits.json").read_text())["cases"]
@@ -110,6 +116,41 @@ def test_windows_follow_each_architecture():
     ) == (8, 0, 8)
 
 
+def test_every_layer_of_a_qwen3_mixture_has_the_window():
+    """transformers' Qwen3MoeModel knows no kinds of layers; tests/engine/models/test_numerics.py
+    compares its logits (qwen3_moe_window).
+    """
+    off = MIXTURE | {"sliding_window": 8, "max_window_layers": 2}
+    assert read_hf_config(off).windows == (0, 0, 0)
+    windowed = MIXTURE | {"use_sliding_window": True, "max_window_layers": 2}
+    for others in ({}, {"layer_types": ["full_attention"] * 3}):
+        assert read_hf_config(windowed | others | {"sliding_window": 8}).windows == (8, 8, 8)
+        assert read_hf_config(windowed | others | {"sliding_window": None}).windows == (0, 0, 0)
+        assert read_hf_config(windowed | others).windows == (4096,) * 3
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        {"sliding_window": 8, "max_window_layers": 0},
+    ],
+)
+def test_what_a_qwen_file_leaves_out_is_as_in_its_configuration_class(name: str, given: dict):
+    """Heads, their size, and which layers have a window, as transformers has them."""
+    sizes = BASE | {"num_attention_heads": 32, "hidden_size": 64, "moe_intermediate_size": 24}
+    theirs = getattr(transformers, f"{name}Config")(**sizes | given)
+    ours = read_hf_config(sizes | given | {"architectures": [f"{name}ForCausalLM"]})
+    assert ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == getattr(theirs, "head_dim", 64 // 32)
+    every = theirs.sliding_window or 0
+    kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 3)
+    assert ours.windows == tuple([every * (kind == "sliding_attention") for kind in kinds])
+
+
 def test_yarn_extends_the_context():
     config = read_hf_config(BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
     assert config.context_length == 512
@@ -182,7 +223,7 @@ def test_any_json_is_read_or_refused(key: str, value, architecture: str):
     try:
         read_hf_config(CASES[architecture]["config"] | {key: value})
     except ModelError as error:
-        assert "\n" not in str(error) and len(str(error)) < 400
+        assert "\n" not in str(error) and len(str(error)) < 500
 
 
 @settings(max_examples=200, deadline=None)
@@ -254,7 +295,7 @@ def test_tiny_configs_exist_for_all(architecture: str):
     config = tiny_config(name)
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
-        name == "qwen2",
+        name == "qwen2" or config.encoder is not None,
         name in ("qwen3", "qwen3_moe", "gemma3"),
         name in ("mistral", "gemma2", "gemma3"),
     )
@@ -278,3 +319,66 @@ def test_experts_are_read_from_files_of_old_and_new_transformers():
 def test_tiny_of_an_unknown_architecture():
     with pytest.raises(ModelError, match="known: llama, mistral, qwen2, qwen3"):
         tiny_config("gpt5")
+
+
+#: As published: BAAI/bge-small-en-v1.5 and BAAI/bge-reranker-v2-m3, without what nobody reads.
+BGE_SMALL = {
+    "architectures": ["BertModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 2,
+    "vocab_size": 30522,
+}
+BGE_RERANKER = {
+    "architectures": ["XLMRobertaForSequenceClassification"],
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "hidden_act": "gelu",
+    "hidden_size": 1024,
+    "id2label": {"0": "LABEL_0"},
+    "intermediate_size": 4096,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 8194,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+    "vocab_size": 250002,
+}
+
+
+def test_encoders_are_read():
+    small = read_hf_config(BGE_SMALL)
+    assert small.encoder == EncoderConfig("mean", 2)
+    assert (small.context_length, small.head_dim, small.rms_eps) == (512, 32, 1e-12)
+    assert (small.n_pools, small.output_size) == (0, 1)
+    reranker = read_hf_config(BGE_RERANKER)
+    assert reranker.encoder == EncoderConfig("classify", 1, first_position=2)
+    assert (reranker.context_length, reranker.activation) == (8192, "gelu")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"id2label": {"0": "no", "1": "yes"}}, ["2 labels"]),
+        ({"id2label": None}, ["2 labels"]),
+        ({"position_embedding_type": "relative_key"}, ["position_embedding_type"]),
+        ({"is_decoder": True}, ["is_decoder"]),
+        ({"hidden_act": "relu"}, ["hidden_act", "relu", "gelu"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantised"]),
+        ({"hidden_size": 1000}, ["hidden_size", "multiple"]),
+        ({"max_position_embeddings": 3}, ["max_position_embeddings"]),
+        ({"layer_norm_eps": 0}, ["layer_norm_eps"]),
+    ],
+)
+def test_encoders_that_cannot_be_served_are_refused_by_name(change: dict, words: list[str]):
+    with pytest.raises(ModelError) as caught:
+        read_hf_config(BGE_RERANKER | change)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

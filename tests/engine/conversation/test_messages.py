@@ -27,6 +27,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_templates import SMALL_TEMPLATES
 
+from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.messages import shaped_messages
 from jitney.engine.conversation.template_abilities import ChatAbilities, TemplateAbilities
 from jitney.engine.conversation.tools import Tool, ToolUse
@@ -36,6 +37,7 @@ type Json = dict[str, Any]
 
 NAMES = list(SMALL_TEMPLATES)
 TOOL = Tool("get_weather", "Weather", {"type": "object", "properties": {"city": {}}})
+TURNS = TurnFormat.of("")
 #: The most that a template can do.
 ABLE = TemplateAbilities(
     system=True,
@@ -74,7 +76,7 @@ def shaped(
     messages: list[Json], can: TemplateAbilities = ABLE, warnings: list[str] | None = None
 ) -> list[Json]:
     noted = [] if warnings is None else warnings
-    return finished(shaped_messages(messages, ChatAbilities(can, can), None, noted))
+    return finished(shaped_messages(messages, ChatAbilities(can, can), TURNS, None, noted))
 
 
 #: The conversations that a template of ours refuses, each with a reason.
@@ -163,7 +165,7 @@ def test_a_conversation_that_grows_keeps_its_beginning(name: str, talk: Talk):
     def made(messages: list[Json]) -> list[Json]:
         use = ToolUse(talk.tools) if talk.tools else None
         given = [each | {"role": each["role"].replace("developer", "system")} for each in messages]
-        return finished(shaped_messages(given, can, use, []))
+        return finished(shaped_messages(given, can, TURNS, use, []))
 
     whole = made([*talk.messages, user("more")])
     for place in range(1, len(talk.messages)):
@@ -196,7 +198,9 @@ def test_instructions_that_a_template_refuses_stand_before_the_users_text():
 
 def test_tools_in_words_stand_with_the_instructions():
     for can, role in ((ABLE, "system"), (replace(ABLE, system=False), "user")):
-        told = finished(shaped_messages([user("a")], ChatAbilities(can), ToolUse((TOOL,)), []))
+        told = finished(
+            shaped_messages([user("a")], ChatAbilities(can), TURNS, ToolUse((TOOL,)), [])
+        )
         assert told[0]["role"] == role and TOOL.name in told[0]["content"]
         assert told[-1]["content"].endswith("a") and len(told) == (2 if role == "system" else 1)
 
@@ -277,13 +281,13 @@ def test_arguments_that_are_no_object_are_read_as_none_and_told_beside(
     assert len(warnings) == is_lost
 
 
-def test_calls_in_words_are_told_as_the_model_wrote_them():
+def test_calls_in_words_have_lost_arguments_beside_them_too():
     warnings: list[str] = []
     said = [user("x"), assistant("look", call("1", '{"a": "b')), result("1", "r"), user("y")]
     made = shaped(said, replace(ABLE, arguments=None), warnings)
     assert [message["role"] for message in made] == ["user", "assistant", "user", "user"]
     assert made[1]["content"].startswith("look") and '{"a": "b' in made[1]["content"]
-    assert not any("tool_calls" in message for message in made) and not warnings
+    assert not any("tool_calls" in message for message in made) and warnings
 
 
 def test_most_calls_follow_what_the_template_can_show():
