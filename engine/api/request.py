@@ -29,7 +29,7 @@ from jitney.engine.conversation.grammars import Turn
 from jitney.engine.conversation.messages import shaped_messages
 from jitney.engine.conversation.tools import ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams, Whole
+from jitney.engine.types import EngineInfo, EngineRequest, Grammar, JsonDict, SamplingParams, Whole
 
 if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
@@ -63,14 +63,21 @@ class RouteKind:
     names: Mapping[str | None, str] = MappingProxyType({})
     #: Whether a max_tokens that is more than there is room for means: to the end of the context.
     clamps: bool = False
+    #: The field of a tool that its schema stands in.
+    tool_schema: str = "function.parameters"
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Errors that blame a field of a chat blame what the route calls it."""
+        """Errors that blame a field of a chat, or a tool for its schema, blame what the route calls
+        it.
+        """
         try:
             yield
         except RequestError as error:
-            name = self.names.get(error.info.param)
+            param = error.info.param
+            name = self.names.get(param)
+            if param is not None and param.startswith("tools["):
+                name = f"{param}.{self.tool_schema}"
             if name is None:
                 raise
             raise error.blaming(name) from error
@@ -255,8 +262,7 @@ class RequestBuilder[B: GenerationBody]:
                 fields[name] = value
         fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
         fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
-        wanted = body.wanted_grammar
-        fields["grammar"] = None if wanted is None else wanted.grammar
+        fields["grammar"] = self._wanted_grammar
         params = SamplingParams(**(fields | own))
         params.validate(info.model.vocab_size)
         if params.top_k > info.model.vocab_size:
@@ -271,14 +277,13 @@ class RequestBuilder[B: GenerationBody]:
         """
         service = self.service
         turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
-        grammar = turn.grammar(conversation.tools, sampling.grammar)
+        answer = self._wanted_grammar
+        grammar = turn.grammar(conversation.tools, answer)
         self.context.notes.unenforced.extend(turn.unenforced)
-        if grammar is None or grammar == sampling.grammar:
-            return sampling
-        # The answer's own grammar has been checked by itself.
+        if grammar is None or grammar == answer:
+            return sampling  # the answer's own grammar has been checked by itself
         param = "tools" if conversation.tools is not None else self._grammar_field
-        grammar = await service.checked_grammar(grammar, param)
-        return with_fields(sampling, grammar=grammar)
+        return await self._held_to(sampling, grammar, param)
 
     async def _with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters with their grammar as the engine takes it. Raises RequestError, blamed on
@@ -286,8 +291,24 @@ class RequestBuilder[B: GenerationBody]:
         """
         if sampling.grammar is None:
             return sampling
-        grammar = await self.service.checked_grammar(sampling.grammar, self._grammar_field)
-        return with_fields(sampling, grammar=grammar)
+        return await self._held_to(sampling, sampling.grammar, self._grammar_field)
+
+    async def _held_to(
+        self, sampling: SamplingParams, grammar: Grammar, param: str
+    ) -> SamplingParams:
+        """The parameters with a grammar as the engine takes it; the client is told of what of its
+        schemas is left out. Raises RequestError, blamed on `param` or on a tool.
+        """
+        checked = await self.service.checked_grammar(grammar, param)
+        notes = self.context.notes.unenforced
+        notes += [place for place in checked.unenforced if place not in notes]
+        return with_fields(sampling, grammar=checked.grammar)
+
+    @property
+    def _wanted_grammar(self) -> Grammar | None:
+        """The grammar of the answer, as the client wrote it."""
+        wanted = self.body.wanted_grammar
+        return None if wanted is None else wanted.grammar
 
     @property
     def _grammar_field(self) -> str:

@@ -88,8 +88,6 @@ _OWN_VARIABLES = frozenset(
         "truncation",
     }
 )
-#: Names of JSON schema's types.
-_SCHEMA_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 
 #: Known fields whose meaning we do not give -> the values that ask for nothing (null always does).
 _REFUSED: dict[str, tuple[JsonValue, ...]] = {
@@ -516,35 +514,10 @@ FunctionName = Annotated[str, Field(pattern=_FUNCTION_NAME)]
 
 
 def object_schema(value: JsonDict | None) -> JsonDict | None:
-    """The JSON schema of a function's arguments: of an object, with types that exist. Raises
-    ValueError.
-    """
-    if value is None:
-        return None
-    if value.get("type", "object") != "object":
+    """The JSON schema of a function's arguments, which are an object. Raises ValueError."""
+    if value is not None and value.get("type", "object") != "object":
         raise ValueError('must be a JSON schema whose type is "object"')
-    unknown = _unknown_type(value)
-    if unknown is not None:
-        raise ValueError(f"{echo(unknown)} is no type of JSON schema")
     return value
-
-
-def _unknown_type(schema: JsonDict) -> str | None:
-    """A type that does not exist, somewhere among the schemas of properties and items."""
-    todo: list[JsonValue] = [schema]
-    while todo:
-        each = todo.pop()
-        if not isinstance(each, dict):
-            continue
-        types = each.get("type", [])
-        for name in types if isinstance(types, list) else [types]:
-            if not isinstance(name, str) or name not in _SCHEMA_TYPES:
-                return str(name)
-        properties = each.get("properties")
-        if isinstance(properties, dict):
-            todo += properties.values()
-        todo.append(each.get("items"))
-    return None
 
 
 class FunctionFields(Part):

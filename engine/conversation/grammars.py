@@ -13,15 +13,11 @@ from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.lark import Lark
 from jitney.engine.conversation.tools import Tool, ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import Grammar, JsonDict, JsonValue
+from jitney.engine.structured.terms import Terms, arguments_schema, json_rule
+from jitney.engine.types import Grammar
 
 #: Calls of a turn that is forced to call and may do so more than once.
 _MOST_CALLS = 16
-#: How the arguments are written. Without a bound a model can write blanks for ever.
-_JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{0,33}"}
-#: Keywords beside which an object cannot be closed without a look at what they say.
-_OPENING = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf")
-_OPENING += ("oneOf", "$ref", "not", "if", "dependentSchemas", "propertyNames", "minProperties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class Turn:
             return _behind_thoughts(self, answer)
         if self.thinking_budget is None:
             return None
-        lark = Lark(self.special_ids, _json_rule)
+        lark = Lark(self.special_ids, json_rule)
         thoughts = _thoughts(lark, self)
         return Grammar("lark", lark.written(f"{thoughts} {_content(lark, self, 'ANY')}"))
 
@@ -80,7 +76,7 @@ def _tool_grammar(turn: Turn, use: ToolUse) -> Grammar | None:
         return None
     if not use.is_required:
         _check_reading(turn)
-    lark = Lark(turn.special_ids, _json_rule)
+    lark = Lark(turn.special_ids, json_rule)
     thoughts = _thoughts(lark, turn)
     return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turn, use)}"))
 
@@ -101,7 +97,7 @@ def _calls_or_answer(turn: Turn, use: ToolUse, grammar: Grammar) -> Grammar:
     them cannot be held to its form.
     """
     _check_reading(turn)
-    lark = Lark(turn.special_ids, _json_rule)
+    lark = Lark(turn.special_ids, json_rule)
     thoughts = _thoughts(lark, turn)
     said = _content(lark, turn, _rule_of(lark, grammar))
     return Grammar("lark", lark.written(f"{thoughts} ({_calls(lark, turn, use)} | {said})"))
@@ -111,7 +107,7 @@ def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
     """The grammar of a turn whose answer has a grammar, and which may begin with thoughts. Raises
     RequestError for a grammar that cannot stand behind other text.
     """
-    lark = Lark(turn.special_ids, _json_rule)
+    lark = Lark(turn.special_ids, json_rule)
     thoughts = _thoughts(lark, turn)
     if not thoughts:
         return grammar
@@ -123,9 +119,9 @@ def _rule_of(lark: Lark, grammar: Grammar) -> str:
     """A grammar as a part of a turn's. Raises RequestError where it can be no part."""
     match grammar.kind:
         case "json_object":
-            return _json_rule({"type": "object"})
+            return json_rule({"type": "object"})
         case "json_schema":
-            return _json_rule(json.loads(grammar.text))
+            return json_rule(json.loads(grammar.text))
         case "choice":
             choices = [lark.literal(text) for text in json.loads(grammar.text)]
             return f"({' | '.join(choices)})"
@@ -143,12 +139,6 @@ def _content(lark: Lark, turn: Turn, rule: str) -> str:
     if not turn.format.has_channels:
         return rule
     return f"{lark.literal(f'{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}')} {rule}"
-
-
-def _json_rule(schema: JsonValue) -> str:
-    """A schema that is true or false is no object, and has no place for the style."""
-    styled = schema | {"x-guidance": _JSON_STYLE} if isinstance(schema, dict) else schema
-    return f"%json {json.dumps(styled, ensure_ascii=False)}"
 
 
 def _answer(lark: Lark, turn: Turn, use: ToolUse) -> str:
@@ -207,46 +197,15 @@ def _call(lark: Lark, turn: Turn, tool: Tool, trigger: str) -> str:
     text = turn.format.calls.text
     before = text.before_name.removeprefix(trigger)
     head = lark.literal(f"{before}{tool.name}{text.before_arguments}")
+    terms = Terms(tool.strict, closed=True, name=tool.name, param=f"tools[{tool.number}]")
     unenforced: list[str] = []
     try:
-        arguments = text.arguments.rule(lark, _arguments_schema(tool), unenforced)
+        schema = arguments_schema(tool.parameters, terms)
+        arguments = text.arguments.rule(lark, schema, unenforced)
     except RecursionError:
         unenforced.append("#")
         arguments = text.arguments.rule(lark, {"type": "object"}, [])
     if unenforced and tool.strict:
-        raise RequestError(
-            f"the form in which this model calls cannot enforce {unenforced[0]} of the strict "
-            f"function {tool.name!r}; leave the keyword out, or do not make the function strict",
-            code="unsupported_parameter",
-            param="tools",
-        )
-    turn.unenforced.extend([f"{tool.name}{pointer}" for pointer in unenforced])
+        raise terms.refusal(unenforced[0], "the form of this model's calls cannot enforce it")
+    turn.unenforced.extend(map(terms.pointer, unenforced))
     return lark.rule(f"{head} {arguments} {lark.literal(text.after)}")
-
-
-def _arguments_schema(tool: Tool) -> JsonDict:
-    """Of an object. A tool that says no parameters has none."""
-    if tool.parameters is None:
-        schema: JsonDict = {"properties": {}, "additionalProperties": False}
-    else:
-        schema = _closed(tool.parameters)
-    return {"type": "object"} | schema
-
-
-def _closed(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The schema without properties that it does not name, wherever that is plain to see: what fits
-    it fits the client's own, and a model does not go on inventing more.
-    """
-    closed = dict(schema)
-    properties, items = schema.get("properties"), schema.get("items")
-    if isinstance(properties, dict):
-        closed["properties"] = {name: _closed_value(each) for name, each in properties.items()}
-        if not any(keyword in schema for keyword in _OPENING):
-            closed["additionalProperties"] = False
-    if isinstance(items, dict):
-        closed["items"] = _closed(items)
-    return closed
-
-
-def _closed_value(schema: JsonValue) -> JsonValue:
-    return _closed(schema) if isinstance(schema, dict) else schema

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from jitney.engine.types import JsonDict, JsonValue
@@ -20,8 +20,11 @@ class Tool:
     description: str | None = None
     #: JSON schema of an object; None: it takes no arguments.
     parameters: JsonDict | None = None
-    #: Whether its arguments must fit the schema even where calls are not forced.
+    #: Whether its arguments must fit the schema even where calls are not forced, and a schema that
+    #: cannot be enforced is refused.
     strict: bool = False
+    #: Its place among the request's tools.
+    number: int = 0
 
     def shown(self) -> JsonDict:
         """As chat templates know it."""
@@ -88,7 +91,8 @@ class ToolUse:
         """Of all tools those that may be called, None if none may. only: their names, where a
         request says them. parallel: whether a turn may call more than once.
         """
-        chosen = [tool for tool in tools if only is None or tool.name in only]
+        numbered = [replace(tool, number=number) for number, tool in enumerate(tools)]
+        chosen = [tool for tool in numbered if only is None or tool.name in only]
         if mode == "none" or not chosen:
             return None
         return cls(tuple(chosen), mode == "required", None if parallel else 1)

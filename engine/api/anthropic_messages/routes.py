@@ -47,6 +47,7 @@ _KIND = RouteKind(
         "thinking_token_budget": "thinking.budget_tokens",
     },
     clamps=True,
+    tool_schema="input_schema",
 )
 #: Of the API, as a header says them. The second takes no temperature, top_p and top_k; here both
 #: do.

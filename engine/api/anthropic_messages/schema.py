@@ -317,7 +317,8 @@ class CountTokensBody(GenerationBody):
     def wanted_grammar(self) -> WantedGrammar | None:
         if self.output_config is None or self.output_config.format is None:
             return None
-        return WantedGrammar.of_schema("output_config.format", self.output_config.format.schema_)
+        schema = self.output_config.format.schema_
+        return WantedGrammar.of_schema("output_config.format", schema, is_strict=True)
 
 
 class MessagesBody(CountTokensBody):

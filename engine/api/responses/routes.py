@@ -48,6 +48,7 @@ _KIND = RouteKind(
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     },
+    tool_schema="parameters",
 )
 
 #: Items between two stops of `Slices`.

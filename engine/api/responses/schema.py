@@ -400,7 +400,8 @@ class ResponsesBody(GenerationBody):
             return None
         if wanted.type == "json_object":
             return WantedGrammar("text.format", Grammar("json_object"))
-        return WantedGrammar.of_schema("text.format", wanted.schema_ or {})
+        is_strict = wanted.strict is True
+        return WantedGrammar.of_schema("text.format", wanted.schema_ or {}, is_strict=is_strict)
 
     @property
     def shows_logprobs(self) -> bool:

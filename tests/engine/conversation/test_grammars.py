@@ -20,6 +20,7 @@ from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.grammars import Turn
 from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse
 from jitney.engine.errors import RequestError
+from jitney.engine.structured.compiling import new_matcher
 from jitney.engine.structured.setup import CheckerSetup
 from jitney.engine.structured.worker import Checker
 from jitney.engine.text.fast_tokenizers import _tiny_fast
@@ -58,9 +59,7 @@ def behind_thoughts(
 
 def matcher(grammar: Grammar | None) -> LLMatcher:
     assert grammar is not None and grammar.kind == "lark"
-    made = LLMatcher(BYTES, LLMatcher.grammar_from_lark(grammar.text))
-    assert not made.is_error(), made.get_error()
-    return made
+    return new_matcher(grammar, BYTES)
 
 
 def takes(grammar: Grammar | None, text: str) -> bool:
