@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
 
-from jitney.engine.api.context import Context
+from jitney.engine.api.context import Context, Notes
 from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.schema import (
     ChatBody,
@@ -122,12 +122,14 @@ class Conversation:
             special_tokens=bool(body.add_special_tokens),
         )
 
-    async def prompt(self, service: Service, *, is_truncated: bool = False) -> EncodedPrompt:
+    async def prompt(
+        self, service: Service, notes: Notes, *, is_truncated: bool = False
+    ) -> EncodedPrompt:
         """The tokens that the model reads. is_truncated: only the last of them will be read, so
         there may be more than fit. Raises RequestError.
         """
         _, tokenizer = service.ready()
-        text = await self.text(service, is_truncated=is_truncated)
+        text = await self.text(service, notes, is_truncated=is_truncated)
         with self.kind.blaming():
             special = self.special_tokens
             return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
@@ -142,14 +144,16 @@ class Conversation:
             names.append("thinking_token_budget")
         return [self.kind.names.get(name, name) for name in names]
 
-    async def text(self, service: Service, *, is_truncated: bool = False) -> str:
-        """What the chat template makes of it. Raises RequestError."""
-        turns, use = service.turns, self.tools
+    async def text(self, service: Service, notes: Notes, *, is_truncated: bool = False) -> str:
+        """The text that the chat template makes of it. notes: get the changes that the template
+        asks for. Raises RequestError.
+        """
+        use, abilities = self.tools, await service.chat_abilities()
         with self.kind.blaming():
-            variables = self.variables | turns.effort_variables(self.effort)
-            if use is not None and turns.template_has_tools:
-                variables["tools"] = [tool.shown() for tool in use.tools]
-            messages = await service.slices.result(shaped_messages(self.messages, turns, use))
+            variables = self.variables | service.turns.effort_variables(self.effort)
+            variables |= abilities.variables(use)
+            shaping = shaped_messages(self.messages, abilities, service.turns, use, notes.warnings)
+            messages = await service.slices.result(shaping)
             return await service.render_chat(messages, variables, is_truncated=is_truncated)
 
 
@@ -247,8 +251,10 @@ class RequestBuilder[B: GenerationBody]:
         _check_choices(sampling.n, service.info)
         self.context.notes.ignored.extend(conversation.unfollowed(service.turns))
         sampling = await self._with_checked_grammar(sampling)
-        prompt = await conversation.prompt(service, is_truncated=self._is_truncated)
-        use = conversation.tools
+        notes = self.context.notes
+        prompt = await conversation.prompt(service, notes, is_truncated=self._is_truncated)
+        use = (await service.chat_abilities()).limited(conversation.tools)
+        conversation = replace(conversation, tools=use)
         with conversation.kind.blaming():
             sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
         request = await service.slices.result(self._request(conversation.kind, [prompt], sampling))

@@ -716,8 +716,8 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class Message(Part):
-    """One message. An assistant's content may be null when it called tools; everyone else must say
-    something, and a tool what call it answers.
+    """One message. An assistant and a tool may say nothing; everyone else must say something, and a
+    tool what call it answers.
     """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
@@ -743,7 +743,7 @@ class Message(Part):
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise at_field("content", "must be a string or a list of text parts")
         if self.role == "tool" and not self.tool_call_id:
             raise at_field("tool_call_id", "must name the call that a tool message answers")
@@ -754,10 +754,10 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions. Of two different token limits max_completion_tokens, the newer
     name, wins.
 
-    Several system messages and a last message of the assistant are allowed; the chat template
-    decides how they read. A new assistant turn begins unless add_generation_prompt is false or
-    continue_final_message is true: then the answer goes on where the last message ends.
-    "developer" reads as "system".
+    Several system messages and a last message of the assistant are allowed; messages that the chat
+    template refuses or would not show are shaped for it (`conversation.messages`). A new assistant
+    turn begins unless add_generation_prompt is false or continue_final_message is true: then the
+    answer goes on where the last message ends. "developer" reads as "system".
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]

@@ -5,6 +5,7 @@ take requests.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -23,6 +24,7 @@ from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
 from jitney.engine.api.text_threads import TextThreads
 from jitney.engine.conversation.formats import TurnFormat
+from jitney.engine.conversation.template_abilities import ChatAbilities
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
 from jitney.engine.structured.setup import CheckedGrammar, CheckerSetup
@@ -36,8 +38,15 @@ if TYPE_CHECKING:
     from jitney.engine.text.fill_in import FillIn
     from jitney.engine.text.tokenizer import Tokenizer
 
+_log = logging.getLogger("jitney.api")
+
 #: Characters that a chat template may add of its own.
 _TEMPLATE_CHARS = 1 << 16
+#: Seconds that it may take to see what a chat template accepts; one that takes longer is asked for
+#: no more than users and assistants that alternate.
+_PROBING_S = 10.0
+#: Most characters that a chat template may make of a small conversation.
+_PROBE_CHARS = 1 << 20
 
 
 class Service:
@@ -84,6 +93,7 @@ class Service:
         #: Files and batches of requests, and jobs; None until the application is made.
         self.own_requests: OwnRequests | None = None
         self._turns: TurnFormat | None = None
+        self._abilities: ChatAbilities | None = None
         self._special_texts: dict[str, int] | None = None
 
     @property
@@ -99,7 +109,42 @@ class Service:
         """See in the model's chat template how its turns are read: some 10 ms."""
         server = self.settings.server
         names = server.tool_call_parser, server.reasoning_parser
-        self._turns = TurnFormat.of(tokenizer.chat_template, *names)
+        texts = dict.fromkeys((tokenizer.chat_template, tokenizer.tools_template))
+        self._turns = TurnFormat.of("\n".join(texts), *names)
+
+    async def chat_abilities(self) -> ChatAbilities:
+        """What the model's chat template accepts. Raises RequestError where there is no model
+        yet.
+        """
+        if self._abilities is None:
+            _, tokenizer = self.ready()
+            await self.learn_abilities(tokenizer)
+        assert self._abilities is not None
+        return self._abilities
+
+    async def learn_abilities(self, tokenizer: Tokenizer) -> None:
+        """Render small conversations to see what the model's chat template accepts: some 50 ms,
+        and at most `_PROBING_S`.
+        """
+
+        async def render(messages: list[JsonDict], variables: JsonDict) -> str:
+            return await self._rendered(messages, tokenizer, _PROBE_CHARS, variables)
+
+        if not tokenizer.has_chat_template:
+            self._abilities = ChatAbilities()
+            return
+        try:
+            async with asyncio.timeout(_PROBING_S):
+                self._abilities = await ChatAbilities.of(render)
+        except TimeoutError:
+            reason = f"it takes more than {_PROBING_S:g} s for small conversations"
+            self._abilities = ChatAbilities(refusal=reason)
+        if self._abilities.refusal:
+            _log.error(
+                "the chat template cannot render one message of a user, so chats will be refused; "
+                "--chat-template names a file with another one (%s)",
+                self._abilities.refusal,
+            )
 
     def marker_ids(self, names: Collection[str]) -> frozenset[int]:
         """Special tokens that a parser must see. names: of the functions that may be called."""
@@ -296,7 +341,7 @@ class Service:
                 "this model has no chat template; use /v1/completions", param="messages"
             )
         try:
-            text = await self._rendered(messages, tokenizer, variables)
+            text = await self._rendered(messages, tokenizer, self._most_rendered, variables)
         except RenderedTooLong as error:
             if not is_truncated:
                 self.check_chars(error.chars, "messages")
@@ -306,11 +351,15 @@ class Service:
         return text
 
     async def _rendered(
-        self, messages: Sequence[JsonDict], tokenizer: Tokenizer, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[JsonDict],
+        tokenizer: Tokenizer,
+        most_chars: int,
+        variables: Mapping[str, Any],
     ) -> str:
         if self.chat_templates is None:
             return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))
-        return await self.chat_templates.render(messages, self._most_rendered, variables)
+        return await self.chat_templates.render(messages, most_chars, variables)
 
     @property
     def _most_rendered(self) -> int:

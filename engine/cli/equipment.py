@@ -63,6 +63,7 @@ class Equipment:
         tokenizer = await _in_thread(lambda: self._load_tokenizer(source))
         service.chat_templates = await self._start_chat_templates(tokenizer)
         await _in_thread(lambda: service.learn_turns(tokenizer))
+        await service.learn_abilities(tokenizer)
         service.tokenizer = tokenizer
         if source.config.encoder is None:  # an encoder writes nothing that a grammar could hold
             self.client.learn(await _in_thread(lambda: tokenizer.json))

@@ -46,8 +46,6 @@ class ToolFormat:
     signs: tuple[str, ...] = ()
     #: And what shows that it does not.
     unless: str = "\0"
-    #: Whether templates want a call's arguments as an object, not as JSON text.
-    wants_objects: bool = True
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -252,7 +250,6 @@ TOOL_FORMATS = (
         markers=_DEEPSEEK_MARKERS,
         signs=(_CALL_BEGIN,),
         unless="```json",
-        wants_objects=False,
     ),
     ToolFormat(
         "deepseek_v3",
@@ -275,7 +272,6 @@ TOOL_FORMATS = (
         ),
         markers=_DEEPSEEK_MARKERS,
         signs=(_CALL_BEGIN,),
-        wants_objects=False,
     ),
     ToolFormat(
         "kimi_k2",

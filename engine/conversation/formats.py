@@ -64,11 +64,6 @@ class TurnFormat:
         )
 
     @property
-    def template_has_tools(self) -> bool:
-        """Whether the chat template shows tools to the model itself."""
-        return "tools" in self.variables
-
-    @property
     def thinks(self) -> bool:
         return self.has_channels or self.reasoning is not None
 

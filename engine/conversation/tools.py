@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
-from jitney.engine.types import JsonDict
+from jitney.engine.types import JsonDict, JsonValue
 
 #: What a model may do with its tools: call them, not call them, or nothing else than call them.
 type ToolMode = Literal["auto", "none", "required"]
@@ -72,6 +72,40 @@ class Tool:
             function["description"] = self.description
         function["parameters"] = self.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": function}
+
+    def completed(self) -> JsonDict:
+        """As shown, with descriptions and properties that are empty rather than left out, and the
+        schema in the few forms that all templates read; it allows the same arguments.
+        """
+        function: JsonDict = {"name": self.name, "description": self.description or ""}
+        schema = {"type": "object", "properties": {}} | (self.parameters or {})
+        function["parameters"] = _completed(schema)
+        return {"type": "function", "function": function}
+
+
+def _completed(schema: JsonDict) -> JsonDict:
+    """A schema, and those of its properties and items, without booleans and lists of types."""
+    made = dict(schema)
+    types = made.get("type")
+    if isinstance(types, list) and "anyOf" not in made:
+        del made["type"]
+        made["anyOf"] = [{"type": each} for each in cast("list[JsonValue]", types)]
+    properties = made.get("properties")
+    if isinstance(properties, dict):
+        made["properties"] = {
+            name: {"description": ""} | _completed(_as_object(each))
+            for name, each in properties.items()
+        }
+    if isinstance(made.get("items"), dict | bool):
+        made["items"] = _completed(_as_object(made["items"]))
+    return made
+
+
+def _as_object(schema: JsonValue) -> JsonDict:
+    """A schema that may be true or false as an object that means the same."""
+    if isinstance(schema, dict):
+        return schema
+    return {} if schema is True else {"not": {}}
 
 
 @dataclass(frozen=True, slots=True)

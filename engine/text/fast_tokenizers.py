@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: The token type of GGUF files that stands for what the vocabulary lacks.
 _UNKNOWN = 2
 
+#: Where model folders keep named chat templates.
+_MORE_TEMPLATES = "additional_chat_templates"
 _TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 _TINY_TEMPLATE = (
     "{% for message in messages %}"
@@ -85,6 +87,8 @@ def _fast_from_folder(folder: Path) -> PreTrainedTokenizerFast:
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         read_json(folder, name, missing_ok=True)
     safe_file(folder, "chat_template.jinja", missing_ok=True)
+    for file in (folder / _MORE_TEMPLATES).glob("*.jinja"):
+        safe_file(folder / _MORE_TEMPLATES, file.name)
     try:
         return _fast_class().from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # from OSError to the Rust parser's bare Exception
@@ -138,10 +142,22 @@ def _fast_from_gguf(metadata: JsonObject) -> PreTrainedTokenizerFast:
     except Exception as error:  # the Rust constructors raise bare Exceptions
         raise ModelError(f"GGUF: the tokenizer cannot be built: {_reason(error)}") from error
     named = {f"{name}_token": tokens[id] for name, id in ids.items()}
-    template = metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str):
-        template = None
-    return _fast_class()(tokenizer_object=rust, chat_template=template, **named)
+    return _fast_class()(tokenizer_object=rust, chat_template=_gguf_templates(metadata), **named)
+
+
+def _gguf_templates(metadata: JsonObject) -> str | dict[str, str] | None:
+    """The chat template, or all by their names where there are several."""
+    keys = {name: f"tokenizer.chat_template.{name}" for name in _gguf_template_names(metadata)}
+    keys["default"] = "tokenizer.chat_template"
+    texts = {name: metadata.get(key) for name, key in keys.items()}
+    templates = {name: text for name, text in texts.items() if isinstance(text, str)}
+    return templates.get("default") if len(templates) < 2 else templates
+
+
+def _gguf_template_names(metadata: JsonObject) -> list[str]:
+    """Of templates beside the default one."""
+    names = metadata.get("tokenizer.chat_templates")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _full_rust(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:

@@ -34,6 +34,8 @@ class TemplateSource(msgspec.Struct, frozen=True):
     template: str
     #: Special tokens that it may write, by their names, such as "bos_token".
     special_tokens: dict[str, str]
+    #: Jinja for chats with tools; empty: `template`.
+    tools_template: str = ""
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -76,8 +78,6 @@ class Rendered(msgspec.Struct, frozen=True):
 
 #: Has transformers' sandbox for templates; it takes most of a second to load.
 _SANDBOX = "transformers.utils.chat_template_utils"
-#: What a process renders to see that it can.
-_FIRST = Chat([{"role": "user", "content": ""}], most_chars=0, limit_s=60.0)
 
 
 def _render(source: TemplateSource, messages: list[JsonDict], **variables: Any) -> str:
@@ -85,7 +85,10 @@ def _render(source: TemplateSource, messages: list[JsonDict], **variables: Any) 
     from transformers.utils.chat_template_utils import render_jinja_template
 
     given: JsonDict = source.special_tokens | variables
-    texts, _ = render_jinja_template([messages], chat_template=source.template, **given)
+    template = source.template
+    if given.get("tools") is not None:
+        template = source.tools_template or template
+    texts, _ = render_jinja_template([messages], chat_template=template, **given)
     return texts[0]
 
 
@@ -103,7 +106,7 @@ def _main() -> int:
     source = msgspec.msgpack.decode(first, type=TemplateSource)
     importlib.import_module(_SANDBOX)
     limit_memory(_MORE_MEMORY)  # beside what the sandbox itself takes
-    pipe.send(_answer(source, _FIRST))  # compiles; what comes of it does not matter
+    pipe.send(Rendered())
     decoder = msgspec.msgpack.Decoder(Chat)
     while (request := pipe.read()) is not None:
         pipe.send(_answer(source, decoder.decode(request)))

@@ -12,11 +12,11 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.errors import ConfigError, RequestError
+from jitney.engine.errors import RequestError
+from jitney.engine.text.chat_template import read_template, used_templates
 from jitney.engine.text.fast_tokenizers import (
     byte_characters,
     fast_tokenizer,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.text")
 
-#: Most characters of a chat template's file.
-_TEMPLATE_CHARS = 1 << 20
 #: SentencePiece's spelling of one byte that no other token covers.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -67,12 +65,11 @@ class Tokenizer:
     def load(cls, source: ModelSource, chat_template: str = "") -> Tokenizer:
         """The tokenizer of a model; ModelError if its files are missing, too large or of an unknown
         kind. chat_template: a file whose template chats are rendered with instead of the model's
-        own; ConfigError if it cannot be read.
+        own; ConfigError if it cannot be read, or if a template has an error.
         """
-        given = _read_template(chat_template) if chat_template else ""
-        fast = fast_tokenizer(source)
-        if given:
-            fast.chat_template = given
+        given = read_template(chat_template) if chat_template else ""
+        fast: Any = fast_tokenizer(source)
+        fast.chat_template = given or used_templates(fast.chat_template)
         return cls(fast, source.config.eos_ids)
 
     @property
@@ -90,8 +87,13 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The template's text; empty if there is none."""
+        """The text of the template for chats without tools; empty if there is none."""
         return self._fast.get_chat_template() if self.has_chat_template else ""
+
+    @property
+    def tools_template(self) -> str:
+        """The text of the template for chats with tools; empty if there is none."""
+        return self._fast.get_chat_template(tools=[]) if self.has_chat_template else ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with the special tokens its model puts around a text, if asked
@@ -145,7 +147,7 @@ class Tokenizer:
         """What a process needs to render chats of this model; None without a chat template."""
         if not self.has_chat_template:
             return None
-        return TemplateSource(self.chat_template, self.special_tokens)
+        return TemplateSource(self.chat_template, self.special_tokens, self.tools_template)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -178,7 +180,7 @@ class Tokenizer:
         try:
             return self._fast.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
@@ -285,14 +287,3 @@ def _check_room(room: int, query_tokens: int, max_tokens: int) -> None:
             code="context_length_exceeded",
             param="query",
         )
-
-
-def _read_template(file: str) -> str:
-    try:
-        with Path(file).open(encoding="utf-8") as stream:
-            text = stream.read(_TEMPLATE_CHARS + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template {file} cannot be read: {error}") from None
-    if not text.strip() or len(text) > _TEMPLATE_CHARS:
-        raise ConfigError(f"chat_template {file} must have 1 to {_TEMPLATE_CHARS} characters")
-    return text

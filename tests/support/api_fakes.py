@@ -24,6 +24,7 @@ from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.protocol import http_protocol
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.conversation.template_abilities import ChatAbilities
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import Progress, SeatMap
 from jitney.engine.process.client import OutputListener
@@ -61,6 +62,11 @@ class ByteTokenizer:
     #: What the template is taken to be, where its text is looked at.
     chat_template = ""
     bos_id = None
+
+    @property
+    def tools_template(self) -> str:
+        return self.chat_template
+
     fill_in: FillIn | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -89,6 +95,18 @@ class ByteTokenizer:
 
     def id_to_token(self, id: int) -> str | None:
         return self.token_bytes(id).decode(errors="replace")
+
+
+async def _byte_abilities() -> ChatAbilities:
+    tokenizer = ByteTokenizer()
+
+    async def render(messages: list[Any], variables: dict[str, Any]) -> str:
+        return tokenizer.apply_chat_template(messages, **variables)
+
+    return await ChatAbilities.of(render)
+
+
+_BYTE_ABILITIES = asyncio.run(_byte_abilities())
 
 
 @dataclass
@@ -316,8 +334,15 @@ def make_app(
     tokenizer: ByteTokenizer | None = None,
     **settings: Any,
 ):
-    tokenizer = tokenizer or ByteTokenizer()
-    return create_app(client or FakeClient(), tokenizer, server_settings(**settings), model)  # type: ignore[arg-type]
+    app = create_app(
+        client or FakeClient(),  # type: ignore[arg-type]
+        tokenizer or ByteTokenizer(),  # type: ignore[arg-type]
+        server_settings(**settings),
+        model,
+    )
+    if tokenizer is None:
+        app.state.service._abilities = _BYTE_ABILITIES  # else the first chat takes longer
+    return app
 
 
 @dataclass

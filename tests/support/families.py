@@ -10,7 +10,8 @@ from typing import Any
 
 from api_fakes import VOCAB, ByteTokenizer, FakeClient, Script, make_app
 
-from jitney.engine.text.template_worker import TemplateSource, _render
+from jitney.engine.errors import RequestError
+from jitney.engine.text.template_worker import TemplateSource, _render, reason_of
 
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -187,9 +188,12 @@ class FamilyTokenizer(ByteTokenizer):
     def apply_chat_template(
         self, messages, *, add_generation_prompt: bool = True, tools=None, **variables
     ) -> str:
-        source = TemplateSource(self.chat_template, {})
+        source = TemplateSource(self.chat_template, self.special_tokens)
         variables["add_generation_prompt"] = add_generation_prompt
-        return _render(source, [dict(message) for message in messages], tools=tools, **variables)
+        try:
+            return _render(source, list(messages), tools=tools, **variables)
+        except Exception as error:  # as `Tokenizer` has it
+            raise RequestError(reason_of(error), param="messages") from error
 
 
 def family_app(family: str, text: str, **script: Any) -> tuple[Any, FakeClient]:

@@ -114,7 +114,7 @@ async def _count_tokens(service: Service, request: Request) -> Response:
     items = await service.slices.result(_kept_items(body, service.responses, context))
     conversation = await _conversation(service, body, before, items)
     context.notes.ignored.extend(conversation.unfollowed(service.turns))
-    prompt = await conversation.prompt(service)
+    prompt = await conversation.prompt(service, context.notes)
     return _written({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 

@@ -61,7 +61,7 @@ async def _tokenize(service: Service, request: Request) -> ASGIApp:
 
 async def _tokenize_chat(service: Service, request: Request, fields: JsonDict) -> ASGIApp:
     body = checked_body(request, ChatTokenizeBody, fields)
-    text = await _chat_text(service, body)
+    text = await _chat_text(service, request, body)
     ids = await _encode(service, text, "messages", special=bool(body.add_special_tokens))
     return _sent(service, _counted(service, ids, strings=bool(body.return_token_strs)))
 
@@ -88,13 +88,13 @@ async def _tokenizer_info(service: Service, request: Request) -> ASGIApp:
 
 async def _apply_template(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request, ChatBody)
-    return _sent(service, {"prompt": await _chat_text(service, body)})
+    return _sent(service, {"prompt": await _chat_text(service, request, body)})
 
 
-async def _chat_text(service: Service, body: ChatBody) -> str:
+async def _chat_text(service: Service, request: Request, body: ChatBody) -> str:
     service.check_model(body.model)
     conversation = await Conversation.of_chat(service, body)
-    return await conversation.text(service)
+    return await conversation.text(service, Context.of(request).notes)
 
 
 async def _encode(service: Service, text: str, param: str, *, special: bool) -> list[int]:

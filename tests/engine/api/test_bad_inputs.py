@@ -513,7 +513,7 @@ def user(content: Any) -> list[Any]:
             "messages[0].tool_call_id",
             None,
         ),
-        ([{"role": "assistant", "content": None}], "messages[0].content", None),
+        ([{"role": "system", "content": None}], "messages[0].content", None),
         ([*user("x"), {"role": "user"}], "messages[1].content", None),
         (
             [{"role": "assistant", "tool_calls": [{"id": "x"}]}],

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from jitney.engine.api import workers
 from jitney.engine.api.chat_templates import ChatTemplates
 from jitney.engine.api.text_threads import TextThreads
+from jitney.engine.conversation.template_abilities import ChatAbilities, TemplateAbilities
 from jitney.engine.errors import RequestError
 from jitney.engine.text.fast_tokenizers import _tiny_fast
 from jitney.engine.text.template_worker import TemplateSource, _render
@@ -378,3 +380,52 @@ def test_the_source_of_a_template_has_what_it_needs():
     assert _render(source, said("hi"), add_generation_prompt=True) == tokenizer.apply_chat_template(
         said("hi")
     )
+
+
+def test_a_template_that_never_ends_does_not_hold_the_start(caplog: pytest.LogCaptureFixture):
+    """Neither with every message nor with some of those that show what it accepts."""
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    always = TemplateSource(loop, {})
+    later = TemplateSource(
+        "{% if messages | length > 1 %}" + loop + "{% endif %}{{ messages[0].content }}", {}
+    )
+
+    async def session(source: TemplateSource) -> ChatAbilities:
+        app = make_app(FakeClient())
+        service = app.state.service
+        service.chat_templates = ChatTemplates(source, TIMEOUT_S)
+        try:
+            await service.chat_templates.start()
+            await service.learn_abilities(service.tokenizer)
+            return await service.chat_abilities()
+        finally:
+            await service.chat_templates.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jitney.engine.api.service._PROBING_S", 2.0)
+        for source in (always, later):
+            began = time.monotonic()
+            can = run(session(source))
+            assert time.monotonic() - began < 20
+            assert can.plain == TemplateAbilities() and can.refusal
+    assert [record.levelname for record in caplog.records].count("ERROR") == 2
+    assert "--chat-template" in caplog.text
+
+
+def test_the_abilities_of_the_worker_are_those_of_the_tokenizer():
+    async def session() -> tuple[ChatAbilities, ChatAbilities]:
+        tokenizer = Tokenizer(_tiny_fast())
+        app = make_app(FakeClient())
+        service = app.state.service
+        await service.learn_abilities(tokenizer)
+        here = await service.chat_abilities()
+        assert tokenizer.template_source is not None
+        service.chat_templates = ChatTemplates(tokenizer.template_source, TIMEOUT_S)
+        try:
+            await service.learn_abilities(tokenizer)
+            return here, await service.chat_abilities()
+        finally:
+            await service.chat_templates.close()
+
+    here, there = run(session())
+    assert here == there and here.plain.system and here.with_tools is None

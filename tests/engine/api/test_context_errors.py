@@ -207,7 +207,7 @@ def test_what_is_truncated_may_be_of_any_length(path: str, most: int):
 def test_a_template_may_drop_what_does_not_fit():
     class Trimming(_LongTokens):
         def apply_chat_template(self, messages, **variables) -> str:
-            return "".join(message["content"].strip() for message in messages)
+            return "".join((message["content"] or "").strip() for message in messages)
 
     body = {"messages": user("hi" + " " * 64 * 400)}
     assert run(call(make_app(tokenizer=Trimming()), "/v1/chat/completions", body)).status == 200

@@ -295,7 +295,6 @@ DISTILL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜to
 
 def test_a_template_without_tools_is_told_the_form_that_it_shows():
     turns = TurnFormat.of(DISTILL)
-    assert not turns.template_has_tools
     use = use_of(Tool("clock"))
     for said in (turns.tools_text(use), turns.call_text("clock", "{}")):
         assert "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" in said and "<tool_call>" not in said
