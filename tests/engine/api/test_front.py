@@ -19,7 +19,7 @@ from jitney.engine.api.app import create_app
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.settings import digest_key
 
-KEYS = {"api_keys": (digest_key("k"),)}
+KEYS: dict[str, Any] = {"api_keys": (digest_key("k"),)}
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
@@ -62,11 +62,13 @@ class _Page(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
         self.tags.add(tag)
-        assert not {"src", "style", "onclick"} & given.keys()
-        self.ids += [given["id"]] if given.get("id") else []
-        self.links |= {given["href"]} if given.get("href") else set()
+        for name, value in attrs:
+            assert name not in ("src", "style", "onclick")
+            if name == "id" and value:
+                self.ids.append(value)
+            if name == "href" and value:
+                self.links.add(value)
 
     def handle_data(self, data: str) -> None:
         self.text += data
