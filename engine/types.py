@@ -552,6 +552,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     #: V.
     vocab_size: int
+    #: Class name in its `config.json`, such as Qwen3ForCausalLM.
+    architecture: str = ""
+    #: Numbers in its matrices, and bytes of all its weights as they are kept.
+    parameters: int = 0
+    weight_bytes: int = 0
     #: What a request gets that does not say; by field of SamplingParams.
     sampling_defaults: dict[str, int | float] = {}
     #: What vectors of texts are made of: off, last or mean; and how many numbers one has.

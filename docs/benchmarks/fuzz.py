@@ -55,6 +55,11 @@ _SOUND: dict[str, tuple[dict[str, Any], str]] = {
     "/tokenize": ({"prompt": "a"}, ""),
     "/detokenize": ({"tokens": [1, 2]}, ""),
     "/apply-template": ({"messages": _CHAT}, ""),
+    "/api/chat": ({"messages": _CHAT, "options": {"num_predict": 8}}, ""),
+    "/api/generate": ({"prompt": "a", "options": {"num_predict": 8}}, ""),
+    "/api/embed": ({"input": "a"}, ""),
+    "/api/embeddings": ({"prompt": "a"}, ""),
+    "/api/show": ({}, ""),
 }
 #: Routes that jobs and batches ask.
 _LATER = ("/v1/completions", "/v1/embeddings")

@@ -58,8 +58,9 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
 }
 #: Messages for what the router refuses.
 _ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
-#: Anthropic's routes.
+#: Anthropic's routes, and what the paths of Ollama's begin with.
 _MESSAGES = "/v1/messages"
+_OLLAMA = "/api/"
 
 
 class ErrorForm(Enum):
@@ -69,13 +70,15 @@ class ErrorForm(Enum):
     OPENAI = "openai"
     #: {"type": "error", "error": {"type", "message"}, "request_id"}
     ANTHROPIC = "anthropic"
+    #: {"error": text}
+    OLLAMA = "ollama"
 
     @classmethod
     def of(cls, path: str) -> ErrorForm:
         """Of a path's answers, whether or not a route has it."""
         if path == _MESSAGES or path.startswith(_MESSAGES + "/"):
             return cls.ANTHROPIC
-        return cls.OPENAI
+        return cls.OLLAMA if path.startswith(_OLLAMA) else cls.OPENAI
 
 
 class HttpError(JitneyError):
@@ -137,8 +140,18 @@ class ErrorReply:
 
     def response(self, form: ErrorForm = ErrorForm.OPENAI) -> Response:
         """As a whole answer."""
-        body = self.openai() if form is ErrorForm.OPENAI else self.anthropic()
-        return Response(orjson.dumps(body), self.status, self.headers, "application/json")
+        body = orjson.dumps(self.body(form))
+        return Response(body, self.status, self.headers, "application/json")
+
+    def body(self, form: ErrorForm) -> JsonDict:
+        """The error as clients of this form read it."""
+        match form:
+            case ErrorForm.OPENAI:
+                return self.openai()
+            case ErrorForm.ANTHROPIC:
+                return self.anthropic()
+            case ErrorForm.OLLAMA:
+                return {"error": self._naming_param()[:_MESSAGE_LIMIT]}
 
     def event(self) -> bytes:
         """Inside a stream that has already begun: one SSE event."""

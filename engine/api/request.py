@@ -179,7 +179,7 @@ class RequestBuilder[B: GenerationBody]:
                 own["logprobs"] = 0  # what the best are chosen by
         return self.sampling(own)
 
-    async def embeddings(self, items: list[str | list[int]]) -> GenerationRequest:
+    async def embeddings(self, items: Sequence[str | list[int]]) -> GenerationRequest:
         """The request for one vector for each text or list of token ids."""
         service, info = self.service, self.service.info
         most = info.sizes.seats + info.queue.max_waiting_requests
@@ -189,9 +189,15 @@ class RequestBuilder[B: GenerationBody]:
         service.check_chars(max(lengths, default=0), "input")
         with _EMBEDDING.blaming():
             prompts = await _encoded(service, items, None)
+        ids = [prompt.ids for prompt in prompts]
+        return await self.vectors(_EMBEDDING, ids)
+
+    async def vectors(self, kind: RouteKind, prompts: Sequence[list[int]]) -> GenerationRequest:
+        """The request for what the model's pooling makes of each prompt of tokens."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = await service.slices.result(self._request(_EMBEDDING, prompts, sampling))
-        wanted = [with_fields(each, pooling=info.model.pooling) for each in request.engine_requests]
+        request = await self.tokens(kind, prompts, sampling)
+        pooling = self.service.info.model.pooling
+        wanted = [with_fields(each, pooling=pooling) for each in request.engine_requests]
         return replace(request, engine_requests=wanted, prompt_only=True)
 
     async def chat(self: RequestBuilder[ChatBody]) -> GenerationRequest:
@@ -230,11 +236,13 @@ class RequestBuilder[B: GenerationBody]:
         )
 
     async def tokens(
-        self, kind: RouteKind, ids: list[int], sampling: SamplingParams
+        self, kind: RouteKind, prompts: Sequence[list[int]], sampling: SamplingParams
     ) -> GenerationRequest:
-        """The request that continues a prompt of tokens."""
+        """The request that continues each prompt of tokens."""
         sampling = await self._with_checked_grammar(sampling)
-        return await self.service.slices.result(self._request(kind, [EncodedPrompt(ids)], sampling))
+        encoded = [EncodedPrompt(ids) for ids in prompts]
+        request = await self.service.slices.result(self._request(kind, encoded, sampling))
+        return replace(request, top_logprobs=sampling.logprobs)
 
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
         """Sampling parameters, checked. A field that was not given has the model's default, or the
