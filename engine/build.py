@@ -28,6 +28,7 @@ from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.cache_folder import open_compilation_cache
 from jitney.engine.config.digest import configuration_digest
+from jitney.engine.config.layers import settings
 from jitney.engine.config.platforms import check_devices
 from jitney.engine.config.presets import runs_on_device
 from jitney.engine.config.schema import Config, EngineSection
@@ -57,7 +58,7 @@ from jitney.engine.models.protocol import Model
 from jitney.engine.models.sharding import make_mesh
 from jitney.engine.records import Ledger
 from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.scheduler.kv_pages import PagePool
+from jitney.engine.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
 from jitney.engine.types import (
@@ -72,6 +73,7 @@ from jitney.engine.types import (
     pooling_of,
 )
 from jitney.kernels.interface import KernelError, KernelSet
+from jitney.kernels.proof import without
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import (
     ServedHeads,
@@ -96,6 +98,22 @@ _CANARY_LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
 _CANARY_TOKENS = 4096
 #: Most rows of a step of the canary's core: more would hold up the steps that serve.
 _CANARY_ROWS = 64
+#: Settings that only decoders are served with.
+_NOT_OF_ENCODERS = (
+    "weights",
+    "adapters",
+    "kv_dtype",
+    "policy",
+    "embedding_pooling",
+    "canary_every",
+    "tensor_parallel",
+    "expert_parallel",
+    "data_parallel",
+    "n_hosts",
+)
+#: What is proved of a kernel set that an encoder never calls: it attends and norms by itself, and
+#: has no output head.
+_KERNELS_OF_DECODERS = ("attention", "norm", "head", "sampling cut")
 _Report = Callable[[messages.Progress], None]
 
 
@@ -136,11 +154,21 @@ class _Setup:
     @property
     def runs_in_parts(self) -> bool:
         """Whether each step is two programs: see `engine.executor.step_parts`."""
-        return self.device.platform == "cpu" and self.mesh is None
+        return self.device.platform == "cpu" and self.mesh is None and not self.is_encoder
 
     @property
     def local(self) -> ModelConfig:
         return self.source.config.local(self.settings.tensor_parallel)
+
+    @property
+    def is_encoder(self) -> bool:
+        return self.source.config.encoder is not None
+
+    @property
+    def pooling(self) -> str:
+        """What vectors are made of, off or a `Pooling`: of an encoder, what its files say."""
+        encoder = self.source.config.encoder
+        return self.settings.embedding_pooling if encoder is None else encoder.pooling
 
     def sizes(self, n_pages: int = 1) -> StateSizes:
         """What the engine's arrays are sized by."""
@@ -249,6 +277,8 @@ def _setup_on(
     devices: list[Any], config: Config, source: ModelSource, hosts: Hosts | None = None
 ) -> _Setup:
     engine = config.engine
+    if source.config.encoder is not None:
+        _check_encoder(config, source.config)
     model = source.config.in_groups(engine.expert_parallel, engine.data_parallel)
     source = replace(source, config=model)
     mesh = None
@@ -267,15 +297,34 @@ def _setup_on(
         mesh=mesh,
         dtype=dtype,
         kv_dtype=choose_kv_dtype(config.engine.kv_dtype, dtype, devices[0]),
-        context=_choose_context(config.model.context, source.config),
+        context=_choose_context(config, source.config),
         hosts=hosts,
     )
+
+
+def _check_encoder(config: Config, model: ModelConfig) -> None:
+    """Raise ConfigError for settings that an encoder has no use for, or is not served with."""
+    places = settings()
+    asked = []
+    for name in _NOT_OF_ENCODERS:
+        place = places[name]
+        value = getattr(getattr(config, place.section), place.key)
+        if value != place.field.get_default(call_default_factory=True):
+            asked.append(f"{name} {value}")
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)}: not for an encoder ({model.architecture}); leave it out"
+        )
 
 
 def _choose_kernels(setup: _Setup) -> KernelSet:
     settings = setup.settings
     heads = ServedHeads(setup.source.config.head_dim, setup.dtype.name, setup.kv_dtype.name)
+    if setup.is_encoder:
+        heads = None
     kernels = choose_kernels(setup.device.platform, settings.kernels, heads)
+    if setup.is_encoder:
+        kernels = without(kernels, _KERNELS_OF_DECODERS)
     return with_product_rows(kernels, settings.product_rows)
 
 
@@ -383,9 +432,11 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
             mesh=setup.mesh,
             plain_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
             in_parts=setup.runs_in_parts,
-            pooling=pooling_of(setup.settings.embedding_pooling),
+            pooling=pooling_of(setup.pooling),
         )
 
+    if setup.is_encoder:
+        return make(NoPages().n_pages)
     return _sized_runner(
         setup.settings,
         setup.sizes(),
@@ -432,23 +483,29 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
 
 def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
     settings, model = setup.settings, setup.source.config
-    pool = PagePool(
-        runner.n_pages,
-        settings.page_size,
-        retain=settings.prefix_cache,
-        share_outputs=_shares_outputs(settings),
+    limits = SchedulerLimits.of(
+        settings,
+        context_length=setup.context,
+        adapters=len(setup.config.model.adapters),
     )
     return Scheduler(
-        SchedulerLimits.of(
-            settings,
-            context_length=setup.context,
-            adapters=len(setup.config.model.adapters),
-        ),
+        replace(limits, embedding_pooling=setup.pooling, encoder=setup.is_encoder),
         runner.buckets,
-        pool,
+        _make_pool(setup, runner.n_pages),
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
         window=model.window,
+    )
+
+
+def _make_pool(setup: _Setup, n_pages: int) -> PagePool:
+    if setup.is_encoder:
+        return NoPages()
+    return PagePool(
+        n_pages,
+        setup.settings.page_size,
+        retain=setup.settings.prefix_cache,
+        share_outputs=_shares_outputs(setup.settings),
     )
 
 
@@ -624,11 +681,28 @@ def _cpu_multiplies_bfloat16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def _choose_context(wanted: int, model: ModelConfig) -> int:
-    """Tokens a sequence may have; more than the model was trained for is refused."""
+def _choose_context(config: Config, model: ModelConfig) -> int:
+    """Tokens a sequence may have; more than the model was trained for is refused. A text of an
+    encoder is computed in one step, so it has no more than a step has rows.
+    """
+    wanted, budget = config.model.context, config.engine.token_budget
     if wanted > model.context_length:
         raise ConfigError(f"context {wanted} is more than the model's {model.context_length}")
-    return wanted or model.context_length
+    if model.encoder is None:
+        return wanted or model.context_length
+    if wanted > budget:
+        raise ConfigError(
+            f"context {wanted} is more than token_budget {budget}: an encoder computes a text in "
+            "one step; set token_budget to as much"
+        )
+    context = wanted or min(model.context_length, budget)
+    if context < model.context_length:
+        _log.info(
+            "texts of at most %d tokens are read, of the model's %d: token_budget bounds them",
+            context,
+            model.context_length,
+        )
+    return context
 
 
 def _sized_runner(
@@ -722,8 +796,9 @@ def _model_info(setup: _Setup, model: Model, defaults: dict[str, int | float]) -
         parameters=count_parameters(model),
         weight_bytes=sum(array.nbytes for array in jax.tree.leaves(nnx.state(model))),
         sampling_defaults=defaults,
-        embedding_pooling=setup.settings.embedding_pooling,
-        embedding_size=setup.source.config.hidden_size,
+        embedding_pooling=setup.pooling,
+        embedding_size=1 if setup.pooling == "classify" else setup.source.config.hidden_size,
+        encoder=setup.is_encoder,
         adapters=tuple(setup.config.model.adapter_folders),
     )
 

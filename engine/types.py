@@ -291,8 +291,10 @@ class Whole(msgspec.Struct, frozen=True):
     prompt_tokens: int
 
 
-#: What the vector of a prompt is made of: the last token's hidden state, or the mean of all.
-type Pooling = Literal["last", "mean"]
+#: What becomes of a prompt's hidden states instead of a token. last, mean: a vector of the last
+#: token's, or of the mean of all. Of encoders also cls: a vector of the first token's; and
+#: classify: the logits of the model's own head.
+type Pooling = Literal["last", "mean", "cls", "classify"]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,7 +324,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False
     #: What it is a part of, if it did not come alone. Its parts are submitted one after the other.
     whole: Whole | None = None
-    #: A vector of the prompt is wanted, made this way, and no token; None: tokens.
+    #: A vector of the prompt is wanted, or the logits of it, made this way, and no token; None:
+    #: tokens.
     pooling: Pooling | None = None
     #: Of a request that an earlier core had: the output tokens of each of its sequences so far,
     #: None for one that has ended.
@@ -351,14 +354,20 @@ class RequestLimits(msgspec.Struct, frozen=True):
     pooling: Pooling | None = None
     #: How many there are.
     adapters: int = 0
+    #: See `ModelInfo`.
+    encoder: bool = False
 
     @property
     def longest(self) -> int:
         """Most tokens of a sequence; its last one is never fed back, so it needs no KV position."""
+        if self.encoder:
+            return self.context_length
         return min(self.context_length, self.pool_tokens + 1)
 
     def check(self, request: EngineRequest) -> int:
         """The most tokens the request may generate. Raises RequestError if it can never run."""
+        if request.pooling is None:
+            self.check_writes()
         request.sampling.validate(self.vocab_size)
         self._check_logprobs(request.sampling)
         if request.pooling not in (None, self.pooling):
@@ -370,7 +379,32 @@ class RequestLimits(msgspec.Struct, frozen=True):
         if not 0 <= request.adapter <= self.adapters:
             raise RequestError(f"this engine has {self.adapters} adapters", param="model")
         self._check_prompt(request.prompt)
+        if self.encoder:
+            return self._no_tokens(len(request.prompt))
         return self._max_tokens(request)
+
+    def check_writes(self) -> None:
+        """Raise RequestError if the model writes no text."""
+        if not self.encoder:
+            return
+        made = "vectors of texts (/v1/embeddings)"
+        if self.pooling == "classify":
+            made = "scores of pairs of texts (/v1/rerank, /v1/score)"
+        raise RequestError(
+            f"this model writes no text: it makes {made}",
+            code="unsupported_parameter",
+            param="model",
+        )
+
+    def _no_tokens(self, prompt_tokens: int) -> int:
+        """What an encoder's request counts as; its prompt may fill the context."""
+        if prompt_tokens > self.longest:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens; this model reads at most {self.longest}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        return 1
 
     def _check_logprobs(self, sampling: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -389,15 +423,15 @@ class RequestLimits(msgspec.Struct, frozen=True):
             raise RequestError(
                 f"token ids of the prompt must be 0 to {self.vocab_size - 1}", param="prompt"
             )
-        if len(prompt) >= self.longest:
+
+    def _max_tokens(self, request: EngineRequest) -> int:
+        if len(request.prompt) >= self.longest:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens and must leave room for one more in the "
-                f"{self._room}",
+                f"the prompt has {len(request.prompt)} tokens and must leave room for one more in "
+                f"the {self._room}",
                 code="context_length_exceeded",
                 param="prompt",
             )
-
-    def _max_tokens(self, request: EngineRequest) -> int:
         sampling = request.sampling
         left = self.longest - len(request.prompt)
         wanted = left if sampling.max_tokens is None else sampling.max_tokens
@@ -508,8 +542,8 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
     queued_s: float | None = None
     #: Seconds from boarding to the first token, once known.
     prefill_s: float | None = None
-    #: With the end, of a request that wants it: the prompt's vector of length 1, float32 in this
-    #: machine's order of bytes.
+    #: With the end, of a request that wants it: the prompt's vector of length 1, or by classify its
+    #: logits as they are; float32 in this machine's order of bytes.
     embedding: bytes | None = None
 
     @property
@@ -518,11 +552,17 @@ class SequenceOutput(msgspec.Struct, omit_defaults=True):
         return "" if self.error is None else self.error.code
 
 
+_POOLINGS: Mapping[str, Pooling] = {
+    "last": "last",
+    "mean": "mean",
+    "cls": "cls",
+    "classify": "classify",
+}
+
+
 def pooling_of(setting: str) -> Pooling | None:
-    """What the setting `embedding_pooling` says."""
-    if setting == "last":
-        return "last"
-    return "mean" if setting == "mean" else None
+    """What `embedding_pooling` says; None: off."""
+    return _POOLINGS.get(setting)
 
 
 class KernelProof(msgspec.Struct, frozen=True):
@@ -559,9 +599,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     #: What a request gets that does not say; by field of SamplingParams.
     sampling_defaults: dict[str, int | float] = {}
-    #: What vectors of texts are made of: off, last or mean; and how many numbers one has.
+    #: What vectors of texts are made of, off or a `Pooling`; and how many numbers one has.
     embedding_pooling: str = "off"
     embedding_size: int = 0
+    #: It reads a whole text in one step and writes none: it makes vectors of texts, or scores pairs
+    #: of them. No keys and values are kept.
+    encoder: bool = False
     #: Names that requests call adapters by, in the order of their numbers.
     adapters: tuple[str, ...] = ()
 
@@ -684,6 +727,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             max_logprobs=self.sizes.max_logprobs,
             pooling=self.model.pooling,
             adapters=len(self.model.adapters),
+            encoder=self.model.encoder,
         )
 
     def flat(self) -> JsonDict:

@@ -136,6 +136,12 @@ def check_vectors(info: EngineInfo, dimensions: int | None) -> None:
             code="unsupported_parameter",
             param="model",
         )
+    if info.model.pooling == "classify":
+        raise RequestError(
+            "this model makes no vectors of texts: it scores pairs of them (/v1/rerank, /v1/score)",
+            code="unsupported_parameter",
+            param="model",
+        )
     if dimensions not in (None, info.model.embedding_size):
         raise RequestError(
             f"dimensions must be {info.model.embedding_size}, as many as the model has: no model "

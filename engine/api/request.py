@@ -29,7 +29,7 @@ from jitney.engine.conversation.grammars import Turn
 from jitney.engine.conversation.messages import shaped_messages
 from jitney.engine.conversation.tools import ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, SamplingParams, Whole
+from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, Pooling, SamplingParams, Whole
 
 if TYPE_CHECKING:
     from jitney.engine.text.tokenizer import Tokenizer
@@ -195,10 +195,9 @@ class RequestBuilder[B: GenerationBody]:
     async def vectors(self, kind: RouteKind, prompts: Sequence[list[int]]) -> GenerationRequest:
         """The request for what the model's pooling makes of each prompt of tokens."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = await self.tokens(kind, prompts, sampling)
         pooling = self.service.info.model.pooling
-        wanted = [with_fields(each, pooling=pooling) for each in request.engine_requests]
-        return replace(request, engine_requests=wanted, prompt_only=True)
+        request = await self.tokens(kind, prompts, sampling, pooling)
+        return replace(request, prompt_only=True)
 
     async def chat(self: RequestBuilder[ChatBody]) -> GenerationRequest:
         """The request that answers a chat."""
@@ -216,6 +215,7 @@ class RequestBuilder[B: GenerationBody]:
         """The request that continues a conversation."""
         service = self.service
         service.check_model(self.body.model)
+        service.info.request_limits.check_writes()
         _check_choices(sampling.n, service.info)
         sampling = await self._with_checked_grammar(sampling)
         prompt = await conversation.prompt(service)
@@ -236,12 +236,19 @@ class RequestBuilder[B: GenerationBody]:
         )
 
     async def tokens(
-        self, kind: RouteKind, prompts: Sequence[list[int]], sampling: SamplingParams
+        self,
+        kind: RouteKind,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        pooling: Pooling | None = None,
     ) -> GenerationRequest:
-        """The request that continues each prompt of tokens."""
+        """The request that continues each prompt of tokens, or with a pooling is answered by what
+        that makes of it.
+        """
         sampling = await self._with_checked_grammar(sampling)
         encoded = [EncodedPrompt(ids) for ids in prompts]
-        request = await self.service.slices.result(self._request(kind, encoded, sampling))
+        work = self._request(kind, encoded, sampling, pooling)
+        request = await self.service.slices.result(work)
         return replace(request, top_logprobs=sampling.logprobs)
 
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
@@ -297,7 +304,11 @@ class RequestBuilder[B: GenerationBody]:
         return "tools" if wanted is None else wanted.param
 
     def _request(
-        self, kind: RouteKind, prompts: list[EncodedPrompt], sampling: SamplingParams
+        self,
+        kind: RouteKind,
+        prompts: list[EncodedPrompt],
+        sampling: SamplingParams,
+        pooling: Pooling | None = None,
     ) -> Work[GenerationRequest]:
         """Without what only one of the routes shows."""
         body = self.body
@@ -308,9 +319,9 @@ class RequestBuilder[B: GenerationBody]:
         most = self._most_prompt_tokens(kind, sampling)
         if most is not None:
             for prompt in prompts:
-                _truncate(prompt, most)
+                _truncate(prompt, most, keeps_ends=info.model.encoder)
         self.context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        wanted = self._engine_request(sampling, len(prompts))
+        wanted = self._engine_request(sampling, len(prompts), pooling)
         engine_requests: list[EngineRequest] = []
         for number, prompt in enumerate(prompts):
             engine_requests.append(_for_prompt(wanted, number, prompt.ids, info, kind))
@@ -332,7 +343,9 @@ class RequestBuilder[B: GenerationBody]:
             top_logprobs=None,
         )
 
-    def _engine_request(self, sampling: SamplingParams, prompts: int) -> EngineRequest:
+    def _engine_request(
+        self, sampling: SamplingParams, prompts: int, pooling: Pooling | None
+    ) -> EngineRequest:
         """What the engine requests of so many prompts share."""
         body, context, info = self.body, self.context, self.service.info
         if body.priority and info.queue.order != "priority":
@@ -356,14 +369,16 @@ class RequestBuilder[B: GenerationBody]:
             user=body.user or "",
             background=context.background,
             adapter=self.service.adapter_number(body.model),
+            pooling=pooling,
         )
 
     def _most_prompt_tokens(self, kind: RouteKind, sampling: SamplingParams) -> int | None:
         """What a longer prompt is cut to; None: it is not cut."""
         if self.body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
             return self.body.truncate_prompt_tokens
-        answer = sampling.max_tokens or kind.default_tokens or 1
-        return max(1, self.service.info.request_limits.longest - answer)
+        limits = self.service.info.request_limits
+        answer = 0 if limits.encoder else sampling.max_tokens or kind.default_tokens or 1
+        return max(1, limits.longest - answer)
 
     @property
     def _deadline(self) -> float | None:
@@ -521,8 +536,11 @@ def _wider(one: int | None, other: int | None) -> int | None:
     return max(one, other)
 
 
-def _truncate(prompt: EncodedPrompt, tokens: int) -> None:
-    """Keep the last tokens of a longer prompt."""
+def _truncate(prompt: EncodedPrompt, tokens: int, *, keeps_ends: bool) -> None:
+    """Keep the last tokens of a longer prompt. keeps_ends: the first ones and the very last, as an
+    encoder's tokenizer does, which puts special tokens at both ends.
+    """
     if len(prompt.ids) > tokens:
-        prompt.ids = prompt.ids[-tokens:]
+        first = prompt.ids[: tokens - 1] if keeps_ends else []
+        prompt.ids = first + prompt.ids[len(first) - tokens :]
         prompt.text = None  # an echo shows what the model read

@@ -26,6 +26,7 @@ from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer
 from jitney.engine.api.ollama.routes import OLLAMA_ROUTES
 from jitney.engine.api.queries import read_query
+from jitney.engine.api.ranking.routes import RANKING_ROUTES
 from jitney.engine.api.request import RequestBuilder
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
 from jitney.engine.api.routing import HttpRoute, Role
@@ -253,6 +254,7 @@ ROUTES = (
     *RESPONSE_ROUTES,
     *MESSAGE_ROUTES,
     *EMBEDDING_ROUTES,
+    *RANKING_ROUTES,
     *TEXT_ROUTES,
     *OLLAMA_ROUTES,
     *BATCH_ROUTES,

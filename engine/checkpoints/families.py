@@ -14,7 +14,12 @@ from jitney.engine.checkpoints.config_fields import (
     MOST,
     Fields,
 )
-from jitney.engine.checkpoints.model_config import Activation, ExpertsConfig, ModelConfig
+from jitney.engine.checkpoints.model_config import (
+    Activation,
+    EncoderConfig,
+    ExpertsConfig,
+    ModelConfig,
+)
 from jitney.engine.checkpoints.rope_config import extended_context, hf_rope
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonDict, JsonObject
@@ -23,6 +28,12 @@ from jitney.engine.types import JsonDict, JsonObject
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+#: The same of encoders.
+_ENCODER_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 #: Layers of the Gemmas of 27 billion weights -> their scores are divided by the root of E / H.
@@ -63,14 +74,16 @@ def _read_decoder(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelCon
     )
 
 
-def _activation(fields: Fields) -> Activation:
+def _activation(
+    fields: Fields, known: Mapping[str, Activation] = _ACTIVATIONS, default: str = "silu"
+) -> Activation:
     """`hidden_activation` goes before `hidden_act`: Gemma's first files name another there."""
     key = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
-    name = fields.get(key, "silu")
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise ModelError(f"config.json: {key} {str(name)[:40]!r} is not supported; known: {known}")
-    return _ACTIVATIONS[name]
+    name = fields.get(key, default)
+    if not isinstance(name, str) or name not in known:
+        names = ", ".join(known)
+        raise ModelError(f"config.json: {key} {str(name)[:40]!r} is not supported; known: {names}")
+    return known[name]
 
 
 def _window(fields: Fields) -> int:
@@ -246,6 +259,80 @@ def _softcap(fields: Fields, key: str) -> float:
     return fields.number(key)
 
 
+def _bert(values: JsonObject) -> ModelConfig:
+    fields = Fields(values, "config.json")
+    token_types = fields.integer("type_vocab_size", 1, MOST.width, default=2)
+    return _encoder(fields, EncoderConfig("mean", token_types))
+
+
+def _xlm_roberta(values: JsonObject) -> ModelConfig:
+    """XLM-RoBERTa: positions are counted from the one behind the padding token's id, and the table
+    of positions has rows for those before it, too.
+    """
+    fields = Fields({"max_position_embeddings": 514, "pad_token_id": 1} | values, "config.json")
+    padding = fields.integer("pad_token_id", 0, MOST.vocab)
+    token_types = fields.integer("type_vocab_size", 1, MOST.width, default=1)
+    return _encoder(fields, EncoderConfig("mean", token_types, first_position=padding + 1))
+
+
+def _scoring(read: Callable[[JsonObject], ModelConfig]) -> Callable[[JsonObject], ModelConfig]:
+    """Of a model with a head that scores pairs, and is otherwise as `read` says."""
+
+    def read_scoring(values: JsonObject) -> ModelConfig:
+        config = read(values)
+        labels = values.get("id2label")
+        count = len(labels) if isinstance(labels, Mapping) else values.get("num_labels", 2)
+        if count != 1:
+            raise ModelError(
+                f"config.json: the model has {str(count)[:40]} labels; of those that classify only "
+                "rerankers are served, which have one"
+            )
+        assert config.encoder is not None  # `_encoder` has put it there
+        return replace(config, encoder=replace(config.encoder, pooling="classify"))
+
+    return read_scoring
+
+
+def _encoder(fields: Fields, encoder: EncoderConfig) -> ModelConfig:
+    """What the encoders share."""
+    for key in ("is_decoder", "add_cross_attention"):
+        if fields.flag(key):
+            raise ModelError(f"config.json: an encoder with {key} is not supported")
+    if fields.get("position_embedding_type", "absolute") != "absolute":
+        raise ModelError(
+            "config.json: position_embedding_type other than absolute is not supported"
+        )
+    if fields.get("quantization_config") is not None:
+        raise ModelError("config.json: quantised encoders are not supported")
+    heads = fields.integer("num_attention_heads", 1, MOST.width, default=12)
+    hidden = fields.integer("hidden_size", 1, MOST.width, default=768)
+    layers = fields.integer("num_hidden_layers", 1, MOST.layers, default=12)
+    first = encoder.first_position
+    places = fields.integer("max_position_embeddings", first + 2, MOST.context, default=512)
+    if hidden % heads:
+        fields.reject("hidden_size", hidden, f"a multiple of num_attention_heads ({heads})")
+    return ModelConfig(
+        architecture="",
+        vocab_size=fields.integer("vocab_size", 2, MOST.vocab, default=30522),
+        hidden_size=hidden,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=fields.integer("intermediate_size", 1, MOST.width, default=3072),
+        windows=(0,) * layers,
+        context_length=places - first,
+        rms_eps=fields.number("layer_norm_eps", 1e-12),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        activation=_activation(fields, _ENCODER_ACTIVATIONS, "gelu"),
+        encoder=encoder,
+        bos_id=fields.token_id("bos_token_id"),
+        eos_ids=fields.token_ids("eos_token_id"),
+    )
+
+
 def _gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
     return _gguf_gemma(fields, config, every=2, largest=_GEMMA2_27B)
 
@@ -316,6 +403,12 @@ _TINY_GEMMA: JsonDict = {
     "query_scalar": 24.0,
 }
 
+
+def _tiny_encoder(encoder: EncoderConfig) -> JsonDict:
+    biases = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+    return {"n_kv_heads": 4, "activation": "gelu", "encoder": encoder} | biases
+
+
 #: Class name in `architectures` of config.json -> its family.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", _llama, _gguf_plain),
@@ -336,6 +429,22 @@ FAMILIES: dict[str, Family] = {
         "gemma3", _gemma3, _gguf_gemma3, _TINY_GEMMA | {"qk_norm": True, "local_rope_theta": 100.0}
     ),
     "Olmo2ForCausalLM": Family("olmo2", _olmo2, None, {"wide_qk_norm": True}),
+    "BertModel": Family("bert", _bert, None, _tiny_encoder(EncoderConfig("cls", 2))),
+    "BertForSequenceClassification": Family(
+        "bert_reranker",
+        _scoring(_bert),
+        None,
+        _tiny_encoder(EncoderConfig("classify", 2, separator_id=259)),
+    ),
+    "XLMRobertaModel": Family(
+        "xlm_roberta", _xlm_roberta, None, _tiny_encoder(EncoderConfig("mean", 1, 2))
+    ),
+    "XLMRobertaForSequenceClassification": Family(
+        "xlm_roberta_reranker",
+        _scoring(_xlm_roberta),
+        None,
+        _tiny_encoder(EncoderConfig("classify", 1, 2)),
+    ),
 }
 
 

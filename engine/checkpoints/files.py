@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from jitney.engine.errors import ModelError
-from jitney.engine.types import JsonDict
+from jitney.engine.types import JsonDict, JsonValue
 
 #: Sizes of a tensor's axes.
 type Shape = tuple[int, ...]
@@ -55,12 +55,27 @@ def read_json(
     path = safe_file(folder, name, missing_ok=missing_ok)
     if path is None:
         return {}
-    if path.stat().st_size > limit:
-        raise ModelError(f"{name} is larger than {limit >> 20} MiB")
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{name} is not JSON: {str(error)[:100]}") from error
+    value = _parsed(path, limit)
     if not isinstance(value, dict):
         raise ModelError(f"{name} must hold a JSON object")
     return value
+
+
+def read_json_list(folder: Path, name: str, *, missing_ok: bool = False) -> list[JsonValue]:
+    """As `read_json`, of a file that holds a list; [] if it is absent and that is fine."""
+    path = safe_file(folder, name, missing_ok=missing_ok)
+    if path is None:
+        return []
+    value = _parsed(path, _MAX_JSON_BYTES)
+    if not isinstance(value, list):
+        raise ModelError(f"{name} must hold a JSON list")
+    return value
+
+
+def _parsed(path: Path, limit: int) -> JsonValue:
+    if path.stat().st_size > limit:
+        raise ModelError(f"{path.name} is larger than {limit >> 20} MiB")
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path.name} is not JSON: {str(error)[:100]}") from error

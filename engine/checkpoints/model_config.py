@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jitney.engine.errors import ConfigError, ModelError
+from jitney.engine.types import Pooling
 
-type Activation = Literal["silu", "gelu_tanh"]
+type Activation = Literal["silu", "gelu_tanh", "gelu"]
 #: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
 #: and at most, where each expert has many rows and is read once for every block.
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
@@ -100,8 +101,25 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """What an encoder has beside the shape of its layers: every token of a text attends to all of
+    them, so a text is computed in one step and nothing of it is kept.
+    """
+
+    #: What becomes of a text: a vector by cls or mean, or by classify the logit of a pair of texts.
+    pooling: Pooling
+    #: Rows of the table of segments (BERT's token types).
+    token_types: int
+    #: The row of the table of positions that a text's first token reads.
+    first_position: int = 0
+    #: The token that ends the first text of a pair, by which the second segment is found; None:
+    #: all tokens are of the first segment.
+    separator_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder of any family."""
+    """The shape of a model of any family."""
 
     #: Class name in `config.json`; `jitney.engine.models.registry` knows who serves it.
     architecture: str
@@ -126,7 +144,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     #: Theta of the layers that have a window, without scaling; None: as the others.
     local_rope_theta: float | None = None
-    #: Added to the mean square in every norm.
+    #: Added to the mean square in every norm, of an encoder's to the variance.
     rms_eps: float = 1e-6
     #: The weights of the norms stay in float32, whatever the dtype of the others.
     float32_norms: bool = False
@@ -140,10 +158,12 @@ class ModelConfig:
     qk_norm: bool = False
     #: Queries, and keys, are normed over all heads at once, before they are parted into heads.
     wide_qk_norm: bool = False
-    #: What gates the MLP.
+    #: What gates the MLP; of an encoder's, which has no gate, what it bends.
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
     experts: ExpertsConfig | None = None
+    #: None: a decoder.
+    encoder: EncoderConfig | None = None
     #: Attention scores are divided by its root; None: by that of head_dim.
     query_scalar: float | None = None
     #: Scores and logits are bent to stay within these, cap * tanh(x / cap); 0: they are not.
@@ -172,6 +192,16 @@ class ModelConfig:
             raise ModelError(
                 f"special token id {token} lies outside the vocabulary of {self.vocab_size}"
             )
+
+    @property
+    def n_pools(self) -> int:
+        """Layers that keep keys and values."""
+        return self.n_layers if self.encoder is None else 0
+
+    @property
+    def output_size(self) -> int:
+        """Tokens that a step chooses from: V; 1 of an encoder, which chooses none."""
+        return self.vocab_size if self.encoder is None else 1
 
     @property
     def window(self) -> int:

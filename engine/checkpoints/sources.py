@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -27,7 +27,8 @@ from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.hf_config import read_hf_config
-from jitney.engine.checkpoints.model_config import ModelConfig
+from jitney.engine.checkpoints.model_config import EncoderConfig, ModelConfig
+from jitney.engine.checkpoints.pooling_config import read_pooling
 from jitney.engine.errors import ModelError
 
 _DEFAULT_MODEL = "smollm2-135m"
@@ -183,19 +184,33 @@ def _hf_source(folder: Path, name: str) -> ModelSource:
         read_json(folder, "config.json"),
         read_json(folder, "generation_config.json", missing_ok=True),
     )
-    end = _tokenizer_end_id(folder)
+    # Chat models are often tuned to end with the tokenizer's own end token while config.json still
+    # names that of their base model.
+    end = _special_token_id(folder, "eos_token")
     if end is not None and 0 <= end < config.vocab_size:
         config = config.with_ends(end)
+    if config.encoder is not None:
+        config = replace(config, encoder=_encoder_of(folder, config.encoder))
     return ModelSource("hf", str(folder), name, config)
 
 
-def _tokenizer_end_id(folder: Path) -> int | None:
-    """Id of the tokenizer's own end token, None if it names none.
+def _encoder_of(folder: Path, encoder: EncoderConfig) -> EncoderConfig:
+    """With what files beside config.json say."""
+    if encoder.pooling != "classify":
+        return replace(encoder, pooling=read_pooling(folder))
+    if encoder.token_types == 1:
+        return encoder
+    separator = _special_token_id(folder, "sep_token", "[SEP]")
+    if separator is None:
+        raise ModelError("tokenizer.json has no separator, by which the texts of a pair are found")
+    return replace(encoder, separator_id=separator)
 
-    Chat models are often tuned to end with it while config.json still names the end token of their
-    base model.
+
+def _special_token_id(folder: Path, name: str, usual: str | None = None) -> int | None:
+    """Id of the special token that the tokenizer's files call so; None if there is none. usual: its
+    text where no file says.
     """
-    text = read_json(folder, "tokenizer_config.json", missing_ok=True).get("eos_token")
+    text = read_json(folder, "tokenizer_config.json", missing_ok=True).get(name, usual)
     if isinstance(text, dict):
         text = text.get("content")
     tokenizer = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from jitney.engine.process.supervisor import ProcessClient
     from jitney.engine.process.trace_recorder import Recorder
     from jitney.engine.text.tokenizer import Tokenizer
-    from jitney.engine.types import EngineInfo
+    from jitney.engine.types import EngineInfo, ModelInfo
 
 _log = logging.getLogger("jitney")
 
@@ -264,7 +264,7 @@ class _Server:
         """
         service = self.app.state.service
         source = await self.equipment.find_model()
-        if self.measure is not None:
+        if self.measure is not None and source.config.encoder is None:
             self._take(await self.measure(self.display))
         service.model_names = self.config.server.served_model_name or (source.name,)
         tokenizer, info = await self.equipment.equip(service, source)
@@ -405,7 +405,7 @@ def _greeting(config: Config, url: str, info: EngineInfo, tokenizer: Tokenizer) 
     if info.kernels.out:
         yield _wrong_kernels(info)
     yield f"  endpoint  {url}/v1"
-    call = _curl_line(config, url, info.model.name, chat=tokenizer.has_chat_template)
+    call = _curl_line(config, url, info.model, chat=tokenizer.has_chat_template)
     yield f"  try       {call}"
     yield f"  page      {url}{_DASHBOARD}"
 
@@ -418,10 +418,12 @@ def _wrong_kernels(info: EngineInfo) -> str:
 
 
 def _serving(info: EngineInfo) -> str:
-    tokens = f"{info.sizes.pages * info.sizes.page_size:,} tokens of KV memory"
+    room = f"{info.sizes.pages * info.sizes.page_size:,} tokens of KV memory"
+    if info.model.encoder:
+        room = f"steps of {info.sizes.token_budget:,} tokens"
     runs = f"{_formats(info)}, {info.kernels.label} kernels on {info.device.name}"
     return (
-        f"Jitney serves {info.model.name} ({runs}): {info.sizes.seats} seats, {tokens}, "
+        f"Jitney serves {info.model.name} ({runs}): {info.sizes.seats} seats, {room}, "
         f"context {info.model.context_length:,}"
     )
 
@@ -429,22 +431,33 @@ def _serving(info: EngineInfo) -> str:
 def _formats(info: EngineInfo) -> str:
     """The dtype, and what is stored in another one."""
     computed = info.formats.dtype
-    stored = {"weights": info.formats.weights, "KV": info.formats.kv_dtype}
+    stored = {"weights": info.formats.weights}
+    if not info.model.encoder:
+        stored["KV"] = info.formats.kv_dtype
     others = [f"{name} {dtype}" for name, dtype in stored.items() if dtype not in ("", computed)]
     return ", ".join([computed, *others])
 
 
-def _curl_line(config: Config, url: str, model: str, *, chat: bool) -> str:
-    """A shell command that asks the running endpoint for a few words."""
-    route, asked = _CHAT if chat else _TEXT
-    data = shlex.quote(json.dumps({"model": model, "max_tokens": 32, **asked}))
+def _curl_line(config: Config, url: str, model: ModelInfo, *, chat: bool) -> str:
+    """A shell command that asks the running endpoint for a few words, or for what the model makes
+    instead.
+    """
+    if not model.encoder:
+        route, asked = _CHAT if chat else _TEXT
+    else:
+        route, asked = _SCORES if model.pooling == "classify" else _VECTOR
+    data = shlex.quote(json.dumps({"model": model.name, **asked}))
     key = _key_header(config.server)
     return f"curl {url}/v1/{route} -H 'content-type: application/json'{key} -d {data}"
 
 
 #: Routes, and what the greeting asks of them.
-_CHAT = "chat/completions", {"messages": [{"role": "user", "content": "Say hello."}]}
-_TEXT = "completions", {"prompt": "Hello"}
+_Asked = tuple[str, dict[str, object]]
+_SAY_HELLO = [{"role": "user", "content": "Say hello."}]
+_CHAT: _Asked = "chat/completions", {"max_tokens": 32, "messages": _SAY_HELLO}
+_TEXT: _Asked = "completions", {"max_tokens": 32, "prompt": "Hello"}
+_VECTOR: _Asked = "embeddings", {"input": "Hello"}
+_SCORES: _Asked = "rerank", {"query": "Who says hello?", "documents": ["Hello.", "Goodbye."]}
 
 
 def _key_header(server: ServerSection) -> str:

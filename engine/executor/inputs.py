@@ -484,6 +484,8 @@ class BatchBuilder:
 
     def _add_write_rows(self, write_rows: list[int], chunk: Chunk) -> None:
         """Where in the pool a prompt chunk's rows are written, page by page."""
+        if not chunk.seq.pages:
+            return  # an encoder's rows are not written, as those that pad a step
         page, start, end = self.page_size, chunk.start, chunk.end
         for begin in range(start - start % page, end, page):
             offset = chunk.seq.pages[begin // page] * page - begin

@@ -95,7 +95,7 @@ type _LogitsOf = Callable[[Array], Array]
 class DeviceState:
     """Everything a step replaces: arrays, or their shapes."""
 
-    kv: list[Shaped]  #: pools, one a layer
+    kv: list[Shaped]  #: pools, one a layer; none of an encoder
     last_token: Shaped  #: int32 [M]
     seats: SeatState  #: what the sampler knows of each
 
@@ -115,7 +115,7 @@ class DeviceState:
 
             return jax.make_array_from_callback(shape.shape, shape.sharding, own)
 
-        seats = SeatState.empty(self._own_seats(), config.vocab_size)
+        seats = SeatState.empty(self._own_seats(), config.output_size)
         return DeviceState(
             kv=jax.tree.map(zeros, self.kv),
             last_token=zeros(self.last_token),
@@ -167,15 +167,15 @@ class StateSizes:
     def pool_bytes(self, config: ModelConfig, kernels: Kernels) -> int:
         """Of all layers, on one device."""
         layer = math.prod(self.pool(config, kernels)) * jnp.dtype(self.kv_dtype).itemsize
-        return config.n_layers * layer
+        return config.n_pools * layer
 
     def shapes(self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None) -> DeviceState:
         """The state as shapes, placed on the mesh; of all engines on it. config: of one device."""
         pages, page, rows, width = self.pool(config, kernels)
         pool = (pages, page, rows * config.shards, width)
-        small = jax.eval_shape(partial(SeatState.empty, self.seats, config.vocab_size))
+        small = jax.eval_shape(partial(SeatState.empty, self.seats, config.output_size))
         return DeviceState(
-            kv=[_shape_on(mesh, pool, self.kv_dtype, _POOL)] * config.n_layers,
+            kv=[_shape_on(mesh, pool, self.kv_dtype, _POOL)] * config.n_pools,
             last_token=_shape_on(mesh, (self.seats,), jnp.int32, WHOLE),
             seats=jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small),
         )
@@ -263,6 +263,7 @@ class Program:
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
     logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
     pooling: Pooling | None = None  #: what vectors of prompts are made of; None: none are
+    encoder: bool = False  #: steps choose no token
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -319,6 +320,21 @@ class Program:
         broken = hidden.broken_sequences(inputs.cu_q)
         return kv, last_token, StepOutput(tokens, broken, hidden=self._left(hidden))
 
+    def encode(
+        self,
+        layout: UploadLayout,
+        leaves: list[Array],
+        kv: list[Array],
+        last_token: Array,
+        packed: Array,
+    ) -> tuple[list[Array], Array, StepOutput]:
+        """The step of an encoder: nobody's token."""
+        inputs = layout.split(packed)
+        _, hidden, kv = self.forward(leaves, kv, last_token, inputs)
+        tokens = jnp.zeros((layout.bucket.seats,), jnp.int32)
+        broken = hidden.broken_sequences(inputs.cu_q)
+        return kv, last_token, StepOutput(tokens, broken, hidden=hidden)
+
     def full(
         self,
         layout: UploadLayout,
@@ -364,13 +380,16 @@ class Program:
     def pool(self, leaves: list[Array], hidden: Hidden, cu_q: Array) -> Array:
         """What each sequence's rows of a step are for the vector of its prompt: T rows, cu_q int32
         [S + 1] -> float32 [S, E], the sum of its hidden states behind the final norm, or the last
-        of them.
+        of them, or the first; by classify the logits of the first, [S, V].
         """
         model = self.model(leaves)
-        if self.pooling == "last":
-            return model.normed(hidden[jnp.maximum(cu_q[1:] - 1, 0)], self.kernels).astype(
-                jnp.float32
-            )
+        if self.pooling == "classify":
+            return model.logits(hidden[_first_rows(hidden, cu_q)], self.kernels)
+        if self.pooling != "mean":
+            one = jnp.maximum(cu_q[1:] - 1, 0)
+            if self.pooling == "cls":
+                one = _first_rows(hidden, cu_q)
+            return model.normed(hidden[one], self.kernels).astype(jnp.float32)
         rows = model.normed(hidden, self.kernels).astype(jnp.float32)
         owners = jnp.searchsorted(cu_q[1:], jnp.arange(rows.shape[0]), side="right")
         return jax.ops.segment_sum(rows, owners, cu_q.shape[0] - 1)
@@ -422,7 +441,7 @@ class Program:
         is donated, so addresses stay the same from step to step."""
         packed = self.whole((layout.size,), jnp.int32)
         if layout.plain:
-            step = partial(self.plain, layout)
+            step = partial(self.encode if self.encoder else self.plain, layout)
             args = leaves, state.kv, state.last_token, packed
             results = _POOL, WHOLE, WHOLE
         else:
@@ -480,6 +499,11 @@ class Program:
             out_specs=jax.tree.map(partial(of_each_engine, self.mesh), results),
             check_vma=False,
         )
+
+
+def _first_rows(hidden: Hidden, cu_q: Array) -> Array:
+    """The first row of each sequence, int32 [S]; any row of one that is absent."""
+    return jnp.minimum(cu_q[:-1], hidden.states.shape[0] - 1)
 
 
 def _compiler_options(platform: str, split: bool, halves: bool) -> dict[str, str]:

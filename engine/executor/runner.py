@@ -154,7 +154,8 @@ class Runner:
     ):
         graph, weights = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(weights)
-        self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling)
+        encoder = model.config.encoder is not None
+        self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling, encoder)
         self._hidden_dtype = model.dtype
         #: By mixed bucket, what makes vectors of a step's hidden states.
         self.pools: dict[Bucket, jax.stages.Compiled] = {}
@@ -205,8 +206,9 @@ class Runner:
         self._compile_steps(report)
         self._compile_board()
         self._compile_pools()
-        samplers = None if self._parts is None else self._parts.samplers
-        self.choices.compile(self.own_program, self.buckets, self.own_shapes, samplers)
+        if not self.program.encoder:
+            samplers = None if self._parts is None else self._parts.samplers
+            self.choices.compile(self.own_program, self.buckets, self.own_shapes, samplers)
         self.state = self.shapes.allocate(self.config)
         meet()
         self.warm_up()
@@ -216,6 +218,8 @@ class Runner:
 
     def _kinds(self) -> list[tuple[Bucket, bool]]:
         """(bucket, plain) of every executable, the largest first."""
+        if self.program.encoder:
+            return [(bucket, True) for bucket in reversed(self.buckets.mixed)]
         kinds = []
         for bucket in reversed(self.buckets.all()):
             if self.is_plain(bucket, True):
@@ -274,9 +278,10 @@ class Runner:
         Mixed buckets have one only with `plain_mixed`. On a GPU the sampler's conditions need a
         driver that runs them inside a CUDA graph, else the host waits for each; and of steps in
         parts a greedy one costs no more than a small program. Elsewhere it would cost seconds of
-        start-up, and skipping the sampler's parts costs nothing measurable.
+        start-up, and skipping the sampler's parts costs nothing measurable. An encoder has no
+        sampler.
         """
-        return plain and (bucket.decode_only or self.plain_mixed)
+        return self.program.encoder or (plain and (bucket.decode_only or self.plain_mixed))
 
     def lower(self, bucket: Bucket, plain: bool) -> jax.stages.Lowered:
         return self.program.lower(self.builder.layout(bucket, plain), self.leaves, self.shapes)
@@ -455,7 +460,8 @@ class Runner:
         """The state as it was at the start, and a step without a row."""
         self.state = self.shapes.allocate(self.config)
         self.builder = self._sizes.builder()
-        self._run_empty(self.buckets.decode[0], True)
+        buckets = self.buckets.mixed if self.program.encoder else self.buckets.decode
+        self._run_empty(buckets[0], True)
 
     def sleep(self, alive: Callable[[], None]) -> int:
         """Free the device's memory, until `wake`; nothing may be launched. The KV pool and what

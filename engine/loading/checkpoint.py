@@ -77,5 +77,5 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     config = read_json(Path(source.path), "config.json")
     packing = Packing.read(config.get("quantization_config"))
     if packing is None:
-        return _PlainFolder(source.path)
+        return _PlainFolder(source.path, unread=weights.ignored)
     return QuantisedFolder(source.path, packing, weights.pieces)

@@ -29,6 +29,10 @@ _MODELS: dict[str, str] = {
     "Gemma2ForCausalLM": "jitney.engine.models.gemma:Gemma",
     "Gemma3ForCausalLM": "jitney.engine.models.gemma:Gemma",
     "Olmo2ForCausalLM": "jitney.engine.models.olmo:Olmo",
+    "BertModel": "jitney.engine.models.bert:Bert",
+    "BertForSequenceClassification": "jitney.engine.models.bert:Bert",
+    "XLMRobertaModel": "jitney.engine.models.bert:Bert",
+    "XLMRobertaForSequenceClassification": "jitney.engine.models.bert:Bert",
 }
 #: Keys and values of random models stay within this, quantised or not.
 _RANDOM_KV = 16.0
@@ -62,7 +66,7 @@ def random_model(
     if weights != "plain":
         for linear in model.linears():
             linear.set_matrix(quantise(linear.packed.kernel, scheme=weights, dtype=dtype))
-    if kv in KV_TYPES:
+    if kv in KV_TYPES and config.n_pools:
         factor = _RANDOM_KV / limit_of(KV_TYPES[kv])
         scales = jnp.full((2 * config.n_kv_heads,), factor, jnp.float32)
         model.set_kv_scales([scales] * config.n_layers)

@@ -11,6 +11,7 @@ write to; it is never handed out. Every other page is in exactly one state:
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -270,6 +271,23 @@ class PagePool:
         owners = Counter(page for table in tables for page in table if page)
         if [owners[page] for page in range(self.n_pages)] != self._owners:
             raise RuntimeError("reference counts differ from the pages that sequences hold")
+
+
+class NoPages(PagePool):
+    """The pool of a model that keeps no keys and values: no sequence takes a page, and there is
+    room for all.
+    """
+
+    def __init__(self):
+        super().__init__(2, 1, retain=False)
+
+    @property
+    def available(self) -> int:
+        return sys.maxsize
+
+    def pages_for(self, tokens: int) -> int:
+        """None, for however many."""
+        return 0
 
 
 _KEY_BYTES = 16

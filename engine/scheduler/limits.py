@@ -21,8 +21,9 @@ class SchedulerLimits:
     token budget, for prompt rows while others decode, or AUTO. target_itl_ms, max_predicted_wait_s:
     0 for none. background_seats: of requests that nobody waits for, while others come; 0: a quarter
     of all. max_logprobs: alternatives that are computed for each token.
-    embedding_pooling: what vectors of prompts are made of (off, last, mean). adapters: how many a
-    request may choose from.
+    embedding_pooling: what vectors of prompts are made of (off, or a `Pooling`). adapters: how many
+    a request may choose from. encoder: prompts are computed whole, in one step each, and keep no
+    pages.
     """
 
     max_seats: int
@@ -41,6 +42,7 @@ class SchedulerLimits:
     max_logprobs: int = REQUEST_MOST.logprobs
     embedding_pooling: str = "off"
     adapters: int = 0
+    encoder: bool = False
 
     @classmethod
     def of(
@@ -87,4 +89,8 @@ class SchedulerLimits:
 
 
 #: What the configuration sets, under the same names.
-_SETTINGS = {field.name for field in fields(SchedulerLimits)} - {"context_length", "adapters"}
+_SETTINGS = {field.name for field in fields(SchedulerLimits)} - {
+    "context_length",
+    "adapters",
+    "encoder",
+}

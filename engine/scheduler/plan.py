@@ -79,7 +79,7 @@ class Chunk(msgspec.Struct, gc=False):
     def pools(self) -> bool:
         """Its rows are part of the vector of its prompt."""
         pooling = self.seq.request.pooling
-        return pooling == "mean" or (pooling == "last" and self.end >= self.seq.n_prompt)
+        return pooling == "mean" or (pooling is not None and self.end >= self.seq.n_prompt)
 
     @property
     def pairs(self) -> int:
@@ -277,6 +277,6 @@ class StepResult:
     #: Of each chunk, whether any of its rows was not finite, with logits or without. None: none
     #: was, or it is a step without prompt rows, of which the tokens tell.
     broken: list[bool] | None = None
-    #: Of each chunk, float32 [E]: the sum of its rows' hidden states, or the last one's; None where
-    #: the plan did not ask.
+    #: Of each chunk, float32 [E]: the sum of its rows' hidden states, or one row's; by classify the
+    #: logits of its text. None where the plan did not ask.
     pooled: np.ndarray | None = None

@@ -192,7 +192,10 @@ class Results:
             return
         seq.in_flight -= 1
         output = SequenceOutput(seq.request_id, seq.index)
-        output.embedding = _of_length_one(pooled).tobytes()
+        if seq.request.pooling == "classify":
+            output.embedding = pooled.astype(np.float32).tobytes()
+        else:
+            output.embedding = _of_length_one(pooled).tobytes()
         self._first_token(seq, output, now)
         self.state.close(seq, "stop")
         output.finish = "stop"

@@ -273,12 +273,13 @@ class Scheduler:
         """A step could not be launched or brought nothing, and the device's state is new.
 
         Everybody waits again, with the tokens that are known. Where memory was short and a smaller
-        step is possible, prompts get fewer rows for a while; else each sequence of the step is
-        computed alone, and the one that fails again ends with its request.
+        step is possible, prompts get fewer rows for a while (not those of an encoder, which are
+        never cut); else each sequence of the step is computed alone, and the one that fails again
+        ends with its request.
         """
         self.state.unseat_all(now)
         guilty = self._suspects.on_trial(plan)
-        if out_of_memory and self._row_limit.shrink(now):
+        if out_of_memory and not self.limits.encoder and self._row_limit.shrink(now):
             return
         if guilty is None:
             self._suspects.accuse(plan)
@@ -358,8 +359,9 @@ class Scheduler:
             return
         rows = draft.rows
         prompts = list(state.prefilling)
-        most = self._prefill_budget.most_in_background(draft.n_decode, _first_row(prompts))
-        draft.tokens_left = min(draft.tokens_left, most)
+        if not self.limits.encoder:  # whose prompts are not cut
+            most = self._prefill_budget.most_in_background(draft.n_decode, _first_row(prompts))
+            draft.tokens_left = min(draft.tokens_left, most)
         self._plan_prefill(prompts, draft)
         may_board = min(
             self._background_seats(now) - state.background.n_seated, len(state.free_seats)
@@ -569,6 +571,8 @@ class Scheduler:
         seq = lane.queue.head()
         if seq is None or seq.in_flight:
             return None
+        if self.limits.encoder and len(seq.tokens) > draft.tokens_left:
+            return None  # the next step takes it whole
         found = self._take_pages(seq, draft, now)
         if not seq.background:
             self.state.short_of_pages = not found
@@ -722,7 +726,7 @@ class Scheduler:
     def _thrifty(self, seq: Sequence, draft: Draft) -> int:
         """Rows of a prompt that are worth computing in this step rather than in the next."""
         count = min(seq.n_left, draft.tokens_left)
-        if not self._is_last(seq):
+        if self.limits.encoder or not self._is_last(seq):
             return count
         return self.buckets.thrifty(draft.rows, count, draft.n_decode, len(draft.chunks) + 1)
 
@@ -810,4 +814,5 @@ def _request_limits(limits: SchedulerLimits, pool: PagePool, vocab_size: int) ->
         max_logprobs=limits.max_logprobs,
         pooling=pooling_of(limits.embedding_pooling),
         adapters=limits.adapters,
+        encoder=limits.encoder,
     )

@@ -101,8 +101,27 @@ class Tokenizer:
         except BaseException as error:
             if not _is_tokenizers_own(error):
                 raise
-            _log.warning("the tokenizer failed on a text of %d characters: %s", len(text), error)
-            raise RequestError("the model's tokenizer fails on this text", param="prompt") from None
+            raise _failed_on(text, error) from None
+
+    def encode_pair(self, query: str, document: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of two texts as the model's own template joins them: `[CLS] query [SEP]
+        document [SEP]`, or `<s> query </s></s> document </s>`. max_tokens: the document is cut at
+        its end to fit; RequestError if the query leaves no room for any of it.
+        """
+        try:
+            first, second = (
+                self._rust.encode(text, add_special_tokens=False) for text in (query, document)
+            )
+            if max_tokens is not None:
+                special = self._rust.num_special_tokens_to_add(is_pair=True)
+                room = max_tokens - special - len(first.ids)
+                _check_room(room, len(first.ids), max_tokens)
+                second.truncate(room)
+            return self._rust.post_process(first, second).ids
+        except BaseException as error:
+            if not _is_tokenizers_own(error) or isinstance(error, RequestError):
+                raise
+            raise _failed_on(query + document, error) from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that form no character yet become U+FFFD. Raises RequestError
@@ -247,6 +266,22 @@ def _is_tokenizers_own(error: BaseException) -> bool:
     takes too many steps, is no Exception, and its class has no name that could be imported.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _failed_on(text: str, error: BaseException) -> RequestError:
+    _log.warning("the tokenizer failed on a text of %d characters: %s", len(text), error)
+    return RequestError("the model's tokenizer fails on this text", param="prompt")
+
+
+def _check_room(room: int, query_tokens: int, max_tokens: int) -> None:
+    """Raise RequestError unless a query leaves room for a token of a document."""
+    if room < 1:
+        raise RequestError(
+            f"the query has {query_tokens} tokens, which leave no room for a document in the "
+            f"{max_tokens} that the model reads",
+            code="context_length_exceeded",
+            param="query",
+        )
 
 
 def _read_template(file: str) -> str:
