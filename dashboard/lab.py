@@ -175,6 +175,11 @@ class Lab:
             raise RequestError(
                 "the engine is not ready, so there is nothing to simulate", code="loading"
             )
+        if info.model.encoder:
+            raise RequestError(
+                "the policy lab simulates models that write text; this one is an encoder",
+                code="unsupported_parameter",
+            )
         settings = self.settings()
         _check(experiment, settings)
         traffic = yield from _recorded(self.client.history, experiment.minutes)

@@ -772,7 +772,7 @@ def _describe(
         formats=NumberFormats(
             dtype=str(setup.dtype),
             weights=describe_weights(model, setup.source),
-            kv_dtype=str(setup.kv_dtype),
+            kv_dtype="" if setup.is_encoder else str(setup.kv_dtype),
         ),
         device=_device_info(setup),
         kernels=KernelsInfo(

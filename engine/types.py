@@ -366,8 +366,6 @@ class RequestLimits(msgspec.Struct, frozen=True):
 
     def check(self, request: EngineRequest) -> int:
         """The most tokens the request may generate. Raises RequestError if it can never run."""
-        if request.pooling is None:
-            self.check_writes()
         request.sampling.validate(self.vocab_size)
         self._check_logprobs(request.sampling)
         if request.pooling not in (None, self.pooling):
@@ -630,6 +628,7 @@ class NumberFormats(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     #: How matrices are kept: a dtype, a scheme, or several with their counts.
     weights: str = ""
+    #: Of stored keys and values; empty: none are.
     kv_dtype: str
 
 

@@ -233,7 +233,9 @@ function showPages() {
   }
   const {per_cell: each} = engine.pages;
   const grouped = each > 1 ? ` One cell is ${each} pages in the state most of them have.` : "";
-  if (all) {
+  if (engine.info?.encoder) {
+    say($("page-sub"), "This model keeps no keys and values: the page of its pool is never held.");
+  } else if (all) {
     const when = past() ? " As of now." : "";
     say($("page-sub"), `${count(all)} pages of ${size} tokens each.${grouped}${when}`);
   }

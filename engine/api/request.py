@@ -215,7 +215,6 @@ class RequestBuilder[B: GenerationBody]:
         """The request that continues a conversation."""
         service = self.service
         service.check_model(self.body.model)
-        service.info.request_limits.check_writes()
         _check_choices(sampling.n, service.info)
         sampling = await self._with_checked_grammar(sampling)
         prompt = await conversation.prompt(service)
@@ -254,9 +253,10 @@ class RequestBuilder[B: GenerationBody]:
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
         """Sampling parameters, checked. A field that was not given has the model's default, or the
         engine's. own: fields that the route has a meaning of its own for. ends: tokens that end the
-        text beside those that the body names.
+        text beside those that the body names. Raises RequestError where the model writes no text.
         """
         body, info = self.body, self.service.info
+        info.request_limits.check_writes()
         fields: JsonDict = dict(info.model.sampling_defaults)
         for name in _SAMPLING_FIELDS:
             value = getattr(body, name)
@@ -376,9 +376,8 @@ class RequestBuilder[B: GenerationBody]:
         """What a longer prompt is cut to; None: it is not cut."""
         if self.body.truncate_prompt_tokens != _ALL_THERE_IS_ROOM_FOR:
             return self.body.truncate_prompt_tokens
-        limits = self.service.info.request_limits
-        answer = 0 if limits.encoder else sampling.max_tokens or kind.default_tokens or 1
-        return max(1, limits.longest - answer)
+        answer = sampling.max_tokens or kind.default_tokens or 1
+        return max(1, self.service.info.request_limits.longest - answer)
 
     @property
     def _deadline(self) -> float | None:

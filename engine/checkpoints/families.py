@@ -269,7 +269,9 @@ def _xlm_roberta(values: JsonObject) -> ModelConfig:
     """XLM-RoBERTa: positions are counted from the one behind the padding token's id, and the table
     of positions has rows for those before it, too.
     """
-    fields = Fields({"max_position_embeddings": 514, "pad_token_id": 1} | values, "config.json")
+    fields = Fields(
+        {"max_position_embeddings": 514, "pad_token_id": 1} | dict(values), "config.json"
+    )
     padding = fields.integer("pad_token_id", 0, MOST.vocab)
     token_types = fields.integer("type_vocab_size", 1, MOST.width, default=1)
     return _encoder(fields, EncoderConfig("mean", token_types, first_position=padding + 1))

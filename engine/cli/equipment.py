@@ -64,7 +64,8 @@ class Equipment:
         service.chat_templates = await self._start_chat_templates(tokenizer)
         await _in_thread(lambda: service.learn_turns(tokenizer))
         service.tokenizer = tokenizer
-        self.client.learn(await _in_thread(lambda: tokenizer.json))
+        if source.config.encoder is None:  # an encoder writes nothing that a grammar could hold
+            self.client.learn(await _in_thread(lambda: tokenizer.json))
         info = await self.client.wait_ready()
         service.grammars = self.grammars = _new_grammars(tokenizer, info)
         return tokenizer, info

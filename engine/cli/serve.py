@@ -431,9 +431,7 @@ def _serving(info: EngineInfo) -> str:
 def _formats(info: EngineInfo) -> str:
     """The dtype, and what is stored in another one."""
     computed = info.formats.dtype
-    stored = {"weights": info.formats.weights}
-    if not info.model.encoder:
-        stored["KV"] = info.formats.kv_dtype
+    stored = {"weights": info.formats.weights, "KV": info.formats.kv_dtype}
     others = [f"{name} {dtype}" for name, dtype in stored.items() if dtype not in ("", computed)]
     return ", ".join([computed, *others])
 

@@ -369,7 +369,8 @@ class EngineSection(Section):
         description=(
             "what the vectors of /v1/embeddings are made of: the last token's hidden state behind "
             "the final norm (last), or the mean of all tokens' (mean), which then share no prefix; "
-            "off: the route is refused. Their programs are compiled at the start"
+            "off: the route is refused. Their programs are compiled at the start. Of an encoder "
+            "(BERT, XLM-RoBERTa) its files say it: leave this off"
         ),
     )
     canary_every: int = Field(

@@ -286,13 +286,10 @@ class Bert(nnx.Module):
             separators = (tokens == encoder.separator_id).astype(jnp.int32)
             before = jnp.cumsum(separators) - separators
             segments = (before > before[first_rows]).astype(jnp.int32)
-        tables = (
-            (self.embed, tokens),
-            (self.positions, positions + encoder.first_position),
-            (self.segments, segments),
-        )
-        rows = [jnp.take(table[...], at, axis=0, mode="clip") for table, at in tables]
-        return self.norm(sum(row.astype(jnp.float32) for row in rows), self.dtype)
+        rows = _rows_of(self.embed, tokens)
+        rows += _rows_of(self.positions, positions + encoder.first_position)
+        rows += _rows_of(self.segments, segments)
+        return self.norm(rows, self.dtype)
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
         """First tokens' rows, R of them -> float32 [R, 1], the score of each pair."""
@@ -337,6 +334,11 @@ class Bert(nnx.Module):
             targets.append(Target(("head", name), (weight,), transpose=True))
             targets.append(Target(("head", f"{name}_bias"), (bias,)))
         return WeightMap(tuple(targets), _UNUSED)
+
+
+def _rows_of(table: nnx.Param, numbers: Array) -> Array:
+    """Rows of a table [N, E] by their numbers [T] -> float32 [T, E]."""
+    return jnp.take(table[...], numbers, axis=0, mode="clip").astype(jnp.float32)
 
 
 def _encoder_of(config: ModelConfig) -> EncoderConfig:

@@ -32,7 +32,9 @@ from jitney.kernels.interface import AttentionMeta, Kernels
 
 
 class Model(Protocol):
-    """A decoder: weights, and the functions that use them; a pytree (`nnx.Module`)."""
+    """Weights, and the functions that use them; a pytree (`nnx.Module`). An encoder is given whole
+    texts and no pools, and its logits are those of its own head (`ModelConfig.encoder`).
+    """
 
     #: What one device runs; its `windows` say which layers see how far.
     config: ModelConfig

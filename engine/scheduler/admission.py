@@ -32,12 +32,18 @@ class Admission:
     class_of: Callable[[EngineRequest, int], float]
     lengths: OutputLengths
 
+    def check(self, request: EngineRequest) -> int:
+        """The most tokens the request may generate. Raises RequestError if it can never run."""
+        if request.pooling is None:
+            self.request_limits.check_writes()
+        return self.request_limits.check(request)
+
     def leader(self, request: EngineRequest, number: int) -> Sequence:
         """The first sequence of a request, or RequestError; nothing is registered yet. number: in
         order of arrival.
         """
         sampling = request.sampling
-        max_tokens = self.request_limits.check(request)
+        max_tokens = self.check(request)
         kind = RequestClasses.of(request.account, len(request.prompt), sampling.max_tokens)
         expected = self.lengths.expect(kind, max_tokens)
         group = self.class_of(request, expected)

@@ -190,7 +190,7 @@ class Scheduler:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
         the same.
         """
-        self.request_limits.check(request)
+        self._admission.check(request)
 
     def has_room(self, request: EngineRequest) -> bool:
         """Whether a request that can run here may wait now."""

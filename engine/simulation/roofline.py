@@ -81,8 +81,19 @@ SHAPES = {
 
 
 def _find_shape(model: str) -> ModelConfig:
-    """The shape of a built-in name, a config.json or whatever `--model` takes; its weights are not
-    needed, but a repository id is fetched. Raises ModelError."""
+    """The shape of a decoder: of a built-in name, a config.json or whatever `--model` takes; its
+    weights are not needed, but a repository id is fetched. Raises ModelError.
+    """
+    shape = _read_shape(model)
+    if shape.encoder is not None:
+        raise ModelError(
+            f"{model} is an encoder ({shape.architecture}): plans and simulations are of models "
+            "that write text"
+        )
+    return shape
+
+
+def _read_shape(model: str) -> ModelConfig:
     if model.lower() in SHAPES:
         return SHAPES[model.lower()]
     path = Path(model).expanduser()

@@ -140,6 +140,11 @@ def test_an_experiment_over_http():
     assert continuous["seconds"] == pytest.approx(measured["figures"]["seconds"], rel=0.2)
 
 
+def test_an_encoder_s_traffic_is_not_simulated():
+    reply = run(call(lab_app(FakeClient(encoder=True, embedding_pooling="cls")), "/lab", {}))
+    assert reply.status == 400 and "encoder" in reply.error["message"]
+
+
 def work_of(client: FakeClient, experiment: Experiment) -> tuple[dict, dict]:
     """(what is put around the worker's answer, the answer), worked out in this process."""
     job, frame = at_once(Lab(client, lambda: ENGINE)._prepare(experiment))

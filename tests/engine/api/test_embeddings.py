@@ -110,3 +110,48 @@ def test_a_client_that_leaves_ends_all_of_it():
     run(asyncio.wait_for(call(app, PATH, {"input": ["a", "b"]}, leave_after=0.2), 30))
     assert {id for id, _, _ in client.aborts} == {each.id for each in client.requests}
     assert len(client.requests) == 2
+
+
+def encoder(pooling: str = "cls") -> FakeClient:
+    return FakeClient(embedding_pooling=pooling, embedding_size=2, encoder=True, context_length=16)
+
+
+def test_an_encoder_reads_as_many_tokens_as_it_has_positions():
+    client = encoder()
+    assert ask({"input": [[5] * 16, [6]]}, client).status == 200
+    assert {each.pooling for each in client.requests} == {"cls"}
+    reply = ask({"input": [5] * 17}, client)
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert "17" in reply.error["message"] and "16" in reply.error["message"]
+
+
+def test_an_encoder_s_longer_input_keeps_the_special_tokens_at_both_ends():
+    client = encoder()
+    body = {"input": [1, *range(5, 30), 2], "truncate_prompt_tokens": 6}
+    assert ask(body, client).status == 200
+    assert client.requests[0].prompt == [1, 5, 6, 7, 8, 2]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("pooling", "route"), [("mean", "/v1/embeddings"), ("classify", "/v1/rerank")]
+)
+def test_an_encoder_asked_for_text_says_what_it_makes(path: str, body, pooling: str, route: str):
+    client = encoder(pooling)
+    reply = run(call(make_app(client), path, body))
+    assert reply.status == 400 and not client.requests
+    assert "writes no text" in reply.error["message"] and route in reply.error["message"]
+
+
+def test_a_reranker_makes_no_vectors():
+    reply = ask({"input": "a"}, encoder("classify"))
+    assert (reply.status, reply.error["param"]) == (400, "model")
+    assert "/v1/rerank" in reply.error["message"]

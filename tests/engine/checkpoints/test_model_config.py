@@ -16,7 +16,12 @@ from places import DATA
 from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.checkpoints.gguf_config import _read_gguf_config
 from jitney.engine.checkpoints.hf_config import read_hf_config
-from jitney.engine.checkpoints.model_config import ExpertsConfig, ModelConfig, RopeScaling
+from jitney.engine.checkpoints.model_config import (
+    EncoderConfig,
+    ExpertsConfig,
+    ModelConfig,
+    RopeScaling,
+)
 from jitney.engine.errors import ModelError
 
 CASES = json.loads((DATA / "reference_logits.json").read_text())["cases"]
@@ -182,7 +187,7 @@ def test_any_json_is_read_or_refused(key: str, value, architecture: str):
     try:
         read_hf_config(CASES[architecture]["config"] | {key: value})
     except ModelError as error:
-        assert "\n" not in str(error) and len(str(error)) < 400
+        assert "\n" not in str(error) and len(str(error)) < 500
 
 
 @settings(max_examples=200, deadline=None)
@@ -254,7 +259,7 @@ def test_tiny_configs_exist_for_all(architecture: str):
     config = tiny_config(name)
     assert config.architecture == architecture and config.vocab_size == 512
     assert (config.qkv_bias, config.qk_norm, any(config.windows)) == (
-        name == "qwen2",
+        name == "qwen2" or config.encoder is not None,
         name in ("qwen3", "qwen3_moe", "gemma3"),
         name in ("mistral", "gemma2", "gemma3"),
     )
@@ -278,3 +283,66 @@ def test_experts_are_read_from_files_of_old_and_new_transformers():
 def test_tiny_of_an_unknown_architecture():
     with pytest.raises(ModelError, match="known: llama, mistral, qwen2, qwen3"):
         tiny_config("gpt5")
+
+
+#: As published: BAAI/bge-small-en-v1.5 and BAAI/bge-reranker-v2-m3, without what nobody reads.
+BGE_SMALL = {
+    "architectures": ["BertModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 2,
+    "vocab_size": 30522,
+}
+BGE_RERANKER = {
+    "architectures": ["XLMRobertaForSequenceClassification"],
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "hidden_act": "gelu",
+    "hidden_size": 1024,
+    "id2label": {"0": "LABEL_0"},
+    "intermediate_size": 4096,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 8194,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+    "vocab_size": 250002,
+}
+
+
+def test_encoders_are_read():
+    small = read_hf_config(BGE_SMALL)
+    assert small.encoder == EncoderConfig("mean", 2)
+    assert (small.context_length, small.head_dim, small.rms_eps) == (512, 32, 1e-12)
+    assert (small.n_pools, small.output_size) == (0, 1)
+    reranker = read_hf_config(BGE_RERANKER)
+    assert reranker.encoder == EncoderConfig("classify", 1, first_position=2)
+    assert (reranker.context_length, reranker.activation) == (8192, "gelu")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"id2label": {"0": "no", "1": "yes"}}, ["2 labels"]),
+        ({"id2label": None}, ["2 labels"]),
+        ({"position_embedding_type": "relative_key"}, ["position_embedding_type"]),
+        ({"is_decoder": True}, ["is_decoder"]),
+        ({"hidden_act": "relu"}, ["hidden_act", "relu", "gelu"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantised"]),
+        ({"hidden_size": 1000}, ["hidden_size", "multiple"]),
+        ({"max_position_embeddings": 3}, ["max_position_embeddings"]),
+        ({"layer_norm_eps": 0}, ["layer_norm_eps"]),
+    ],
+)
+def test_encoders_that_cannot_be_served_are_refused_by_name(change: dict, words: list[str]):
+    with pytest.raises(ModelError) as caught:
+        read_hf_config(BGE_RERANKER | change)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

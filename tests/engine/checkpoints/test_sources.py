@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from encoder_folders import SCRIPT, write_encoder, write_pooling
 from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
@@ -51,7 +52,7 @@ def test_tiny_random_and_its_architectures():
     expected = ModelSource("tiny", "", "tiny-random", tiny_config())
     assert ModelSource.resolve("tiny-random") == expected
     assert ModelSource.resolve("tiny-random:mistral").config == tiny_config("mistral")
-    assert "known: llama" in refusal("tiny-random:bert")
+    assert "known: llama" in refusal("tiny-random:mamba")
 
 
 def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -240,3 +241,73 @@ def test_a_repositorys_shapes_are_known_once_its_configuration_is_cached(
     source = ModelSource.of_shapes("owner/model", "v1")
     assert source is not None and source.name == "owner/model"
     assert source.config.vocab_size == CONFIG["vocab_size"]
+
+
+def pooling_of(folder: Path) -> str:
+    encoder = ModelSource.resolve(str(folder)).config.encoder
+    assert encoder is not None
+    return encoder.pooling
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_mean_tokens": True, "word_embedding_dimension": 48}, "mean"),
+        ({"embedding_dimension": 48, "pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode": ["mean"]}, "mean"),
+    ],
+)
+def test_the_files_say_how_vectors_are_pooled(config: dict, pooling: str, tmp_path: Path):
+    folder = write_encoder(tmp_path / "model", "BertModel")
+    assert pooling_of(folder) == "mean"  # as sentence-transformers has it where no file says
+    write_pooling(folder, config, "sentence_transformers.base.modules.normalize.Normalize")
+    assert pooling_of(folder) == pooling
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({}, "found none"),
+        ({"pooling_mode": "max"}, "found max"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "found cls, mean"),
+        ({"pooling_mode_lasttoken": True}, "found lasttoken"),
+    ],
+)
+def test_other_poolings_are_refused(config: dict, found: str, tmp_path: Path):
+    folder = write_encoder(tmp_path / "model", "BertModel")
+    write_pooling(folder, config)
+    assert f"1_Pooling/config.json: the pooling must be cls or mean, {found}" in refusal(
+        str(folder)
+    )
+
+
+def test_modules_that_are_not_computed_are_refused(tmp_path: Path):
+    folder = write_encoder(tmp_path / "model", "BertModel", pooling="cls")
+    write_pooling(folder, {"pooling_mode": "cls"}, "sentence_transformers.models.Dense")
+    assert "module 'Dense' is not supported" in refusal(str(folder))
+    path = folder / "modules.json"
+    for text, words in (
+        ("{}", "modules.json must hold a JSON list"),
+        ("[1]", "modules.json must list objects"),
+        ('[{"type": "x.Pooling", "path": "../elsewhere"}]', "must name a folder"),
+        ('[{"type": "x.Pooling"}]', "must name a folder"),
+    ):
+        path.write_text(text)
+        assert words in refusal(str(folder))
+
+
+def test_a_reranker_s_separator_is_the_tokenizer_s(tmp_path: Path):
+    """By the name in tokenizer_config.json, or BERT's own where there is none."""
+    folder = write_encoder(tmp_path / "model", "BertForSequenceClassification")
+
+    def separator() -> int | None:
+        encoder = ModelSource.resolve(str(folder)).config.encoder
+        assert encoder is not None
+        return encoder.separator_id
+
+    assert separator() == SCRIPT.BERT_TOKENS["separator"]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"sep_token": "[CLS]"}))
+    assert separator() == SCRIPT.BERT_TOKENS["first"]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"sep_token": "[GONE]"}))
+    assert "no separator" in refusal(str(folder))

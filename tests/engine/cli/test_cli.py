@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.errors import ConfigError
 from jitney.engine.messages import Progress
-from jitney.engine.types import SamplingParams
+from jitney.engine.types import ModelInfo, SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +246,8 @@ def test_the_curl_line_means_the_same_to_a_shell(server: ServerSection, tmp_path
         "admin_key_file": server.admin_key_file.format(keys=keys),
     }
     server = server.model_copy(update=files)
-    line = _curl_line(Config(server=server), "http://127.0.0.1:8000", 'it\'s a "model"', chat=True)
+    model = ModelInfo(name='it\'s a "model"', context_length=8, vocab_size=8)
+    line = _curl_line(Config(server=server), "http://127.0.0.1:8000", model, chat=True)
     done = subprocess.run(
         ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {line}"],
         capture_output=True,
@@ -257,6 +259,19 @@ def test_the_curl_line_means_the_same_to_a_shell(server: ServerSection, tmp_path
     assert url == "http://127.0.0.1:8000/v1/chat/completions"
     assert json.loads(flags[-1])["model"] == 'it\'s a "model"'
     assert ("authorization: Bearer sk-one" in flags) == server.has_keys
+
+
+@pytest.mark.parametrize(
+    ("pooling", "route", "field"),
+    [("cls", "embeddings", "input"), ("classify", "rerank", "documents")],
+)
+def test_the_curl_line_of_an_encoder_asks_for_what_it_makes(pooling: str, route: str, field: str):
+    model = ModelInfo(
+        name="m", context_length=8, vocab_size=8, encoder=True, embedding_pooling=pooling
+    )
+    line = _curl_line(Config(), "http://127.0.0.1:8000", model, chat=False)
+    words = shlex.split(line)
+    assert words[1] == f"http://127.0.0.1:8000/v1/{route}" and field in json.loads(words[-1])
 
 
 def test_a_log_file_gets_one_line_when_a_stage_starts_and_one_when_it_ends(

@@ -382,6 +382,8 @@ def test_shapes_come_from_names_files_and_models(tmp_path: Path):
     shape = _find_shape(str(tmp_path / "config.json"))
     assert (shape.n_layers, shape.hidden_size) == (2, 64) and _find_shape(str(tmp_path)) == shape
     assert _find_shape("tiny-random") == tiny_config()
+    with pytest.raises(ModelError, match=r"tiny-random:bert is an encoder \(BertModel\)"):
+        _find_shape("tiny-random:bert")
     with pytest.raises(ModelError, match="built-in shape: llama"):
         _find_shape("no-such-model")
     (tmp_path / "bad.json").write_text("[]")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from encoder_folders import tokenizer_of, write_encoder
 from hypothesis import given
 from hypothesis import strategies as st
 from places import DATA
@@ -165,6 +166,30 @@ def test_unsound_tokenizer_files_are_refused(tmp_path: Path, monkeypatch: pytest
     path.symlink_to("/etc/passwd")
     with pytest.raises(ModelError, match="leads out"):
         Tokenizer.load(source)
+
+
+# Encoders read pairs of texts
+
+
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "XLMRobertaModel"])
+def test_pairs_are_joined_by_the_model_s_template(architecture: str, tmp_path: Path):
+    """Cut as the `tokenizers` library cuts the second text; files' own cutting and filling is
+    off.
+    """
+    source = ModelSource("hf", str(write_encoder(tmp_path / "m", architecture)), "m", tiny_config())
+    found = Tokenizer.load(source)
+    query, document = "t10 t11 t12", " ".join(f"t{id}" for id in range(20, 50))
+    library = tokenizer_of(architecture)
+    assert found.encode(document) == library.encode(document).ids
+    assert found.encode_pair(query, document) == library.encode(query, document).ids
+    for most in (8, 9, 20, 36, 37, 38, 200):
+        library.enable_truncation(most, strategy="only_second")
+        assert found.encode_pair(query, document, most) == library.encode(query, document).ids
+    special = len(found.encode_pair("", ""))
+    with pytest.raises(RequestError, match="query has 3 tokens") as caught:
+        found.encode_pair(query, document, special + 3)
+    assert caught.value.info.code == "context_length_exceeded"
+    assert len(found.encode_pair(query, "", special + 4)) == special + 3
 
 
 # Chat templates come from strangers
