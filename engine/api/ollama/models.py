@@ -113,11 +113,12 @@ def _gguf_names(info: EngineInfo) -> JsonDict:
 
 
 def _capabilities(info: EngineInfo, tokenizer: Tokenizer, turns: TurnFormat) -> list[str]:
+    writes = not info.model.encoder
     can = {
-        "completion": True,
-        "tools": tokenizer.has_chat_template and turns.tools is not None,
-        "thinking": turns.thinks,
+        "completion": writes,
+        "tools": writes and tokenizer.has_chat_template and turns.tools is not None,
+        "thinking": writes and turns.thinks,
         "insert": tokenizer.fill_in is not None,
-        "embedding": info.model.pooling is not None,
+        "embedding": info.model.pooling not in (None, "classify"),
     }
     return [name for name, is_so in can.items() if is_so]

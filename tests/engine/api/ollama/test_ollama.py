@@ -357,6 +357,15 @@ def test_a_model_is_described():
     assert ask("/api/ps", b"", engine, method="GET").json() == {"models": []}
 
 
+@pytest.mark.parametrize(("pooling", "can"), [("cls", ["embedding"]), ("classify", [])])
+def test_an_encoder_writes_nothing(pooling: str, can: list[str]):
+    engine = FakeClient(encoder=True, embedding_pooling=pooling)
+    told = ask("/api/show", {"model": "m"}, engine).json()
+    assert told["capabilities"] == can
+    refused = ask(CHAT, {"messages": [USER]}, engine)
+    assert refused.status == 400 and "writes no text" in refused.json()["error"]
+
+
 def test_a_model_that_thinks_says_so():
     app, _ = family_app("qwen3", "ok")
     told = run(call(app, "/api/show", {"model": "m"})).json()
