@@ -364,6 +364,11 @@ class RequestLimits(msgspec.Struct, frozen=True):
             return self.context_length
         return min(self.context_length, self.pool_tokens + 1)
 
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt: a model that writes needs room for one token more."""
+        return self.longest if self.encoder else self.longest - 1
+
     def check(self, request: EngineRequest) -> int:
         """The most tokens the request may generate. Raises RequestError if it can never run."""
         request.sampling.validate(self.vocab_size)

@@ -161,7 +161,7 @@ async def _vectors(
     builder = RequestBuilder(service, shared, context)
     if not cuts:
         return await builder.embeddings(texts)
-    chars, tokens = service.most_chars, info.request_limits.longest - 1
+    chars, tokens = service.most_chars, info.request_limits.longest_prompt
     cut = await service.off_loop(
         lambda: [first_tokens(tokenizer, text[:chars], tokens) for text in texts]
     )

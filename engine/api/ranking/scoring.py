@@ -49,8 +49,7 @@ class Scoring:
         service.check_model(self.body.model)
         info, tokenizer = service.ready()
         kind = kind_of(info, tokenizer, service.settings.server.rerank)
-        limits = info.request_limits
-        room = limits.longest - (0 if limits.encoder else 1)
+        room = info.request_limits.longest_prompt
         room = min(room, self.body.truncate_prompt_tokens or room)
         with self.kind.blaming():
             pairs = self._tokenised_pairs()

@@ -205,7 +205,7 @@ def test_what_is_cut_for_want_of_room_is_said(kind: str):
         "yes_no": lambda: decoder(context_length=500),
     }
     client = clients[kind]()
-    settings = {"rerank": "yes_no"} if kind == "yes_no" else {}
+    settings: dict[str, Any] = {"rerank": "yes_no"} if kind == "yes_no" else {}
     body = {"query": "q", "documents": ["a", "b" * 5000]}
     reply = ask(RERANK, body, client, **settings)
     assert reply.status == 200, reply.body
