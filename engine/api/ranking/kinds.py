@@ -106,7 +106,7 @@ class YesNo:
 
 
 @dataclass(frozen=True, slots=True)
-class Classifier:
+class _Classifier:
     """A cross-encoder with one label, such as bge-reranker: it reads both texts at once, and the
     score is the sigmoid of its logit.
     """
@@ -141,7 +141,7 @@ class Classifier:
 
 
 @dataclass(frozen=True, slots=True)
-class Cosine:
+class _Cosine:
     """A model that makes vectors of texts: the score of a pair is the cosine of theirs."""
 
     tokenizer: Tokenizer
@@ -176,16 +176,16 @@ class Cosine:
         return [float(vectors[query] @ vectors[text]) for query, text in prompts.of_pairs]
 
 
-def kind_of(info: EngineInfo, tokenizer: Tokenizer, setting: str) -> YesNo | Classifier | Cosine:
+def kind_of(info: EngineInfo, tokenizer: Tokenizer, setting: str) -> YesNo | _Classifier | _Cosine:
     """How the model scores. setting: see `rerank` of the server's. Raises RequestError for one that
     does not.
     """
     if info.model.pooling == "classify":
-        return Classifier(tokenizer)
+        return _Classifier(tokenizer)
     if setting == "yes_no" or _YES_NO_NAME.search(info.model.name):
         return YesNo.of(tokenizer)
     if info.model.pooling is not None:
-        return Cosine(tokenizer)
+        return _Cosine(tokenizer)
     raise RequestError(
         "this model scores no pairs of texts: cross-encoders with one label do, models that make "
         "vectors (--embedding-pooling), and those that answer yes or no as Qwen3-Reranker does "
