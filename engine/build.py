@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ from jitney.engine.config.digest import configuration_digest
 from jitney.engine.config.layers import settings
 from jitney.engine.config.platforms import check_devices
 from jitney.engine.config.presets import runs_on_device
-from jitney.engine.config.schema import Config, EngineSection
+from jitney.engine.config.schema import AUTO, Config, EngineSection
 from jitney.engine.core import EngineCore
-from jitney.engine.errors import ConfigError
+from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.executor.autotuning import programs_folder
 from jitney.engine.executor.hosts import Follower, JoinedRunner, LeadingRunner
 from jitney.engine.executor.memory import (
@@ -164,11 +165,22 @@ class _Setup:
     def is_encoder(self) -> bool:
         return self.source.config.encoder is not None
 
-    @property
+    @cached_property
     def pooling(self) -> str:
         """What vectors are made of, off or a `Pooling`: of an encoder, what its files say."""
         encoder = self.source.config.encoder
-        return self.settings.embedding_pooling if encoder is None else encoder.pooling
+        if encoder is not None:
+            return encoder.pooling
+        asked = self.settings.embedding_pooling
+        if asked != AUTO:
+            return asked
+        if self.hosts is not None:
+            return "off"
+        try:
+            return self.source.stated_pooling() or "off"
+        except ModelError as error:
+            _log.warning("%s: no vectors of texts are made (--embedding-pooling off)", error)
+            return "off"
 
     def sizes(self, n_pages: int = 1) -> StateSizes:
         """What the engine's arrays are sized by."""

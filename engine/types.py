@@ -104,6 +104,8 @@ class Grammar(msgspec.Struct, frozen=True):
     #: json_schema: the schema as JSON. choice: a JSON list of strings. regex, lark and gbnf: as the
     #: client wrote it. json_object, any object of JSON: nothing.
     text: str = ""
+    #: Its JSON schemas are as llguidance is given them (`engine.structured.enforcement`).
+    ready: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

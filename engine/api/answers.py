@@ -38,10 +38,13 @@ class ErrorAnswer(Described):
 
 
 class AnthropicError(Described):
-    """What was wrong and what to do about it."""
+    """What was wrong and what to do about it. details: what a client looks at to go on by itself;
+    only where there is such a thing.
+    """
 
     type: str
     message: str
+    details: JsonDict = {}
 
 
 class AnthropicErrorAnswer(Described):
@@ -163,6 +166,21 @@ class ToolCall(Described):
     function: CalledFunction
 
 
+class CalledTool(Described):
+    """input: the text that the tool is given."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(Described):
+    """A call of a custom tool that the client is asked to make."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CalledTool
+
+
 class ChatMessage(Described):
     """What the model said. content is null where it only called tools; reasoning_content (also as
     reasoning, vLLM's name) and tool_calls come where there are any.
@@ -173,7 +191,7 @@ class ChatMessage(Described):
     refusal: None
     reasoning_content: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall | CustomToolCall] = []
 
 
 class ChatChoice(Described):

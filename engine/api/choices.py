@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from jitney.engine.api.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.api.slices import Work
+from jitney.engine.conversation.custom_inputs import CustomInputs
 from jitney.engine.conversation.events import AssistantEvent, ToolCallStart
 from jitney.engine.conversation.thoughts import AssistantParser
 from jitney.engine.text.detokenizer import TextDelta, TextStream, TokenBytes
@@ -185,6 +186,8 @@ class Choice:
     unsent: TokenList
     #: Says what the text means; None where the text is all.
     parser: AssistantParser | None = None
+    #: Reads the texts of custom tools; None where there are no such tools.
+    inputs: CustomInputs | None = None
     #: Calls of tools after which it ends; None: as many as it makes.
     most_calls: int | None = None
     #: Calls of tools so far.
@@ -218,6 +221,7 @@ class Choice:
                 )
                 unsent = TokenList.empty(request.top_logprobs)
                 parser = None if request.make_parser is None else request.make_parser()
+                custom = request.custom_names
                 choices.append(
                     cls(
                         index=len(choices),
@@ -227,6 +231,7 @@ class Choice:
                         stream=stream,
                         unsent=unsent,
                         parser=parser,
+                        inputs=CustomInputs(custom) if custom else None,
                         most_calls=request.most_calls,
                     )
                 )
@@ -266,7 +271,10 @@ class Choice:
             return []
         events = self.parser.push(text, tokens)
         if self.finish is not None:
-            events += self.parser.finish()
+            is_cut = self.finish != "stop" or self.stop_string is not None
+            events += self.parser.finish(is_cut=is_cut)
+        if self.inputs is not None:
+            events = self.inputs.texts(events, is_end=self.finish is not None)
         for place, event in enumerate(events):
             if isinstance(event, ToolCallStart):
                 if self.n_calls == self.most_calls:

@@ -28,6 +28,8 @@ from jitney.engine.types import EngineInfo, JsonValue
 #: Inputs of one request, as OpenAI has it.
 _MOST_INPUTS = 2048
 _DAY_MS = 86_400_000
+#: Fields that no generation has.
+_OWN_FIELDS = {"add_special_tokens", "dimensions", "encoding_format", "input"}
 
 _Input = (
     str
@@ -54,6 +56,8 @@ class EmbeddingsBody(ModelBody):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     #: Of longer inputs, the last so many tokens are read; None: they are refused.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    #: Whether the model's own special tokens are put around a text. None: yes.
+    add_special_tokens: bool | None = None
     user: Label | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
@@ -115,10 +119,10 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request, EmbeddingsBody)
     service.check_model(body.model)
     check_vectors(service.info, body.dimensions)
-    fields = body.model_dump(exclude={"input", "encoding_format", "dimensions"}, exclude_none=True)
+    fields = body.model_dump(exclude=_OWN_FIELDS, exclude_none=True)
     shared = GenerationBody.model_validate(fields)
     builder = RequestBuilder(service, shared, Context.of(request))
-    wanted = await builder.embeddings(body.input)
+    wanted = await builder.embeddings(body.input, body.add_special_tokens is not False)
     return GenerationAnswer(service, wanted, _format_of(body))
 
 

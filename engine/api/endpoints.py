@@ -26,11 +26,15 @@ from jitney.engine.text.detokenizer import TokenBytes
 
 
 async def read_body[B: ModelBody](service: Service, request: Request, kind: type[B]) -> B:
-    """The checked body. Fields that change nothing are noted in the request's context."""
+    """The checked body. Fields that change nothing, and forms that the answer is not held to, are
+    noted in the request's context.
+    """
     service.ready()
     raw = await service.slices.result(read_object(await request.body()))
     body, ignored = kind.parse(raw)
-    Context.of(request).notes.ignored.extend(ignored)
+    notes = Context.of(request).notes
+    notes.ignored.extend(ignored)
+    notes.unenforced.extend(body.unenforced())
     return body
 
 

@@ -83,7 +83,7 @@ class ErrorForm(Enum):
 
 class HttpError(JitneyError):
     """A request refused by the HTTP side itself. close: the connection is of no further use (unread
-    body).
+    body). details: `error.details` in Anthropic's form.
     """
 
     def __init__(
@@ -95,12 +95,14 @@ class HttpError(JitneyError):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
         close: bool = False,
+        details: JsonDict | None = None,
     ):
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        self.details = details
         if close:
             self.headers["connection"] = "close"
 
@@ -120,6 +122,7 @@ class ErrorReply:
     code: str | None
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    details: JsonDict | None = None
 
     @classmethod
     def of(cls, error: BaseException, request_id: str) -> ErrorReply:
@@ -127,7 +130,13 @@ class ErrorReply:
         match error:
             case HttpError():
                 return cls(
-                    request_id, error.status, str(error), error.code, error.param, error.headers
+                    request_id,
+                    error.status,
+                    str(error),
+                    error.code,
+                    error.param,
+                    error.headers,
+                    error.details,
                 )
             case RequestError(info=info) if info.code != "internal_error":
                 return _refusal(info, request_id)
@@ -180,7 +189,9 @@ class ErrorReply:
     def anthropic(self) -> JsonDict:
         """A form without a place for the field at fault, which its message names instead."""
         kind = self._type(_ANTHROPIC_TYPES, "api_error")
-        error = {"type": kind, "message": self._naming_param()[:_MESSAGE_LIMIT]}
+        error: JsonDict = {"type": kind, "message": self._naming_param()[:_MESSAGE_LIMIT]}
+        if self.details is not None:
+            error["details"] = self.details
         return {"type": "error", "error": error, "request_id": self.request_id}
 
 

@@ -28,24 +28,30 @@ _NO_ECHO = PromptEcho("", TokenList.empty(None))
 
 
 class _Known[T](dict[int, T]):
-    """What `make` gives for the bytes of a token id, made once."""
+    """What `make` gives for a token id, made once."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], make: Callable[[bytes], T]):
+    def __init__(self, make: Callable[[int], T]):
         super().__init__()
-        self._token_bytes = token_bytes
         self._make = make
 
     def __missing__(self, token: int) -> T:
-        value = self[token] = self._make(self._token_bytes(token))
+        value = self[token] = self._make(token)
         return value
 
 
 class TokenScores:
-    """Tokens with their log-probabilities, as OpenAI writes them."""
+    """Tokens with their log-probabilities, as OpenAI writes them. as_ids: named by their ids, in
+    vLLM's form.
+    """
 
-    def __init__(self, tokenizer: TokenBytes):
+    def __init__(self, tokenizer: TokenBytes, *, as_ids: bool):
+        def spelling(token: int) -> tuple[str, list[int]]:
+            data = tokenizer.token_bytes(token)
+            text = _id_text(token) if as_ids else data.decode(errors="replace")
+            return text, list(data)
+
         #: A token's text and its bytes.
-        self._spellings = _Known(tokenizer.token_bytes, _spelling)
+        self._spellings = _Known(spelling)
 
     def entry(self, tokens: TokenList, place: int) -> JsonDict:
         """One token, and the likeliest of its place."""
@@ -203,7 +209,8 @@ class CompletionFormat(Format):
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
-        self._texts = _Known(tokenizer.token_bytes, _key_text)
+        token_bytes, as_ids = tokenizer.token_bytes, self.request.tokens_as_ids
+        self._texts = _Known(_id_text if as_ids else lambda token: _key_text(token_bytes(token)))
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> JsonDict:
         entry = self._entry(index, choice, total, first=True)
@@ -264,16 +271,30 @@ class ChatFormat(Format):
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
-        self._scores = TokenScores(tokenizer)
+        self._scores = TokenScores(tokenizer, as_ids=self.request.tokens_as_ids)
 
     def _choice(self, index: int, choice: Choice, total: ChoiceDelta) -> JsonDict:
         entry = {
             "index": index,
-            "message": _message(AssistantMessage.of(self._shown(total.events))),
+            "message": self._message(AssistantMessage.of(self._shown(total.events))),
             "finish_reason": _finish(choice, total),
             "logprobs": self._logprobs(total.tokens),
         }
         return entry | self._token_ids(total.tokens)
+
+    def _message(self, message: AssistantMessage) -> JsonDict:
+        """Of a whole answer. The content of one that only calls tools, or must, is null."""
+        calls: list[JsonDict] = []
+        for call in message.tool_calls:
+            calls.append({"id": call.id} | _called(call.name, call.arguments, call.is_custom))
+        shown: JsonDict = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.reasoning:
+            shown["reasoning_content"] = shown["reasoning"] = message.reasoning
+        if calls or self.request.must_call:
+            shown["content"] = message.content or None
+        if calls:
+            shown["tool_calls"] = calls
+        return shown
 
     def _whole_extra(self) -> JsonDict:
         extra = self._prompt_logprobs(0)
@@ -306,7 +327,8 @@ class ChatFormat(Format):
         return [event for event in events if not isinstance(event, ReasoningDelta)]
 
     def _opening(self, choice: Choice) -> JsonDict:
-        entry = self._delta(choice, {"role": "assistant", "content": ""})
+        content = None if self.request.must_call else ""
+        entry = self._delta(choice, {"role": "assistant", "content": content})
         if self.request.return_token_ids:
             entry["prompt_token_ids"] = choice.engine_request.prompt
         return entry
@@ -331,8 +353,9 @@ def _key_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _spelling(data: bytes) -> tuple[str, list[int]]:
-    return data.decode(errors="replace"), list(data)
+def _id_text(token: int) -> str:
+    """A token's id in the place of its text."""
+    return f"token_id:{token}"
 
 
 def _finish(choice: Choice, delta: ChoiceDelta) -> str | None:
@@ -340,21 +363,6 @@ def _finish(choice: Choice, delta: ChoiceDelta) -> str | None:
     if delta.finish == "stop" and choice.n_calls:
         return "tool_calls"
     return delta.finish
-
-
-def _message(message: AssistantMessage) -> JsonDict:
-    """Of a whole answer. The content of one that only calls tools is null."""
-    calls: list[JsonDict] = []
-    for call in message.tool_calls:
-        function = {"name": call.name, "arguments": call.arguments}
-        calls.append({"id": call.id, "type": "function", "function": function})
-    shown: JsonDict = {"role": "assistant", "content": message.content, "refusal": None}
-    if message.reasoning:
-        shown["reasoning_content"] = shown["reasoning"] = message.reasoning
-    if calls:
-        shown["content"] = message.content or None
-        shown["tool_calls"] = calls
-    return shown
 
 
 def _said(event: AssistantEvent) -> JsonDict:
@@ -365,12 +373,21 @@ def _said(event: AssistantEvent) -> JsonDict:
         case ReasoningDelta():
             return {"reasoning_content": event.text, "reasoning": event.text}
         case ToolCallStart():
-            function = {"name": event.name, "arguments": ""}
-            call = {"index": event.index, "id": event.id, "type": "function"}
-            return {"tool_calls": [call | {"function": function}]}
+            call = {"index": event.index, "id": event.id}
+            return {"tool_calls": [call | _called(event.name, "", event.is_custom)]}
         case ToolCallArguments():
-            more = {"index": event.index, "function": {"arguments": event.text}}
-            return {"tool_calls": [more]}
+            more = {"arguments": event.text}
+            field = "function"
+            if event.is_custom:
+                more, field = {"input": event.text}, "custom"
+            return {"tool_calls": [{"index": event.index, field: more}]}
+
+
+def _called(name: str, arguments: str, is_custom: bool) -> JsonDict:
+    """What is called, and with what. arguments: of a custom tool its text."""
+    if is_custom:
+        return {"type": "custom", "custom": {"name": name, "input": arguments}}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _logprob(tokens: TokenList, place: int) -> float | None:

@@ -56,6 +56,12 @@ class GenerationRequest:
     seen_ids: frozenset[int] = frozenset()
     #: Calls of tools after which a choice ends; None: as many as it makes.
     most_calls: int | None = None
+    #: Whether each choice must call, so that it has no content.
+    must_call: bool = False
+    #: Names of the tools that take a text.
+    custom_names: frozenset[str] = frozenset()
+    #: Log-probabilities name tokens by their ids.
+    tokens_as_ids: bool = False
     #: Whether thoughts are shown.
     shows_reasoning: bool = True
 

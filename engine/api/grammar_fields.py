@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jitney.engine.errors import RequestError
 from jitney.engine.structured import grammar
+from jitney.engine.structured.terms import Terms
 from jitney.engine.types import Grammar, JsonDict
 
 #: Most characters of a regular expression, a grammar or a schema; choices, and characters of each.
@@ -57,11 +58,11 @@ class WantedGrammar(NamedTuple):
         return found
 
     @classmethod
-    def of_schema(cls, param: str, schema: JsonDict | bool) -> WantedGrammar:
-        """Of an answer that fits the JSON schema in the field's `schema`. Raises RequestError for
-        one that is too long.
+    def of_schema(cls, param: str, schema: JsonDict, *, is_strict: bool) -> WantedGrammar:
+        """Of an answer that fits the JSON schema in the field's `schema`. is_strict: what cannot be
+        enforced is refused. Raises RequestError for one that is too long.
         """
-        return cls(param, _of_schema(schema, f"{param}.schema"))
+        return cls(param, _of_schema(schema, f"{param}.schema", is_strict=is_strict))
 
 
 class _Exact(BaseModel):
@@ -73,7 +74,7 @@ class _Exact(BaseModel):
 
 
 class _NamedSchema(_Exact):
-    """The schema of an answer. Every schema is kept to, strict or not."""
+    """The schema of an answer. Unless it is strict, what cannot be enforced is left out."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     json_schema: Annotated[JsonDict, Field(alias="schema")]
@@ -96,7 +97,9 @@ class ResponseFormat(_Exact):
             )
         if self.json_schema is not None:
             param = "response_format.json_schema.schema"
-            return [WantedGrammar(param, _schema(self.json_schema.json_schema, param))]
+            is_strict = self.json_schema.strict is True
+            made = _of_schema(self.json_schema.json_schema, param, is_strict=is_strict)
+            return [WantedGrammar(param, made)]
         if self.type == "json_object":
             return [WantedGrammar("response_format", Grammar("json_object"))]
         return []
@@ -127,6 +130,7 @@ class StructuredOutputs(_Exact):
 
 
 def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:
+    """Of vLLM's fields, which are strict. Raises RequestError for what is no schema."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -134,12 +138,12 @@ def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:
             raise RequestError(f"the schema is no JSON: {error}", param=param) from None
     if not isinstance(schema, dict | bool):
         raise RequestError("the schema must be an object, true or false", param=param)
-    return _of_schema(schema, param)
+    return _of_schema(schema, param, is_strict=True)
 
 
-def _of_schema(schema: JsonDict | bool, param: str) -> Grammar:
+def _of_schema(schema: JsonDict | bool, param: str, *, is_strict: bool) -> Grammar:
     """Of an answer that fits a JSON schema. Raises RequestError for one that is too long."""
-    made = grammar.json_schema(schema)
+    made = grammar.json_schema(schema, Terms(strict=is_strict, closed=True))
     if len(made.text) > _MOST_CHARS:
         raise RequestError(f"a schema may have at most {_MOST_CHARS} characters", param=param)
     return made

@@ -6,11 +6,17 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
+
 from jitney.engine.api.workers import WorkerKind, WorkerPool
 from jitney.engine.errors import ErrorInfo
 from jitney.engine.lru import LruCache
-from jitney.engine.structured.setup import Checked, CheckerSetup
-from jitney.engine.types import Grammar
+from jitney.engine.structured.embedding import schemas, with_schemas
+from jitney.engine.structured.enforcement import Enforced, bare
+from jitney.engine.structured.grammar import json_schema
+from jitney.engine.structured.setup import Checked, CheckedGrammar, CheckerSetup
+from jitney.engine.structured.terms import Terms
+from jitney.engine.types import Grammar, JsonDict
 
 _MODULE = "jitney.engine.structured.worker"
 #: Seconds that checking a grammar may take.
@@ -19,6 +25,8 @@ _TIMEOUT_S = 2.0
 #: its own.
 _MOST_CHARS = 8 << 20
 _CHARS_EACH = 500
+#: Schemas of one grammar that may take too long, each as long as checking a grammar may.
+_MOST_ENDLESS = 2
 _ENDED = ErrorInfo(
     "grammar_too_complex", "compiling the grammar takes too much memory, or ended its process"
 )
@@ -35,17 +43,17 @@ class Grammars:
         self._kept: LruCache[Grammar, Checked] = LruCache(_MOST_CHARS, _chars_of)
         #: Those that are being checked, each once, whoever asks for it.
         self._checks: dict[Grammar, asyncio.Task[Checked]] = {}
-        self._too_long = ErrorInfo(
-            "grammar_too_complex", f"compiling the grammar took longer than {timeout_s:g} s"
-        )
+        too_long = f"compiling the grammar took longer than {timeout_s:g} s"
+        #: Why there is no answer: it took too long, or its process ended.
+        self._unfinished = (ErrorInfo("grammar_too_complex", too_long), _ENDED)
 
     async def close(self) -> None:
         """End the processes, whatever they do."""
         await self._workers.close()
 
-    async def checked(self, grammar: Grammar, param: str) -> Grammar:
-        """The grammar as the engine takes it. Raises RequestError, blamed on `param`, for one that
-        cannot be used.
+    async def checked(self, grammar: Grammar, param: str) -> CheckedGrammar:
+        """The grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,
+        for one that cannot be used.
         """
         found = self._kept.get(grammar)
         if found is None:
@@ -60,15 +68,43 @@ class Grammars:
 
     async def _check(self, grammar: Grammar) -> Checked:
         try:
-            found = await self._workers.ask(grammar)
-        except TimeoutError:
-            found = Checked(None, self._too_long)
-        except EOFError:
-            found = Checked(None, _ENDED)
+            found = await self._answer(grammar)
+            if found.error in self._unfinished:
+                found = await self._without_endless(grammar, found)
         finally:
             del self._checks[grammar]
         self._kept.put(grammar, found)
         return found
+
+    async def _answer(self, grammar: Grammar) -> Checked:
+        """What a process says of a grammar, or that it came to no end."""
+        try:
+            return await self._workers.ask(grammar)
+        except TimeoutError:
+            return Checked(None, self._unfinished[0])
+        except EOFError:
+            return Checked(None, self._unfinished[1])
+
+    async def _without_endless(self, grammar: Grammar, found: Checked) -> Checked:
+        """What a process says of a grammar without those of its schemas that are not strict and
+        that it comes to no end with; `found` if those are none, or more than a few.
+        """
+        endless: list[JsonDict] = []
+        for schema in schemas(grammar):
+            if Terms.split(schema)[0].strict:
+                continue
+            alone = await self._answer(json_schema(schema))
+            if alone.error in self._unfinished:
+                endless.append(schema)
+            if len(endless) > _MOST_ENDLESS:
+                return found
+        if not endless:
+            return found
+        lighter, left_out = with_schemas(
+            grammar, lambda schema: bare(schema) if schema in endless else Enforced(schema, [])
+        )
+        found = await self._answer(lighter)
+        return replace(found, unenforced=(*left_out, *found.unenforced))
 
 
 def _chars_of(grammar: Grammar) -> int:

@@ -29,9 +29,18 @@ from jitney.engine.conversation.grammars import Turn
 from jitney.engine.conversation.messages import shaped_messages
 from jitney.engine.conversation.tools import ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo, EngineRequest, JsonDict, Pooling, SamplingParams, Whole
+from jitney.engine.types import (
+    EngineInfo,
+    EngineRequest,
+    Grammar,
+    JsonDict,
+    Pooling,
+    SamplingParams,
+    Whole,
+)
 
 if TYPE_CHECKING:
+    from jitney.engine.conversation.formats import TurnFormat
     from jitney.engine.text.tokenizer import Tokenizer
 
 #: Most choices of one request, over all its prompts.
@@ -63,14 +72,21 @@ class RouteKind:
     names: Mapping[str | None, str] = MappingProxyType({})
     #: Whether a max_tokens that is more than there is room for means: to the end of the context.
     clamps: bool = False
+    #: The field of a tool that its schema stands in.
+    tool_schema: str = "function.parameters"
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Errors that blame a field of a chat blame what the route calls it."""
+        """Errors that blame a field of a chat, or a tool for its schema, blame what the route calls
+        it.
+        """
         try:
             yield
         except RequestError as error:
-            name = self.names.get(error.info.param)
+            param = error.info.param
+            name = self.names.get(param)
+            if param is not None and param.startswith("tools["):
+                name = f"{param}.{self.tool_schema}"
             if name is None:
                 raise
             raise error.blaming(name) from error
@@ -98,6 +114,8 @@ class Conversation:
     thinking_budget: int | None = None
     #: Whether its thoughts are shown.
     shows_reasoning: bool = True
+    #: Whether the model's special tokens are put around what the template writes.
+    special_tokens: bool = False
 
     @classmethod
     async def of_chat(cls, service: Service, body: ChatBody) -> Conversation:
@@ -111,6 +129,7 @@ class Conversation:
             effort=body.reasoning_effort,
             thinking_budget=body.thinking_token_budget,
             shows_reasoning=body.include_reasoning is not False,
+            special_tokens=bool(body.add_special_tokens),
         )
 
     async def prompt(self, service: Service) -> EncodedPrompt:
@@ -118,7 +137,18 @@ class Conversation:
         _, tokenizer = service.ready()
         text = await self.text(service)
         with self.kind.blaming():
-            return await service.off_loop(lambda: _chat_prompt(text, tokenizer))
+            special = self.special_tokens
+            return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
+
+    def unfollowed(self, turns: TurnFormat) -> list[str]:
+        """What the route calls the hints about thoughts that this model cannot follow."""
+        names: list[str] = []
+        can_stop = turns.takes_effort or (self.effort == "none" and not turns.thinks)
+        if self.effort is not None and not can_stop:
+            names.append("reasoning_effort")
+        if self.thinking_budget is not None and not turns.thinks:
+            names.append("thinking_token_budget")
+        return [self.kind.names.get(name, name) for name in names]
 
     async def text(self, service: Service) -> str:
         """What the chat template makes of it. Raises RequestError."""
@@ -157,7 +187,8 @@ class RequestBuilder[B: GenerationBody]:
         if body.suffix:
             sampling = _with_ends(sampling, service.fill_in("suffix").ends)
         sampling = await self._with_checked_grammar(sampling)
-        prompts = await _encoded(service, body.prompt, body.suffix)
+        special = body.add_special_tokens is not False
+        prompts = await _encoded(service, body.prompt, body.suffix, special)
         request = await service.slices.result(self._request(_COMPLETION, prompts, sampling))
         return replace(
             request,
@@ -179,8 +210,12 @@ class RequestBuilder[B: GenerationBody]:
                 own["logprobs"] = 0  # what the best are chosen by
         return self.sampling(own)
 
-    async def embeddings(self, items: Sequence[str | list[int]]) -> GenerationRequest:
-        """The request for one vector for each text or list of token ids."""
+    async def embeddings(
+        self, items: Sequence[str | list[int]], special: bool = True
+    ) -> GenerationRequest:
+        """The request for one vector for each text or list of token ids. special: whether the
+        model's own special tokens are put around a text.
+        """
         service, info = self.service, self.service.info
         most = info.sizes.seats + info.queue.max_waiting_requests
         if len(items) > most:
@@ -188,7 +223,7 @@ class RequestBuilder[B: GenerationBody]:
         lengths = [len(item) for item in items if isinstance(item, str)]
         service.check_chars(max(lengths, default=0), "input")
         with _EMBEDDING.blaming():
-            prompts = await _encoded(service, items, None)
+            prompts = await _encoded(service, items, None, special)
         ids = [prompt.ids for prompt in prompts]
         return await self.vectors(_EMBEDDING, ids)
 
@@ -216,6 +251,7 @@ class RequestBuilder[B: GenerationBody]:
         service = self.service
         service.check_model(self.body.model)
         _check_choices(sampling.n, service.info)
+        self.context.notes.ignored.extend(conversation.unfollowed(service.turns))
         sampling = await self._with_checked_grammar(sampling)
         prompt = await conversation.prompt(service)
         use = conversation.tools
@@ -223,14 +259,17 @@ class RequestBuilder[B: GenerationBody]:
             sampling = await self._held_to_grammar(conversation, prompt.tail, sampling)
         request = await service.slices.result(self._request(conversation.kind, [prompt], sampling))
         names = frozenset() if use is None else use.names
-        is_forced = use is not None and use.is_required
+        functions = {} if use is None else use.functions
+        must_call = use is not None and use.is_required
         turns = service.turns
         return replace(
             request,
             top_logprobs=sampling.logprobs,
-            make_parser=lambda: turns.parser(prompt.tail, names, forced=is_forced),
+            make_parser=lambda: turns.parser(prompt.tail, functions, forced=must_call),
             seen_ids=service.marker_ids(names),
             most_calls=None if use is None else use.most_calls,
+            must_call=must_call,
+            custom_names=frozenset() if use is None else use.custom_names,
             shows_reasoning=conversation.shows_reasoning,
         )
 
@@ -262,10 +301,11 @@ class RequestBuilder[B: GenerationBody]:
             value = getattr(body, name)
             if value is not None:
                 fields[name] = value
+        if body.repeat_penalty is not None:
+            fields["repetition_penalty"] = body.repeat_penalty
         fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
         fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
-        wanted = body.wanted_grammar
-        fields["grammar"] = None if wanted is None else wanted.grammar
+        fields["grammar"] = self._wanted_grammar
         params = SamplingParams(**(fields | own))
         params.validate(info.model.vocab_size)
         if params.top_k > info.model.vocab_size:
@@ -279,14 +319,16 @@ class RequestBuilder[B: GenerationBody]:
         budget, or the answer has a grammar of its own.
         """
         service = self.service
-        turn = Turn(service.turns, prompt, service.special_texts, conversation.thinking_budget)
-        grammar = turn.grammar(conversation.tools, sampling.grammar)
-        if grammar is None or grammar == sampling.grammar:
-            return sampling
-        # The answer's own grammar has been checked by itself.
+        turns = service.turns
+        budget = conversation.thinking_budget if turns.thinks else None
+        turn = Turn(turns, prompt, service.special_texts, budget)
+        answer = self._wanted_grammar
+        grammar = turn.grammar(conversation.tools, answer)
+        self.context.notes.unenforced.extend(turn.unenforced)
+        if grammar is None or grammar == answer:
+            return sampling  # the answer's own grammar has been checked by itself
         param = "tools" if conversation.tools is not None else self._grammar_field
-        grammar = await service.checked_grammar(grammar, param)
-        return with_fields(sampling, grammar=grammar)
+        return await self._held_to(sampling, grammar, param)
 
     async def _with_checked_grammar(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters with their grammar as the engine takes it. Raises RequestError, blamed on
@@ -294,8 +336,24 @@ class RequestBuilder[B: GenerationBody]:
         """
         if sampling.grammar is None:
             return sampling
-        grammar = await self.service.checked_grammar(sampling.grammar, self._grammar_field)
-        return with_fields(sampling, grammar=grammar)
+        return await self._held_to(sampling, sampling.grammar, self._grammar_field)
+
+    async def _held_to(
+        self, sampling: SamplingParams, grammar: Grammar, param: str
+    ) -> SamplingParams:
+        """The parameters with a grammar as the engine takes it; the client is told of what of its
+        schemas is left out. Raises RequestError, blamed on `param` or on a tool.
+        """
+        checked = await self.service.checked_grammar(grammar, param)
+        notes = self.context.notes.unenforced
+        notes += [place for place in checked.unenforced if place not in notes]
+        return with_fields(sampling, grammar=checked.grammar)
+
+    @property
+    def _wanted_grammar(self) -> Grammar | None:
+        """The grammar of the answer, as the client wrote it."""
+        wanted = self.body.wanted_grammar
+        return None if wanted is None else wanted.grammar
 
     @property
     def _grammar_field(self) -> str:
@@ -339,6 +397,7 @@ class RequestBuilder[B: GenerationBody]:
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             prompt_logprobs=body.prompt_logprobs,
             top_logprobs=None,
         )
@@ -404,7 +463,7 @@ def _check_choices(choices: int, info: EngineInfo) -> None:
 
 
 async def _encoded(
-    service: Service, items: Sequence[str | list[int]], suffix: str | None
+    service: Service, items: Sequence[str | list[int]], suffix: str | None, special: bool
 ) -> list[EncodedPrompt]:
     """Texts become tokens on a thread. Token ids need none: between cores that compute, it costs
     more to wake one than to take them.
@@ -412,7 +471,7 @@ async def _encoded(
     _, tokenizer = service.ready()
 
     def encode() -> list[EncodedPrompt]:
-        return [_completion_prompt(item, suffix, tokenizer) for item in items]
+        return [_completion_prompt(item, suffix, tokenizer, special) for item in items]
 
     if any(isinstance(item, str) for item in items):
         return await service.off_loop(encode)
@@ -420,15 +479,16 @@ async def _encoded(
 
 
 def _completion_prompt(
-    item: str | list[int], suffix: str | None, tokenizer: Tokenizer
+    item: str | list[int], suffix: str | None, tokenizer: Tokenizer, special: bool
 ) -> EncodedPrompt:
+    """special: whether the model's own special tokens are put around a text."""
     if not isinstance(item, str):
         return EncodedPrompt(item)
     if suffix:
         fill_in = tokenizer.fill_in
         assert fill_in is not None  # `completion` has asked for it
         return EncodedPrompt(fill_in.prompt(tokenizer, item, suffix), item)
-    return EncodedPrompt(tokenizer.encode(item), item)
+    return EncodedPrompt(tokenizer.encode(item, add_special_tokens=special), item)
 
 
 def _banned_sequences(
@@ -485,9 +545,9 @@ def _with_max_tokens(
     return with_fields(sampling, max_tokens=min(kind.default_tokens or room, room))
 
 
-def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
+def _chat_prompt(text: str, tokenizer: Tokenizer, special: bool) -> EncodedPrompt:
     try:
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(text, add_special_tokens=special)
         return EncodedPrompt(ids, tail=text[-_TAIL_CHARS:])
     except RequestError as error:
         raise error.blaming(_CHAT.prompt_field) from error
@@ -495,7 +555,7 @@ def _chat_prompt(text: str, tokenizer: Tokenizer) -> EncodedPrompt:
 
 def _tool_use(body: ChatBody) -> ToolUse | None:
     """What the body says of tools."""
-    tools = [tool.function.as_tool() for tool in body.tools or ()]
+    tools = list(body.client_tools())
     parallel = body.parallel_tool_calls is not False and not body.names_one_tool
     return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 

@@ -1,21 +1,23 @@
 """The request bodies of the two generation routes: which fields exist, and of which type.
 
-A field is implemented, or refused by name when it asks for something we do not do (`_REFUSED`), or
-unknown and listed in `x-ignored-params`. null always means: not given. Ranges of sampling
-parameters are declared in `SamplingParams`, which checks them; here stand types, sizes and
-combinations. A new sampling parameter is one field of `GenerationBody` under its own name.
+A body declares the fields that are done; `engine.api.fields` decides what becomes of all others.
+null always means: not given. Ranges of sampling parameters are declared in `SamplingParams`, which
+checks them; here stand types, sizes and combinations. A new sampling parameter is one field of
+`GenerationBody` under its own name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, cast
 
 import orjson
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -28,8 +30,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from jitney.engine.api import grammar_fields
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import echo
+from jitney.engine.api.fields import Rule, rules_of, unfollowed
 from jitney.engine.api.grammar_fields import WantedGrammar
-from jitney.engine.conversation.tools import Tool
+from jitney.engine.conversation.tools import Tool, custom_arguments
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict, JsonObject, JsonValue, Range, SamplingParams
 
@@ -88,54 +91,14 @@ _OWN_VARIABLES = frozenset(
         "truncation",
     }
 )
-#: Names of JSON schema's types.
-_SCHEMA_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 
-#: Known fields whose meaning we do not give -> the values that ask for nothing (null always does).
-_REFUSED: dict[str, tuple[JsonValue, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_special_tokens": (),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True, False),
-    "json_schema": (),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_embeds": (),
-    "reasoning_effort": ("none",),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": (),
-    "thinking_token_budget": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "web_search_options": (),
-}
 #: Field of a body -> the field of SamplingParams whose range it has.
-_SAMPLED_AS = {"best_of": "n", "top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
-#: Fields of the sibling route, refused likewise.
-_REFUSED_COMPLETION: dict[str, tuple[JsonValue, ...]] = {
-    "add_generation_prompt": (),
-    "continue_final_message": (False,),
-    "max_completion_tokens": (),
-    "messages": (),
-    "top_logprobs": (),
+_SAMPLED_AS = {
+    "best_of": "n",
+    "max_completion_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "top_logprobs": "logprobs",
 }
-_REFUSED_CHAT = {"best_of": (1,), "echo": (False,), "prompt": ()}
 #: Kinds of content part that exist elsewhere; a text model cannot read them, and no URL is ever
 #: fetched.
 _MEDIA_PARTS = frozenset(
@@ -164,10 +127,12 @@ class Part(BaseModel):
 
 
 class _StreamOptions(Part):
+    model_config = ConfigDict(extra="allow")
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    #: Padding that hides how long the pieces of a stream are; there is none.
-    include_obfuscation: Literal[False] | None = None
+    #: Padding that hides how long the pieces of a stream are; there is none, so true is a hint.
+    include_obfuscation: bool | None = None
 
 
 class _TextPart(Part):
@@ -195,8 +160,11 @@ def _described(schema: JsonDict, model: type[GenerationBody]) -> None:
     for name, (low, high, open_low) in _ranges_of(model):
         least = "exclusiveMinimum" if open_low else "minimum"
         properties[name] |= {least: low, "maximum": high}
-    for name, neutral in _refused_by(model).items():
-        properties[name] = {"enum": [None, *neutral], "description": "not supported here"}
+    for name, rule in model.rules().items():
+        if rule.is_hint:
+            properties[name] = {"description": "accepted, and changes nothing here"}
+        else:
+            properties[name] = {"enum": [None, *rule.neutral], "description": "not supported here"}
 
 
 def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
@@ -218,7 +186,7 @@ def ranged(field: str) -> AfterValidator:
     limits = _range_of(field)
     assert limits is not None
 
-    def check(value: int | None, info: ValidationInfo) -> int | None:
+    def check(value: float | None, info: ValidationInfo) -> float | None:
         if value is not None:
             limits.check(str(info.field_name), value)
         return value
@@ -334,7 +302,7 @@ Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(ma
 class ModelBody(Part):
     """A body that may name the model."""
 
-    #: Known fields that the route itself refuses, as `_REFUSED` has them.
+    #: Fields of a base that this route refuses -> values that ask for nothing.
     refused: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {}
     #: Lists of messages, whose length is looked at before anything else.
     counted: ClassVar[tuple[str, ...]] = ("messages", "input")
@@ -344,30 +312,36 @@ class ModelBody(Part):
 
     @classmethod
     def parse(cls, raw: JsonObject) -> tuple[Self, list[str]]:
-        """The body, and the names of fields nobody knows. Raises RequestError naming the first
+        """The body, and the fields that change nothing here. Raises RequestError naming the first
         field at fault.
         """
-        refused = _refused_by(cls)
-        for name, neutral in refused.items():
-            if not _asks_for_nothing(raw.get(name), neutral):
-                raise RequestError(
-                    f"{name} is not supported here", code="unsupported_parameter", param=name
-                )
+        ignored = unfollowed(raw, cls.rules(), cls.model_fields)
         for name in cls.counted:
             messages = raw.get(name)
             if isinstance(messages, list) and len(messages) > LIMITS.messages:
                 raise RequestError(f"{name} may hold at most {LIMITS.messages}", param=name)
         body = checked(cls, raw)
-        return body, _unknown(raw, {*cls.model_fields, *refused})
+        return body, ignored + body.unfollowed()
+
+    @classmethod
+    def rules(cls) -> dict[str, Rule]:
+        """What becomes of the fields that the body does not do."""
+        return rules_of(cls.model_fields, cls.refused)
+
+    def unfollowed(self) -> list[str]:
+        """Paths of what the declared fields ask for and do not get."""
+        return []
+
+    def unenforced(self) -> list[str]:
+        """Paths of the forms that the answer is not held to."""
+        return []
 
 
 _BadWord = Annotated[str, Field(min_length=1, max_length=LIMITS.bad_word_chars)]
 
 
 class GenerationBody(ModelBody):
-    """Fields that the generation routes share. Of those in `_REFUSED`, one that a body declares is
-    not refused.
-    """
+    """Fields that the generation routes share."""
 
     model_config = ConfigDict(json_schema_extra=_described)
 
@@ -380,6 +354,8 @@ class GenerationBody(ModelBody):
     min_p: float | None = None
     seed: int | None = None
     repetition_penalty: float | None = None
+    #: Its name in llama.cpp and Ollama.
+    repeat_penalty: Annotated[float | None, ranged("repetition_penalty")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[
@@ -396,6 +372,8 @@ class GenerationBody(ModelBody):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
+    #: Log-probabilities name a token "token_id:123" instead of by its text.
+    return_tokens_as_token_ids: bool | None = None
     #: -1: as many as leave room for max_tokens.
     truncate_prompt_tokens: Annotated[
         Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None, PlainValidator(_truncation)
@@ -419,6 +397,15 @@ class GenerationBody(ModelBody):
     user: Label | None = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
+    #: Prompts of one key share the prefix cache whatever they are called.
+    prompt_cache_key: Label | None = None
+
+    def unfollowed(self) -> list[str]:
+        options = self.stream_options
+        extra = [] if options is None else list(options.model_extra or {})
+        if options is not None and options.include_obfuscation:
+            extra.append("include_obfuscation")
+        return [f"stream_options.{name}" for name in extra]
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
@@ -463,19 +450,21 @@ class GenerationBody(ModelBody):
             raise at_field("stream_options", "is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise at_field("prompt_logprobs", "is not available in a stream")
+        if None not in (self.repeat_penalty, self.repetition_penalty):
+            raise at_field("repeat_penalty", "excludes repetition_penalty, its other name")
         return self
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    refused = _REFUSED_COMPLETION
-
     prompt: Annotated[
         list[str | list[int]], PlainValidator(_prompts, json_schema_input_type=_Prompt)
     ]
     #: What comes after the answer, which fills in the middle; "": nothing.
     suffix: str | None = None
+    #: Whether the model's own special tokens are put around the prompt. None: yes.
+    add_special_tokens: bool | None = None
     best_of: Annotated[int | None, ranged("n")] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, ranged("logprobs")] = None
@@ -511,40 +500,28 @@ class _ToolCall(Part):
     type: Literal["function"] = "function"
     function: _ToolFunction
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, raw: JsonValue) -> JsonValue:
+        """A call of a custom tool is one of a function that takes the text."""
+        if kind_of(raw) != "custom" or not isinstance(raw, dict):
+            return raw
+        custom = raw.get("custom")
+        text = custom.get("input") if isinstance(custom, dict) else None
+        if not isinstance(custom, dict) or not isinstance(text, str):
+            raise at_field("custom", "must have a name and an input")
+        function = {"name": custom.get("name"), "arguments": custom_arguments(text)}
+        return raw | {"type": "function", "function": function}
+
 
 FunctionName = Annotated[str, Field(pattern=_FUNCTION_NAME)]
 
 
 def object_schema(value: JsonDict | None) -> JsonDict | None:
-    """The JSON schema of a function's arguments: of an object, with types that exist. Raises
-    ValueError.
-    """
-    if value is None:
-        return None
-    if value.get("type", "object") != "object":
+    """The JSON schema of a function's arguments, which are an object. Raises ValueError."""
+    if value is not None and value.get("type", "object") != "object":
         raise ValueError('must be a JSON schema whose type is "object"')
-    unknown = _unknown_type(value)
-    if unknown is not None:
-        raise ValueError(f"{echo(unknown)} is no type of JSON schema")
     return value
-
-
-def _unknown_type(schema: JsonDict) -> str | None:
-    """A type that does not exist, somewhere among the schemas of properties and items."""
-    todo: list[JsonValue] = [schema]
-    while todo:
-        each = todo.pop()
-        if not isinstance(each, dict):
-            continue
-        types = each.get("type", [])
-        for name in types if isinstance(types, list) else [types]:
-            if not isinstance(name, str) or name not in _SCHEMA_TYPES:
-                return str(name)
-        properties = each.get("properties")
-        if isinstance(properties, dict):
-            todo += properties.values()
-        todo.append(each.get("items"))
-    return None
 
 
 class FunctionFields(Part):
@@ -560,11 +537,108 @@ class FunctionFields(Part):
         return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 
+class _InputFormat(Part):
+    """The form of a custom tool's input: any text, or the texts of a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, raw: JsonValue) -> JsonValue:
+        """Chats have the grammar in an object of its own."""
+        grammar = raw.get("grammar") if isinstance(raw, dict) else None
+        return raw | grammar if isinstance(raw, dict) and isinstance(grammar, dict) else raw
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type == "grammar" and None in (self.syntax, self.definition):
+            raise at_field("type", "a grammar needs a syntax and a definition")
+        return self
+
+
+class CustomFields(Part):
+    """A tool that takes a text, as OpenAI's routes describe it."""
+
+    name: FunctionName
+    description: str | None = None
+    format: _InputFormat | None = None
+
+    def as_tool(self) -> Tool:
+        """As every conversation has it."""
+        form = self.format
+        if form is None or form.syntax is None or form.definition is None:
+            return Tool.custom(self.name, self.description)
+        return Tool.custom(self.name, self.description, form.syntax, form.definition)
+
+    def is_enforced(self, *, required: bool) -> bool:
+        """Whether the input is held to its form. required: the model must call. A Lark grammar
+        describes the text itself, which stands in a JSON string here.
+        """
+        syntax = None if self.format is None else self.format.syntax
+        return syntax is None or (syntax == "regex" and required)
+
+
+class OtherTool(Part):
+    """A tool of which the model is not told: it runs on the servers of one provider, or may only be
+    called from there.
+    """
+
+    type: str
+
+    @classmethod
+    def of(cls, value: JsonValue) -> OtherTool:
+        """By the type that it says it has; functions need not say theirs."""
+        return cls(type=kind_of(value) or "function")
+
+
+def is_for_the_model(tool: JsonValue) -> bool:
+    """Whether a tool may be called by the model itself, not only by programs that it writes."""
+    callers = tool.get("allowed_callers") if isinstance(tool, dict) else None
+    return callers is None or (isinstance(callers, list) and "direct" in callers)
+
+
 class _Tool(Part):
     """A function that the model may ask the client to call."""
 
     type: Literal["function"]
     function: FunctionFields
+
+    @property
+    def fields(self) -> FunctionFields | CustomFields:
+        return self.function
+
+
+class _CustomTool(Part):
+    """A tool that takes a text, which the model may ask the client to call."""
+
+    type: Literal["custom"]
+    custom: CustomFields
+
+    @property
+    def fields(self) -> FunctionFields | CustomFields:
+        return self.custom
+
+
+_AnyTool = _Tool | _CustomTool | OtherTool
+_TOOLS: dict[str | None, type[_Tool | _CustomTool]] = {
+    None: _Tool,
+    "function": _Tool,
+    "custom": _CustomTool,
+}
+
+
+def _tool(value: JsonValue) -> _AnyTool:
+    kind = kind_of(value)
+    return _TOOLS[kind].model_validate(value) if kind in _TOOLS else OtherTool.of(value)
+
+
+def left_out(tools: Sequence[Part] | None) -> list[str]:
+    """Paths of the tools that the model is not told of."""
+    return [
+        f"tools[{place}]" for place, tool in enumerate(tools or ()) if isinstance(tool, OtherTool)
+    ]
 
 
 class _NamedFunction(Part):
@@ -572,19 +646,30 @@ class _NamedFunction(Part):
 
 
 class _NamedTool(Part):
-    """One function, by its name."""
+    """One function or custom tool, by its name."""
 
-    type: Literal["function"]
-    function: _NamedFunction
+    type: Literal["function", "custom"]
+    function: Annotated[_NamedFunction, Field(validation_alias=AliasChoices("function", "custom"))]
 
     @property
     def names(self) -> list[str]:
         return [self.function.name]
 
 
+def with_names(value: JsonValue) -> JsonValue:
+    """Of a list of allowed tools those that have names; the model is not told of others."""
+    if not isinstance(value, list):
+        return value
+    return [each for each in value if kind_of(each) in (None, "function", "custom")]
+
+
 class _AllowedTools(Part):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=LIMITS.tools)]
+    tools: Annotated[
+        list[_NamedTool],
+        BeforeValidator(with_names),
+        Field(min_length=1, max_length=LIMITS.tools),
+    ]
 
 
 class _Allowed(Part):
@@ -626,7 +711,7 @@ _SPECIAL_TOKENS = frozenset(
     {"additional", "bos", "cls", "eos", "extra", "mask", "pad", "sep", "unk"}
 )
 #: How long a model shall think.
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Message(Part):
@@ -674,8 +759,6 @@ class ChatBody(GenerationBody):
     "developer" reads as "system".
     """
 
-    refused = _REFUSED_CHAT
-
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, ranged("max_tokens")] = None
     logprobs: bool | None = None
@@ -683,12 +766,21 @@ class ChatBody(GenerationBody):
     #: None: true, unless continue_final_message is.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[_Tool], Field(max_length=LIMITS.tools)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[_AnyTool, PlainValidator(_tool, json_schema_input_type=_AnyTool)]],
+            Field(max_length=LIMITS.tools),
+        ]
+        | None
+    ) = None
     #: None: auto where there are tools.
     tool_choice: _ToolChoice | None = None
     #: None: true.
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    #: Whether the model's special tokens are put around what the template wrote, which has them
+    #: already. None: no.
+    add_special_tokens: bool | None = None
     #: Tokens after which the thoughts are ended and the answer begins.
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     #: Whether thoughts are shown; None: true.
@@ -700,17 +792,34 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _chat_combinations(self) -> Self:
-        names = [tool.function.name for tool in self.tools or ()]
-        self.check_tools(names, needs_tools=self.tool_choice not in (None, "none"))
+        names = [tool.name for tool in self.client_tools()]
+        self.check_tools(names, needs_tools=self.tool_choice not in (None, "none", "auto"))
         if self.continue_final_message and self.add_generation_prompt:
             raise at_field("continue_final_message", "excludes add_generation_prompt")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise at_field("top_logprobs", "is only allowed when logprobs is true")
         return self
 
+    def client_tools(self) -> Iterator[Tool]:
+        """The tools that the model is told of."""
+        for place, tool in enumerate(self.tools or ()):
+            if not isinstance(tool, OtherTool):
+                yield tool.fields.as_tool().at(f"tools[{place}]")
+
+    def unfollowed(self) -> list[str]:
+        return super().unfollowed() + left_out(self.tools)
+
+    def unenforced(self) -> list[str]:
+        required = self.tool_mode == "required"
+        return [
+            f"tools[{place}].custom.format"
+            for place, tool in enumerate(self.tools or ())
+            if isinstance(tool, _CustomTool) and not tool.custom.is_enforced(required=required)
+        ]
+
     @property
     def chosen_names(self) -> list[str] | None:
-        """The functions that tool_choice names; None if it names none."""
+        """The tools that tool_choice names; None if it names none."""
         choice = self.tool_choice
         return choice.names if isinstance(choice, Part) else None
 
@@ -736,29 +845,6 @@ def checked[M: BaseModel](kind: type[M], raw: JsonObject) -> M:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
         raise _readable(error) from None
-
-
-def _refused_by(kind: type[ModelBody]) -> dict[str, tuple[JsonValue, ...]]:
-    """Fields that a body may have only with a neutral value."""
-    if not issubclass(kind, GenerationBody):
-        return dict(kind.refused)
-    everywhere = {name: _REFUSED[name] for name in _REFUSED if name not in kind.model_fields}
-    return everywhere | dict(kind.refused)
-
-
-def _asks_for_nothing(value: JsonValue, neutral: tuple[JsonValue, ...]) -> bool:
-    """Null, or one of the neutral values; 1 and true are not the same."""
-    return value is None or (type(value), value) in [(type(ok), ok) for ok in neutral]
-
-
-def _unknown(raw: JsonObject, fields: set[str]) -> list[str]:
-    names = [name for name in raw if name not in fields]
-    options = raw.get("stream_options")
-    if isinstance(options, dict):
-        for name in options:
-            if name not in _StreamOptions.model_fields:
-                names.append(f"stream_options.{name}")
-    return names
 
 
 def at_field(field: str, message: str) -> PydanticCustomError:

@@ -23,7 +23,7 @@ from jitney.engine.api.text_threads import TextThreads
 from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.errors import RequestError
 from jitney.engine.process.client import EngineClient
-from jitney.engine.structured.setup import CheckerSetup
+from jitney.engine.structured.setup import CheckedGrammar, CheckerSetup
 from jitney.engine.types import EngineInfo, Grammar, JsonDict
 
 if TYPE_CHECKING:
@@ -290,9 +290,9 @@ class Service:
             return await self.chat_templates.render(messages, most_chars, variables)
         return await self.off_loop(lambda: tokenizer.apply_chat_template(messages, **variables))
 
-    async def checked_grammar(self, grammar: Grammar, param: str) -> Grammar:
-        """A grammar as the engine takes it. Raises RequestError, blamed on `param`, for one that
-        cannot be used.
+    async def checked_grammar(self, grammar: Grammar, param: str) -> CheckedGrammar:
+        """A grammar as the engine takes it. Raises RequestError, blamed on `param` or on a tool,
+        for one that cannot be used.
         """
         if self.grammars is not None:
             return await self.grammars.checked(grammar, param)
@@ -301,7 +301,7 @@ class Service:
         return await self.off_loop(lambda: _checked_here(setup, grammar, param))
 
 
-def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> Grammar:
+def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> CheckedGrammar:
     """As `Grammars.checked`, in this thread. Raises RequestError."""
     from jitney.engine.structured.worker import Checker
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jitney.engine.checkpoints.files import read_json
+from jitney.engine.checkpoints.names import long_name
 from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.errors import ModelError
 
@@ -125,7 +126,12 @@ def _modules_of(tensors: SafetensorsFolder) -> dict[str, dict[str, str]]:
         if found is None:
             raise ModelError(f"{_TENSORS} holds {name[:100]}, which is no half of a linear layer's")
         module, half = found.groups()
-        modules.setdefault(module, {})[half] = name
+        halves = modules.setdefault(long_name(module), {})
+        if half in halves:
+            raise ModelError(
+                f"{_TENSORS} holds {halves[half][:100]} a second time, as {name[:100]}"
+            )
+        halves[half] = name
     for module, halves in modules.items():
         if halves.keys() != _HALVES:
             raise ModelError(f"{_TENSORS} has only one half for {module}")

@@ -118,28 +118,23 @@ def _mistral(values: JsonObject) -> ModelConfig:
 
 
 def _qwen2(values: JsonObject) -> ModelConfig:
-    fields, config = _qwen(values)
+    fields, config = _qwen(values, num_key_value_heads=32)
     return replace(config, qkv_bias=True, windows=_qwen_windows(fields, config.n_layers))
 
 
 def _qwen3(values: JsonObject) -> ModelConfig:
-    return _read_qwen3(values)[1]
+    fields, config = _read_qwen3(values, num_key_value_heads=32, head_dim=128)
+    return replace(config, windows=_qwen_windows(fields, config.n_layers))
 
 
-def _read_qwen3(values: JsonObject) -> tuple[Fields, ModelConfig]:
-    fields, config = _qwen(values, head_dim=128)
-    windows = _qwen_windows(fields, config.n_layers)
-    return fields, replace(config, o_bias=config.qkv_bias, qk_norm=True, windows=windows)
+def _read_qwen3(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
+    """What Qwen3's dense models and its mixtures share; see `_read_decoder`."""
+    fields, config = _qwen(values, **defaults)
+    return fields, replace(config, o_bias=config.qkv_bias, qk_norm=True)
 
 
 def _qwen(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
-    return _read_decoder(
-        values,
-        max_position_embeddings=32768,
-        num_key_value_heads=32,
-        sliding_window=4096,
-        **defaults,
-    )
+    return _read_decoder(values, max_position_embeddings=32768, sliding_window=4096, **defaults)
 
 
 def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
@@ -154,8 +149,13 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def _qwen3_moe(values: JsonObject) -> ModelConfig:
-    """Qwen3's mixtures. Files of transformers 5 say num_local_experts, older ones num_experts."""
-    fields, config = _read_qwen3(values)
+    """Qwen3's mixtures. Files of transformers 5 say num_local_experts, older ones num_experts.
+
+    With `use_sliding_window` every layer has the window: transformers' Qwen3MoeModel reads neither
+    `layer_types` nor `max_window_layers`.
+    """
+    fields, config = _read_qwen3(values, num_key_value_heads=4)
+    window = _window(fields) if fields.flag("use_sliding_window") else 0
     every = fields.integer("decoder_sparse_step", 1, MOST.layers, default=1)
     if fields.get("mlp_only_layers") or every != 1:
         raise ModelError(
@@ -169,7 +169,8 @@ def _qwen3_moe(values: JsonObject) -> ModelConfig:
         fields.integer("num_experts_per_tok", 1, MOST.experts, default=8),
         fields.flag("norm_topk_prob"),
     )
-    return replace(config, intermediate_size=inner, experts=experts)
+    windows = (window,) * config.n_layers
+    return replace(config, intermediate_size=inner, windows=windows, experts=experts)
 
 
 def _mixtral(values: JsonObject) -> ModelConfig:

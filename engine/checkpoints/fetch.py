@@ -36,7 +36,8 @@ _GGUF_BYTES = 98_362_432
 #: What a served model consists of; never code, pickles, or the second copy of the weights that some
 #: repositories carry.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
-_HUB_IGNORED = ["*/*", "consolidated*"]
+#: Of folders in it, only 1_Pooling's config.json is read (`pooling_config`).
+_HUB_IGNORED = ["[!1]*/*", "*/*.safetensors", "consolidated*"]
 
 
 def no_progress(stage: str, done: int, total: int, detail: str) -> None:

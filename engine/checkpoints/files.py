@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Literal, overload
 
@@ -18,6 +19,11 @@ _MAX_JSON_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 100 << 20
 
 
+#: Files of the Hugging Face cache that are named by the digest of their content: those of one
+#: repository, and those that several share.
+_BLOB = re.compile(r"/models--[^/]+/blobs/[^/]+$|/blobs/([0-9a-f]{2})/\1[0-9a-f]{62}$")
+
+
 @overload
 def safe_file(folder: Path, name: str, *, missing_ok: Literal[False] = False) -> Path: ...
 @overload
@@ -27,23 +33,48 @@ def safe_file(folder: Path, name: str, *, missing_ok: bool) -> Path | None: ...
 def safe_file(folder: Path, name: str, *, missing_ok: bool = False) -> Path | None:
     """The file `name` of the folder; None if absent and that is fine.
 
-    Raises ModelError for a name that is not plain (`..`, absolute, with a separator) and for a link
-    that leads out of the folder. Links of the Hugging Face cache, snapshots/REVISION/name ->
-    ../../blobs/HASH, stay inside that cache.
+    Raises ModelError for a name that is not plain (`..`, absolute, with a separator), and for a
+    link to anything but a file below the folder or one that the Hugging Face cache keeps by the
+    digest of its content: to name that, a folder's maker must have had the content.
     """
-    if not name or "\x00" in name or name in (".", "..") or "/" in name or "\\" in name:
-        raise ModelError(f"unsafe file name in the model folder: {name[:100]!r}")
+    _check_plain(name)
     path = folder / name
     if not path.is_file():
-        if missing_ok and not path.is_symlink():
+        if path.is_symlink():
+            raise ModelError(
+                f"{name[:100]} of the model folder is a link to {_target(path)}, where no file is"
+            )
+        if missing_ok:
             return None
         raise ModelError(f"the model folder lacks {name[:100]}")
-    real, home = path.resolve(), folder.resolve()
-    if home.parent.name == "snapshots":
-        home = home.parent.parent
-    if not real.is_relative_to(home):
-        raise ModelError(f"{name[:100]} is a link that leads out of the model folder")
+    real = path.resolve()
+    if not real.is_relative_to(folder.resolve()) and not _BLOB.search(real.as_posix()):
+        raise ModelError(
+            f"{name[:100]} is a link that leads out of the model folder, to {_target(path)}: put "
+            "the file itself there, or give the folder it lies in"
+        )
     return path
+
+
+def safe_folder(folder: Path, name: str) -> Path:
+    """The folder `name` in the folder. Raises ModelError as `safe_file` does."""
+    _check_plain(name)
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ModelError(
+            f"{name[:100]} is a link that leads out of the model folder, to {_target(path)}"
+        )
+    return path
+
+
+def _check_plain(name: str) -> None:
+    if not name or "\x00" in name or name in (".", "..") or "/" in name or "\\" in name:
+        raise ModelError(f"unsafe file name in the model folder: {name[:100]!r}")
+
+
+def _target(link: Path) -> str:
+    """Where a link leads, in one line."""
+    return repr(str(link.readlink())[:200])
 
 
 def read_json(

@@ -12,8 +12,13 @@ from jitney.engine.checkpoints.families import FAMILIES, Family
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.rope_config import extended_context, gguf_rope
+from jitney.engine.checkpoints.turn_ends import turn_ends
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonObject
+
+#: Token types: control tokens are special; user-defined ones are matched whole but shown.
+CONTROL, USER_DEFINED = 3, 4
+_NAMED_ENDS = tuple(f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
 
 
 def config_of(file: GGUFFile) -> ModelConfig:
@@ -48,7 +53,6 @@ def _read_gguf_config(
     context = fields.integer("context_length", 1, MOST.context)
     scaling = gguf_rope(fields, context, head_dim, rope_factors)
     vocab = Fields({"rows": shapes.get("token_embd.weight", (None,))[0]}, "GGUF token_embd.weight")
-    ends = [f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")]
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab.integer("rows", 2, MOST.vocab),
@@ -69,10 +73,26 @@ def _read_gguf_config(
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
         qk_norm="blk.0.attn_q_norm.weight" in shapes,
         bos_id=tokens.token_id("tokenizer.ggml.bos_token_id"),
-        eos_ids=tokens.token_ids(*ends),
+        eos_ids=tokens.token_ids(*_NAMED_ENDS),
     )
     assert family.from_gguf is not None
-    return family.from_gguf(fields, config)
+    return family.from_gguf(fields, config.with_ends(*_turn_ends(metadata, config)))
+
+
+def _turn_ends(metadata: JsonObject, config: ModelConfig) -> list[int]:
+    """Tokens that end a turn by their text, in the vocabulary of the file."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(kinds, list):
+        return []
+    by_kind: dict[int, dict[str, int]] = {CONTROL: {}, USER_DEFINED: {}}
+    for id, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind in (CONTROL, USER_DEFINED) and isinstance(text, str) and id < config.vocab_size:
+            by_kind[kind][text] = id
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str):
+        template = ""
+    return turn_ends(by_kind[CONTROL], by_kind[USER_DEFINED], template, config.eos_ids)
 
 
 def _family_named(name: object) -> tuple[str, Family]:

@@ -6,6 +6,7 @@ The file is untrusted: each number is checked for type and range before anything
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jitney.engine.checkpoints.config_fields import Fields
@@ -33,15 +34,38 @@ def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> 
     return replace(model, architecture=architecture).with_ends(*more_ends)
 
 
+def read_packing(config: JsonObject) -> Packing | None:
+    """How the matrices are stored that go with a `config.json`; None: as floats. Raises ModelError
+    for a packing that is not read.
+    """
+    settings = config.get("quantization_config")
+    older = config.get("compression_config")  # compressed-tensors' key of 2024
+    if settings is None and isinstance(older, Mapping):
+        settings = {"quant_method": "compressed-tensors"} | dict(older)
+    return Packing.read(settings)
+
+
 def _known_architecture(names: object) -> str:
-    """The first class name in `architectures` that is served; ModelError lists those that are."""
+    """The first class name in `architectures` that is served, of a base model that of the model
+    with its head; ModelError lists those that are.
+    """
     if isinstance(names, list):
         for name in names:
-            if isinstance(name, str) and name in FAMILIES:
-                return name
+            if isinstance(name, str) and _with_head(name) in FAMILIES:
+                return _with_head(name)
     raise ModelError(
         f"config.json: unknown architecture {repr(names)[:100]}; known: {', '.join(FAMILIES)}"
     )
+
+
+def _with_head(name: str) -> str:
+    """The class of a model with its output head; name: that, or the one of its base model, such as
+    MistralModel. Encoders are served without a head.
+    """
+    if name in FAMILIES:
+        return name
+    base = name.removesuffix("TextModel").removesuffix("Model")
+    return name if base == name else f"{base}ForCausalLM"
 
 
 def _refuse_unsupported(config: JsonObject) -> None:
@@ -51,6 +75,6 @@ def _refuse_unsupported(config: JsonObject) -> None:
             "config.json names custom code (auto_map); it is not run, the known architecture is "
             "used instead"
         )
-    Packing.read(config.get("quantization_config"))
+    read_packing(config)
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")

@@ -160,6 +160,17 @@ class Dialect:
     paired_rows: bool = False
 
 
+#: Beginnings of names in the saved base model of a family, whose names lack the prefix `model.`.
+_BASE_NAMES = ("embed_tokens.", "layers.", "norm.")
+
+
+def long_name(name: str) -> str:
+    """The name that a tensor or module has in the model with its output head; name: that, or the
+    one in a base model saved by itself, as Qwen3-Embedding is, and others made from `AutoModel`.
+    """
+    return f"model.{name}" if name.startswith(_BASE_NAMES) else name
+
+
 HF = Dialect(
     embed="model.embed_tokens",
     norm="model.norm",

@@ -1,7 +1,8 @@
-"""How a sentence-transformers folder makes vectors of its encoder's rows; jax-free.
+"""How a model makes vectors of texts by its own files; jax-free.
 
-`modules.json` lists what a text goes through: the encoder, a pooling with a config.json in a folder
-of its own, and often a norm to length 1, which every vector gets here.
+In a sentence-transformers folder `modules.json` lists what a text goes through: the model, a
+pooling with a config.json in a folder of its own, and often a norm to length 1, which every vector
+gets here. A GGUF file has one number for it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from jitney.engine.checkpoints.files import read_json, read_json_list
+from jitney.engine.checkpoints.files import read_json, read_json_list, safe_folder
 from jitney.engine.errors import ModelError
 from jitney.engine.types import JsonObject, Pooling
 
 _MODULES = "modules.json"
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-#: Values of `pooling_mode` that are computed here.
-_POOLINGS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean"}
+#: Values of `pooling_mode` that encoders and decoders compute here.
+_OF_ENCODERS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean"}
+_OF_DECODERS: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+#: The same of `pooling_type` in GGUF files (llama.cpp's enum llama_pooling_type); 0 is none.
+_OF_GGUF: Mapping[int, Pooling | None] = {0: None, 1: "mean", 3: "last"}
 #: Files before sentence-transformers 6 have a flag for each mode.
 _FLAGS: Mapping[str, str] = {
     "pooling_mode_cls_token": "cls",
@@ -29,9 +33,30 @@ _FLAGS: Mapping[str, str] = {
 
 
 def read_pooling(folder: Path) -> Pooling:
-    """What the folder's files say of its vectors; the mean, as sentence-transformers takes it,
-    where they say nothing. Raises ModelError for what is not computed here.
+    """How the files of an encoder's folder make vectors; the mean, as sentence-transformers takes
+    it, where they do not say. Raises ModelError for what is not computed here.
     """
+    return _stated(folder, _OF_ENCODERS) or "mean"
+
+
+def folder_pooling(folder: Path) -> Pooling | None:
+    """The same of a decoder's folder; None where its files do not say. Raises ModelError."""
+    return _stated(folder, _OF_DECODERS)
+
+
+def gguf_pooling(metadata: JsonObject) -> Pooling | None:
+    """The same of a GGUF file's key-values."""
+    key = f"{metadata.get('general.architecture')}.pooling_type"
+    kind = metadata.get(key, 0)
+    if type(kind) is not int or kind not in _OF_GGUF:
+        raise ModelError(
+            f"GGUF: {key} {str(kind)[:40]} is not supported; known: 1 (mean), 3 (last)"
+        )
+    return _OF_GGUF[kind]
+
+
+def _stated(folder: Path, known: Mapping[str, Pooling]) -> Pooling | None:
+    """What the files of a folder say, one of `known`'s values by its names."""
     modules: dict[str, JsonObject] = {}
     for module in read_json_list(folder, _MODULES, missing_ok=True):
         if not isinstance(module, dict):
@@ -45,22 +70,25 @@ def read_pooling(folder: Path) -> Pooling:
             f"{', '.join(_KNOWN_MODULES)}"
         )
     if "Pooling" not in modules:
-        return "mean"
+        return None
     path = modules["Pooling"].get("path")
-    if not isinstance(path, str) or Path(path).name != path:
+    if not isinstance(path, str):
         raise ModelError(
             f"{_MODULES}: the path of Pooling must name a folder, found {str(path)[:60]!r}"
         )
-    return _pooling(read_json(folder / path, "config.json"), f"{path}/config.json")
+    config = read_json(safe_folder(folder, path), "config.json")
+    return _pooling(config, f"{path}/config.json", known)
 
 
-def _pooling(config: JsonObject, where: str) -> Pooling:
+def _pooling(config: JsonObject, where: str, known: Mapping[str, Pooling]) -> Pooling:
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)]
     if not isinstance(modes, list):
         modes = [modes]
     shown = ", ".join(map(str, modes))
-    if shown not in _POOLINGS:
-        raise ModelError(f"{where}: the pooling must be cls or mean, found {shown[:60] or 'none'}")
-    return _POOLINGS[shown]
+    if shown not in known:
+        raise ModelError(
+            f"{where}: the pooling must be {' or '.join(known)}, found {shown[:60] or 'none'}"
+        )
+    return known[shown]

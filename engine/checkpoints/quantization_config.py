@@ -1,4 +1,5 @@
-"""What `quantization_config` of a config.json says about the tensors of a checkpoint; jax-free.
+"""The packing of a checkpoint's tensors, as `quantization_config` of config.json names it;
+jax-free.
 
 Known: GPTQ and AWQ in 4 bits, compressed-tensors in 4 or 8 bits, and fp8 with a scale per tensor,
 output or block.
@@ -36,8 +37,9 @@ class Packing:
             return None
         if not isinstance(settings, Mapping):
             raise _refusal("is not a table")
-        method = settings.get("quant_method")
-        match method:
+        method = str(settings.get("quant_method"))
+        # compressed-tensors' own tools have written its name with an underscore, too.
+        match method.lower().replace("_", "-"):
             case "gptq":
                 return _gptq(settings)
             case "awq":
@@ -49,7 +51,7 @@ class Packing:
                 return cls("fp8")
             case "compressed-tensors":
                 return _compressed(settings)
-        raise _refusal(f"names the method {str(method)[:40]!r}; known: {', '.join(_METHODS)}")
+        raise _refusal(f"names the method {method[:40]!r}; known: {', '.join(_METHODS)}")
 
 
 def _gptq(settings: JsonObject) -> Packing:

@@ -8,6 +8,7 @@ id (fetched once by huggingface_hub).
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,13 +24,18 @@ from jitney.engine.checkpoints.fetch import (
     fetched_smollm2,
     no_progress,
 )
-from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json
+from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.hf_config import read_hf_config
 from jitney.engine.checkpoints.model_config import EncoderConfig, ModelConfig
-from jitney.engine.checkpoints.pooling_config import read_pooling
+from jitney.engine.checkpoints.pooling_config import folder_pooling, gguf_pooling, read_pooling
+from jitney.engine.checkpoints.safetensors import lacks_head
+from jitney.engine.checkpoints.turn_ends import turn_ends
 from jitney.engine.errors import ModelError
+from jitney.engine.types import JsonObject, JsonValue, Pooling
+
+_log = logging.getLogger("jitney.core")
 
 _DEFAULT_MODEL = "smollm2-135m"
 #: What its file says, for those who ask before it is fetched.
@@ -152,6 +158,18 @@ class ModelSource:
         """Whether it is the default model."""
         return self.name == _DEFAULT_MODEL
 
+    def stated_pooling(self) -> Pooling | None:
+        """How the model makes vectors of texts by its own files; None where they do not say. Raises
+        ModelError for a way that is not computed here.
+        """
+        match self.kind:
+            case "hf":
+                return folder_pooling(Path(self.path))
+            case "gguf":
+                return gguf_pooling(GGUFFile(self.path).metadata)
+            case "tiny":
+                return None
+
     def identity(self, adapters: Mapping[str, str] = _NO_ADAPTERS) -> str:
         """SHA-256 (hexadecimal) of the files that make the model, whatever it is called and
         wherever it lies: tensors, configuration, tokenizer, chat template; and of those of its
@@ -184,14 +202,17 @@ def _hf_source(folder: Path, name: str) -> ModelSource:
         read_json(folder, "config.json"),
         read_json(folder, "generation_config.json", missing_ok=True),
     )
-    # Chat models are often tuned to end with the tokenizer's own end token while config.json still
-    # names that of their base model.
-    end = _special_token_id(folder, "eos_token")
-    if end is not None and 0 <= end < config.vocab_size:
-        config = config.with_ends(end)
     if config.encoder is not None:
-        config = replace(config, encoder=_encoder_of(folder, config.encoder))
-    return ModelSource("hf", str(folder), name, config)
+        encoder = _encoder_of(folder, config.encoder)
+        return ModelSource("hf", str(folder), name, replace(config, encoder=encoder))
+    if not config.tie_embeddings and lacks_head(folder):
+        _log.warning(
+            "%s holds no output head: its vectors are right, text that it generates means nothing",
+            name,
+        )
+        config = replace(config, tie_embeddings=True)
+    ends = [id for id in _folder_ends(folder, config) if 0 <= id < config.vocab_size]
+    return ModelSource("hf", str(folder), name, config.with_ends(*ends))
 
 
 def _encoder_of(folder: Path, encoder: EncoderConfig) -> EncoderConfig:
@@ -200,29 +221,61 @@ def _encoder_of(folder: Path, encoder: EncoderConfig) -> EncoderConfig:
         return replace(encoder, pooling=read_pooling(folder))
     if encoder.token_types == 1:
         return encoder
-    separator = _special_token_id(folder, "sep_token", "[SEP]")
+    separator = _separator_id(folder)
     if separator is None:
         raise ModelError("tokenizer.json has no separator, by which the texts of a pair are found")
     return replace(encoder, separator_id=separator)
 
 
-def _special_token_id(folder: Path, name: str, usual: str | None = None) -> int | None:
-    """Id of the special token that the tokenizer's files call so; None if there is none. usual: its
-    text where no file says.
-    """
-    text = read_json(folder, "tokenizer_config.json", missing_ok=True).get(name, usual)
+def _separator_id(folder: Path) -> int | None:
+    """Id of the special token that the tokenizer's files call the separator."""
+    text = read_json(folder, "tokenizer_config.json", missing_ok=True).get("sep_token", "[SEP]")
     if isinstance(text, dict):
         text = text.get("content")
     tokenizer = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES)
-    added = tokenizer.get("added_tokens")
-    if not isinstance(text, str) or not isinstance(added, list):
-        return None
-    for entry in added:
-        if isinstance(entry, dict) and entry.get("content") == text:
-            id = entry.get("id")
-            if type(id) is int:
-                return id
-    return None
+    tokens = _added_tokens(tokenizer.get("added_tokens"))
+    return next((id for token, id, _ in tokens if token == text), None)
+
+
+def _folder_ends(folder: Path, config: ModelConfig) -> list[int]:
+    """Tokens that end a turn by the tokenizer's files: its own end token, and those known by their
+    text.
+
+    Chat models are often tuned to end with these while config.json still names the end token of
+    their base model.
+    """
+    settings = read_json(folder, "tokenizer_config.json", missing_ok=True)
+    tokenizer = read_json(folder, "tokenizer.json", missing_ok=True, limit=MAX_TOKENIZER_BYTES)
+    special: dict[str, int] = {}
+    others: dict[str, int] = {}
+    for text, id, is_special in _added_tokens(tokenizer.get("added_tokens")):
+        (special if is_special else others)[text] = id
+    own = settings.get("eos_token")
+    if isinstance(own, dict):
+        own = own.get("content")
+    ends = [id for text, id in (others | special).items() if text == own]
+    template = _folder_template(folder, settings)
+    return ends + turn_ends(special, others, template, {*config.eos_ids, *ends})
+
+
+def _added_tokens(entries: JsonValue) -> Iterator[tuple[str, int, bool]]:
+    """(text, id, whether it is a special token) of the sound entries of `added_tokens`."""
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict):
+            text, id = entry.get("content"), entry.get("id")
+            if isinstance(text, str) and type(id) is int:
+                yield text, id, entry.get("special") is True
+
+
+def _folder_template(folder: Path, settings: JsonObject) -> str:
+    """The text of all chat templates of a folder; settings: tokenizer_config.json."""
+    stored = settings.get("chat_template")
+    named = stored if isinstance(stored, list) else [{"template": stored}]
+    texts = [entry.get("template") for entry in named if isinstance(entry, dict)]
+    file = safe_file(folder, "chat_template.jinja", missing_ok=True)
+    if file is not None:
+        texts.append(file.read_text(errors="replace"))
+    return "\n".join([text for text in texts if isinstance(text, str)])
 
 
 def _gguf_source(path: Path, name: str) -> ModelSource:

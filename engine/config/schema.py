@@ -26,7 +26,7 @@ _KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "p
 #: The policies and orders by name, which `jitney.engine.scheduler.policies` makes.
 _PolicyName = Literal["continuous", "static", "dynamic"]
 _OrderName = Literal["fcfs", "priority", "shortest", "fair"]
-#: Ways to write calls and thoughts, which `jitney.engine.conversation.formats` describes.
+#: Ways to write calls and thoughts, which `jitney.engine.conversation.families` describes.
 _ToolParserName = Literal[
     "auto",
     "none",
@@ -36,18 +36,37 @@ _ToolParserName = Literal[
     "deepseek_v31",
     "deepseek_v3",
     "deepseek_r1",
+    "kimi_k2",
+    "solar_open",
     "mistral_named",
     "mistral_v11",
     "mistral",
     "gemma4",
     "functiongemma",
+    "functionary",
+    "glm45",
+    "glm47",
+    "seed_oss",
+    "minimax_m2",
+    "qwen3_coder",
+    "qwen3_xml",
+    "apriel",
     "hermes",
     "qwen",
     "qwen25",
     "qwen3",
+    "nemotron_v2",
+    "minimax",
+    "minimax_m1",
+    "cohere_command",
+    "granite",
+    "gigachat31",
+    "gigachat3",
+    "apertus",
     "llama3_json",
     "llama3",
     "llama4_json",
+    "lfm2",
     "gemma",
     "gemma3",
 ]
@@ -66,6 +85,10 @@ _ReasoningParserName = Literal[
     "mistral",
     "magistral",
     "gemma4",
+    "seed_oss",
+    "cohere_command",
+    "apertus",
+    "apriel",
 ]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: A host as the Host header has it, and an origin as a browser sends it (lower case, no path).
@@ -364,13 +387,14 @@ class EngineSection(Section):
             "prompt_logprobs); so many are computed wherever any are asked for"
         ),
     )
-    embedding_pooling: Literal["off", "last", "mean"] = Field(
-        default="off",
+    embedding_pooling: Literal["auto", "off", "last", "mean"] = Field(
+        default=AUTO,
         description=(
             "what the vectors of /v1/embeddings are made of: the last token's hidden state behind "
             "the final norm (last), or the mean of all tokens' (mean), which then share no prefix; "
-            "off: the route is refused. Their programs are compiled at the start. Of an encoder "
-            "(BERT, XLM-RoBERTa) its files say it: leave this off"
+            "auto: as the model's files say (sentence-transformers' modules.json, a GGUF file's "
+            "pooling_type), off where they do not; off: the route is refused. Their programs are "
+            "compiled at the start. Of an encoder (BERT, XLM-RoBERTa) its files alone decide"
         ),
     )
     canary_every: int = Field(
@@ -583,7 +607,7 @@ class EngineSection(Section):
     def _hosts_can_do_it(self) -> EngineSection:
         if self.n_hosts == 1:
             return self
-        if self.embedding_pooling != "off":
+        if self.embedding_pooling not in (AUTO, "off"):
             raise ValueError("embedding_pooling is not for several hosts (n_hosts): leave it off")
         if self.data_parallel == 1 and self.tensor_parallel % self.n_hosts:
             raise ValueError(

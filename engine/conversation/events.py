@@ -34,15 +34,18 @@ class ToolCallStart:
     id: str
     #: Of the function.
     name: str
+    #: Whether the client has a custom tool of this name: what follows is its text.
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of a call's arguments: a piece of JSON text."""
+    """More of a call's arguments: a piece of JSON text, or of a custom tool's text."""
 
     #: Of the call that has begun with it.
     index: int
     text: str
+    is_custom: bool = False
 
 
 def arguments_object(text: str) -> JsonDict:
@@ -65,8 +68,9 @@ class _WrittenCall:
 
     id: str
     name: str
-    #: JSON text, as the model wrote it.
+    #: JSON text, as the model wrote it; of a custom tool its text.
     arguments: str
+    is_custom: bool
 
 
 @dataclass(slots=True)
@@ -91,7 +95,9 @@ class AssistantMessage:
                 case ReasoningDelta():
                     reasoning.append(event.text)
                 case ToolCallStart():
-                    message.tool_calls.append(_WrittenCall(event.id, event.name, ""))
+                    message.tool_calls.append(
+                        _WrittenCall(event.id, event.name, "", event.is_custom)
+                    )
                     arguments.append([])
                 case ToolCallArguments():
                     arguments[event.index].append(event.text)

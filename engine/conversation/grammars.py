@@ -5,34 +5,24 @@ schemas. In llguidance's Lark, since JSON schemas stand among other text in them
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jitney.engine.conversation import harmony
-from jitney.engine.conversation.formats import CallText, TurnFormat
+from jitney.engine.conversation.formats import TurnFormat
+from jitney.engine.conversation.lark import Lark
 from jitney.engine.conversation.tools import Tool, ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import Grammar, JsonDict, JsonValue
+from jitney.engine.structured.terms import Terms, arguments_schema, json_rule
+from jitney.engine.types import Grammar
 
 #: Calls of a turn that is forced to call and may do so more than once.
 _MOST_CALLS = 16
-#: How the arguments are written. Without a bound a model can write blanks for ever.
-_JSON_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{0,33}"}
-#: Any text, the blanks between two parts, and text that is no call of Llama's.
-_TEXTS = r"""
-ANY: /(.|\n)*/
-BLANKS: /[ \n]{0,4}/
-NO_CALL: /[ \n]*([^{ \n](.|\n)*)?/
-"""
-#: Keywords beside which an object cannot be closed without a look at what they say.
-_OPENING = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf")
-_OPENING += ("oneOf", "$ref", "not", "if", "dependentSchemas", "propertyNames", "minProperties")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is known of a turn before it is written."""
+    """A turn before it is written."""
 
     format: TurnFormat
     #: The end of the text that it follows.
@@ -41,10 +31,13 @@ class Turn:
     special_ids: Mapping[str, int]
     #: Tokens that it may think; None: as many as it likes.
     thinking_budget: int | None = None
+    #: Keywords of the tools' schemas that the grammar does not enforce: a function's name and a
+    #: JSON pointer. Written by `grammar`.
+    unenforced: list[str] = field(default_factory=list[str])
 
     def grammar(self, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
-        """What the whole turn may be; None: anything. use: what it may call. answer: what its
-        content must be, if it says any. Raises RequestError.
+        """The grammar of the whole turn; None: it may be anything. use: what it may call. answer:
+        what its content must be, if it says any. Raises RequestError.
         """
         _check_budget(self)
         if use is not None and answer is not None and not use.is_required:
@@ -55,7 +48,7 @@ class Turn:
             return _behind_thoughts(self, answer)
         if self.thinking_budget is None:
             return None
-        lark = _Lark(self.special_ids)
+        lark = Lark(self.special_ids, json_rule)
         thoughts = _thoughts(lark, self)
         return Grammar("lark", lark.written(f"{thoughts} {_content(lark, self, 'ANY')}"))
 
@@ -64,9 +57,7 @@ def _check_budget(turn: Turn) -> None:
     """Refuse a budget where it could not be kept to the token."""
     if turn.thinking_budget is None:
         return
-    reasoning = turn.format.reasoning
-    end = harmony.Mark.END if reasoning is None else reasoning.end
-    if not turn.format.thinks or end not in turn.special_ids:
+    if turn.format.thoughts_end not in turn.special_ids:
         raise RequestError(
             "this model does not think, or marks the end of its thoughts with no token of its own",
             code="unsupported_parameter",
@@ -75,30 +66,25 @@ def _check_budget(turn: Turn) -> None:
 
 
 def _tool_grammar(turn: Turn, use: ToolUse) -> Grammar | None:
-    """What a turn that may or must call may be; None: anything.
-
-    Raises RequestError where a tool is strict and its calls have no form that could be held to a
-    schema.
+    """The grammar of a turn that may or must call; None: it may be anything. Raises RequestError
+    where calls need not be made and are not read.
     """
-    turns = turn.format
     is_free = turn.thinking_budget is None and not any(tool.strict for tool in use.tools)
     if is_free and not use.is_required:
         return None
     if not use.is_required:
-        _check_form(turns)
-    text = turns.forced_tools.text
-    assert text is not None  # forced_tools has one
-    lark = _Lark(turn.special_ids)
+        _check_reading(turn)
+    lark = Lark(turn.special_ids, json_rule)
     thoughts = _thoughts(lark, turn)
-    return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turns, text, use)}"))
+    return Grammar("lark", lark.written(f"{thoughts} {_answer(lark, turn, use)}"))
 
 
-def _check_form(turns: TurnFormat) -> None:
-    """Raise RequestError where calls that need not be made cannot be held to a schema."""
-    if turns.tools is None or turns.tools.text is None:
+def _check_reading(turn: Turn) -> None:
+    """Raise RequestError where calls are content unless they are forced."""
+    if turn.format.tools is None:
         raise RequestError(
-            "this model writes calls in a form that cannot be held to a schema unless tool_choice "
-            "is required or names a function",
+            "this server reads calls only where they are forced (tool_call_parser none), so "
+            "strict tools and response_format beside tools need tool_choice required or a function",
             code="unsupported_parameter",
             param="tools",
         )
@@ -108,20 +94,18 @@ def _calls_or_answer(turn: Turn, use: ToolUse, grammar: Grammar) -> Grammar:
     """A turn that calls, or else says what its grammar allows. Raises RequestError where one of
     them cannot be held to its form.
     """
-    _check_form(turn.format)
-    text = turn.format.forced_tools.text
-    assert text is not None  # forced_tools has one
-    lark = _Lark(turn.special_ids)
+    _check_reading(turn)
+    lark = Lark(turn.special_ids, json_rule)
     thoughts = _thoughts(lark, turn)
     said = _content(lark, turn, _rule_of(lark, grammar))
-    return Grammar("lark", lark.written(f"{thoughts} ({lark.calls(text, use)} | {said})"))
+    return Grammar("lark", lark.written(f"{thoughts} ({_calls(lark, turn, use)} | {said})"))
 
 
 def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
     """The grammar of a turn whose answer has a grammar, and which may begin with thoughts. Raises
     RequestError for a grammar that cannot stand behind other text.
     """
-    lark = _Lark(turn.special_ids)
+    lark = Lark(turn.special_ids, json_rule)
     thoughts = _thoughts(lark, turn)
     if not thoughts:
         return grammar
@@ -129,13 +113,13 @@ def _behind_thoughts(turn: Turn, grammar: Grammar) -> Grammar:
     return Grammar("lark", lark.written(f"{thoughts} {said}"))
 
 
-def _rule_of(lark: _Lark, grammar: Grammar) -> str:
+def _rule_of(lark: Lark, grammar: Grammar) -> str:
     """A grammar as a part of a turn's. Raises RequestError where it can be no part."""
     match grammar.kind:
         case "json_object":
-            return _json_rule({"type": "object"})
+            return json_rule({"type": "object"})
         case "json_schema":
-            return _json_rule(json.loads(grammar.text))
+            return json_rule(json.loads(grammar.text))
         case "choice":
             choices = [lark.literal(text) for text in json.loads(grammar.text)]
             return f"({' | '.join(choices)})"
@@ -148,36 +132,31 @@ def _rule_of(lark: _Lark, grammar: Grammar) -> str:
             )
 
 
-def _content(lark: _Lark, turn: Turn, rule: str) -> str:
+def _content(lark: Lark, turn: Turn, rule: str) -> str:
     """A rule of what is said, with the header that it has in some formats."""
     if not turn.format.has_channels:
         return rule
     return f"{lark.literal(f'{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}')} {rule}"
 
 
-def _json_rule(schema: JsonValue) -> str:
-    """A schema that is true or false is no object, and has no place for the style."""
-    styled = schema | {"x-guidance": _JSON_STYLE} if isinstance(schema, dict) else schema
-    return f"%json {json.dumps(styled, ensure_ascii=False)}"
-
-
-def _answer(lark: _Lark, turns: TurnFormat, text: CallText, use: ToolUse) -> str:
-    """What may come behind the thoughts."""
+def _answer(lark: Lark, turn: Turn, use: ToolUse) -> str:
+    """The rule of the answer behind the thoughts."""
     if use.is_required:
-        return lark.calls(text, use)
-    if turns.has_channels:
-        final = lark.literal(f"{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}")
-        return f"({lark.calls(text, use)} | {final} ANY)"
-    if not text.may_follow_text:
-        return f"({lark.calls(text, use)} | NO_CALL)"
-    assert turns.tools is not None
-    head = text.first or text.before_name
-    trigger = next(marker for marker in turns.tools.markers if head.startswith(marker))
-    return f"({lark.up_to(trigger)} {lark.calls(text, use, trigger=trigger)})* ANY"
+        return _calls(lark, turn, use)
+    if turn.format.has_channels:
+        return f"({_calls(lark, turn, use)} | {_content(lark, turn, 'ANY')})"
+    form = turn.format.calls
+    if not form.text.has_marker:
+        return f"(NO_CALL | NO_CALL_LINES {_calls(lark, turn, use)})"
+    head = form.text.first or form.text.before_name
+    trigger = next(marker for marker in form.markers if head.startswith(marker))
+    text = lark.without(marker for marker in form.openings if marker != trigger)
+    call = f"{lark.up_to(trigger, text=text)} {_calls(lark, turn, use, trigger=trigger)}"
+    return f"({call})* {text}"
 
 
-def _thoughts(lark: _Lark, turn: Turn) -> str:
-    """What may come before the answer."""
+def _thoughts(lark: Lark, turn: Turn) -> str:
+    """The rule of the thoughts before the answer."""
     turns, budget = turn.format, turn.thinking_budget
     if turns.has_channels:
         head = lark.literal(
@@ -194,89 +173,37 @@ def _thoughts(lark: _Lark, turn: Turn) -> str:
     return f"({lark.literal(reasoning.start)} {rest})?"
 
 
-class _Lark:
-    """A grammar in the making."""
-
-    def __init__(self, special_ids: Mapping[str, int]):
-        self._ids = special_ids
-        self._rules: list[str] = []
-        parts = [re.escape(text) for text in sorted(special_ids, key=len, reverse=True)]
-        self._cut = re.compile(f"({'|'.join(parts)})") if parts else re.compile("(?!)")
-
-    def literal(self, text: str) -> str:
-        """Exactly this text."""
-        parts: list[str] = []
-        for part in self._cut.split(text):
-            if part in self._ids:
-                parts.append(f"<[{self._ids[part]}]>")
-            elif part:
-                parts.append(json.dumps(part, ensure_ascii=False))
-        return " ".join(parts)
-
-    def up_to(self, marker: str, most_tokens: int | None = None) -> str:
-        """Any text, up to and with a marker. most_tokens: of a text before a marker that is a
-        token; then the marker is all that may come.
-        """
-        name = f"up_to_{len(self._rules)}"
-        if marker in self._ids and most_tokens is None:
-            return f"ANY {self.literal(marker)}"
-        if marker in self._ids:
-            self._rules.append(f"{name}[max_tokens={most_tokens}]: ANY")
-            return f"{name} {self.literal(marker)}"
-        self._rules.append(f"{name}[lazy]: ANY {json.dumps(marker, ensure_ascii=False)}")
-        return name
-
-    def calls(self, text: CallText, use: ToolUse, *, trigger: str = "") -> str:
-        """The calls of a turn. trigger: what of the first one has been written already; behind it
-        stands one call, unless they have something around them.
-        """
-        one = self._any_call(text, use, "" if text.first else trigger)
-        more = ""
-        is_many = use.most_calls != 1 and not text.is_alone
-        if is_many and (text.first or not trigger):
-            more = f"({self.literal(text.separator)} {one}){{0,{_MOST_CALLS - 1}}}"
-        head = self.literal(text.first.removeprefix(trigger))
-        return f"{head} {one} {more} {self.literal(text.last)}"
-
-    def _any_call(self, text: CallText, use: ToolUse, trigger: str) -> str:
-        names = [self._call(text, tool, trigger) for tool in use.tools]
-        return f"({' | '.join(names)})"
-
-    def _call(self, text: CallText, tool: Tool, trigger: str) -> str:
-        name = f"call_{len(self._rules)}"
-        before = text.before_name.removeprefix(trigger)
-        head = self.literal(f"{before}{tool.name}{text.before_arguments}")
-        arguments = _json_rule(_arguments_schema(tool))
-        self._rules.append(f"{name}: {head} {arguments} {self.literal(text.after)}")
-        return name
-
-    def written(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self._rules, _TEXTS])
-
-
-def _arguments_schema(tool: Tool) -> JsonDict:
-    """Of an object. A tool that says no parameters has none."""
-    if tool.parameters is None:
-        schema: JsonDict = {"properties": {}, "additionalProperties": False}
-    else:
-        schema = _closed(tool.parameters)
-    return {"type": "object"} | schema
-
-
-def _closed(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The schema without properties that it does not name, wherever that is plain to see: what fits
-    it fits the client's own, and a model does not go on inventing more.
+def _calls(lark: Lark, turn: Turn, use: ToolUse, *, trigger: str = "") -> str:
+    """The calls of a turn. trigger: what of the first one has been written already; behind it
+    stands one call, unless they have something around them.
     """
-    closed = dict(schema)
-    properties, items = schema.get("properties"), schema.get("items")
-    if isinstance(properties, dict):
-        closed["properties"] = {name: _closed_value(each) for name, each in properties.items()}
-        if not any(keyword in schema for keyword in _OPENING):
-            closed["additionalProperties"] = False
-    if isinstance(items, dict):
-        closed["items"] = _closed(items)
-    return closed
+    text = turn.format.calls.text
+    rules = [_call(lark, turn, tool, "" if text.first else trigger) for tool in use.tools]
+    one = lark.rule(lark.one_of(rules))
+    most = min(use.most_calls or _MOST_CALLS, _MOST_CALLS)
+    if text.is_alone or (trigger and not text.first):
+        most = 1
+    more = f"({lark.literal(text.separator)} {one}){{0,{most - 1}}}" if most > 1 else ""
+    head = lark.literal(text.first.removeprefix(trigger))
+    return f"{head} {one} {more} {lark.literal(text.last)}"
 
 
-def _closed_value(schema: JsonValue) -> JsonValue:
-    return _closed(schema) if isinstance(schema, dict) else schema
+def _call(lark: Lark, turn: Turn, tool: Tool, trigger: str) -> str:
+    """One call of a tool. Raises RequestError if it is strict and not all of its schema can be
+    enforced in the model's form.
+    """
+    text = turn.format.calls.text
+    before = text.before_name.removeprefix(trigger)
+    head = lark.literal(f"{before}{tool.name}{text.before_arguments}")
+    terms = Terms(tool.strict, closed=True, name=tool.name, param=tool.path)
+    unenforced: list[str] = []
+    try:
+        schema = arguments_schema(tool.parameters, terms)
+        arguments = text.arguments.rule(lark, schema, unenforced)
+    except RecursionError:
+        unenforced.append("#")
+        arguments = text.arguments.rule(lark, {"type": "object"}, [])
+    if unenforced and tool.strict:
+        raise terms.refusal(unenforced[0], "the form of this model's calls cannot enforce it")
+    turn.unenforced.extend(map(terms.pointer, unenforced))
+    return lark.rule(f"{head} {arguments} {lark.literal(text.after)}")

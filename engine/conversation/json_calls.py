@@ -7,10 +7,12 @@ gets what the model wrote.
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 
 from jitney.engine.conversation.reading import Finding, Malformed, Reading, TextReader
 
-#: What an object of a call calls its arguments.
+#: What an object of a call calls its function, and its arguments.
+_NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 #: Characters that JSON has outside its strings; others end a value.
 _OUTSIDE = frozenset('{}[]:,+-.0123456789truefalsnE" \t\r\n')
@@ -22,15 +24,7 @@ class JsonReader(TextReader):
     """Reads JSON. What is no call raises Malformed; `give_back` then has what nobody was told."""
 
     #: Names that a call may have; None: any.
-    names: frozenset[str] | None = None
-    #: Most characters of a name: longer ones are no names.
-    most_name = 256
-
-    def checked_name(self, text: str) -> str:
-        """What is no name raises Malformed."""
-        if not 0 < len(text) <= self.most_name:
-            raise Malformed
-        return text
+    names: Container[str] | None = None
 
     def read_call(self) -> Reading:
         """An object with a name and arguments, in either order; other keys are read over."""
@@ -40,6 +34,18 @@ class JsonReader(TextReader):
         while (yield from self.any_of((",", "}"))) == ",":
             yield from self._read_member(call)
         call.end()
+
+    def read_calls_as_json(self) -> Reading:
+        """An object, or a list of objects."""
+        if (yield from self.peek_filled()) != "[":
+            yield from self.read_call()
+            return
+        behind = yield from self.next_char()
+        while behind != "]":
+            yield from self.skip_blanks()
+            yield from self.read_call()
+            yield from self.skip_blanks()
+            behind = yield from self.any_of((",", "]"))
 
     def read_arguments(self, index: int) -> Reading:
         """An object: the arguments of a call that has begun."""
@@ -51,15 +57,15 @@ class JsonReader(TextReader):
     def _read_member(self, call: _Call) -> Reading:
         """A key and its value, with the blanks around them."""
         yield from self.skip_blanks()
-        key = yield from self._read_string()
+        key = yield from self.read_string()
         yield from self.expect_next(":")
         yield from self._read_value_of(key, call)
         yield from self.skip_blanks()
 
     def _read_value_of(self, key: str, call: _Call) -> Reading:
         yield from self.skip_blanks()
-        if key == "name" and call.name is None:
-            call.take_name((yield from self._read_string()))
+        if key in _NAME_KEYS and call.name is None:
+            call.take_name((yield from self.read_string()))
         elif key in _ARGUMENT_KEYS and not call.has_arguments:
             yield from self._read_call_arguments(call)
         else:
@@ -69,7 +75,7 @@ class JsonReader(TextReader):
         """An object; also as text in a string, and null, which some models write."""
         first = yield from self.peek()
         if first == '"':
-            call.take_arguments(_object_text((yield from self._read_string())))
+            call.take_arguments(_object_text((yield from self.read_string())))
         elif first == "n":
             yield from self.expect("null")
             call.take_arguments("{}")
@@ -112,7 +118,7 @@ class JsonReader(TextReader):
         _tell(call, char)
         return char
 
-    def _read_string(self) -> Finding[str]:
+    def read_string(self) -> Finding[str]:
         """A string, decoded."""
         yield from self.expect('"')
         text = yield from self._rest_of_string(None)

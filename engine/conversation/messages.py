@@ -22,10 +22,10 @@ def shaped_messages(
         if turns.template_has_tools:
             shaped.append(_shaped(message, names, turns))
         else:
-            _add_in_words(shaped, message)
+            _add_in_words(shaped, message, turns)
         yield
     if use is not None and not turns.template_has_tools:
-        return _with_system(shaped, _tools_text(use))
+        return _with_system(shaped, turns.tools_text(use))
     return shaped
 
 
@@ -53,10 +53,10 @@ def _with_object(call: JsonDict) -> JsonDict:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def _add_in_words(shaped: list[JsonDict], message: JsonDict) -> None:
+def _add_in_words(shaped: list[JsonDict], message: JsonDict, turns: TurnFormat) -> None:
     """Add a message for a template that knows no tools."""
     if message["role"] == "tool":
-        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        text = turns.result_text(message["content"])
         last = shaped[-1] if shaped else {}
         if last.get("is_result"):
             last["content"] += "\n" + text
@@ -65,15 +65,10 @@ def _add_in_words(shaped: list[JsonDict], message: JsonDict) -> None:
         return
     calls = message.get("tool_calls") or []
     texts = [message["content"]] if message["content"] else []
-    texts += [_call_text(call) for call in calls]
+    functions = [call["function"] for call in calls]
+    texts += [turns.call_text(each["name"], each["arguments"]) for each in functions]
     said = {name: value for name, value in message.items() if name != "tool_calls"}
     shaped.append(said | {"content": "\n".join(texts)})
-
-
-def _call_text(call: JsonDict) -> str:
-    function = call["function"]
-    name = json.dumps(function["name"], ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {function["arguments"]}}}\n</tool_call>'
 
 
 def _with_system(messages: list[JsonDict], text: str) -> list[JsonDict]:
@@ -83,15 +78,3 @@ def _with_system(messages: list[JsonDict], text: str) -> list[JsonDict]:
         content = f"{first['content']}\n\n{text}".lstrip()
         return [first | {"content": content}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
-
-
-def _tools_text(use: ToolUse) -> str:
-    """What a model is told whose template knows no tools."""
-    lines = [json.dumps(tool.shown(), ensure_ascii=False) for tool in use.tools]
-    listed = "\n".join(lines)
-    return (
-        "You can call these functions:\n"
-        f"<tools>\n{listed}\n</tools>\n"
-        "To call one, write its name and its arguments as JSON, in this form:\n"
-        '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>'
-    )

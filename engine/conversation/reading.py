@@ -22,6 +22,8 @@ from jitney.engine.conversation.events import (
 type Reading = Generator[None, str, None]
 #: One that returns what it found.
 type Finding[T] = Generator[None, str, T]
+#: What ends a name that stands without quotes, beside blanks.
+_BEHIND_NAME = '{[<>"'
 #: Blanks that are held back at most.
 _MOST_BLANKS = 64
 
@@ -49,6 +51,12 @@ class TextReader:
     _drops_blanks = True
     #: The marker that was found last.
     found = ""
+    #: Most characters of a name: longer ones are no names.
+    most_name = 256
+    #: The text ended where the model would have gone on.
+    is_cut = False
+    #: No text follows what was sent.
+    _is_ended = False
 
     def __init__(self) -> None:
         self._events: list[AssistantEvent] = []
@@ -89,8 +97,9 @@ class TextReader:
         self._held = text[len(kept) :]
         return True
 
-    def close(self) -> list[AssistantEvent]:
-        """There is no more text; what was held back."""
+    def close(self, *, is_cut: bool) -> list[AssistantEvent]:
+        """There is no more text; what was held back. is_cut: the model would have gone on."""
+        self.is_cut = is_cut
         with contextlib.suppress(StopIteration):
             self._reading.send("")
         return self._taken()
@@ -113,9 +122,12 @@ class TextReader:
         """The next character. Raises Ended."""
         if self._again:
             char = self._again.popleft()
+        elif self._is_ended:
+            raise Ended
         else:
             char = yield
         if not char:
+            self._is_ended = True
             raise Ended
         self._since_mark.append(char)
         return char
@@ -241,6 +253,20 @@ class TextReader:
         yield from self.expect(text)
         self.unread(text)
 
+    def read_name(self) -> Finding[str]:
+        """A name without quotes."""
+        name = ""
+        while not _ends_name(char := (yield from self.next_char())):
+            name += char
+        self.unread(char)
+        return self.checked_name(name)
+
+    def checked_name(self, text: str) -> str:
+        """The text, which is a name. Raises Malformed if it is none."""
+        if not 0 < len(text) <= self.most_name:
+            raise Malformed
+        return text
+
     def any_of(self, texts: tuple[str, ...]) -> Finding[str]:
         """Read one of these texts, of which none begins another. Raises Malformed at the first
         character that belongs to none, which is left.
@@ -269,6 +295,11 @@ class CallReader(TextReader):
         self._around = around
         super().__init__()
 
+    @property
+    def opening_markers(self) -> tuple[str, ...]:
+        """Markers that calls begin with."""
+        return self._starts + self._around
+
     def read(self) -> Reading:
         passed = self._around
         while True:
@@ -286,6 +317,10 @@ class CallReader(TextReader):
             yield from self.read_calls()
             self.mark()
             return False
+        except Ended:
+            if self._n_calls > n_before:
+                self.mark()  # what there is of its end
+            raise
         except Malformed:
             self.give_back()
             return self._n_calls > n_before
@@ -295,9 +330,8 @@ class CallReader(TextReader):
         raise NotImplementedError
 
 
-def _place(event: AssistantEvent) -> int | None:
-    """Of the call that an event belongs to."""
-    return getattr(event, "index", None)
+def _ends_name(char: str) -> bool:
+    return char in _BEHIND_NAME or char.isspace()
 
 
 def _blanks_before(text: str) -> int:

@@ -4,60 +4,93 @@ of a form is data (`engine.conversation.formats`).
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from jitney.engine.conversation.json_calls import JsonReader
 from jitney.engine.conversation.reading import CallReader, Finding, Malformed, Reading
+from jitney.engine.conversation.schema_types import quoted, word_json
 
-#: What ends a name that stands without quotes, beside blanks.
-_BEHIND_NAME = '{[<"'
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
-class TaggedCalls(CallReader, JsonReader):
-    """A JSON object between two tags."""
+class JsonCalls(CallReader, JsonReader):
+    """JSON objects or lists of them, between two tags. Without an end, one of them."""
 
     def __init__(self, start: str, end: str):
         self._end = end
-        super().__init__((start,), (end,))
+        super().__init__((start,), (end,) if end else ())
 
     def read_calls(self) -> Reading:
         yield from self.skip_blanks()
-        yield from self.read_call()
-        yield from self.expect_next(self._end)
+        yield from self.read_calls_as_json()
+        while self._end and (yield from self.peek_filled()) == "{":
+            yield from self.read_calls_as_json()
+        if self._end:
+            yield from self.expect_next(self._end)
+
+
+class KeyedCalls(JsonCalls):
+    """Apertus: a list of objects whose only key is the name, and its value the arguments."""
+
+    def read_call(self) -> Reading:
+        yield from self.expect("{")
+        yield from self.skip_blanks()
+        name = self.checked_name((yield from self.read_string()))
+        yield from self.expect_next(":")
+        yield from self.skip_blanks()
+        yield from self.look_for("{")
+        yield from self.read_arguments(self.begin_call(name))
+        yield from self.expect_next("}")
 
 
 class BareCalls(CallReader, JsonReader):
-    """Llama: JSON objects that are the whole turn, separated by semicolons, with or without a tag
-    before them. Without one only tools that were given can be called.
+    """Llama: JSON objects at the beginning of the turn, of a line or behind another call, and such
+    behind a tag. Without the tag only functions that were given can be called.
     """
 
-    def __init__(self, tag: str, names: frozenset[str]):
+    #: Whether what comes begins a line.
+    _begins_line = True
+
+    def __init__(self, tag: str, names: Container[str]):
+        self._tag = tag
         self._given = names
         super().__init__((tag,))
 
+    def say(self, text: str) -> None:
+        if text:
+            self._begins_line = text.rstrip(" \t").endswith("\n")
+        super().say(text)
+
     def read(self) -> Reading:
-        if (yield from self.peek_filled()) == "{":
-            self.names = self._given
-            yield from self.attempt()
-            self.names = None
-        else:
-            self.unread("".join(self._since_mark))
-        yield from super().read()
+        while True:
+            marker = yield from self.until((self._tag, "{"))
+            if marker == self._tag:
+                yield from self.attempt()
+            elif self._begins_line or "\n" in self._since_mark:
+                self.unread(marker)
+                self.names = self._given
+                yield from self.attempt()
+                self.names = None
+            else:
+                self.say("".join(self._since_mark))
+                self.mark()
 
     def read_calls(self) -> Reading:
         yield from self.skip_blanks()
         yield from self.read_call()
         while True:
-            yield from self.expect_next(";")
+            if (yield from self.peek_filled()) == ";":
+                yield from self.next_char()
             yield from self.skip_blanks()
+            yield from self.look_for("{")
             yield from self.read_call()
 
 
 class NamedCalls(CallReader, JsonReader):
-    """DeepSeek: a name, then the arguments as JSON, with markers around them."""
+    """A name, then the arguments as JSON, with markers around them. A number behind the name is
+    Kimi's own name of the call.
+    """
 
     def __init__(
         self,
@@ -65,24 +98,30 @@ class NamedCalls(CallReader, JsonReader):
         end: str,
         *,
         before_name: str = "",
+        behind_id: str = "",
         after_name: str = "",
         before_end: str = "",
         around: tuple[str, ...] = (),
     ):
         """start, end: before and after each call; around: around all calls of a turn.
 
-        before_name: between the start and the name. after_name: between the name and the arguments.
+        before_name: between the start and the name. behind_id: before the name, behind the model's
+        own name of the call; empty: it gives none. after_name: between the name and the arguments.
         before_end: between the arguments and the end.
         """
         self._end = end
         self._before_name = before_name
+        self._behind_id = behind_id
         self._after_name = after_name
         self._before_end = before_end
         super().__init__((start,), (end,), around)
 
     def read_calls(self) -> Reading:
         yield from self.expect(self._before_name)
-        name = yield from self.read_name()
+        if self._behind_id:
+            yield from self.read_name()
+            yield from self.expect(self._behind_id)
+        name, _, _ = (yield from self.read_name()).partition(":")
         yield from self.expect_next(self._after_name)
         yield from self.read_named(name)
         yield from self.expect_next(self._before_end)
@@ -93,18 +132,6 @@ class NamedCalls(CallReader, JsonReader):
         yield from self.skip_blanks()
         yield from self.look_for("{")
         yield from self.read_arguments(self.begin_call(name))
-
-    def read_name(self) -> Finding[str]:
-        """A name without quotes."""
-        name = ""
-        while not _ends_name(char := (yield from self.next_char())):
-            name += char
-        self.unread(char)
-        return self.checked_name(name)
-
-
-def _ends_name(char: str) -> bool:
-    return char in _BEHIND_NAME or char.isspace()
 
 
 class MistralCalls(NamedCalls):
@@ -120,11 +147,8 @@ class MistralCalls(NamedCalls):
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     def read_calls(self) -> Reading:
-        first = yield from self.peek_filled()
-        if first == "[":
-            yield from self._read_list()
-        elif first == "{":
-            yield from self.read_call()
+        if (yield from self.peek_filled()) in "[{":
+            yield from self.read_calls_as_json()
         else:
             name = yield from self.read_name()
             yield from self._pass_markers()
@@ -139,14 +163,6 @@ class MistralCalls(NamedCalls):
         if (yield from self.any_of((self._ARGS, self._CALL_ID))) == self._CALL_ID:
             yield from self.read_name()
             yield from self.expect(self._ARGS)
-
-    def _read_list(self) -> Reading:
-        behind = yield from self.next_char()
-        while behind != "]":
-            yield from self.skip_blanks()
-            yield from self.read_call()
-            yield from self.skip_blanks()
-            behind = yield from self.any_of((",", "]"))
 
 
 #: Reads a pair, or a value.
@@ -199,7 +215,7 @@ class BraceCalls(NamedCalls):
             yield from self._read_text()
             yield from self.expect(":")
         else:
-            self._write(_quoted((yield from self._bare_key())))
+            self._write(quoted((yield from self._bare_key())))
         self._write(": ")
         yield from self._read_value()
 
@@ -236,7 +252,7 @@ class BraceCalls(NamedCalls):
     def _without_text(self, held: str) -> str:
         """What may be the beginning of a mark; the text before it is written."""
         while not self._quote.startswith(held):
-            self._write(_quoted(held[0])[1:-1])
+            self._write(quoted(held[0])[1:-1])
             held = held[1:]
             self.mark(held)
         return held
@@ -247,22 +263,4 @@ class BraceCalls(NamedCalls):
         while (char := (yield from self.next_char())) not in ",}]":
             word += char
         self.unread(char)
-        self._write(_literal(word.strip()))
-
-
-def _quoted(text: str) -> str:
-    """A string as JSON writes it."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _literal(word: str) -> str:
-    """A word as JSON: a number, true, false or null as it stands, else a string."""
-    try:
-        is_json = not isinstance(json.loads(word, parse_constant=_not_json), str)
-    except (json.JSONDecodeError, RecursionError):
-        is_json = False
-    return word if is_json else _quoted(word)
-
-
-def _not_json(word: str) -> None:
-    raise json.JSONDecodeError("no JSON", word, 0)
+        self._write(word_json(word.strip()))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jitney.engine.types import JsonDict
 
 #: What a model may do with its tools: call them, not call them, or nothing else than call them.
 type ToolMode = Literal["auto", "none", "required"]
+#: The argument of a custom tool.
+CUSTOM_INPUT = "input"
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments, as JSON text, of a call that gives a custom tool this text."""
+    return json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +28,42 @@ class Tool:
     description: str | None = None
     #: JSON schema of an object; None: it takes no arguments.
     parameters: JsonDict | None = None
-    #: Whether its arguments must fit the schema even where calls are not forced.
+    #: Whether its arguments must fit the schema even where calls are not forced, and a schema that
+    #: cannot be enforced is refused.
     strict: bool = False
+    #: Whether the client has a tool that takes a text: the model calls a function whose one
+    #: argument `input` is the text.
+    is_custom: bool = False
+    #: The field of the body that it came in, such as "tools[3]".
+    path: str = "tools"
+
+    @classmethod
+    def custom(
+        cls, name: str, description: str | None, syntax: str = "", definition: str = ""
+    ) -> Tool:
+        """A tool that takes a text. syntax: "lark" or "regex", of the definition of the texts that
+        it takes; empty: it takes any.
+        """
+        text: JsonDict = {"type": "string"}
+        if syntax:
+            text["description"] = f"A text of this form ({syntax}):\n{definition}"
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+        parameters: JsonDict = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: text},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        }
+        return cls(name, description, parameters, is_custom=True)
+
+    def renamed(self, name: str) -> Tool:
+        """The same tool under another name."""
+        return replace(self, name=name)
+
+    def at(self, path: str) -> Tool:
+        """The same tool, from this field of the body."""
+        return replace(self, path=path)
 
     def shown(self) -> JsonDict:
         """As chat templates know it."""
@@ -34,7 +76,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a turn may call."""
+    """The functions that a turn may call."""
 
     tools: tuple[Tool, ...]
     #: Whether it must call, and say nothing else.
@@ -62,3 +104,13 @@ class ToolUse:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(tool.name for tool in self.tools)
+
+    @property
+    def functions(self) -> dict[str, JsonDict | None]:
+        """The schemas of the arguments of what may be called, by name."""
+        return {tool.name: tool.parameters for tool in self.tools}
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the tools that take a text."""
+        return frozenset(tool.name for tool in self.tools if tool.is_custom)

@@ -117,7 +117,7 @@ class Fleet:
     async def earlier_keeper(self, asked: Asked) -> _AnswerKeeper | None:
         """Who keeps the response that a request goes on with, if it goes on with one."""
         earlier = asked.fields.get("previous_response_id")
-        if asked.route != _RESPONSES or earlier is None:
+        if asked.route not in (_RESPONSES, f"{_RESPONSES}/input_tokens") or earlier is None:
             return None
         return await self.keeper(asked, earlier)
 

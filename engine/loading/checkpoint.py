@@ -10,8 +10,8 @@ import numpy as np
 
 from jitney.engine.checkpoints.files import read_json
 from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.hf_config import read_packing
 from jitney.engine.checkpoints.names import WeightMap
-from jitney.engine.checkpoints.quantization_config import Packing
 from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.loading import repack
@@ -47,7 +47,8 @@ class _PlainFolder(SafetensorsFolder):
     """A Hugging Face folder of floats."""
 
     def sliced(self, name: str) -> StoredTensor:
-        return StoredTensor(self.files[name], name, self.shapes[name])
+        place = self.places[name]
+        return StoredTensor(place.file, place.name, self.shapes[name])
 
     def matrix(self, name: str) -> StoredMatrix | None:
         return None
@@ -74,8 +75,7 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     """The tensors of a folder or file; weights: what is wanted of it."""
     if source.kind == "gguf":
         return _BlockGGUF(source.path)
-    config = read_json(Path(source.path), "config.json")
-    packing = Packing.read(config.get("quantization_config"))
+    packing = read_packing(read_json(Path(source.path), "config.json"))
     if packing is None:
         return _PlainFolder(source.path, unread=weights.ignored)
     return QuantisedFolder(source.path, packing, weights.pieces)

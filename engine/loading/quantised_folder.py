@@ -142,7 +142,8 @@ class QuantisedFolder(SafetensorsFolder):
         """A tensor that stays in its file."""
         if self.kinds[name] == "F8_E4M3":
             return super().read(name)  # mapped
-        return StoredTensor(self.files[name], name, self.stored[name])
+        place = self.places[name]
+        return StoredTensor(place.file, place.name, self.stored[name])
 
     def _field(self, name: str, outputs: Along | None, inputs: Along | None) -> Field:
         return Field(self._tensor(name), _NUMPY_TYPES[self.kinds[name]], outputs, inputs)

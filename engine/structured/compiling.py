@@ -5,24 +5,24 @@ All of it is bounded by llguidance's own limits; how long it may take is for the
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from msgspec.structs import replace
 
-from jitney.engine.errors import RequestError
+from jitney.engine.structured.embedding import Embedded, schemas, with_schemas, writes_json
+from jitney.engine.structured.enforcement import Enforced, Enforcer, bare, by_rules
 from jitney.engine.structured.refusals import bad_grammar
-from jitney.engine.structured.schema_rules import children, kept_to
+from jitney.engine.structured.terms import Terms
 from jitney.engine.types import Grammar, JsonDict, JsonValue
 
-#: Between two tokens of JSON. Without a bound a model can write blanks for ever; this much indents
-#: eight levels by four.
-_WHITESPACE = r"[ \t\n\r]{0,33}"
+#: Between two tokens of JSON: a blank, or the end of a line and an indentation, of up to eight
+#: levels by four. Without a bound a model can write blanks for ever.
+_WHITESPACE = r"[ \t]?(\r?\n( {0,32}|\t{0,8}))?"
 #: Not \uXXXX: the name of a property, escaped, would not be known for that of the schema.
 _ESCAPES = 'nrbtf\\"'
 #: How JSON is written, whatever a schema's own "x-guidance" says.
@@ -39,15 +39,9 @@ _JSON_OPTIONS: Any = {
 #: not to keep more than some 40 MB of a lexer's states (2 kB each).
 _LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 _ANY_OBJECT = '{"type":"object"}'
-#: Schemas inside of a grammar in Lark, as those of tools' arguments are.
-_SCHEMA = re.compile(r"%json\s*(?=\{)")
-_DECODER = json.JSONDecoder()
-#: Schemas looked at in all, and characters of the answer.
-_MOST_LOOKS = 200
-_MOST_PLACE = 120
 
 
-def in_lark(grammar: Grammar) -> Grammar:
+def _in_lark(grammar: Grammar) -> Grammar:
     """The grammar, in Lark if it was in GBNF. Raises RequestError."""
     if grammar.kind != "gbnf":
         return grammar
@@ -61,57 +55,91 @@ def in_lark(grammar: Grammar) -> Grammar:
 
 def new_matcher(grammar: Grammar, trie: LLTokenizer) -> LLMatcher:
     """A matcher at the beginning of a text. Raises RequestError for a grammar that has none."""
-    ready = _as_kept(in_lark(grammar))
-    matcher = LLMatcher(trie, _source(ready), log_level=0, limits=_LIMITS)
-    if matcher.is_error():
-        raise _refused(ready, matcher.get_error())
-    return matcher
+    return _Compiler(trie).compiled(grammar)[1]
 
 
-def _as_kept(grammar: Grammar) -> Grammar:
-    """A grammar with its schemas as llguidance keeps to them. Raises RequestError."""
-    if grammar.kind == "lark":
-        return Grammar("lark", _with_schemas(grammar.text, _embedded))
-    if grammar.kind != "json_schema":
-        return grammar
-    schema = kept_to(orjson.loads(grammar.text))
-    return Grammar("json_schema", orjson.dumps(schema).decode())
-
-
-def _with_schemas(text: str, kept_to: Callable[[JsonDict], JsonDict]) -> str:
-    """A grammar in Lark, with each of its schemas as `kept_to` makes it. What is no JSON is left
-    for llguidance to refuse.
+def checked(grammar: Grammar, trie: LLTokenizer) -> Embedded:
+    """The grammar as `new_matcher` takes it without another look at its schemas. Raises
+    RequestError for one that has no matcher.
     """
-    made: list[str] = []
-    at = 0
-    for found in _SCHEMA.finditer(text):
-        if found.start() < at or _is_quoted(text, found.start()):
-            continue
+    return _Compiler(trie).compiled(grammar)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiler:
+    trie: LLTokenizer
+
+    def compiled(self, grammar: Grammar) -> tuple[Embedded, LLMatcher]:
+        """The grammar as it is compiled, and its matcher. Raises RequestError for one that has
+        none.
+        """
+        grammar = _in_lark(grammar)
+        if grammar.ready or not writes_json(grammar) or grammar.kind == "json_object":
+            matcher = self._matcher(grammar)
+            if matcher.is_error():
+                raise bad_grammar(matcher.get_error())
+            return Embedded(grammar, []), matcher
+        error = ""
+        for enforce in (by_rules, *_ever_less(Enforcer(self._schema_error), grammar)):
+            text, left_out = with_schemas(grammar, enforce)
+            if grammar.kind == "lark":
+                text = with_schemas(text, _in_our_style).grammar
+            ready = replace(text, ready=True)
+            matcher = self._matcher(ready)
+            error = matcher.get_error()
+            if not error:
+                return Embedded(ready, left_out), matcher
+        if any([Terms.split(schema)[0].name for schema in schemas(grammar)]):  # the text is ours
+            error = "the schemas of all tools together are too complex"
+        raise bad_grammar(error)
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        return LLMatcher(self.trie, _source(grammar), log_level=0, limits=_LIMITS)
+
+    def _schema_error(self, schema: JsonValue) -> str:
+        """What is wrong with a JSON schema by itself; "" if nothing is."""
+        grammar = Grammar("json_schema", orjson.dumps(schema).decode())
         try:
-            schema, end = _DECODER.raw_decode(text, found.end())
-        except (ValueError, RecursionError):
-            continue
-        made += [text[at : found.end()], json.dumps(kept_to(schema), ensure_ascii=False)]
-        at = end
-    return "".join([*made, text[at:]])
+            return self._matcher(grammar).get_error()
+        except BaseException as error:  # a panic of the library's, or too little memory
+            return f"too complex: {type(error).__name__}"
 
 
-def _is_quoted(text: str, at: int) -> bool:
-    """Whether a place stands in a literal, which ends in the line where it began."""
-    line = text[text.rfind("\n", 0, at) + 1 : at]
-    return re.sub(r"\\.", "", line).count('"') % 2 == 1
-
-
-def _embedded(schema: JsonDict) -> JsonDict:
-    """A schema that stands in a grammar in Lark, where its own "x-guidance" says how it is
-    written.
+def _ever_less(enforcer: Enforcer, grammar: Grammar) -> Iterator[Callable[[JsonDict], Enforced]]:
+    """Ways to enforce schemas that the rules alone do not make good: each what llguidance takes of
+    it by itself; where that is too complex together, nothing of the larger half of those that are
+    not strict; nothing of those.
     """
-    made = kept_to(schema)
-    assert isinstance(made, dict)  # as the schema is
-    style = made.get("x-guidance", {})
-    if isinstance(style, dict):
-        made["x-guidance"] = style | {"json_allowed_escapes": _ESCAPES}
-    return made
+    enforced = {_text(schema): enforcer.enforced(schema) for schema in schemas(grammar)}
+
+    def enforce_below(size: int) -> Callable[[JsonDict], Enforced]:
+        def enforce(schema: JsonDict) -> Enforced:
+            text = _text(schema)
+            is_kept = len(text) < size or Terms.split(schema)[0].strict
+            return enforced[text] if is_kept else bare(schema)
+
+        return enforce
+
+    sizes = sorted([len(text) for text in enforced])
+    for size in (sizes[-1] + 1, sizes[len(sizes) // 2], 0):
+        yield enforce_below(size)
+
+
+def _text(schema: JsonDict) -> bytes:
+    return orjson.dumps(schema)
+
+
+def _in_our_style(schema: JsonDict) -> Enforced:
+    """A schema that stands in a grammar in Lark, where its own "x-guidance" says how it is
+    written, if a client's grammar says it.
+    """
+    style = schema.get("x-guidance", {})
+    if not isinstance(style, dict):
+        return Enforced(schema, [])  # llguidance refuses it
+    ours: JsonDict = {"json_allowed_escapes": _ESCAPES}
+    if style.get("whitespace_flexible") is not False:
+        ours["whitespace_pattern"] = style.get("whitespace_pattern", _WHITESPACE)
+    return Enforced(schema | {"x-guidance": style | ours}, [])
 
 
 def _source(grammar: Grammar) -> str:
@@ -130,67 +158,3 @@ def _source(grammar: Grammar) -> str:
 
 def _json_source(schema: str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
-
-
-def _refused(grammar: Grammar, reason: str) -> RequestError:
-    if grammar.kind != "json_schema":
-        return bad_grammar(reason)
-    place = _place_of_error(orjson.loads(grammar.text), _schema_error)
-    return bad_grammar(f"at {place}: {reason}")
-
-
-def _schema_error(schema: JsonValue) -> str:
-    """What is wrong with a JSON schema, an object or a boolean; "" if nothing is."""
-    if isinstance(schema, bool):
-        schema = {"allOf": [schema]}
-    source = _json_source(orjson.dumps(schema).decode())
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=_LIMITS)
-    return messages[0] if is_error else ""
-
-
-def _place_of_error(schema: JsonValue, error_of: Callable[[JsonValue], str]) -> str:
-    """A pointer to the innermost schema that is wrong by itself in the same way, such as
-    "#/properties/a". error_of: what is wrong with a schema, "" if nothing is.
-    """
-    search = _Search(error_of, wanted=error_of(schema), shared=_shared(schema))
-    path = ["#"]
-    inner = schema
-    while (found := search.culprit_in(inner)) is not None:
-        steps, inner = found
-        path += steps
-    return _shortened("/".join(path))
-
-
-@dataclass(slots=True)
-class _Search:
-    #: What the compiler says of a schema; empty: nothing is wrong.
-    error_of: Callable[[JsonValue], str]
-    #: The error that is looked for.
-    wanted: str
-    #: What a part of the schema may refer to.
-    shared: dict[str, JsonValue]
-    #: Schemas that may still be tried.
-    looks_left: int = _MOST_LOOKS
-
-    def culprit_in(self, schema: JsonValue) -> tuple[list[str], JsonValue] | None:
-        """The first schema directly inside one that is wrong by itself, and the steps to it."""
-        for steps, child in children(schema):
-            if not self.looks_left:
-                return None
-            self.looks_left -= 1
-            alone = self.shared | child if isinstance(child, dict) else child
-            if self.error_of(alone) == self.wanted:
-                return steps, child
-        return None
-
-
-def _shared(schema: JsonValue) -> dict[str, JsonValue]:
-    if not isinstance(schema, dict):
-        return {}
-    return {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
-
-
-def _shortened(place: str) -> str:
-    if len(place) <= _MOST_PLACE:
-        return place
-    return place[: _MOST_PLACE - 3] + "..."

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 import orjson
 
 from jitney.engine.structured.refusals import bad_grammar
+from jitney.engine.structured.terms import Terms
 from jitney.engine.types import Grammar, JsonDict
 
 #: What a grammar in Lark has and one in GBNF has not: its directives, or a rule named start.
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 
 
-def json_schema(schema: JsonDict | bool) -> Grammar:
-    """Whatever a JSON schema allows. Raises RequestError for one that is no JSON, or has numbers of
-    more than 64 bits.
+def json_schema(schema: JsonDict | bool, terms: Terms | None = None) -> Grammar:
+    """Whatever a JSON schema allows. terms: how it is enforced; None: as it says itself, or
+    strictly. Raises RequestError for one that is no JSON, or has numbers of more than 64 bits.
     """
+    if terms is not None and isinstance(schema, dict):
+        schema = terms.with_schema(schema)
     try:
         return Grammar("json_schema", orjson.dumps(schema).decode())
     except TypeError as error:

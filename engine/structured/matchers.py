@@ -22,6 +22,8 @@ from jitney.engine.lru import LruCache
 from jitney.engine.messages import GrammarWork
 from jitney.engine.scheduler.plan import mask_words
 from jitney.engine.structured.compiling import new_matcher
+from jitney.engine.structured.embedding import writes_json
+from jitney.engine.structured.numbers import NumberEnds
 from jitney.engine.types import Grammar, SamplingParams
 
 _log = logging.getLogger("jitney.core")
@@ -41,8 +43,12 @@ class GrammarMatcher:
     """Where one sequence stands in its grammar (`engine.scheduler.sequence.Matcher`)."""
 
     _inner: LLMatcher
+    #: What ends long numbers; None: the grammar writes no JSON.
+    _number_ends: NumberEnds | None = None
     #: Output tokens that it has gone past.
     _taken: int = 0
+    #: The number that the answer ends with.
+    _tail: bytes = b""
 
     @property
     def complete(self) -> bool:
@@ -58,6 +64,8 @@ class GrammarMatcher:
         if fresh and not self._inner.consume_tokens(fresh):
             raise _too_complex(self._inner)
         self._taken += len(fresh)
+        if self._number_ends is not None:
+            self._tail = self._number_ends.after(self._tail, fresh)
 
     def fill(self, masks: np.ndarray, row: int) -> None:
         """Write which tokens may come next into a row of int32 [n, ceil(V / 32)]. Raises
@@ -66,6 +74,8 @@ class GrammarMatcher:
         fill_next_token_bitmask(self._inner, masks, row)
         if self._inner.is_error():
             raise _too_complex(self._inner)
+        if self._tail and self._number_ends is not None:
+            self._number_ends.apply(self._tail, masks[row])
 
 
 def _too_complex(matcher: LLMatcher) -> RequestError:
@@ -169,6 +179,8 @@ class Matchers:
         self._trie = trie
         self._clock = clock
         self._words = mask_words(trie.vocab_size)
+        #: Made with the first grammar of JSON.
+        self._number_ends: NumberEnds | None = None
         #: Keeps all but the tokens that end a text.
         self._no_ends = _mask_without(trie.eos_tokens, self._words)
         # All below: under the lock, since the compiling thread writes it too.
@@ -204,7 +216,8 @@ class Matchers:
         if isinstance(found, RequestError):
             raise found
         if found is not None:
-            return lambda: GrammarMatcher(found.deep_copy())
+            ends = self._number_ends if writes_json(grammar) else None
+            return lambda: GrammarMatcher(found.deep_copy(), ends)
         if job is None:  # it has made room for others meanwhile
             self.begin(grammar)
         return None
@@ -293,6 +306,8 @@ class Matchers:
 
     def _result(self, grammar: Grammar) -> LLMatcher | RequestError:
         try:
+            if self._number_ends is None and writes_json(grammar):
+                self._number_ends = NumberEnds(self._trie)
             matcher = new_matcher(grammar, self._trie)
             matcher.compute_bitmask()  # what the lexer finds out now, copies know
         except RequestError as error:

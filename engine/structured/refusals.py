@@ -13,12 +13,17 @@ _SAID_OTHERWISE = {
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
     "anyOf": "oneOf is only possible where no value can fit two of its schemas, such as objects "
     "that require a property of another constant; anyOf always is",
-    "Unimplemented keys": "keywords that cannot be kept to",
+    "Unimplemented keys": "keywords that cannot be enforced",
 }
 
 
 def bad_grammar(reason: str) -> RequestError:
     """A grammar cannot be used."""
+    return refused("the grammar cannot be used", reason)
+
+
+def refused(what: str, reason: str, param: str | None = None) -> RequestError:
+    """Something cannot be used, for a reason that llguidance or we give."""
     line = " ".join(reason.split())
     code = "invalid_value"
     if any([words in line.lower() for words in _LIMIT_WORDS]):
@@ -27,4 +32,4 @@ def bad_grammar(reason: str) -> RequestError:
         line = line.replace(said, meant)
     if len(line) > _MOST_REASON:
         line = line[:_MOST_REASON] + "..."
-    return RequestError(f"the grammar cannot be used: {line}", code=code)
+    return RequestError(f"{what}: {line}", code=code, param=param)

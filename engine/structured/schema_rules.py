@@ -1,25 +1,24 @@
-"""A JSON schema as llguidance is given it: what it would take for less than the schema says is
-refused or said in another way.
+"""A JSON schema as llguidance is given it: what it would take for less than the schema says is said
+in another way, or is an error, or is left out and named.
 
-What llguidance itself refuses is left to it. Found with the official JSON-Schema-Test-Suite
-(docs/benchmarks/schema_suite.py).
+What llguidance itself refuses is left to it (`enforcement`). Found with the official
+JSON-Schema-Test-Suite (docs/benchmarks/schema_suite.py).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jitney.engine.errors import RequestError
-from jitney.engine.structured.refusals import bad_grammar
-from jitney.engine.types import JsonValue
+from jitney.engine.structured.equivalents import with_known_keywords
+from jitney.engine.structured.pattern_rules import rust_pattern, without_assertions
+from jitney.engine.structured.schema_tree import LISTED, NAMED, ONE, escaped, is_never
+from jitney.engine.structured.terms import Terms
+from jitney.engine.types import JsonDict, JsonValue
 
-#: Keywords whose value is a schema, a list of schemas, or schemas by name.
-_ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
-_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 #: Schemas looked at in all; one that oneOf refers to counts each time.
 _MOST_SCHEMAS = 20_000
 #: How a schema names its draft, and that draft.
@@ -32,27 +31,26 @@ _SINCE = {
     "contains": 6,
     "propertyNames": 6,
     "if": 7,
-    "then": 7,
-    "else": 7,
     "dependentRequired": 8,
     "dependentSchemas": 8,
-    "minContains": 8,
-    "maxContains": 8,
     "unevaluatedItems": 8,
     "unevaluatedProperties": 8,
     "prefixItems": 9,
     "$dynamicRef": 9,
 }
 #: Numbers are float64 to llguidance.
-_NUMBERS = {
-    "const",
-    "enum",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
+_INEXACT = frozenset({"const", "enum", "multipleOf"})
+#: Bounds, and the infinity on the side where values fit.
+_BOUNDS = {
+    "exclusiveMaximum": -math.inf,
+    "exclusiveMinimum": math.inf,
+    "maximum": -math.inf,
+    "minimum": math.inf,
 }
+#: Up to here float64 keeps all whole numbers.
+_WHOLE = 2**53
+#: The largest float64 whose negative llguidance takes as an integer's bound.
+_LARGEST = 2**63 - 1024
 #: Characters that JSON can only write as \uXXXX, which answers may not (see `compiling`).
 _CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 #: Formats that llguidance takes too widely: a 29th of February in every year, seconds of 60 at any
@@ -73,112 +71,138 @@ _FORMATS = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[tT]{_TIME}$",
 }
+#: Other formats that llguidance keeps to. All others are free: a format is an annotation (JSON
+#: Schema 2020-12, Validation, 7.2.3).
+_KNOWN_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+#: Keywords that llguidance does not know.
+_UNKNOWN = frozenset(
+    {
+        "$dynamicRef",
+        "contains",
+        "dependentRequired",
+        "dependentSchemas",
+        "if",
+        "not",
+        "propertyNames",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "uniqueItems",
+    }
+)
+#: Keywords that say nothing without one of those, and annotations.
+_SILENT = frozenset({"contentSchema", "else", "maxContains", "minContains", "then"})
+#: Keywords that hold as far as they can be enforced.
+_PARTLY = frozenset({"minProperties", "properties", "required"})
+_LAST_WITH_DEPENDENCIES = 7
 
-#: White space and the ends of lines (ECMA-262, 12.2 and 12.3).
-_SPACES = r"\t-\r \u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
-_NO_END_OF_LINE = r"[^\n\r\u2028\u2029]"
-#: One word of a pattern, outside of brackets and in them.
-_OUTSIDE_BRACKETS = re.compile(r"\\.|\[\^?\]?|.|\\", re.DOTALL)
-_IN_BRACKETS = re.compile(r"\\.|&&|--|~~|.|\\", re.DOTALL)
-#: Words that Rust has another meaning for, outside of brackets: the empty set, and all but it.
-_OTHERWISE = {
-    ".": _NO_END_OF_LINE,
-    r"\<": "<",
-    r"\>": ">",
-    "[]": r"[^\x00-\x{10FFFF}]",
-    "[^]": r"[\x00-\x{10FFFF}]",
-}
-#: And in them: a set in a set, and the operators of sets.
-_OTHERWISE_IN_BRACKETS = {"[": r"\[", "&&": r"&\&", "~~": r"~\~", "--": r"-\-"}
-_SPACE_SETS = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
-
-
-def kept_to(schema: JsonValue) -> JsonValue:
-    """A schema, an object or a boolean, that llguidance keeps to as this one says. Raises
-    RequestError that says where and why for one that cannot be kept to.
-    """
-    if isinstance(schema, bool):
-        return {"allOf": [schema]}  # llguidance wants an object
-    if isinstance(schema, dict):
-        return _kept_object(schema)
-    return schema
-
-
-def _kept_object(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """`kept_to` of an object."""
-    try:
-        return _Rules(schema).members(schema, "#", _NEWEST)
-    except RecursionError:
-        raise _refusal("#", "too complex: too deep") from None
+#: Says why a keyword (its value, the schema that has it, the draft) cannot be enforced, or "".
+type _ReasonAgainst = Callable[[str, JsonValue, JsonDict, int], str]
 
 
 @dataclass(slots=True)
-class _Rules:
+class SchemaRules:
+    """Makes of one schema what llguidance is given."""
+
     #: The whole schema, which references begin at.
-    root: dict[str, JsonValue]
+    root: JsonDict
+    terms: Terms
+    #: Pointers to the keywords that were left out.
+    left_out: list[str] = field(default_factory=list)
     #: Schemas that may still be looked at.
     left: int = _MOST_SCHEMAS
     #: What oneOf referred to, outside of where we are.
     inside: list[str] = field(default_factory=list)
 
-    def schema(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
-        """What llguidance is given for a schema. place: a JSON pointer to it."""
-        if isinstance(schema, dict):
-            return self.members(schema, place, draft)
-        return schema
+    def apply(self) -> JsonDict:
+        """What llguidance is given. Raises RequestError that says where and why for a schema that
+        cannot be enforced, if the terms are strict.
+        """
+        try:
+            made = self._schema(self.root, "#", _NEWEST)
+        except RecursionError:
+            raise self.terms.refusal("#", "too complex: too deep") from None
+        return made if isinstance(made, dict) else {"allOf": [made]}  # it wants an object
 
-    def members(self, schema: dict[str, JsonValue], place: str, draft: int) -> dict[str, JsonValue]:
-        """What llguidance is given for a schema that is an object."""
+    def _schema(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
+        """What llguidance is given for a schema. place: a JSON pointer to it."""
+        if not isinstance(schema, dict):
+            return schema
         self.left -= 1
         if self.left < 0:
-            raise _refusal("#", f"too complex: more than {_MOST_SCHEMAS} schemas")
+            reason = f"too complex: more than {_MOST_SCHEMAS} schemas"
+            raise self.terms.refusal("#", reason)
+        if is_never(schema):
+            return False
         draft = _draft_of(schema, draft)
-        _refuse_unkept(schema, place, draft)
+        schema = self._enforceable(schema, place, draft, _reason_of_draft)
+        schema = with_known_keywords(schema, self.root)
+        schema = self._enforceable(schema, place, draft, _reason_against)
         made = {
-            keyword: self.value(keyword, value, f"{place}/{keyword}", draft)
+            keyword: self._value(keyword, value, f"{place}/{keyword}", draft)
             for keyword, value in schema.items()
-            if not _says_nothing(keyword, value)
         }
         _narrow_format(made)
         return made
 
-    def value(self, keyword: str, value: JsonValue, place: str, draft: int) -> JsonValue:
+    def _enforceable(
+        self, schema: JsonDict, place: str, draft: int, reason_against: _ReasonAgainst
+    ) -> JsonDict:
+        """A schema without the keywords that cannot be enforced. Raises RequestError if the terms
+        are strict.
+        """
+        kept: JsonDict = {}
+        for keyword, value in schema.items():
+            if _says_nothing(keyword, value):
+                continue
+            reason = reason_against(keyword, value, schema, draft)
+            is_left = self.terms.strict and keyword in _UNKNOWN  # where it is used, to llguidance
+            if not reason or (is_left and reason_against is _reason_against):
+                kept[keyword] = value
+                continue
+            if self.terms.strict:
+                raise self.terms.refusal(place, reason)
+            self.left_out.append(f"{place}/{keyword}")
+            kept |= _remainder(keyword, value)
+        return kept
+
+    def _value(self, keyword: str, value: JsonValue, place: str, draft: int) -> JsonValue:
         """What llguidance is given for a keyword's value."""
         if keyword == "oneOf" and isinstance(value, list):
-            return [self.option(one, f"{place}/{at}", draft) for at, one in enumerate(value)]
-        if keyword in _LISTED and isinstance(value, list):
-            return [self.schema(one, f"{place}/{at}", draft) for at, one in enumerate(value)]
-        if keyword in _NAMED and isinstance(value, dict):
-            return self.named(keyword, value, place, draft)
-        if keyword in _ONE:
-            return self.schema(value, place, draft)
+            return [self._option(one, f"{place}/{at}", draft) for at, one in enumerate(value)]
+        if keyword in LISTED and isinstance(value, list):
+            return [self._schema(one, f"{place}/{at}", draft) for at, one in enumerate(value)]
+        if keyword in NAMED and isinstance(value, dict):
+            return self._named(keyword, value, place, draft)
+        if keyword in ONE:
+            return self._schema(value, place, draft)
         if keyword == "pattern" and isinstance(value, str):
-            return _rust_pattern(value)
+            return rust_pattern(value)
+        if keyword in _BOUNDS and isinstance(value, int) and not isinstance(value, bool):
+            return _float_bound(keyword, value)
         return value
 
-    def named(
-        self, keyword: str, schemas: dict[str, JsonValue], place: str, draft: int
-    ) -> JsonValue:
-        made: dict[str, JsonValue] = {}
+    def _named(self, keyword: str, schemas: JsonDict, place: str, draft: int) -> JsonValue:
+        made: JsonDict = {}
         for name, schema in schemas.items():
-            key = _rust_pattern(name) if keyword == "patternProperties" else name
-            made[key] = self.schema(schema, f"{place}/{_escaped(name)}", draft)
+            key = rust_pattern(name) if keyword == "patternProperties" else name
+            made[key] = self._schema(schema, f"{place}/{escaped(name)}", draft)
         return made
 
-    def option(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
+    def _option(self, schema: JsonValue, place: str, draft: int) -> JsonValue:
         """A schema of oneOf. llguidance does not look at what one refers to when it looks whether
         they exclude each other, so it stands there itself.
         """
         reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
-        target = self.target(reference)
+        target = self._target(reference)
         if target is None or not isinstance(reference, str) or reference in self.inside:
-            return self.schema(schema, place, draft)
+            return self._schema(schema, place, draft)
         self.inside.append(reference)
-        made = self.schema(target, place, draft)
+        made = self._schema(target, place, draft)
         self.inside.pop()
         return made
 
-    def target(self, reference: JsonValue) -> JsonValue:
+    def _target(self, reference: JsonValue) -> JsonValue:
         """The definition of the root's that is referred to, None if it is no such reference."""
         found = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", str(reference))
         if found is None or "$id" in self.root:
@@ -191,110 +215,102 @@ class _Rules:
         return None
 
 
-def _rust_pattern(pattern: str) -> str:
-    """A pattern that Rust's `regex` matches as ECMAScript matches this one, where both know the
-    same words and mean something else. What Rust does not have (look-around, backreferences) is
-    left as it is, for Rust to refuse.
-    """
-    made: list[str] = []
-    inside = False
-    at = 0
-    while at < len(pattern):
-        found = (_IN_BRACKETS if inside else _OUTSIDE_BRACKETS).match(pattern, at)
-        assert found is not None  # any character is a word
-        word, at = found[0], found.end()
-        made.append(_rust_word(word, made[-1] if made else "", inside=inside))
-        inside = word != "]" if inside else word in ("[", "[^")
-    return "".join(made)
-
-
-def _rust_word(word: str, before: str, *, inside: bool) -> str:
-    """before: what was made of the word before."""
-    if word in _SPACE_SETS:
-        return _SPACE_SETS[word]
-    if not inside:
-        return _OTHERWISE.get(word, word)
-    if word == "--" and before in ("[", "[^"):
-        return r"\--"  # a range that begins with it; elsewhere it ends one
-    return _OTHERWISE_IN_BRACKETS.get(word, word)
-
-
-def children(schema: JsonValue) -> Iterator[tuple[list[str], JsonValue]]:
-    """(steps down from here, schema) of the schemas directly inside one."""
-    if not isinstance(schema, dict):
-        return
-    for name in _ONE:
-        inner = schema.get(name)
-        if isinstance(inner, dict):
-            yield [name], inner
-    for name in _LISTED:
-        listed = schema.get(name)
-        if isinstance(listed, list):
-            for number, child in enumerate(listed):
-                yield [name, str(number)], child
-    for name in _NAMED:
-        named = schema.get(name)
-        if isinstance(named, dict):
-            for key, child in named.items():
-                yield [name, _escaped(key)], child
-
-
-def _escaped(key: str) -> str:
-    """As a step of a JSON pointer (RFC 6901)."""
-    return key.replace("~", "~0").replace("/", "~1")
-
-
-def _draft_of(schema: dict[str, JsonValue], outer: int) -> int:
+def _draft_of(schema: JsonDict, outer: int) -> int:
     found = re.search(r"draft[-/](04|06|07|2019-09|2020-12)/", str(schema.get("$schema", "")))
     if found is None:
         return outer
     return _DRAFTS[found[1]]
 
 
-def _refuse_unkept(schema: dict[str, JsonValue], place: str, draft: int) -> None:
-    """Raises RequestError for what llguidance would take, and not keep to."""
-    for keyword in schema:
-        since = _SINCE.get(keyword, 0)
-        if since > draft:
-            names = _NAMES_OF_DRAFTS
-            reason = f"{keyword} is a keyword since {names[since]}, and $schema says {names[draft]}"
-            raise _refusal(place, reason)
-        if keyword in _NUMBERS:
-            _refuse_inexact(keyword, schema[keyword], place)
-    _refuse_controls(schema, place)
-    _refuse_counted(schema, place)
+def _reason_of_draft(keyword: str, value: JsonValue, schema: JsonDict, draft: int) -> str:
+    """Why llguidance passes a keyword over; empty: it does not."""
+    since = _SINCE.get(keyword, 0)
+    if since <= draft:
+        return ""
+    names = _NAMES_OF_DRAFTS
+    return f"{keyword} is a keyword since {names[since]}, and $schema says {names[draft]}"
 
 
-def _refuse_inexact(keyword: str, value: JsonValue, place: str) -> None:
+def _reason_against(keyword: str, value: JsonValue, schema: JsonDict, draft: int) -> str:
+    """Why a keyword cannot be enforced; empty: it can, or llguidance says why not."""
+    if keyword in _UNKNOWN or (keyword == "dependencies" and draft <= _LAST_WITH_DEPENDENCIES):
+        return f"{keyword} cannot be enforced"
+    match keyword:
+        case "type":
+            return _unknown_type(value)
+        case "pattern" if isinstance(value, str) and without_assertions(value) != value:
+            return "pattern looks around or at boundaries of words, which cannot be enforced"
+        case "const" | "enum":
+            return _inexact(keyword, value) or _controlled(value)
+        case "required":
+            return _controlled(value)
+        case "properties":
+            return _controlled(list(value) if isinstance(value, dict) else [])
+        case "minProperties":
+            return _uncounted(schema)
+        case _:
+            return _inexact(keyword, value) if keyword in _INEXACT else ""
+
+
+def _remainder(keyword: str, value: JsonValue) -> JsonDict:
+    """What is enforced of a keyword that cannot be as a whole; it allows no less."""
+    if keyword == "pattern" and isinstance(value, str):
+        return {"pattern": without_assertions(value)}
+    return {keyword: value} if keyword in _PARTLY else {}
+
+
+def _unknown_type(types: JsonValue) -> str:
+    for name in types if isinstance(types, list) else [types]:
+        if not isinstance(name, str) or name not in _TYPES:
+            return f"{json.dumps(name)} is no type of JSON schema"
+    return ""
+
+
+def _inexact(keyword: str, value: JsonValue) -> str:
     for number in _leaves(value):
         if isinstance(number, int) and int(float(number)) != number:
-            raise _refusal(place, f"{keyword}: {number} has more digits than a float64 keeps")
+            return f"{keyword}: {number} has more digits than a float64 keeps"
+    return ""
 
 
-def _refuse_controls(schema: dict[str, JsonValue], place: str) -> None:
-    properties = schema.get("properties")
-    names = list(properties) if isinstance(properties, dict) else []
-    texts = [schema.get("const"), schema.get("enum"), schema.get("required"), names]
+def _float_bound(keyword: str, bound: int) -> int:
+    """A whole number's bound as a float64 keeps it; what lies between the two is not written."""
+    inside = _BOUNDS[keyword]
+    if inside > 0 and bound < -_LARGEST:
+        return -_LARGEST
+    if inside < 0 and bound > _LARGEST:
+        return _LARGEST
+    nearest = float(bound)
+    is_outside = nearest < bound if inside > 0 else nearest > bound
+    # llguidance goes on to the next whole number in float64, where that may be the same.
+    is_excluded = keyword.startswith("exclusive") and abs(bound) > _WHOLE
+    return int(math.nextafter(nearest, inside) if is_outside or is_excluded else nearest)
+
+
+def _controlled(texts: JsonValue) -> str:
     for text in _leaves(texts):
         if isinstance(text, str) and _CONTROLS.search(text):
-            raise _refusal(place, "control characters cannot be written in an answer")
+            return "control characters cannot be written in an answer"
+    return ""
 
 
-def _refuse_counted(schema: dict[str, JsonValue], place: str) -> None:
+def _uncounted(schema: JsonDict) -> str:
     """A name that the schema does not have can be written twice, and JSON keeps one of them."""
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(least, int) or not isinstance(required, list):
-        return
-    if least > len({str(name) for name in required}) + 1:
-        reason = "minProperties can be at most one more than there are required properties"
-        raise _refusal(place, reason)
+        return ""
+    if least <= len({str(name) for name in required}) + 1:
+        return ""
+    return "minProperties can be at most one more than there are required properties"
 
 
 def _says_nothing(keyword: str, value: JsonValue) -> bool:
-    return keyword == "uniqueItems" and value is False
+    if keyword == "format":
+        return isinstance(value, str) and value not in _KNOWN_FORMATS and value not in _FORMATS
+    return keyword in _SILENT
 
 
-def _narrow_format(schema: dict[str, JsonValue]) -> None:
+def _narrow_format(schema: JsonDict) -> None:
     """Say a format as a pattern, where llguidance's own is too wide."""
     pattern = _FORMATS.get(str(schema.get("format")))
     if pattern is None:
@@ -317,7 +333,3 @@ def _leaves(value: JsonValue) -> list[JsonValue]:
     if isinstance(value, bool) or (isinstance(value, float) and math.isinf(value)):
         return []
     return [value]
-
-
-def _refusal(place: str, reason: str) -> RequestError:
-    return bad_grammar(f"at {place}: {reason}")

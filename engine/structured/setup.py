@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from jitney.engine.errors import ErrorInfo, RequestError
@@ -20,16 +22,27 @@ class CheckerSetup(msgspec.Struct, frozen=True):
 class Checked(msgspec.Struct, frozen=True):
     """What came of a grammar."""
 
-    #: The grammar, in Lark if it was in GBNF; None if it cannot be used.
+    #: The grammar as the engine takes it; None if it cannot be used.
     grammar: Grammar | None
     error: ErrorInfo | None = None
+    #: Pointers to what its schemas say and it does not; those of a tool behind its name, such as
+    #: "label#/properties/a/uniqueItems".
+    unenforced: tuple[str, ...] = ()
 
-    def usable(self, param: str) -> Grammar:
-        """The grammar as the engine takes it. Raises RequestError, blamed on the field that it came
-        in, for one that cannot be used.
+    def usable(self, param: str) -> CheckedGrammar:
+        """The grammar, if it can be used. Raises RequestError, blamed on the tool whose schema it
+        is or the field that the grammar came in, if not.
         """
         if self.grammar is not None:
-            return self.grammar
+            return CheckedGrammar(self.grammar, self.unenforced)
         if self.error is None:
             raise RequestError("the grammar cannot be used", param=param)
-        raise RequestError(self.error.message, code=self.error.code, param=param)
+        raise RequestError.from_info(self.error).blaming(self.error.param or param)
+
+
+class CheckedGrammar(NamedTuple):
+    """A grammar that the engine takes."""
+
+    grammar: Grammar
+    #: See `Checked`.
+    unenforced: tuple[str, ...]

@@ -15,7 +15,7 @@ import msgspec
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from jitney.engine.errors import ErrorInfo, RequestError
-from jitney.engine.structured.compiling import in_lark, new_matcher
+from jitney.engine.structured.compiling import checked
 from jitney.engine.structured.setup import Checked, CheckerSetup
 from jitney.engine.types import Grammar
 from jitney.engine.worker_pipe import WorkerPipe, limit_memory
@@ -55,14 +55,13 @@ class Checker:
 
     def check(self, grammar: Grammar) -> Checked:
         try:
-            ready = in_lark(grammar)
-            new_matcher(ready, self._trie)
+            ready = checked(grammar, self._trie)
         except RequestError as error:
             return Checked(None, error.info)
         except BaseException as error:  # a panic of the library's, or too little memory
             reason = f"the grammar cannot be used: {type(error).__name__}"
             return Checked(None, ErrorInfo("grammar_too_complex", reason))
-        return Checked(ready)
+        return Checked(ready.grammar, unenforced=tuple(ready.left_out))
 
 
 def _main() -> int:

@@ -12,32 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from jitney.engine.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
 from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.gguf_config import CONTROL, USER_DEFINED
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError
+from jitney.engine.text.gguf_words import Words, words_of
 from jitney.engine.types import JsonObject
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerFast
 
-#: Pre-tokenizers of GPT-2 style GGUF files by `tokenizer.ggml.pre`: (pattern to split by, "" for
-#: GPT-2's own; digits one by one; Unicode normal form C first; whole words that are tokens skip the
-#: merges).
-_GPT4_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_GPT4_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = ("", False, False, False)
-_LLAMA3 = (_GPT4_LETTERS + r"\p{N}{1,3}" + _GPT4_REST, False, False, True)
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_QWEN2 = (_GPT4_LETTERS + r"\p{N}" + _GPT4_REST, False, True, False)
-_PRE_TOKENIZERS = {
-    "gpt-2": _GPT2,
-    "default": _GPT2,
-    "smollm": ("", True, False, False),
-    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3),
-    "qwen2": _QWEN2,
-}
-#: GGUF token types: control tokens are special; user-defined ones are matched whole but shown.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+#: The token type of GGUF files that stands for what the vocabulary lacks.
+_UNKNOWN = 2
 
 _TINY_SPECIALS = ("<|unk|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 _TINY_TEMPLATE = (
@@ -181,8 +167,8 @@ def _gguf_rust(metadata: JsonObject, tokens: list[str]) -> tuple[RustTokenizer, 
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
-        add_bos = metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
-        return _byte_level_bpe(metadata, tokens), add_bos
+        words = words_of(metadata)
+        return _byte_level_bpe(metadata, tokens, words), words.begins
     if kind == "llama":
         return _sentencepiece_bpe(metadata, tokens), True
     raise ModelError(
@@ -190,37 +176,20 @@ def _gguf_rust(metadata: JsonObject, tokens: list[str]) -> tuple[RustTokenizer, 
     )
 
 
-def _byte_level_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
-    """GPT-2 style BPE over bytes; `tokenizer.ggml.pre` says how text is cut into words first."""
+def _byte_level_bpe(metadata: JsonObject, tokens: list[str], words: Words) -> RustTokenizer:
+    """GPT-2 style BPE over bytes."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, normalizers
 
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _PRE_TOKENIZERS:
-        raise ModelError(
-            f"GGUF: tokenizer.ggml.pre {str(pre)[:40]!r} is not supported; "
-            f"known: {', '.join(_PRE_TOKENIZERS)}"
-        )
-    pattern, digits, compose, whole_words = _PRE_TOKENIZERS[pre]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    rust = RustTokenizer(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=whole_words))
-    rust.pre_tokenizer = _word_splitter(pattern, digits=digits)
-    if compose:
+    rust = RustTokenizer(
+        models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=words.whole_words)
+    )
+    rust.pre_tokenizer = words.splitter()
+    if words.compose:
         rust.normalizer = normalizers.NFC()
     rust.decoder = decoders.ByteLevel()
     return rust
-
-
-def _word_splitter(pattern: str, *, digits: bool) -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
-    steps: list[Any] = []
-    if digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pattern:
-        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern))
-    return pre_tokenizers.Sequence(steps)
 
 
 def _sentencepiece_bpe(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
@@ -300,9 +269,9 @@ def _add_special_tokens(rust: RustTokenizer, metadata: JsonObject, tokens: list[
 
     control, shown = [], []
     for token, kind in zip(tokens, _token_kinds(metadata, len(tokens)), strict=True):
-        if kind in (_UNKNOWN, _CONTROL):
+        if kind in (_UNKNOWN, CONTROL):
             control.append(AddedToken(token, special=True, normalized=False))
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             shown.append(AddedToken(token, normalized=False))
     rust.add_special_tokens(control)
     rust.add_tokens(shown)

@@ -90,6 +90,35 @@ _GEMMA = """\
 {%- if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 
+_CODER = """\
+{%- if tools %}{{ tools | tojson }}<function=NAME><parameter=KEY>{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+<function={{ call.function.name }}>
+{%- for key, value in call.function.arguments | items %}
+<parameter={{ key }}>
+{{ value }}
+</parameter>
+{%- endfor %}
+</function>
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+_GEMMA4 = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}<|turn>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<|tool_call>call:{{ call.function.name }}\
+{{ call.function.arguments }}<tool_call|>{% endfor %}<turn|>
+{% endfor %}
+{%- if add_generation_prompt %}<|turn>model
+{% endif %}"""
+
 _PLAIN = """\
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}
@@ -106,6 +135,8 @@ TEMPLATES = {
     "deepseek_v31": _deepseek("", _SEP),
     "harmony": _HARMONY,
     "gemma": _GEMMA,
+    "gemma4": _GEMMA4,
+    "qwen3_coder": _CODER,
 }
 #: Special tokens of all families.
 SPECIALS = (
@@ -124,6 +155,9 @@ SPECIALS = (
     "<think>",
     "</think>",
     "<|im_end|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
 )
 FAMILY_VOCAB = VOCAB + len(SPECIALS)
 

@@ -1,11 +1,19 @@
-"""A tokenizer of 40 tokens for the fake device, and its text."""
+"""A tokenizer of 40 tokens for the fake device, and its text; and what may be written under a
+grammar, byte by byte.
+"""
 
 from __future__ import annotations
 
 from functools import cache
+from random import Random
+from typing import Any
 
 from fakes import EOS, VOCAB
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from jitney.engine.structured import grammar
+from jitney.engine.structured.compiling import new_matcher
 
 #: By token id; token 0 ends a text.
 CHARACTERS = 'abcdefghijklmnopqrstu0123456789{}[]":,-'
@@ -27,3 +35,57 @@ def tokenizer_json() -> str:
 def text_of(tokens: list[int]) -> str:
     """The text of output tokens, without the one that ends it."""
     return "".join(CHARACTERS[token - 1] for token in tokens if token != EOS)
+
+
+#: A tokenizer of single bytes.
+BYTES = LLTokenizer("byte")
+#: Bytes that bring an answer to its end, outside of texts, the more so the later they stand here.
+_ENDING = b',"]}'
+#: So many bytes may come next in a text, and nowhere else.
+_MANY = 40
+#: Bytes of an answer after which it is brought to its end.
+_LONG = 150
+
+
+def may_be_written(schema: Any, *texts: str) -> list[bool]:
+    """Whether each text is one that the schema allows, whole."""
+    matcher = new_matcher(grammar.json_schema(schema), BYTES)
+    return [accepts(matcher, text) for text in texts]
+
+
+def accepts(matcher: LLMatcher, text: str) -> bool:
+    """Whether a text is one that a grammar allows, whole."""
+    place = matcher.deep_copy()
+    data = list(text.encode())
+    return place.try_consume_tokens(data) == len(data) and place.is_accepting()
+
+
+def written(matcher: LLMatcher, random: Random) -> str:
+    """A text that a grammar allows: a walk through it, byte by byte, of a length that tests can
+    bear.
+    """
+    place = matcher.deep_copy()
+    data = bytearray()
+    while not place.is_stopped():
+        mask = place.compute_bitmask()
+        allowed = [byte for byte in range(256) if mask[byte // 8] >> (byte % 8) & 1]
+        if not allowed or (place.is_accepting() and random.random() < 0.3):
+            break
+        byte = _chosen(allowed, random, is_long=len(data) > _LONG)
+        assert place.consume_token(byte) and len(data) < 20 * _LONG, bytes(data[-80:])
+        data.append(byte)
+    return data.decode()
+
+
+def _chosen(allowed: list[int], random: Random, *, is_long: bool) -> int:
+    endings = b'"' if len(allowed) > _MANY else _ENDING
+    ending = sorted(set(allowed) & set(endings), key=endings.index)
+    if ending and is_long:
+        return ending[-1]
+    if ending and random.random() < 0.3:
+        return random.choice(ending)
+    common = [byte for byte in allowed if byte in b"ab"]
+    if common and random.random() < 0.3:
+        return random.choice(common)  # which patterns that search for a word wait for
+    plain = [byte for byte in allowed if 32 < byte < 127]
+    return random.choice(plain or allowed)

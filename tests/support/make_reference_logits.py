@@ -4,8 +4,8 @@ them.
 Run where PyTorch and transformers are installed (PyTorch is not a dependency of Jitney): `python
 tests/support/make_reference_logits.py NAME ...` makes the cases of these names anew and keeps the
 others; without names it makes all. Written with torch 2.13.0 and transformers 5.23.0 (mixtures of
-experts: 5.19.0; OLMo 2: 5.24.0). The weights are not stored: both sides draw them with
-`random_tensor`.
+experts: 5.19.0; OLMo 2 and qwen3_moe_window: 5.24.0). The weights are not stored: both sides draw
+them with `random_tensor`.
 """
 
 from __future__ import annotations
@@ -114,6 +114,17 @@ CASES = {
             "num_experts": 20,
             "num_experts_per_tok": 2,
             "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_moe_window": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "use_sliding_window": True,
+            "sliding_window": 8,
         },
     ),
     "mixtral": (

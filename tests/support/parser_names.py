@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from jitney.engine.conversation import formats
+from jitney.engine.conversation import families
 
 
 class _Named(Protocol):
@@ -21,10 +21,10 @@ def _names(known: Iterable[_Named]) -> Iterator[str]:
         yield from (each.name, *each.aliases)
 
 
-TOOL_NAMES = ("auto", "none", *_names(formats._TOOL_FORMATS))
+TOOL_NAMES = ("auto", "none", *_names(families.TOOL_FORMATS))
 REASONING_NAMES = (
     "auto",
     "none",
-    *formats._HARMONY_NAMES,
-    *_names(formats._REASONING_FORMATS),
+    *families.HARMONY_NAMES,
+    *_names(families.REASONING_FORMATS),
 )

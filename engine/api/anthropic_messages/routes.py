@@ -4,6 +4,7 @@ template knows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import orjson
@@ -22,9 +23,8 @@ from jitney.engine.api.anthropic_messages.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from jitney.engine.api.context import Context
+from jitney.engine.api.context import Context, Notes
 from jitney.engine.api.endpoints import GenerationAnswer, read_body
-from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.request import (
     Conversation,
     RequestBuilder,
@@ -47,12 +47,8 @@ _KIND = RouteKind(
         "thinking_token_budget": "thinking.budget_tokens",
     },
     clamps=True,
+    tool_schema="input_schema",
 )
-#: Of the API, as a header says them. The second takes no temperature, top_p and top_k; here both
-#: do.
-_VERSIONS = ("2023-06-01", "2026-10-21")
-_KNOWN = " and ".join(_VERSIONS)
-
 #: Messages between two stops of `Slices`.
 _GROUP = 64
 #: The mode of a choice.
@@ -65,61 +61,69 @@ _MODES: dict[str, ToolMode] = {
 
 
 async def _create_message(service: Service, request: Request) -> ASGIApp:
-    _check_version(request)
     body = await read_body(service, request, MessagesBody)
     if body.metadata is not None:
         body = body.model_copy(update={"user": body.metadata.user_id})
+    notes = Context.of(request).notes
     builder = RequestBuilder(service, body, Context.of(request))
     own = {
         "max_tokens": body.max_tokens,
         "stop": tuple(body.stop_sequences or ()),
     }
     sampling = builder.sampling(own)
-    conversation = await service.slices.result(_conversation_of(body, _KIND, service.turns))
+    conversation = await service.slices.result(_conversation_of(body, service, notes))
     wanted = await builder.answer(conversation, sampling)
     return GenerationAnswer(service, wanted, partial(MessageFormat, body=body))
 
 
 async def _count_tokens(service: Service, request: Request) -> ASGIApp:
-    _check_version(request)
     body = await read_body(service, request, CountTokensBody)
     service.check_model(body.model)
+    notes = Context.of(request).notes
     builder = RequestBuilder(service, body, Context.of(request))
     builder.sampling({})  # what a message is refused for is refused here too
-    conversation = await service.slices.result(_conversation_of(body, _KIND, service.turns))
+    conversation = await service.slices.result(_conversation_of(body, service, notes))
+    notes.ignored.extend(conversation.unfollowed(service.turns))
     prompt = await conversation.prompt(service)
     counted = orjson.dumps({"input_tokens": len(prompt.ids)})
     return Response(counted, media_type="application/json")
 
 
-def _check_version(request: Request) -> None:
-    """A request need not name the version of the API: answers are the same in all."""
-    version = request.headers.get("anthropic-version", _VERSIONS[0])
-    if version not in _VERSIONS:
-        raise HttpError(400, f"anthropic-version: not {echo(version)}; {_KNOWN} are known here")
-
-
-def _conversation_of(
-    body: CountTokensBody, kind: RouteKind, turns: TurnFormat
-) -> Work[Conversation]:
-    """What the body makes the template read. An effort is a wish: a model that cannot be told of
-    one does what it does. Raises RequestError.
-    """
-    messages = yield from _template_messages(body.system, body.messages)
+def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> Work[Conversation]:
+    """What the body makes the template read. Raises RequestError."""
+    messages = yield from _template_messages(body, notes)
+    if len(messages) > 1 and _is_empty_turn(messages[-1]):
+        messages.pop()  # there is nothing to go on with
     variables: JsonDict = {}
     if messages[-1]["role"] == "assistant":
         variables = {"add_generation_prompt": False, "continue_final_message": True}
-    budget = None
-    if body.thinking is not None:
-        budget = body.thinking.budget_tokens
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    end = service.turns.thoughts_end
+    if budget is not None and end is not None and end not in service.special_texts:
+        notes.ignored.append("thinking.budget_tokens")  # it cannot be kept to the token
+        budget = None
     return Conversation(
-        kind=kind,
+        kind=_kind_of(body),
         messages=messages,
         variables=variables,
         tools=_tool_use(body),
-        effort=_effort(body, turns),
+        effort=_effort(body, service.turns),
         thinking_budget=budget,
     )
+
+
+def _kind_of(body: CountTokensBody) -> RouteKind:
+    """With the field that says how long the model shall think."""
+    if body.output_config is None or body.output_config.effort is None:
+        return _KIND
+    names: dict[str | None, str] = {"reasoning_effort": "output_config.effort"}
+    return replace(_KIND, names={**_KIND.names, **names})
+
+
+def _is_empty_turn(message: JsonDict) -> bool:
+    """Whether the assistant neither says nor calls anything in it."""
+    is_said = message["content"] or "tool_calls" in message
+    return message["role"] == "assistant" and not is_said
 
 
 def _effort(body: CountTokensBody, turns: TurnFormat) -> ReasoningEffort | None:
@@ -128,42 +132,36 @@ def _effort(body: CountTokensBody, turns: TurnFormat) -> ReasoningEffort | None:
     if thinking == "disabled":
         return "none"
     wish = None if body.output_config is None else body.output_config.effort
-    if not turns.takes_effort:
-        return None
-    if wish is None and thinking == "enabled":
+    always_thinks = turns.thinks and not turns.takes_effort
+    if wish is None and thinking == "enabled" and not always_thinks:
         return "medium"
-    return "xhigh" if wish == "max" else wish
+    return wish
 
 
-def _template_messages(system: str | None, given: list[MessageParam]) -> Work[list[JsonDict]]:
-    """Neighbours of one role are one message. What the system says in the middle is said by the
-    user: most templates know a system message only at the beginning.
-    """
+def _template_messages(body: CountTokensBody, notes: Notes) -> Work[list[JsonDict]]:
+    """Neighbours of one role are one message."""
     messages: list[JsonDict] = []
-    if system is not None:
-        messages.append({"role": "system", "content": system})
-    for place, message in enumerate(given):
+    if body.system is not None:
+        messages.append({"role": "system", "content": body.system})
+    for place, message in enumerate(body.messages):
         if message.role == "assistant":
             _add_assistant(messages, message)
         else:
-            _add_user(messages, message)
+            _add_said(messages, message)
+        notes.warnings.extend(f"messages[{place}]: {kind} left out" for kind in message.replaced)
         if place % _GROUP == 0:
             yield
     return messages
 
 
-def _add_user(messages: list[JsonDict], message: MessageParam) -> None:
-    """What tools gave first, in messages of their own."""
-    texts: list[str] = []
-    for block in message.content:
-        if isinstance(block, ToolResultBlock):
-            messages.append(
-                {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
-            )
-        elif isinstance(block, TextBlock):
-            texts.append(block.text)
-    if texts:
-        _say(messages, "user", "\n".join(texts))
+def _add_said(messages: list[JsonDict], message: MessageParam) -> None:
+    """What the user or the system says; what tools gave first, in messages of their own."""
+    results = [block for block in message.content if isinstance(block, ToolResultBlock)]
+    for block in results:
+        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
+    texts = [block.text for block in message.content if isinstance(block, TextBlock)]
+    if texts or not results:
+        _say(messages, message.role, "\n".join(texts))
 
 
 def _add_assistant(messages: list[JsonDict], message: MessageParam) -> None:
@@ -192,7 +190,7 @@ def _call(block: ToolUseBlock) -> JsonDict:
 
 
 def _tool_use(body: CountTokensBody) -> ToolUse | None:
-    tools = [tool.as_tool() for tool in body.tools or ()]
+    tools = list(body.client_tools())
     choice = body.tool_choice
     if choice is None:
         return ToolUse.of(tools, "auto", None, parallel=True)

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
-from jitney.engine.api.errors import echo
+from jitney.engine.api.content import Content, content_of, is_content, refuse_lost
+from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.grammar_fields import WantedGrammar
 from jitney.engine.api.schema import (
     LIMITS,
     FunctionName,
     GenerationBody,
     Label,
+    OtherTool,
     Part,
     at_field,
+    is_for_the_model,
     kind_of,
+    left_out,
     object_schema,
     ranged,
     text_content,
     unsupported,
 )
 from jitney.engine.conversation.tools import Tool
-from jitney.engine.types import JsonDict, JsonValue
-
-
-class _CacheControl(Part):
-    """Where a cached prefix may end. Every page of a prompt may be one here, marked or not."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-    scope: Label | None = None
+from jitney.engine.types import JsonDict, JsonObject, JsonValue
 
 
 class TextBlock(Part):
@@ -38,8 +35,17 @@ class TextBlock(Part):
 
     type: Literal["text"]
     text: str
-    cache_control: _CacheControl | None = None
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class WrittenBlock(TextBlock):
+    """Text in the place of a block of another type."""
+
+    content: Content
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Types of what the text does not say."""
+        return self.content.replaced
 
 
 class ThinkingBlock(Part):
@@ -47,7 +53,6 @@ class ThinkingBlock(Part):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str
 
 
 class ToolUseBlock(Part):
@@ -57,13 +62,11 @@ class ToolUseBlock(Part):
     id: Annotated[Label, Field(min_length=1)]
     name: Annotated[Label, Field(min_length=1)]
     input: JsonDict
-    cache_control: _CacheControl | None = None
-    toolset_name: None = None
 
 
-def _result(value: JsonValue) -> str:
+def _result(value: JsonValue) -> Content:
     """What a tool gave; it may have given nothing."""
-    return text_content(value) or "" if value != [] else ""
+    return content_of([] if value is None else value)
 
 
 class ToolResultBlock(Part):
@@ -74,39 +77,71 @@ class ToolResultBlock(Part):
     type: Literal["tool_result"]
     tool_use_id: Annotated[Label, Field(min_length=1)]
     content: Annotated[
-        str, PlainValidator(_result, json_schema_input_type=str | list[TextBlock] | None)
-    ] = ""
+        Content, PlainValidator(_result, json_schema_input_type=str | list[JsonDict] | None)
+    ] = Content("")
     is_error: bool | None = None
-    cache_control: _CacheControl | None = None
-    toolset_name: None = None
 
     @property
     def text(self) -> str:
-        return f"Error: {self.content}" if self.is_error else self.content
+        return f"Error: {self.content.text}" if self.is_error else self.content.text
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Types of the parts for which only a note stands in the text."""
+        return self.content.replaced
 
 
-_Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+class OtherBlock(Part):
+    """A block that only the provider which wrote it can read: it is left out."""
+
+    type: str
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        return (self.type,)
+
+
+_Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | OtherBlock
 _BLOCKS: dict[str, type[Part]] = {
     "text": TextBlock,
     "thinking": ThinkingBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,
 }
+#: Blocks of other providers' servers, beside calls and results of tools that ran there.
+_OTHER_BLOCKS = frozenset(
+    {
+        "container_upload",
+        "fallback",
+        "mcp_tool_listing",
+        "redacted_thinking",
+        "tool_addition",
+        "tool_removal",
+    }
+)
 #: What each role may say.
 _SAYS: dict[str, tuple[type[Part], ...]] = {
-    "user": (TextBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
-    "system": (TextBlock,),
+    "user": (TextBlock, ToolResultBlock, OtherBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, OtherBlock),
+    "system": (TextBlock, OtherBlock),
 }
 
 
 def _block(value: JsonValue) -> Part:
     kind = kind_of(value)
-    if kind is None:
+    if kind is None or not isinstance(value, dict):
         raise ValueError("must be an object with a type")
-    if kind not in _BLOCKS:
+    if kind in _BLOCKS:
+        return _BLOCKS[kind].model_validate(value)
+    summary = value.get("content")
+    if kind == "compaction" and isinstance(summary, str):
+        return TextBlock(type="text", text=summary)
+    if kind in (*_OTHER_BLOCKS, "compaction") or kind.endswith(("_tool_use", "_tool_result")):
+        return OtherBlock(type=kind)
+    if not is_content(kind):
         raise unsupported(f"blocks of type {echo(kind)} are not supported here")
-    return _BLOCKS[kind].model_validate(value)
+    said = content_of([value])
+    return WrittenBlock(type="text", text=said.text, content=said)
 
 
 def _as_blocks(value: JsonValue) -> JsonValue:
@@ -124,10 +159,24 @@ class MessageParam(Part):
         BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Block]),
     ]
 
+    @property
+    def said(self) -> Content:
+        """Its blocks, where all of them stand in the place of others; else nothing."""
+        written = [block.content for block in self.content if isinstance(block, WrittenBlock)]
+        is_lost = len(written) == len(self.content) and all(each.is_lost for each in written)
+        return Content("", tuple(self.replaced), bool(written) and is_lost)
+
+    @property
+    def replaced(self) -> list[str]:
+        """Types of the blocks and parts that the model does not read."""
+        kinds: list[str] = []
+        for block in self.content:
+            if isinstance(block, WrittenBlock | ToolResultBlock | OtherBlock):
+                kinds += block.replaced
+        return kinds
+
     @model_validator(mode="after")
     def _own_blocks(self) -> Self:
-        if not self.content and self.role != "assistant":
-            raise at_field("content", "must hold a block")
         for block in self.content:
             if not isinstance(block, _SAYS[self.role]):
                 raise at_field("content", f"the role {self.role} has no blocks {block.type!r}")
@@ -157,23 +206,18 @@ class ToolParam(Part):
     description: str | None = None
     input_schema: Annotated[JsonDict, AfterValidator(object_schema)]
     strict: bool | None = None
-    cache_control: _CacheControl | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
-    #: Arguments are streamed as they are written, in any case.
-    eager_input_streaming: Literal[True] | None = None
-    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+    #: A hint: the model is told of all tools at once.
+    defer_loading: bool | None = None
 
     def as_tool(self) -> Tool:
         """As every conversation has it."""
         return Tool(self.name, self.description, self.input_schema, bool(self.strict))
 
 
-def _tool(value: JsonValue) -> ToolParam:
-    kind = kind_of(value)
-    if kind not in (None, "custom"):
-        raise unsupported(f"tools of type {echo(kind)} are not supported here")
-    return ToolParam.model_validate(value)
+def _tool(value: JsonValue) -> ToolParam | OtherTool:
+    if kind_of(value) in (None, "custom") and is_for_the_model(value):
+        return ToolParam.model_validate(value)
+    return OtherTool.of(value)
 
 
 class ToolChoice(Part):
@@ -194,17 +238,11 @@ class ToolChoice(Part):
 
 
 class _Thinking(Part):
-    """adaptive: as the model does by itself."""
+    """adaptive, between_tools: as the model does by itself."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-    @model_validator(mode="after")
-    def _budget(self) -> Self:
-        if self.type != "enabled" and self.budget_tokens is not None:
-            raise at_field("budget_tokens", "goes with the type enabled")
-        return self
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class _Format(Part):
@@ -215,61 +253,27 @@ class _Format(Part):
 class _OutputConfig(Part):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: _Format | None = None
-
-
-class _ClearThinking(Part):
-    """Keeping all thoughts is what is done."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
-class _ContextManagement(Part):
-    edits: list[_ClearThinking] = Field(default_factory=list)
+    #: A hint.
+    task_budget: Any = None
 
 
 class _UserMetadata(Part):
     user_id: Label | None = None
 
 
-#: Fields of OpenAI's routes, and of Anthropic's that ask for what is not here.
-_NOT_HERE: dict[str, tuple[JsonValue, ...]] = {
-    "best_of": (1,),
-    "billing_policy": (),
-    "compaction": (),
-    "container": (),
-    "diagnostics": (),
-    "echo": (False,),
-    "fallback_credit_token": (),
-    "fallbacks": ([],),
+#: Fields of OpenAI's routes that have no place in a message.
+_NOT_HERE = {
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_reasoning": (),
-    "inference_geo": (),
-    "input": (),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "mcp_servers": ([],),
     "n": (1,),
-    "parallel_tool_calls": (),
-    "prompt": (),
     "prompt_logprobs": (),
-    "request_id": (),
-    "response_format": (),
+    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
-    "safety_identifier": (),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
+    "return_tokens_as_token_ids": (False,),
     "stop": ([],),
-    "stream_options": (),
     "structured_outputs": (),
-    "thread": (),
-    "top_logprobs": (),
-    "user": (),
-    "user_profile_id": (),
-    "workspace_id": (),
 }
 
 
@@ -284,7 +288,12 @@ class CountTokensBody(GenerationBody):
     ] = None
     tools: (
         Annotated[
-            list[Annotated[ToolParam, PlainValidator(_tool, json_schema_input_type=ToolParam)]],
+            list[
+                Annotated[
+                    ToolParam | OtherTool,
+                    PlainValidator(_tool, json_schema_input_type=ToolParam | OtherTool),
+                ]
+            ],
             Field(max_length=LIMITS.tools),
         ]
         | None
@@ -292,18 +301,54 @@ class CountTokensBody(GenerationBody):
     tool_choice: ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    cache_control: _CacheControl | None = None
-    context_management: _ContextManagement | None = None
+    #: The older name of output_config.format.
+    output_format: _Format | None = None
+    #: Where a cached prefix may end. Every page of a prompt may be one here, marked or not.
+    cache_control: Any = None
+
+    @classmethod
+    def parse(cls, raw: JsonObject) -> tuple[Self, list[str]]:
+        """The clients' loops send a thread once, and go on without one after this answer."""
+        if raw.get("thread") is not None:
+            unsupported = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise HttpError(
+                400,
+                "there are no threads here: send the whole conversation, without thread",
+                param="thread",
+                details=unsupported,
+            )
+        return super().parse(raw)
+
+    def client_tools(self) -> Iterator[Tool]:
+        """The tools that the model is told of."""
+        for place, tool in enumerate(self.tools or ()):
+            if isinstance(tool, ToolParam):
+                yield tool.as_tool().at(f"tools[{place}]")
+
+    def unfollowed(self) -> list[str]:
+        names = super().unfollowed() + left_out(self.tools)
+        for place, tool in enumerate(self.tools or ()):
+            if isinstance(tool, ToolParam) and tool.defer_loading:
+                names.append(f"tools[{place}].defer_loading")
+        if self.output_config is not None and self.output_config.task_budget is not None:
+            names.append("output_config.task_budget")
+        return names
 
     @property
     def shows_thoughts(self) -> bool:
         return self.thinking is None or self.thinking.display != "omitted"
 
     @model_validator(mode="after")
+    def _can_be_read(self) -> Self:
+        place = len(self.messages) - 1
+        refuse_lost(self.messages[place].said, f"messages[{place}].content")
+        return self
+
+    @model_validator(mode="after")
     def _tools_fit(self) -> Self:
-        names = [tool.name for tool in self.tools or ()]
+        names = [tool.name for tool in self.client_tools()]
         choice = self.tool_choice
-        needs_tools = choice is not None and choice.type != "none"
+        needs_tools = choice is not None and choice.type not in ("none", "auto")
         self.check_tools(names, needs_tools=needs_tools, what="tools")
         return self
 
@@ -315,9 +360,13 @@ class CountTokensBody(GenerationBody):
 
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
-        if self.output_config is None or self.output_config.format is None:
+        if self.output_config is not None and self.output_config.format is not None:
+            form, name = self.output_config.format, "output_config.format"
+        elif self.output_format is not None:
+            form, name = self.output_format, "output_format"
+        else:
             return None
-        return WantedGrammar.of_schema("output_config.format", self.output_config.format.schema_)
+        return WantedGrammar.of_schema(name, form.schema_, is_strict=True)
 
 
 class MessagesBody(CountTokensBody):

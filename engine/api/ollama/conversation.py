@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import orjson
 
-from jitney.engine.api.context import Notes
 from jitney.engine.api.ollama.schema import (
     NAMES,
     MadeCall,
@@ -15,7 +16,6 @@ from jitney.engine.api.ollama.schema import (
 from jitney.engine.api.request import Conversation, RouteKind
 from jitney.engine.api.schema import ReasoningEffort
 from jitney.engine.api.slices import Work
-from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.tools import ToolUse
 from jitney.engine.types import JsonDict
 
@@ -24,7 +24,7 @@ CHAT = RouteKind("chat-", "messages", names=NAMES, clamps=True)
 PROMPT = RouteKind("gen-", "prompt", names={"messages": "prompt", **NAMES}, clamps=True)
 
 
-def of_chat(body: OllamaChatBody, turns: TurnFormat, notes: Notes) -> Work[Conversation]:
+def of_chat(body: OllamaChatBody) -> Work[Conversation]:
     """The conversation of /api/chat. Its last message may be the assistant's, which the answer goes
     on with.
     """
@@ -42,37 +42,26 @@ def of_chat(body: OllamaChatBody, turns: TurnFormat, notes: Notes) -> Work[Conve
         messages=messages,
         variables=variables,
         tools=ToolUse.of(tools, "auto", None, parallel=True),
-        effort=_effort(body.think, turns, notes),
+        effort=_effort(body.think),
     )
 
 
-def of_prompt(body: OllamaGenerateBody, turns: TurnFormat, notes: Notes) -> Conversation:
+def of_prompt(body: OllamaGenerateBody) -> Conversation:
     """A prompt as what a user says, behind the system's message if there is one."""
     messages: list[JsonDict] = [{"role": "user", "content": body.prompt}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
-    effort = _effort(body.think, turns, notes)
-    return Conversation(kind=PROMPT, messages=messages, effort=effort)
+    return Conversation(kind=PROMPT, messages=messages, effort=_effort(body.think))
 
 
-def _effort(think: bool | str | None, turns: TurnFormat, notes: Notes) -> ReasoningEffort | None:
-    """How long the model shall think; None: as it likes. It is a wish: where the template cannot
-    be told of it, it is noted as ignored.
-    """
-    if think is None:
-        return None
-    if not turns.takes_effort:
-        if think is not turns.thinks:
-            notes.ignored.append("think")
-        return None
+def _effort(think: bool | Literal["low", "medium", "high"] | None) -> ReasoningEffort | None:
+    """How long the model shall think; None: as it likes."""
     match think:
-        case True | "medium":
+        case True:
             return "medium"
-        case "low":
-            return "low"
-        case "high":
-            return "high"
-    return "none"
+        case False:
+            return "none"
+    return think
 
 
 class _OpenCalls:

@@ -56,7 +56,7 @@ async def _chat(service: Service, request: Request) -> ASGIApp:
     with CHAT.blaming():
         builder = _builder(service, body, context)
         sampling = builder.sampling(body.own_sampling)
-        conversation = await service.slices.result(of_chat(body, service.turns, context.notes))
+        conversation = await service.slices.result(of_chat(body))
         wanted = await builder.answer(conversation, sampling)
     return _answer(service, body, wanted, ChatFormat)
 
@@ -73,7 +73,7 @@ async def _generate(service: Service, request: Request) -> ASGIApp:
             wanted = await _continued(builder, body)
         else:
             sampling = builder.sampling(body.own_sampling)
-            conversation = of_prompt(body, service.turns, context.notes)
+            conversation = of_prompt(body)
             wanted = await builder.answer(conversation, sampling)
     return _answer(service, body, wanted, GenerateFormat)
 

@@ -47,7 +47,9 @@ class OutputReasoning(Described):
 
 
 class OutputCall(Described):
-    """A call that the client is asked to make. arguments: JSON text, as the model wrote it."""
+    """A call that the client is asked to make. arguments: JSON text, as the model wrote it.
+    namespace: of a tool that has one.
+    """
 
     id: str
     type: Literal["function_call"]
@@ -55,6 +57,18 @@ class OutputCall(Described):
     call_id: str
     name: str
     arguments: str
+    namespace: str = ""
+
+
+class OutputCustomCall(Described):
+    """A call of a custom tool. input: the text that it is given; namespace: as above."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str = ""
 
 
 class InputTokensDetails(Described):
@@ -104,7 +118,7 @@ class ResponseAnswer(Described):
     error: ResponseFailure | None
     incomplete_details: Incomplete | None
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall | OutputCustomCall]
     usage: ResponseUsage | None
     background: Literal[False]
     instructions: str | None
@@ -125,6 +139,13 @@ class ResponseAnswer(Described):
     top_p: float
     truncation: Literal["disabled"]
     user: str | None
+
+
+class InputTokens(Described):
+    """POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class DeletedResponse(Described):

@@ -15,6 +15,7 @@ from jitney.engine.api.generation import Generation
 from jitney.engine.api.jsonio import LongJson, in_pieces
 from jitney.engine.api.responses.output import Output, ResponseEvent
 from jitney.engine.api.responses.schema import ResponsesBody
+from jitney.engine.api.schema import OtherTool
 from jitney.engine.api.slices import Pieces
 from jitney.engine.conversation.events import ContentDelta
 from jitney.engine.text.detokenizer import TokenBytes
@@ -43,9 +44,9 @@ class ResponsesFormat(Format):
         super().__init__(generation, tokenizer)
         self._body = body
         self._keep_response = keep
-        self._scores = TokenScores(tokenizer)
+        self._scores = TokenScores(tokenizer, as_ids=self.request.tokens_as_ids)
         scored = None if self.request.top_logprobs is None else self._logprobs
-        self._output = Output(scored)
+        self._output = Output(scored, body.call_forms)
         self._sequence = 0
         #: Why the engine ended it; None while it goes on.
         self._finish: str | None = None
@@ -168,7 +169,7 @@ def _without_logprobs(item: JsonDict) -> JsonDict:
 
 def _repeated(body: ResponsesBody, sampling: SamplingParams) -> JsonDict:
     """What a response repeats of its request."""
-    tools = body.tools or []
+    tools = [tool.shown() for tool in body.tools or () if not isinstance(tool, OtherTool)]
     return {
         "background": False,
         "instructions": body.instructions,
@@ -184,7 +185,7 @@ def _repeated(body: ResponsesBody, sampling: SamplingParams) -> JsonDict:
         "temperature": sampling.temperature,
         "text": _text(body),
         "tool_choice": _tool_choice(body),
-        "tools": [tool.shown() for tool in tools],
+        "tools": tools,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
@@ -209,4 +210,4 @@ def _tool_choice(body: ResponsesBody) -> Any:
         return "auto"
     if isinstance(body.tool_choice, str):
         return body.tool_choice
-    return body.tool_choice.model_dump()
+    return body.tool_choice.model_dump(exclude_none=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jitney.engine.api.choices import TokenList
+from jitney.engine.api.responses.tools import CallForm
 from jitney.engine.conversation.events import (
     AssistantEvent,
     ContentDelta,
@@ -22,6 +23,8 @@ _ID_PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "cto_",
     "reasoning": "rs_",
 }
 
@@ -33,7 +36,7 @@ type _Scored = Callable[[TokenList, bool], Any]
 
 def new_item_id(kind: str) -> str:
     """Of an item of this type. Nobody can guess it."""
-    return _ID_PREFIXES[kind] + uuid.uuid4().hex
+    return _ID_PREFIXES.get(kind, "item_") + uuid.uuid4().hex
 
 
 class _OpenItem:
@@ -167,33 +170,58 @@ class _Reasoning(_OpenItem):
         return {"type": "reasoning_text", "text": "".join(self._texts)}
 
 
-class _FunctionCall(_OpenItem):
-    kind = "function_call"
+class _Call(_OpenItem):
+    """A call of a client's tool. form: what the client calls the tool."""
 
-    def __init__(self, place: int, call_id: str, name: str):
+    #: The field of its text; the events of which begin with the type.
+    field = ""
+    events = ""
+
+    def __init__(self, place: int, call_id: str, form: CallForm):
         super().__init__(place)
         self._call_id = call_id
-        self._name = name
-        self._arguments: list[str] = []
+        self._form = form
+        self._texts: list[str] = []
 
     def shown(self, status: str) -> JsonDict:
-        return {
+        shown = {
             "id": self.id,
-            "type": "function_call",
+            "type": self.kind,
             "status": status,
             "call_id": self._call_id,
-            "name": self._name,
-            "arguments": "".join(self._arguments),
+            "name": self._form.name,
+            self.field: "".join(self._texts),
         }
+        if self._form.namespace is not None:
+            shown["namespace"] = self._form.namespace
+        return shown
 
     def more(self, text: str) -> Iterator[ResponseEvent]:
-        self._arguments.append(text)
-        yield {"type": "response.function_call_arguments.delta"} | self.at() | {"delta": text}
+        self._texts.append(text)
+        yield {"type": f"response.{self.events}.delta"} | self.at() | {"delta": text}
 
     def done(self, status: str) -> Iterator[ResponseEvent]:
-        arguments = {"arguments": "".join(self._arguments)}
-        yield {"type": "response.function_call_arguments.done"} | self.at() | arguments
+        text = {self.field: "".join(self._texts)}
+        yield {"type": f"response.{self.events}.done"} | self.at() | text
         yield from super().done(status)
+
+
+class _FunctionCall(_Call):
+    kind = "function_call"
+    field = "arguments"
+    events = "function_call_arguments"
+
+
+class _CustomCall(_Call):
+    kind = "custom_tool_call"
+    field = "input"
+    events = "custom_tool_call_input"
+
+    def shown(self, status: str) -> JsonDict:
+        """Without a status, which this type of item has only among the input items."""
+        shown = super().shown(status)
+        del shown["status"]
+        return shown
 
 
 @dataclass(slots=True)
@@ -204,11 +232,12 @@ class _Closed:
 
 class Output:
     """The output items of one response, one open at a time. scored: writes log-probabilities, if
-    they are wanted.
+    they are wanted. forms: what the client calls its tools, by what the model calls them.
     """
 
-    def __init__(self, scored: _Scored | None):
+    def __init__(self, scored: _Scored | None, forms: Mapping[str, CallForm]):
         self._scored = scored
+        self._forms = forms
         self._closed: list[_Closed] = []
         self._open: _OpenItem | None = None
 
@@ -229,11 +258,13 @@ class Output:
                 yield from item.more(event.text)
             case ToolCallStart():
                 yield from self.close("completed")
-                call = _FunctionCall(len(self._closed), event.id, event.name)
+                form = self._forms.get(event.name, CallForm(event.name))
+                kind = _CustomCall if event.is_custom else _FunctionCall
+                call = kind(len(self._closed), event.id, form)
                 self._open = call
                 yield from call.begun()
             case ToolCallArguments():
-                assert isinstance(self._open, _FunctionCall)
+                assert isinstance(self._open, _Call)
                 yield from self._open.more(event.text)
 
     def finish(self, status: str) -> Iterator[ResponseEvent]:

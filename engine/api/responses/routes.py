@@ -22,21 +22,22 @@ from jitney.engine.api.request import (
     RequestBuilder,
     RouteKind,
 )
-from jitney.engine.api.responses.answers import DeletedResponse, InputItems, ResponseAnswer
-from jitney.engine.api.responses.format import ResponsesFormat
-from jitney.engine.api.responses.output import new_item_id
-from jitney.engine.api.responses.schema import (
-    AllowedTools,
-    NamedFunction,
-    ReferenceItem,
-    ResponsesBody,
-    includable,
+from jitney.engine.api.responses.answers import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseAnswer,
 )
+from jitney.engine.api.responses.format import ResponsesFormat
+from jitney.engine.api.responses.items import ReferenceItem, hosted_call, hosted_output
+from jitney.engine.api.responses.output import new_item_id
+from jitney.engine.api.responses.schema import InputTokensBody, ResponsesBody, includable
 from jitney.engine.api.responses.store import KeptResponse, KeptTurn, ResponseStore
+from jitney.engine.api.responses.tools import CallForm, NamedTool
 from jitney.engine.api.routing import HttpRoute
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Work
-from jitney.engine.conversation.tools import ToolMode, ToolUse
+from jitney.engine.conversation.tools import ToolUse, custom_arguments
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
 
@@ -48,8 +49,11 @@ _KIND = RouteKind(
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     },
+    tool_schema="parameters",
 )
 
+#: How ids of thoughts begin.
+_THOUGHTS = "rs_"
 #: Items between two stops of `Slices`.
 _GROUP = 64
 _Include = Annotated[list[str], AfterValidator(includable)]
@@ -90,14 +94,8 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     before = _previous(service, body, context.tenant)
     builder = RequestBuilder(service, body, context)
     sampling = builder.sampling(_own_sampling(body))
-    earlier: list[JsonDict] = []
-    if before is not None:
-        earlier = await service.slices.result(before.all_items())
-    items = await service.slices.result(_kept_items(body, service.responses, context.tenant))
-    messages = await service.slices.result(_template_messages(body.instructions, earlier + items))
-    conversation = Conversation(
-        kind=_KIND, messages=messages, tools=_tool_use(body), effort=body.effort
-    )
+    items = await service.slices.result(_kept_items(body, service.responses, context))
+    conversation = await _conversation(service, body, before, items)
     wanted = await builder.answer(conversation, sampling)
     turn = KeptTurn(before, orjson.dumps(items))
     keep = _Keeper(service.responses, context.tenant, wanted.id, turn)
@@ -107,24 +105,41 @@ async def _create_response(service: Service, request: Request) -> ASGIApp:
     return GenerationAnswer(service, wanted, format)
 
 
-def _tool_use(body: ResponsesBody) -> ToolUse | None:
+async def _count_tokens(service: Service, request: Request) -> Response:
+    body = await read_body(service, request, InputTokensBody)
+    context = Context.of(request)
+    service.check_model(body.model)
+    before = _previous(service, body, context.tenant)
+    RequestBuilder(service, body, context).sampling({})  # refuses what a response is refused for
+    items = await service.slices.result(_kept_items(body, service.responses, context))
+    conversation = await _conversation(service, body, before, items)
+    context.notes.ignored.extend(conversation.unfollowed(service.turns))
+    prompt = await conversation.prompt(service)
+    return _written({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
+
+async def _conversation(
+    service: Service, body: InputTokensBody, before: KeptTurn | None, items: list[JsonDict]
+) -> Conversation:
+    """What the body makes the template read. before: the turn that it goes on from; items: of the
+    body itself.
+    """
+    earlier: list[JsonDict] = []
+    if before is not None:
+        earlier = await service.slices.result(before.all_items())
+    messages = await service.slices.result(_template_messages(body.instructions, earlier + items))
+    return Conversation(kind=_KIND, messages=messages, tools=_tool_use(body), effort=body.effort)
+
+
+def _tool_use(body: InputTokensBody) -> ToolUse | None:
     """What the body says of tools, as every route of conversations has it."""
-    tools = [tool.as_tool() for tool in body.tools or ()]
-    names_one = isinstance(body.tool_choice, NamedFunction)
+    tools = [each.as_tool() for each in body.client_tools]
+    names_one = isinstance(body.tool_choice, NamedTool)
     parallel = body.parallel_tool_calls is not False and not names_one
-    return ToolUse.of(tools, _mode(body), body.chosen_names, parallel=parallel)
+    return ToolUse.of(tools, body.tool_mode, body.chosen_names, parallel=parallel)
 
 
-def _mode(body: ResponsesBody) -> ToolMode:
-    choice = body.tool_choice
-    if isinstance(choice, NamedFunction):
-        return "required"
-    if isinstance(choice, AllowedTools):
-        return choice.mode
-    return choice or "auto"
-
-
-def _previous(service: Service, body: ResponsesBody, tenant: str) -> KeptTurn | None:
+def _previous(service: Service, body: InputTokensBody, tenant: str) -> KeptTurn | None:
     """The turn that the body goes on from. Raises HttpError 404."""
     if body.previous_response_id is None:
         return None
@@ -132,29 +147,32 @@ def _previous(service: Service, body: ResponsesBody, tenant: str) -> KeptTurn | 
     return kept.turn
 
 
-def _kept_items(body: ResponsesBody, store: ResponseStore, tenant: str) -> Work[list[JsonDict]]:
+def _kept_items(
+    body: InputTokensBody, store: ResponseStore, context: Context
+) -> Work[list[JsonDict]]:
     """The items of a body as they are kept: each has an id of ours, and references are what they
-    refer to. Raises RequestError.
+    refer to. What the model does not read of them is noted in the context. Raises RequestError.
     """
     kept: list[JsonDict] = []
+    left_out: list[tuple[int, str]] = []
     for place, item in enumerate(body.input):
-        if isinstance(item, ReferenceItem):
-            kept.append(_referred(item, place, store, tenant))
-        else:
+        if not isinstance(item, ReferenceItem):
             shown = item.shown()
             kept.append({"id": new_item_id(shown["type"])} | shown)
+            left_out += [(place, kind) for kind in item.replaced]
+        elif (referred := store.item(context.tenant, item.id)) is not None:
+            kept.append(referred)
+        elif item.id.startswith(_THOUGHTS):
+            left_out.append((place, "reasoning that is not kept"))
+        else:
+            raise RequestError(
+                f"no item {echo(item.id)} in the responses that are kept",
+                param=f"input[{place}].id",
+            )
         if place % _GROUP == 0:
             yield
+    context.notes.warnings.extend(f"input[{place}]: {kind} left out" for place, kind in left_out)
     return kept
-
-
-def _referred(item: ReferenceItem, place: int, store: ResponseStore, tenant: str) -> JsonDict:
-    found = store.item(tenant, item.id)
-    if found is None:
-        raise RequestError(
-            f"no item {echo(item.id)} in the responses that are kept", param=f"input[{place}].id"
-        )
-    return found
 
 
 def _template_messages(instructions: str | None, items: Iterable[JsonDict]) -> Work[list[JsonDict]]:
@@ -168,6 +186,8 @@ def _template_messages(instructions: str | None, items: Iterable[JsonDict]) -> W
         _add(messages, item)
         if place % _GROUP == 0:
             yield
+    if all(message["role"] == "system" for message in messages):
+        messages.append({"role": "user", "content": ""})  # most templates want somebody to answer
     return messages
 
 
@@ -184,13 +204,35 @@ def _add(messages: list[JsonDict], item: JsonDict) -> None:
             if thoughts:
                 _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts
         case "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            _assistant(messages).setdefault("tool_calls", []).append(call)
-        case "function_call_output":
+            _add_call(messages, _call(item, item["arguments"]))
+        case "custom_tool_call":
+            _add_call(messages, _call(item, custom_arguments(item["input"])))
+        case "function_call_output" | "custom_tool_call_output":
             messages.append(
                 {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
             )
+        case _:
+            _add_hosted(messages, item)
+
+
+def _call(item: JsonDict, arguments: str) -> JsonDict:
+    """A call as templates know it."""
+    name = CallForm(item["name"], item.get("namespace")).flat_name
+    function = {"name": name, "arguments": arguments}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _add_call(messages: list[JsonDict], call: JsonDict) -> None:
+    _assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+def _add_hosted(messages: list[JsonDict], item: JsonDict) -> None:
+    """What can be read of an item of a provider's own tools."""
+    call, output = hosted_call(item), hosted_output(item)
+    if call is not None:
+        _add_call(messages, call)
+    elif output is not None:
+        messages.append(output)
 
 
 def _assistant(messages: list[JsonDict], field: str = "") -> JsonDict:
@@ -282,6 +324,14 @@ RESPONSE_ROUTES = (
         generates=True,
         body=ResponsesBody,
         answer=ResponseAnswer,
+    ),
+    HttpRoute(
+        "/v1/responses/input_tokens",
+        ("POST",),
+        _count_tokens,
+        "the tokens of such a conversation",
+        body=InputTokensBody,
+        answer=InputTokens,
     ),
     HttpRoute(
         "/v1/responses/{response_id}",

@@ -7,20 +7,16 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, RootModel, model_validator
 
 from jitney.engine.api.schema import ChatBody, GenerationBody, Label, ModelBody, Part, at_field
-from jitney.engine.types import JsonValue
 
 #: Most ids of a list that is turned into text.
 _MOST_IDS = 1 << 20
 #: Most other texts of an /infill.
 _MOST_EXTRA = 64
-#: Fields of other routes; and those that the answer of /infill has no place for.
-_REFUSED_INFILL: dict[str, tuple[JsonValue, ...]] = {
-    "max_completion_tokens": (),
-    "messages": (),
+#: Fields that the answer of /infill has no place for.
+_NOT_OF_INFILL = {
     "n": (1,),
     "prompt_logprobs": (),
     "stream_options": (),
-    "suffix": (),
 }
 
 
@@ -57,9 +53,6 @@ class ChatTokenizeBody(ChatBody):
 
     #: Whether each token's text is wanted too.
     return_token_strs: bool | None = None
-    #: Whether the model's special tokens are put around what the template wrote, which has them
-    #: already. None: no.
-    add_special_tokens: bool | None = None
 
 
 class TokenizeBody(RootModel[TextTokenizeBody | ChatTokenizeBody]):
@@ -144,7 +137,7 @@ class _Extra(Part):
 class InfillBody(GenerationBody):
     """POST /infill: input_prefix and prompt come before what is asked for, input_suffix after."""
 
-    refused = _REFUSED_INFILL
+    refused = _NOT_OF_INFILL
 
     input_prefix: str
     input_suffix: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from api_fakes import FakeClient, Script, call, make_app, run
+from api_fakes import BOS, ByteTokenizer, FakeClient, Script, call, make_app, run
 
 PROMPT = {"model": "m", "prompt": "ab"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}
@@ -166,3 +166,57 @@ def test_as_many_alternatives_as_the_server_computes(path, fields, param):
     assert (reply.status, reply.error["param"]) == (400, param)
     assert "--max-logprobs" in reply.error["message"] and not client.requests
     assert ask(path, ROUTES[path] | fields | {param: 30}, client).status == 200
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_penalty_goes_by_both_its_names(path):
+    client = FakeClient()
+    assert ask(path, ROUTES[path] | {"repeat_penalty": 1.25}, client).status == 200
+    assert client.requests[0].sampling.repetition_penalty == 1.25
+    for fields in ({"repeat_penalty": -1}, {"repeat_penalty": 1.2, "repetition_penalty": 1.2}):
+        reply = ask(path, ROUTES[path] | fields)
+        assert (reply.status, reply.error["param"]) == (400, "repeat_penalty")
+
+
+def test_log_probabilities_may_name_tokens_by_their_ids():
+    fields = {"return_tokens_as_token_ids": True, "logprobs": 1, "max_tokens": 1}
+    choice = ask(COMPLETIONS, PROMPT | fields, FakeClient(Script("Z"))).json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["token_id:90"]
+    assert set(choice["logprobs"]["top_logprobs"][0]) == {"token_id:90", "token_id:65"}
+    chat = CHAT | fields | {"logprobs": True, "top_logprobs": 1}
+    for extra in ({}, {"stream": True}):
+        reply = ask(CHATS, chat | extra, FakeClient(Script("Z")))
+        assert b'"token":"token_id:90"' in reply.body and b'"token":"token_id:65"' in reply.body
+        assert b'"token":"Z"' not in reply.body
+
+
+def test_special_tokens_around_a_prompt_are_the_clients_choice():
+    class Tokenizer(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            return [BOS] * add_special_tokens + list(text.encode())
+
+    for path, usual in ((COMPLETIONS, True), (CHATS, False)):
+        for value, has_special in ((None, usual), (True, True), (False, False)):
+            client = FakeClient()
+            app = make_app(client, tokenizer=Tokenizer())
+            body = ROUTES[path] | {"add_special_tokens": value}
+            assert run(call(app, path, body)).status == 200
+            assert (client.requests[0].prompt[0] == BOS) == has_special
+
+
+def test_hints_that_this_model_cannot_follow_are_told():
+    for fields in (
+        {"reasoning_effort": "max"},
+        {"thinking_token_budget": 5},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+    ):
+        reply = ask(CHATS, CHAT | fields)
+        name = list(fields)[-1].replace("_options", "_options.include_obfuscation")
+        assert (reply.status, reply.headers["x-ignored-params"]) == (200, name)
+    for fields in (
+        {"reasoning_effort": "none"},  # it does not think
+        {"top_logprobs": 0, "tool_choice": "auto", "prompt_cache_key": "k", "store": False},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+    ):
+        reply = ask(CHATS, CHAT | fields)
+        assert reply.status == 200 and "x-ignored-params" not in reply.headers

@@ -14,18 +14,28 @@ from jitney.engine.api import grammars
 from jitney.engine.api.grammars import Grammars
 from jitney.engine.errors import RequestError
 from jitney.engine.structured.setup import CheckerSetup
+from jitney.engine.structured.terms import Terms, json_rule
 from jitney.engine.types import Grammar
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": "ab"},
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "ab"}]},
 }
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 SETUP = CheckerSetup(("<eos>",), 260)
 
 
 def named(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema} | more}
+
+
+def strictly(schema: Any) -> dict[str, Any]:
+    return named(schema, strict=True)
 
 
 def ask(path: str, fields: dict[str, Any]) -> tuple[Reply, FakeClient]:
@@ -76,9 +86,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": named(SCHEMA) | {"type": "text"}}, "response_format.json_schema"),
     ({"response_format": named(5)}, "response_format.json_schema.schema"),
-    ({"response_format": named({"type": "nope"})}, "response_format.json_schema.schema"),
-    ({"response_format": named({"not": {}})}, "response_format.json_schema.schema"),
-    ({"response_format": named({"$ref": "http://x/y"})}, "response_format.json_schema.schema"),
+    ({"response_format": strictly({"type": "nope"})}, "response_format.json_schema.schema"),
+    ({"response_format": strictly({"not": {}})}, "response_format.json_schema.schema"),
+    ({"response_format": strictly({"$ref": "http://x/y"})}, "response_format.json_schema.schema"),
+    ({"structured_outputs": {"json": {"contains": {}}}}, "structured_outputs.json"),
+    ({"guided_json": {"contains": {}}}, "guided_json"),
     ({"response_format": named(SCHEMA, name="a b")}, "response_format.json_schema.name"),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
     ({"structured_outputs": {}}, "structured_outputs"),
@@ -112,8 +124,60 @@ def test_what_cannot_be_kept_to_is_refused_by_name(path: str, fields: dict[str, 
 def test_an_error_says_where_in_the_schema_it_is():
     inner = {"type": "object", "properties": {"x/y": {"uniqueItems": True}}}
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": inner}}}
-    reply, _ = ask("/v1/completions", {"response_format": named(schema)})
+    reply, _ = ask("/v1/completions", {"response_format": strictly(schema)})
     assert "#/properties/a/items/properties/x~1y: " in reply.error["message"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_cannot_be_enforced_is_left_out_and_named_where_nobody_is_strict(path: str):
+    schema = SCHEMA | {"properties": {"a": {"type": "array", "uniqueItems": True, "maxItems": 5}}}
+    for fields, is_told in (
+        ({"response_format": named(schema)}, True),
+        ({"response_format": named(SCHEMA)}, False),
+    ):
+        reply, client = ask(path, fields)
+        assert reply.status == 200, reply.body
+        told = reply.headers.get("x-unenforced-schema")
+        assert told == ("#/properties/a/uniqueItems" if is_told else None)
+        grammar = client.requests[0].sampling.grammar
+        assert grammar is not None and ('"maxItems":5' in grammar.text) == is_told
+
+
+def test_formats_that_nobody_knows_are_annotations():
+    """JSON Schema 2020-12, Validation, 7.2.3: also where the schema is strict."""
+    for format in ("password", "path", "binary", "uuid4", "base64", "jwt", "regex", "x y"):
+        schema = SCHEMA | {"properties": {"a": {"type": "string", "format": format}}}
+        for strict in (True, False, None):
+            reply, _ = ask("/v1/completions", {"response_format": named(schema, strict=strict)})
+            assert reply.status == 200, reply.body
+            assert "x-unenforced-schema" not in reply.headers
+
+
+def test_a_schema_that_takes_for_ever_is_left_out_where_nobody_is_strict(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """And the others hold. llguidance 1.9 takes seconds for a large divisor."""
+    slow = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 1_000_003}}}
+    fine = SCHEMA | {"properties": {"a": {"type": "integer", "maximum": 5}}}
+
+    def turn(*, strict: bool) -> Grammar:
+        rules = [
+            json_rule(Terms(strict, closed=True, name=name, param="tools[0]").with_schema(schema))
+            for name, schema in (("slow", slow), ("fine", fine))
+        ]
+        return Grammar("lark", f"start: {rules[0]} | {rules[1]}")
+
+    async def go() -> None:
+        checks = Grammars(SETUP, timeout_s=0.7)
+        try:
+            found = await checks.checked(turn(strict=False), "tools")
+            assert found.unenforced == ("slow#",) and '"maximum": 5' in found.grammar.text
+            with pytest.raises(RequestError, match="longer than"):
+                await checks.checked(turn(strict=True), "tools")
+        finally:
+            await checks.close()
+
+    run(go())
 
 
 async def outcome(checks: Grammars, grammar: Grammar) -> str:

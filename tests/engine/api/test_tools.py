@@ -41,6 +41,9 @@ WRITTEN = {
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
     f"to=functions.get_weather <|constrain|>json<|message|>{PARIS}",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris é<|"|>}<tool_call|>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis é\n</parameter>\n"
+    "</function>\n</tool_call>",
     "gemma": "```tool_code\nget_weather(city='Paris é')\n```",
 }
 
@@ -189,6 +192,40 @@ def test_a_call_that_is_cut_off_is_told_as_far_as_it_goes():
     assert PARIS.startswith(made["function"]["arguments"])
 
 
+@pytest.mark.parametrize("max_tokens", [8, 24, 60])
+def test_a_forced_call_that_is_cut_off_leaves_no_content(max_tokens: int):
+    """Whether its name is written or not, on each route."""
+    body = TOOLS | {"tool_choice": "required", "max_tokens": max_tokens}
+    choice = ask("hermes", HERMES, body)
+    assert choice["finish_reason"] == "length" and choice["message"]["content"] is None
+    assert ("tool_calls" in choice["message"]) == (max_tokens == 60)
+    stream = joined(streamed(family_app("hermes", HERMES)[0], body))
+    assert stream["content"] == "" and bool(stream["tool_calls"]) == (max_tokens == 60)
+
+    function = WEATHER["function"]
+    asked = {"model": "m", "input": "Weather?", "max_output_tokens": max(16, max_tokens)}
+    asked |= {"tools": [{"type": "function"} | function], "tool_choice": "required"}
+    reply = run(call(family_app("hermes", HERMES)[0], "/v1/responses", asked))
+    parts = [part for item in reply.json()["output"] for part in item.get("content", ())]
+    assert "".join(part["text"] for part in parts) == ""
+
+    tool = {"name": "get_weather", "input_schema": PLACE}
+    asked = CHAT | {"max_tokens": max_tokens, "tools": [tool], "tool_choice": {"type": "any"}}
+    reply = run(call(family_app("hermes", HERMES)[0], "/v1/messages", asked))
+    assert {block["type"] for block in reply.json()["content"]} <= {"tool_use"}
+
+
+def test_what_a_form_cannot_enforce_is_named():
+    limited = schema(type="object", properties={"a": {"type": "string", "pattern": "^a+$"}})
+    body = CHAT | {"tools": limited, "tool_choice": "required"}
+    reply = run(call(family_app("gemma", "x")[0], CHATS, body))
+    name = limited[0]["function"]["name"]
+    assert reply.headers["x-unenforced-schema"] == f"{name}#/properties/a/pattern"
+    strict = run(call(family_app("gemma", "x")[0], CHATS, body | {"tools": [_strict(limited[0])]}))
+    assert (strict.status, strict.error["param"]) == (400, "tools[0].function.parameters")
+    assert name in strict.error["message"]
+
+
 @pytest.mark.parametrize("n_calls", [1, 2])
 def test_one_call_is_enough_without_parallel_tool_calls(n_calls: int):
     body = TOOLS | {"parallel_tool_calls": n_calls > 1}
@@ -215,12 +252,11 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_forced_calls_reach_the_engine_as_a_grammar(family: str, choice: Any):
-    """And are read as they are forced, also where the family's own form cannot be."""
-    forced = HERMES if family == "gemma" else WRITTEN[family]
-    app, client = family_app(family, forced)
+    """And are read as they are forced."""
+    app, client = family_app(family, WRITTEN[family])
     reply = run(call(app, CHATS, TOOLS | {"tool_choice": choice}))
     [made] = reply.json()["choices"][0]["message"]["tool_calls"]
-    assert made["function"]["arguments"] == PARIS
+    assert json.loads(made["function"]["arguments"]) == json.loads(PARIS)
     grammar = client.requests[0].sampling.grammar
     assert grammar is not None and grammar.kind == "lark" and "get_weather" in grammar.text
     assert ("clock" in grammar.text) == (choice == "required")
@@ -232,18 +268,56 @@ def test_strict_tools_have_a_grammar_and_others_have_none():
         app, client = family_app("hermes", "Hello.")
         assert run(call(app, CHATS, CHAT | {"tools": tools})).status == 200
         assert (client.requests[0].sampling.grammar is not None) == held
-    app, client = family_app("gemma", "Hello.")
-    reply = run(call(app, CHATS, CHAT | {"tools": [strict]}))
-    assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
 
 
-def test_a_schema_that_cannot_be_forced_is_blamed_on_the_tools():
-    bad = schema(type="object", properties={"a": {"type": "string", "pattern": "("}})
-    form = {"response_format": {"type": "json_object"}}
-    for fields in ({"tool_choice": "required"}, {"tools": [_strict(bad[0])]}, form):
-        app, client = family_app("hermes", "x")
-        reply = run(call(app, CHATS, CHAT | {"tools": bad} | fields))
-        assert (reply.status, reply.error["param"]) == (400, "tools") and not client.requests
+BAD_PROPERTY = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+NO_TYPE = {"type": "object", "properties": {"a": {"items": {"type": ["string", "any"]}}}}
+BAD = {"type": "function", "function": {"name": "crooked", "parameters": BAD_PROPERTY}}
+
+
+def test_a_strict_schema_that_cannot_be_enforced_is_named():
+    """By its tool and the place in it, and not by a grammar that the client never wrote."""
+    app, client = family_app("hermes", "x")
+    reply = run(call(app, CHATS, CHAT | {"tools": [WEATHER, _strict(BAD)]}))
+    assert reply.status == 400 and not client.requests
+    assert reply.error["param"] == "tools[1].function.parameters"
+    message = reply.error["message"]
+    assert message.startswith('tools[1] "crooked": at #/properties/a: ')
+    assert "start:" not in message and "call_" not in message
+
+
+def test_a_type_that_does_not_exist_is_left_out_or_named():
+    tool = {"type": "function", "function": {"name": "f", "parameters": NO_TYPE}}
+    app, _ = family_app("hermes", "x")
+    reply = run(call(app, CHATS, CHAT | {"tools": [tool], "tool_choice": "required"}))
+    assert reply.headers["x-unenforced-schema"] == "f#/properties/a/items/type"
+    reply = run(call(app, CHATS, CHAT | {"tools": [_strict(tool)]}))
+    assert reply.status == 400 and '"any" is no type' in reply.error["message"]
+
+
+FORMS = (
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "crooked"}}},
+    {"response_format": {"type": "json_object"}},
+)
+
+
+@pytest.mark.parametrize("fields", FORMS)
+def test_one_bad_tool_does_not_refuse_the_others(fields: dict[str, Any]):
+    app, client = family_app("hermes", "x")
+    tools = [WEATHER, BAD, _strict(CLOCK)]
+    reply = run(call(app, CHATS, CHAT | {"tools": tools} | fields))
+    assert reply.status == 200, reply.body
+    assert reply.headers["x-unenforced-schema"] == "crooked#/properties/a/pattern"
+    grammar = client.requests[0].sampling.grammar
+    assert grammar is not None and "crooked" in grammar.text and '"pattern"' not in grammar.text
+
+
+def test_what_is_left_out_is_told_before_a_stream():
+    app, _ = family_app("hermes", HERMES)
+    body = CHAT | {"tools": [WEATHER, BAD], "tool_choice": "required", "stream": True}
+    reply = run(call(app, CHATS, body))
+    assert reply.headers["x-unenforced-schema"] == "crooked#/properties/a/pattern"
 
 
 @pytest.mark.parametrize(
@@ -340,31 +414,29 @@ def schema(**parameters: Any) -> list[dict[str, Any]]:
         ("tools", {"tools": 5}),
         ("tools", {"tools": [5]}),
         ("tools", {"tools": [{"type": "function"}]}),
-        ("tools", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}),
         ("tools", {"tools": [CLOCK] * 129}),
         ("tools", {"tools": [CLOCK, CLOCK]}),
         ("tools", {"tools": schema(type="nope")}),
-        ("tools", {"tools": schema(type="object", properties={"a": {"type": "nope"}})}),
-        ("tools", {"tools": schema(properties={"a": {"items": {"type": ["string", 5]}}})}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}),
         *(
             ("tools", {"tools": [{"type": "function", "function": {"name": name}}]})
             for name in ("", "a b", "a\nb", "x" * 129, 5, None)
         ),
-        ("tool_choice", {"tool_choice": "auto"}),
+        ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tool_choice": "nope"}),
         ("tool_choice", {"tools": [CLOCK], "tool_choice": 5}),
+        ("tool_choice", {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
+        ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "web_search"}}),
         ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "function"}}),
         ("tool_choice", {"tools": [CLOCK], "tool_choice": WEATHER | {"function": {"name": "f"}}}),
         ("parallel_tool_calls", {"tools": [CLOCK], "parallel_tool_calls": 1}),
         ("functions", {"functions": [{"name": "f"}]}),
         ("function_call", {"function_call": "auto"}),
-        ("reasoning_effort", {"reasoning_effort": "high"}),
         ("reasoning_effort", {"reasoning_effort": "nope"}),
         ("include_reasoning", {"include_reasoning": 1}),
         *(
             ("thinking_token_budget", {"thinking_token_budget": value})
-            for value in (-1, 2**31, "5", True, 1.5, 5)
+            for value in (-1, 2**31, "5", True, 1.5)
         ),
         *(
             ("chat_template_kwargs", {"chat_template_kwargs": value})
@@ -424,3 +496,59 @@ def test_families_are_known_by_their_templates(family: str):
     assert turns.tools is not None and turns.tools.name == named
     assert turns.template_has_tools == (family != "plain")
     assert turns.thinks == (family in ("qwen3", "harmony", "deepseek_v3", "deepseek_v31"))
+
+
+PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "Edits"}}
+
+
+@pytest.mark.parametrize("chunk", [1, 6])
+def test_a_custom_tool_gets_its_text(chunk: int):
+    text = 'a\n"b" 😀'
+    arguments = json.dumps({"input": text})
+    written = f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>' + HERMES
+    body = CHAT | {"tools": [PATCH, WEATHER, {"type": "web_search"}]}
+    choice = ask("hermes", written, body, chunk=chunk)
+    first, second = choice["message"]["tool_calls"]
+    assert (first["type"], first["custom"]) == ("custom", {"name": "patch", "input": text})
+    assert second["function"] == {"name": "get_weather", "arguments": PARIS}
+    app, client = family_app("hermes", written, chunk=chunk)
+    reply = run(call(app, CHATS, body | {"stream": True}))
+    assert reply.headers["x-ignored-params"] == "tools[2]"
+    chunks = [json.loads(frame[6:]) for frame in reply.body.decode().split("\n\n")[:-2]]
+    calls = [
+        part
+        for chunk_ in chunks
+        for each in chunk_["choices"]
+        for part in each["delta"].get("tool_calls", ())
+        if part["index"] == 0
+    ]
+    assert (calls[0]["type"], calls[0]["custom"]) == ("custom", {"name": "patch", "input": ""})
+    assert "".join(part["custom"]["input"] for part in calls) == text
+    # What comes back is read as the model wrote it.
+    answer = {"role": "tool", "tool_call_id": first["id"], "content": "done"}
+    history = [USER, choice["message"], answer, answer | {"tool_call_id": second["id"]}]
+    run(call(app, CHATS, body | {"messages": history}))
+    prompt = FamilyTokenizer("hermes").decode(client.requests[-1].prompt)
+    assert '{"name": "patch", "arguments": {"input": "a\\n' in prompt
+
+
+@pytest.mark.parametrize(
+    ("choice", "syntax", "told"),
+    [
+        ({"type": "custom", "custom": {"name": "patch"}}, "regex", None),
+        ("required", "regex", None),
+        ("auto", "regex", "tools[0].custom.format"),
+        ("required", "lark", "tools[0].custom.format"),
+    ],
+)
+def test_the_form_of_a_custom_tool_is_kept_where_it_can_be(choice: Any, syntax: str, told: Any):
+    grammar = {"syntax": syntax, "definition": "[ab]+"}
+    form = {"type": "grammar", "grammar": grammar}
+    tool = {"type": "custom", "custom": {"name": "patch", "format": form}}
+    app, client = family_app("hermes", "x")
+    reply = run(call(app, CHATS, CHAT | {"tools": [tool, CLOCK], "tool_choice": choice}))
+    assert reply.status == 200 and reply.headers.get("x-unenforced-schema") == told
+    wanted = client.requests[0].sampling.grammar
+    assert (wanted is not None) == (choice != "auto")
+    if wanted is not None:
+        assert (syntax == "regex") == ("^(?:[ab]+)$" in wanted.text)

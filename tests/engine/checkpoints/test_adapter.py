@@ -52,6 +52,29 @@ def test_the_names_of_older_files_are_known(tmp_path: Path, config: ModelConfig)
     }
 
 
+def test_an_adapter_of_a_base_model_has_the_same_modules(tmp_path: Path, config: ModelConfig):
+    folder = write_adapter(tmp_path / "fr", config, 1)
+    whole = Adapter.read("fr", str(folder))
+    stored = load_file(folder / TENSORS)
+    save_file(
+        {name.replace("model.model.", "model."): x for name, x in stored.items()}, folder / TENSORS
+    )
+    base = Adapter.read("fr", str(folder))
+    assert base.modules.keys() == whole.modules.keys() and base.modules != whole.modules
+    sizes = config.hidden_size, config.intermediate_size
+    for one, other in zip(base.halves(MODULE, *sizes), whole.halves(MODULE, *sizes), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_half_under_two_names_is_refused(tmp_path: Path, config: ModelConfig):
+    folder = write_adapter(tmp_path / "fr", config, 1)
+    stored = load_file(folder / TENSORS)
+    name = f"base_model.model.{MODULE}.lora_A.weight"
+    save_file(stored | {name.replace("model.model.", "model."): stored[name]}, folder / TENSORS)
+    with pytest.raises(ModelError, match="a second time"):
+        Adapter.read("fr", str(folder))
+
+
 def told(**settings: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / CONFIG).read_text())

@@ -9,6 +9,7 @@ import logging
 import math
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DATA
@@ -113,6 +114,41 @@ def test_windows_follow_each_architecture():
         use_sliding_window=True,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ) == (8, 0, 8)
+
+
+def test_every_layer_of_a_qwen3_mixture_has_the_window():
+    """transformers' Qwen3MoeModel knows no kinds of layers; tests/engine/models/test_numerics.py
+    compares its logits (qwen3_moe_window).
+    """
+    off = MIXTURE | {"sliding_window": 8, "max_window_layers": 2}
+    assert read_hf_config(off).windows == (0, 0, 0)
+    windowed = MIXTURE | {"use_sliding_window": True, "max_window_layers": 2}
+    for others in ({}, {"layer_types": ["full_attention"] * 3}):
+        assert read_hf_config(windowed | others | {"sliding_window": 8}).windows == (8, 8, 8)
+        assert read_hf_config(windowed | others | {"sliding_window": None}).windows == (0, 0, 0)
+        assert read_hf_config(windowed | others).windows == (4096,) * 3
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        {"sliding_window": 8, "max_window_layers": 0},
+    ],
+)
+def test_what_a_qwen_file_leaves_out_is_as_in_its_configuration_class(name: str, given: dict):
+    """Heads, their size, and which layers have a window, as transformers has them."""
+    sizes = BASE | {"num_attention_heads": 32, "hidden_size": 64, "moe_intermediate_size": 24}
+    theirs = getattr(transformers, f"{name}Config")(**sizes | given)
+    ours = read_hf_config(sizes | given | {"architectures": [f"{name}ForCausalLM"]})
+    assert ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == getattr(theirs, "head_dim", 64 // 32)
+    every = theirs.sliding_window or 0
+    kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 3)
+    assert ours.windows == tuple([every * (kind == "sliding_attention") for kind in kinds])
 
 
 def test_yarn_extends_the_context():

@@ -290,7 +290,7 @@ def test_modules_that_are_not_computed_are_refused(tmp_path: Path):
     for text, words in (
         ("{}", "modules.json must hold a JSON list"),
         ("[1]", "modules.json must list objects"),
-        ('[{"type": "x.Pooling", "path": "../elsewhere"}]', "must name a folder"),
+        ('[{"type": "x.Pooling", "path": "../elsewhere"}]', "unsafe file name"),
         ('[{"type": "x.Pooling"}]', "must name a folder"),
     ):
         path.write_text(text)

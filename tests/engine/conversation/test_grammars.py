@@ -20,6 +20,7 @@ from jitney.engine.conversation.formats import TurnFormat
 from jitney.engine.conversation.grammars import Turn
 from jitney.engine.conversation.tools import Tool, ToolMode, ToolUse
 from jitney.engine.errors import RequestError
+from jitney.engine.structured.compiling import new_matcher
 from jitney.engine.structured.setup import CheckerSetup
 from jitney.engine.structured.worker import Checker
 from jitney.engine.text.fast_tokenizers import _tiny_fast
@@ -58,9 +59,7 @@ def behind_thoughts(
 
 def matcher(grammar: Grammar | None) -> LLMatcher:
     assert grammar is not None and grammar.kind == "lark"
-    made = LLMatcher(BYTES, LLMatcher.grammar_from_lark(grammar.text))
-    assert not made.is_error(), made.get_error()
-    return made
+    return new_matcher(grammar, BYTES)
 
 
 def takes(grammar: Grammar | None, text: str) -> bool:
@@ -86,7 +85,7 @@ def test_a_forced_turn_is_a_call_that_fits(family: str):
     assert inner.consume_tokens(list(thoughts.encode()))
     for seed in range(12):
         turn = thoughts + _finish(inner.deep_copy(), seed)
-        parser = turns.parser(prompt, use.names, forced=True)
+        parser = turns.parser(prompt, use.functions, forced=True)
         message = AssistantMessage.of([*parser.push(turn, []), *parser.finish()])
         [made] = message.tool_calls
         arguments = json.loads(made.arguments)
@@ -177,8 +176,6 @@ def test_nothing_is_held_back_where_nothing_is_strict():
     assert use is not None
     assert tool_grammar(TurnFormat.of(TEMPLATES["hermes"]), use, "", {}) is None
     assert tool_grammar(TurnFormat.of(TEMPLATES["gemma"]), use, "", {}) is None
-    with pytest.raises(RequestError, match="cannot be held to a schema"):
-        tool_grammar(TurnFormat.of(TEMPLATES["gemma"]), use_of("auto"), "", {})
 
 
 @pytest.mark.parametrize(
@@ -213,6 +210,7 @@ def test_a_grammar_that_cannot_follow_thoughts_is_refused():
 @pytest.mark.parametrize(
     ("family", "call"),
     [
+        ("gemma", "```tool_code\nget_weather(city='Paris', days=3)\n```"),
         ("hermes", HERMES),
         ("qwen3", HERMES),
         ("plain", HERMES),
@@ -239,10 +237,12 @@ def test_with_channels_a_grammar_of_the_answer_is_that_of_the_last_one():
     assert takes(held, final + "{}") and not takes(held, final + "[]")
 
 
-def test_calls_of_no_such_form_exclude_a_grammar_of_the_answer():
-    turn = Turn(TurnFormat.of(TEMPLATES["gemma"]), "", {})
-    with pytest.raises(RequestError, match="cannot be held to a schema"):
-        turn.grammar(use_of("auto"), Grammar("json_object"))
+def test_calls_that_are_not_read_are_held_to_nothing_unless_they_are_forced():
+    turn = Turn(TurnFormat.of(TEMPLATES["hermes"], "none"), "", {})
+    for answer in (None, Grammar("json_object")):
+        with pytest.raises(RequestError, match="only where they are forced"):
+            turn.grammar(use_of("auto"), answer)
+    assert takes(turn.grammar(use_of("required"), None), HERMES)
 
 
 def test_schemas_are_closed_where_that_is_plain():

@@ -20,7 +20,8 @@ from jitney.engine.conversation.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from jitney.engine.conversation.formats import _NONE, _TOOL_FORMATS, TurnFormat
+from jitney.engine.conversation.families import TOOL_FORMATS
+from jitney.engine.conversation.formats import _NONE, TurnFormat
 
 NAMES = frozenset({"f", "get_weather"})
 PARIS = '{"city": "Paris", "days": [1, 2], "more": {"a": "}\\"<"}}'
@@ -48,6 +49,11 @@ def v3(name: str, arguments: str) -> str:
     return f"{C[0]}function{SEP}{name}\n```json\n{arguments}\n```{C[1]}"
 
 
+def coder(name: str, **arguments: str) -> str:
+    said = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(said)}</function>\n</tool_call>"
+
+
 def v31(name: str, arguments: str) -> str:
     return f"{C[0]}{name}{SEP}{arguments}{C[1]}"
 
@@ -56,6 +62,8 @@ WEATHER = f'{{"name": "get_weather", "arguments": {PARIS}}}'
 LLAMA = f'{{"name": "get_weather", "parameters": {PARIS}}}'
 ONE = [("get_weather", PARIS)]
 TWO = [*ONE, ("f", "{}")]
+F = [("f", "{}")]
+A_IS_X = [("f", '{"a": "x"}')]
 ANALYSIS = "<|channel|>analysis<|message|>hm <|x|><|end|>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 
@@ -98,6 +106,11 @@ CASES = [
     # Llama 3
     Case("llama3_json", LLAMA, calls=ONE),
     Case("llama3_json", f'{LLAMA}; {{"name": "f", "parameters": {{}}}}', calls=TWO),
+    Case("llama3_json", f'{LLAMA}{{"name": "f", "parameters": {{}}}}\n', calls=TWO),
+    Case("llama3_json", f'{LLAMA}\n\n{{"name": "f", "parameters": {{}}}};', calls=TWO),
+    Case("llama3_json", f"I look.\n{LLAMA}\nDone.", "I look.\nDone.", ONE),
+    Case("llama3_json", f"{LLAMA}; no\n{LLAMA}", "; no", [*ONE, *ONE]),
+    Case("llama3_json", f'{LLAMA}\n{{"a": [1]}}', '\n{"a": [1]}', ONE),
     Case("llama3_json", f"<|python_tag|>{LLAMA}", calls=ONE),
     Case(
         "llama3_json",
@@ -142,6 +155,92 @@ CASES = [
     ),
     Case("gemma4", 'I <|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>', "I", [("f", '{"a": "x"}')]),
     Case("gemma4", "<|tool_call>say:f{}", "<|tool_call>say:f{}"),
+    # elements between tags
+    Case("qwen3_coder", coder("f", a="x\ny", b="2"), calls=[("f", '{"a": "x\\ny", "b": 2}')]),
+    Case(
+        "qwen3_coder", f"Hi.\n{coder('f')}\n{coder('g')} so", "Hi. so", [("f", "{}"), ("g", "{}")]
+    ),
+    Case("qwen3_coder", "<function=f>\n</function>", calls=[("f", "{}")]),
+    Case("qwen3_coder", coder("f") + "\n" + coder("f", a="x"), calls=[*F, *A_IS_X]),
+    Case(
+        "qwen3_coder",
+        coder("f").removesuffix("</tool_call>") + coder("f", a="x").removeprefix("<tool_call>\n"),
+        calls=[*F, *A_IS_X],
+    ),
+    Case("qwen3_coder", "use <function=g>\n</function>", "use <function=g>\n</function>"),
+    Case(
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n</function>\n<function=get_weather>\n</function>\n</tool_call>",
+        calls=[("f", "{}"), ("get_weather", "{}")],
+    ),
+    Case("qwen3_coder", "<tool_call>\n<function=f>\n</tool_call>.", ".", [("f", "{}")]),
+    Case("qwen3_coder", "<tool_call>\n<function=f>\n<tool_call>\n<function=f>\n", calls=2 * F),
+    Case("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a", calls=F),
+    Case("qwen3_coder", "<tool_call>\n<function=f>\n oh</tool_call>", "oh", F),
+    Case("qwen3_coder", "<tool_call>\n<function", "<tool_call>\n<function"),
+    Case("qwen3_coder", "<tool_call>[1]", "<tool_call>[1]"),
+    Case(
+        "seed_oss",
+        "<seed:tool_call>\n<function=f>\n<parameter=a>x</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        calls=[("f", '{"a": "x"}')],
+    ),
+    Case(
+        "glm45",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>[1]</arg_value>\n</tool_call>",
+        calls=[("f", '{"a": "x", "b": [1]}')],
+    ),
+    Case(
+        "glm47",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call><tool_call>f</tool_call>",
+        calls=[("f", '{"a": "x"}'), *F],
+    ),
+    Case(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x</parameter>\n</invoke>\n'
+        '<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+        calls=[("f", '{"a": "x"}'), *F],
+    ),
+    # JSON between markers
+    Case(
+        "solar_open",
+        "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>f<|tool_call:args|>"
+        '{"a": "x"}<|tool_call:end|><|calls|>',
+        calls=A_IS_X,
+    ),
+    Case("apriel", f"So <tool_calls>[{WEATHER}, {WEATHER}]</tool_calls>", "So", [*ONE, *ONE]),
+    Case("minimax_m1", f"<tool_calls>\n{WEATHER}\n{WEATHER}\n</tool_calls>", calls=[*ONE, *ONE]),
+    Case("nemotron_v2", f"<TOOLCALL>[{WEATHER}]</TOOLCALL>", calls=ONE),
+    Case("granite", f"<|tool_call|>[{WEATHER}] ok", " ok", ONE),
+    Case("gigachat3", f"<|function_call|>{WEATHER}", calls=ONE),
+    Case(
+        "cohere_command",
+        '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "x"}}\n]'
+        "<|END_ACTION|>",
+        calls=A_IS_X,
+    ),
+    Case(
+        "apertus", '<|tools_prefix|>[{"f": {}}, {"g": {}}]<|tools_suffix|>', calls=[*F, ("g", "{}")]
+    ),
+    Case(
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:12<|tool_call_argument_begin|>"
+        '{"a": "x"}<|tool_call_end|><|tool_calls_section_end|>',
+        calls=A_IS_X,
+    ),
+    Case(
+        "functionary",
+        '<function=f>{"a": "x"}</function><function=f>{}</function>',
+        calls=[*A_IS_X, *F],
+    ),
+    Case(
+        "lfm2",
+        "<|tool_call_start|>[f(a='x\n y', b={\"c\": [true, null]})]<|tool_call_end|>.",
+        ".",
+        [("f", '{"a": "x\\n y", "b": {"c": [true, null]}}')],
+    ),
+    Case("lfm2", "<|tool_call_start|>[f(a='x'), f()]<|tool_call_end|>", calls=[*A_IS_X, *F]),
     # harmony
     Case(
         "harmony",
@@ -189,6 +288,36 @@ CASES = [
     Case("hermes", " <thin air", " <thin air", thinks="qwen3"),
     Case("hermes", "<think> cut <", reasoning="cut <", thinks="qwen3"),
     Case("hermes", "<think></think>", thinks="qwen3"),
+    # calls inside of thoughts
+    Case("hermes", f"<think>\nSo.\n{hermes(WEATHER)}", "", ONE, "So.", "qwen3"),
+    Case("hermes", f"<think>{hermes(WEATHER)}\n{hermes(WEATHER)}\n", "", 2 * ONE, "", "qwen3"),
+    Case(
+        "hermes", f"<think>a <tool_call> b\n{hermes(WEATHER)}", "", ONE, "a <tool_call> b", "qwen3"
+    ),
+    Case(
+        "hermes",
+        f"<think>{hermes(WEATHER)}, no",
+        reasoning=f"{hermes(WEATHER)}, no",
+        thinks="qwen3",
+    ),
+    Case(
+        "hermes",
+        f"<think>a\n{hermes(WEATHER)} b </think>\n{hermes(WEATHER)}",
+        "",
+        ONE,
+        f"a\n{hermes(WEATHER)} b",
+        "qwen3",
+    ),
+    Case("hermes", "<think>a <tool_call>", reasoning="a <tool_call>", thinks="qwen3"),
+    Case(
+        "qwen3_coder",
+        f"x\n{coder('f', a='y')}",
+        "",
+        [("f", '{"a": "y"}')],
+        "x",
+        "qwen3",
+        "<think>\n",
+    ),
     Case(
         "mistral",
         f"[THINK]a[/THINK][TOOL_CALLS]f{PARIS}",
@@ -256,7 +385,7 @@ def test_families_are_read(case: Case):
 FRAGMENTS = sorted(
     {
         piece
-        for format in _TOOL_FORMATS
+        for format in TOOL_FORMATS
         for marker in format.markers
         for piece in (marker, marker[:-1], marker[: len(marker) // 2])
     }
@@ -267,7 +396,7 @@ FRAGMENTS = sorted(
 
 @settings(deadline=None, max_examples=300)
 @given(
-    tools=st.sampled_from([format.name for format in _TOOL_FORMATS]),
+    tools=st.sampled_from([format.name for format in TOOL_FORMATS]),
     thinks=st.sampled_from([_NONE, "qwen3"]),
     fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
     places=st.lists(st.integers(0, 500), max_size=12),
@@ -279,7 +408,10 @@ def test_pieces_do_not_matter_whatever_is_written(tools, thinks, fragments, plac
     events = parsed(case, [text])
     assert joined(parsed(case, cut(text, places))) == joined(events)
     message = AssistantMessage.of(events)
-    if not message.tool_calls and thinks == _NONE and not tools.startswith("deepseek"):
+    reads_over_markers = tools.startswith("deepseek") or tools in (
+        *("kimi_k2", "minimax_m2", "solar_open"),
+    )
+    if not message.tool_calls and thinks == _NONE and not reads_over_markers:
         assert message.content == text
 
 

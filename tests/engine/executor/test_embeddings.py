@@ -4,8 +4,11 @@ preemption.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +16,10 @@ import pytest
 from oracle import naive_normed
 from programs import await_use
 
+from jitney.engine.build import _Setup
 from jitney.engine.checkpoints.families import tiny_config
+from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import RequestError
 from jitney.engine.executor.program import StateSizes
@@ -182,3 +188,35 @@ def test_what_the_engine_does_not_make_is_refused_by_the_setting_s_name():
     core = core_of("mean")
     with pytest.raises(RequestError, match="embedding-pooling"):
         core.scheduler.add(wanted("own", 5, "last"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "stated", "made"),
+    [
+        ("auto", "lasttoken", "last"),
+        ("auto", "mean", "mean"),
+        ("auto", "cls", "off"),
+        ("auto", None, "off"),
+        ("mean", "lasttoken", "mean"),
+        ("off", "lasttoken", "off"),
+    ],
+)
+def test_vectors_are_made_as_the_files_of_the_model_say(
+    tmp_path: Path, asked: Literal["auto", "mean", "off"], stated: str | None, made: str
+):
+    if stated is not None:
+        listed = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+        (tmp_path / "modules.json").write_text(json.dumps(listed))
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": stated}))
+    setup = _Setup(
+        config=Config(engine=EngineSection(embedding_pooling=asked)),
+        source=ModelSource("hf", str(tmp_path), "", tiny_config()),
+        devices=[],
+        mesh=None,
+        dtype=np.dtype(np.float32),
+        kv_dtype=np.dtype(np.float32),
+        context=64,
+        hosts=None,
+    )
+    assert setup.pooling == made

@@ -67,12 +67,20 @@ def test_a_stream_is_passed_on_byte_by_byte(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/completions", "/v1/messages", "/v1/responses", "/tokenize", "/v1/messages/count_tokens"],
+    [
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/tokenize",
+    ],
 )
 def test_every_form_is_passed_on(tmp_path: Path, path: str):
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "Where to?"},
         "/v1/responses": {"input": "Where to?"},
+        "/v1/responses/input_tokens": {"input": "Where to?"},
         "/tokenize": {"prompt": "Where to?"},
     }
     body = {"model": "m"} | bodies.get(path, {"messages": CHAT["messages"], "max_tokens": 5})
@@ -466,12 +474,11 @@ def test_kept_responses_are_found_at_their_engine(tmp_path: Path):
                             served.fleet._keepers._values.clear()
                         shown = http.get(f"/v1/responses/{id}")
                         assert shown.json()["id"] == id
-                        more = http.post(
-                            "/v1/responses",
-                            json={"model": "m", "input": "?", "previous_response_id": id},
-                        )
-                        assert more.status_code == 200
-                        assert more.headers["x-jitney-replica"] == place
+                        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+                            follow = {"model": "m", "input": "?", "previous_response_id": id}
+                            more = http.post(path, json=follow)
+                            assert more.status_code == 200
+                            assert more.headers["x-jitney-replica"] == place
                     assert http.delete(f"/v1/responses/{id}").json()["deleted"] is True
                 unknown = http.get("/v1/responses/resp_0")
                 assert unknown.status_code == 404

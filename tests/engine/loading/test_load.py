@@ -5,7 +5,9 @@ every bad file.
 from __future__ import annotations
 
 import json
+import logging
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from llamas import as_llama
 from safetensors.numpy import save_file
 
+from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.sources import ModelSource
@@ -28,7 +31,10 @@ from jitney.engine.errors import ModelError
 from jitney.engine.loading.checkpoint import _BlockGGUF
 from jitney.engine.loading.load import load_model
 from jitney.engine.models.llama import Llama
+from jitney.engine.models.registry import model_class
 from jitney.engine.models.rope import _inverse_frequencies
+
+DECODERS = [name for name in FAMILIES if tiny_config(FAMILIES[name].name).encoder is None]
 
 E, H, K, D, F, V, L = 64, 4, 2, 16, 128, 96, 2
 CONFIG = {
@@ -152,6 +158,69 @@ def test_shards_and_one_file_give_the_same_model(tmp_path: Path):
     assert_same(load(one), load(three), rtol=0)
 
 
+def bare(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of the base model, by the names that it has when it is saved by itself."""
+    return {
+        name.removeprefix("model."): value for name, value in state.items() if "lm_head" not in name
+    }
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_a_base_model_saved_by_itself_is_the_same_model(
+    tmp_path: Path, architecture: str, shards: int
+):
+    """Qwen3-Embedding, and others of `AutoModel`, lack the prefix of all names."""
+    config = replace(tiny_config(FAMILIES[architecture].name), tie_embeddings=True)
+    random = np.random.default_rng(5)
+    weights = model_class(architecture).weight_map(config, "hf")
+    state = {
+        name: random.standard_normal(piece.shape).astype(np.float32)
+        for name, piece in weights.pieces.items()
+    }
+    loaded = [
+        flat(as_llama(load_model(ModelSource("hf", str(folder), "", config), config)))
+        for folder in (
+            write_folder(tmp_path / "long", state),
+            write_folder(tmp_path / "bare", bare(state), shards=shards),
+        )
+    ]
+    assert loaded[0].keys() == loaded[1].keys()
+    for path, leaf in loaded[0].items():
+        np.testing.assert_array_equal(loaded[1][path], leaf, err_msg=str(path))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_base_model_without_a_head_says_so(
+    tmp_path: Path, shards: int, caplog: pytest.LogCaptureFixture
+):
+    """Qwen3-Embedding-8B has an untied head by its configuration, and none in its files."""
+    config = CONFIG | {"architectures": ["LlamaModel"]}
+    with caplog.at_level(logging.WARNING):
+        model = load(write_folder(tmp_path / "bare", bare(tensors()), config, shards))
+    assert model.lm_head is None and "no output head" in caplog.text
+    caplog.clear()
+    whole = load(
+        write_folder(
+            tmp_path / "whole",
+            bare(tensors()) | {"lm_head.weight": tensors()["lm_head.weight"]},
+            config,
+            shards,
+        )
+    )
+    assert_same(whole, load(write_folder(tmp_path / "long", tensors())))
+    assert not caplog.text
+
+
+def test_a_damaged_model_is_none_without_a_head(tmp_path: Path):
+    assert "1 missing: lm_head.weight" in refusal(write_folder(tmp_path, tensors(lm_head=False)))
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path: Path):
+    state = tensors() | {"norm.weight": np.ones(E, np.float32)}
+    assert "model.norm.weight is stored twice" in refusal(write_folder(tmp_path, state))
+
+
 def test_stored_dtypes_are_read_and_cast(tmp_path: Path):
     state = tensors()
     wide = load(write_folder(tmp_path / "f32", state), jnp.bfloat16)
@@ -228,24 +297,74 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path):
     folder = write_folder(tmp_path / "model", tensors())
     (folder / "model.safetensors").rename(tmp_path / "weights")
     (folder / "model.safetensors").symlink_to(tmp_path / "weights")
-    assert "leads out of the model folder" in refusal(folder)
+    message = refusal(folder)
+    assert "model.safetensors is a link that leads out of the model folder" in message
+    assert str(tmp_path / "weights") in message and "put the file itself there" in message
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/etc/passwd")
     assert "leads out of the model folder" in refusal(folder)
 
 
-def test_links_of_the_hub_cache_are_fine(tmp_path: Path):
-    blobs, snapshot = (
-        tmp_path / "models--a--b" / "blobs",
-        tmp_path / "models--a--b" / "snapshots" / "abc",
+def test_a_link_to_nothing_is_named(tmp_path: Path):
+    folder = write_folder(tmp_path, tensors())
+    (folder / "generation_config.json").symlink_to("../blobs/gone")
+    assert refusal(folder) == (
+        "generation_config.json of the model folder is a link to '../blobs/gone', where no file is"
     )
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A snapshot in a cache of the hub; the weights lie where several repositories share them."""
+    cache = tmp_path / "hub"
+    repository = cache / "models--a--b"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "abc"
+    shared = cache / "blobs" / "5e" / f"5e{'0' * 62}"
+    for folder in (blobs, snapshot, shared.parent):
+        folder.mkdir(parents=True)
     plain = write_folder(tmp_path / "plain", tensors())
+    (plain / "config.json").rename(blobs / "c0")
+    (plain / "model.safetensors").rename(shared)
+    (blobs / "e7").symlink_to(Path("../../blobs/5e") / shared.name)
+    (snapshot / "config.json").symlink_to("../../blobs/c0")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/e7")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("{}")
+    (cache / "token").write_text("{}")
+    return snapshot
+
+
+def test_links_of_the_hub_cache_are_fine(tmp_path: Path, snapshot: Path):
+    wanted = load(snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    below, elsewhere = snapshot / "checkpoint-7", tmp_path / "elsewhere"
+    for folder in (below, elsewhere):
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).symlink_to((snapshot / name).resolve())
+    through = tmp_path / "through"
+    through.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (plain / name).rename(blobs / f"hash-{name}")
-        (snapshot / name).symlink_to(Path("../../blobs") / f"hash-{name}")
-    assert flat(load(snapshot))
+        (through / name).symlink_to(snapshot / name)
+    for folder in (tmp_path / "link", below, elsewhere, through):
+        assert_same(load(folder), wanted)
+
+
+def test_links_below_the_folder_are_fine(tmp_path: Path):
+    folder = write_folder(tmp_path / "model", tensors())
+    (folder / "..data").mkdir()
+    (folder / "config.json").rename(folder / "..data" / "config.json")
+    (folder / "config.json").symlink_to("..data/config.json")
+    assert flat(load(folder))
+
+
+@pytest.mark.parametrize("target", ["../../refs/main", "../../../token", "../../blobs/evil"])
+def test_other_files_of_the_hub_cache_are_refused(tmp_path: Path, snapshot: Path, target: str):
+    """Only what is named by its content; a name in `blobs` that leads elsewhere is none."""
+    (tmp_path / "secret.json").write_text("{}")
+    (snapshot.parents[1] / "blobs" / "evil").symlink_to(tmp_path / "secret.json")
+    (snapshot / "generation_config.json").symlink_to(target)
+    assert "generation_config.json is a link that leads out" in refusal(snapshot)
 
 
 @pytest.mark.parametrize(

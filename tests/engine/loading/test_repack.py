@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from gguf_files import close, open_writer
 from llamas import as_llama
 from safetensors.flax import save_file
@@ -408,6 +409,49 @@ def test_unsound_parts_are_named(tmp_path: Path, change: Any, words: str):
     with pytest.raises(ModelError, match=words) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def assert_same(model: Llama, other: Llama) -> None:
+    """Their weights, in whatever scheme they are kept, are the same numbers."""
+    left, right = (dict(nnx.to_flat_state(nnx.state(each))) for each in (model, other))
+    assert left.keys() == right.keys()
+    for path, leaf in left.items():
+        np.testing.assert_array_equal(leaf[...], right[path][...], err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_base_model_saved_by_itself_is_the_same_when_quantised(tmp_path: Path, name: str):
+    config, make, _ = FORMATS[name]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+
+    def also_bare(state: dict[str, Any]) -> None:
+        short = {name.removeprefix("model."): jnp.asarray(x) for name, x in state.items()}
+        save_file(short, bare / "model.safetensors")
+
+    write_folder(tmp_path, config, make, also_bare)
+    (bare / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    assert_same(load(bare), load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "method"),
+    [
+        ("quantization_config", {"quant_method": "compressed_tensors"}),
+        ("compression_config", COMPRESSED),
+        ("compression_config", {}),
+    ],
+)
+def test_compressed_tensors_by_its_older_names(tmp_path: Path, key: str, method: dict):
+    """Files of 2024, and of tools that spell the method with an underscore, are the same model."""
+    config, make, _ = FORMATS["int8"]
+    write_folder(tmp_path, config, make)
+    wanted = load(tmp_path)
+    older = {name: value for name, value in config.items() if name != "quant_method"} | method
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | {"quantization_config": None, key: older})
+    )
+    assert_same(load(tmp_path), wanted)
 
 
 @pytest.mark.parametrize(

@@ -7,25 +7,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from encoder_folders import tokenizer_of, write_encoder
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DATA
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import ModelError, RequestError
-from jitney.engine.text.fast_tokenizers import (
-    _PRE_TOKENIZERS,
-    _fast_from_gguf,
-    _tiny_fast,
-    byte_characters,
-)
+from jitney.engine.text.fast_tokenizers import _fast_from_gguf, _tiny_fast, byte_characters
+from jitney.engine.text.gguf_words import _PRE_TOKENIZERS
 from jitney.engine.text.tokenizer import Tokenizer
 
 SENTENCEPIECE = json.loads((DATA / "reference_sentencepiece.json").read_text())
@@ -258,60 +258,87 @@ def byte_metadata(pre: str | None, **changes) -> dict:
     }
 
 
-TEXT = "It's 2026,  I'LL\n\n go é_x"
-#: How each pre-tokenizer cuts TEXT: digits in one, one by one, or by threes; case of contractions;
-#: line ends.
+#: What a pre-tokenizer cuts, and a mark between the words it makes.
+TEXTS = (
+    "It's 2026,  I'LL\n\n go é_x",
+    "Señor getHTTPServer 中a文，v1.25//x   y\tf(x) naïve!\n\n",
+)
+MARK = "|"
+#: How each pre-tokenizer cuts TEXTS, by hand from its rules: digits in one, one by one, or by
+#: threes; the case of contractions and of letters; line ends; scripts.
 CUTS = {
-    "gpt-2": ["It", "'s", " 2026", ",", " ", " I", "'", "LL", "\n\n", " go", " é", "_", "x"],
-    "smollm": [
-        "It",
-        "'s",
-        " ",
-        "2",
-        "0",
-        "2",
-        "6",
-        ",",
-        " ",
-        " I",
-        "'",
-        "LL",
-        "\n\n",
-        " go",
-        " é",
-        "_",
-        "x",
-    ],
-    "llama-bpe": ["It", "'s", " ", "202", "6", ",", " ", " I", "'LL", "\n\n", " go", " é", "_x"],
-    "qwen2": [
-        "It",
-        "'s",
-        " ",
-        "2",
-        "0",
-        "2",
-        "6",
-        ",",
-        " ",
-        " I",
-        "'LL",
-        "\n\n",
-        " go",
-        " é",
-        "_x",
-    ],
+    "gpt-2": (
+        "It|'s| 2026|,| | I|'|LL|\n\n| go| é|_|x",
+        "Señor| getHTTPServer| 中a文|，|v|1|.|25|//|x|  | y|\t|f|(|x|)| naïve|!|\n\n",
+    ),
+    "smollm": (
+        "It|'s| |2|0|2|6|,| | I|'|LL|\n\n| go| é|_|x",
+        "Señor| getHTTPServer| 中a文|，|v|1|.|2|5|//|x|  | y|\t|f|(|x|)| naïve|!|\n\n",
+    ),
+    "llama-bpe": (
+        "It|'s| |202|6|,| | I|'LL|\n\n| go| é|_x",
+        "Señor| getHTTPServer| 中a文|，v|1|.|25|//|x|  | y|\tf|(x|)| naïve|!\n\n",
+    ),
+    "qwen2": (
+        "It|'s| |2|0|2|6|,| | I|'LL|\n\n| go| é|_x",
+        "Señor| getHTTPServer| 中a文|，v|1|.|2|5|//|x|  | y|\tf|(x|)| naïve|!\n\n",
+    ),
+    "seed-coder": (
+        "It|'s| |2|0|2|6|,| | I|'LL|\n\n| go| é|_x",
+        "Señor| getHTTPServer| 中a文|，v|1|.|2|5|//|x|  | y|\tf|(x|)| naïve|!|\n\n",
+    ),
+    "tekken": (
+        "It|'s| |2|0|2|6|,| | I|'LL|\n\n| go| é|_x",
+        "Señor| get|HTTPServer| 中a文|，v|1|.|2|5|//|x|  | y|\tf|(x|)| naïve|!\n\n",
+    ),
+    "deepseek-coder": (
+        "It|'|s| |2|0|2|6|,| | I|'|LL|\n|\n| go| é|_|x",
+        "Señor| getHTTPServer| |中|a|文|，|v|1|.|2|5|//|x|  | y|\tf|(|x|)| naïve|!|\n|\n",
+    ),
+    "deepseek-llm": (
+        "It|'|s| |2|0|2|6|,| | I|'|LL|\n|\n| go| é|_|x",
+        "Se|ñ|or| getHTTPServer| |中|a|文|，|v|1|.|2|5|//|x|  | y|\tf|(|x|)| na|ï|ve|!|\n|\n",
+    ),
 }
+
+
+def cut(pre: str, text: str) -> list[str]:
+    """The words of a text as it is cut for a file of this pre-tokenizer."""
+    rust = _fast_from_gguf(byte_metadata(pre)).backend_tokenizer
+    back = {character: byte for byte, character in byte_characters().items()}
+    return [
+        bytes(back[c] for c in word).decode()
+        for word, _ in rust.pre_tokenizer.pre_tokenize_str(text)
+    ]
 
 
 @pytest.mark.parametrize("pre", CUTS)
 def test_words_are_cut_as_the_pre_tokenizer_says(pre: str):
-    rust = _fast_from_gguf(byte_metadata(pre)).backend_tokenizer
-    back = {character: byte for byte, character in byte_characters().items()}
-    words = [
-        bytes(back[c] for c in word).decode()
-        for word, _ in rust.pre_tokenizer.pre_tokenize_str(TEXT)
-    ]
-    assert words == CUTS[pre]
+    assert [cut(pre, text) for text in TEXTS] == [cuts.split(MARK) for cuts in CUTS[pre]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(
+        st.sampled_from("aZéß中あ한9² .,'!/_\t\r\n～ǅʰ\u0301") | st.characters(codec="utf-8")
+    )
+)
+def test_words_are_cut_as_transformers_does(text: str):
+    """Of the names that both know: the patterns that transformers has for GGUF files."""
+    theirs = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
+    both = theirs.keys() & _PRE_TOKENIZERS.keys()
+    assert {"llama-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "smaug-bpe"} <= both
+    for pre in both:
+        split = Split(Regex(theirs[pre]), "isolated")
+        assert cut(pre, text) == [word for word, _ in split.pre_tokenize_str(text)]
+
+
+def test_the_letters_of_deepseek_llm_are_cased():
+    """Its long class: below the scripts that are cut again, letters that have a case."""
+    kept = {code for code in range(0x80, 0x800) if len(cut("deepseek-llm", f"é{chr(code)}é")) == 1}
+    cased = {code for code in kept if unicodedata.category(chr(code)) in ("Lu", "Ll", "Lt")}
+    assert kept == cased and {*map(ord, "ßΣяԱǅȝ")} <= kept
+    assert kept.isdisjoint(map(ord, "ƻʰא９"))
 
 
 def test_qwen_composes_characters():
@@ -337,7 +364,7 @@ def test_special_tokens_of_gguf_files():
     ("changes", "words"),
     [
         ({"ggml__model": "bert"}, "'bert' is not supported; known: gpt2, llama"),
-        ({"ggml__pre": "deepseek-llm"}, "'deepseek-llm' is not supported; known: gpt-2"),
+        ({"ggml__pre": "viking"}, "'viking' is not supported; known: gpt-2"),
         ({"ggml__pre": ["x"]}, "cannot be built"),
         ({"ggml__tokens": []}, "tokens must be a list"),
         ({"ggml__tokens": ["a", "a"]}, "twice"),
@@ -406,7 +433,7 @@ def test_smollm2_equals_the_reference(smollm2, reference):
 
 
 def test_every_pre_tokenizer_is_reachable():
-    assert {"gpt-2", "default", "smollm", "llama-bpe", "qwen2"} <= set(_PRE_TOKENIZERS)
+    assert {"default", *CUTS} <= set(_PRE_TOKENIZERS)
     for pre in [*_PRE_TOKENIZERS, None]:
         assert Tokenizer(_fast_from_gguf(byte_metadata(pre))).decode(list(b"ok")) == "ok"
 

@@ -203,7 +203,8 @@ def test_blocks_become_the_messages_that_they_are():
     ]
     ask(app, BODY | {"messages": messages, "system": "be"})
     assert family_prompt(client) == (
-        "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\na\nb\nmind<|im_end|>\n"
+        "<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+        "<|im_start|>system\nmind<|im_end|>\n"
         '<|im_start|>assistant\nc<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
         "<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>tool\nError: no<|im_end|>\n"
         "<|im_start|>tool\n<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n"
@@ -307,7 +308,6 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"model": "nope"}, {}, 404, "not_found_error"),
     ({"max_tokens": 0}, {}, 400, "invalid_request_error"),
     ({"system": "x" * 4000}, {}, 413, "request_too_large"),
-    ({}, {"anthropic-version": "2020-01-01"}, 400, "invalid_request_error"),
     ({}, {"content-type": "text/plain"}, 415, "invalid_request_error"),
 ]
 
@@ -381,3 +381,230 @@ def test_a_client_that_leaves_ends_its_message():
     client = FakeClient(Script("x" * 200, delay_s=0.01))
     run(call(make_app(client), PATH, BODY | {"stream": True}, leave_on_chunk=4))
     assert client.aborts and not client.open
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+def test_a_thread_is_answered_so_that_the_clients_go_on_without(path: str):
+    from anthropic.types import ThreadUnsupportedRequestErrorDetails
+
+    reply = run(call(make_app(), path, BODY | {"thread": {"type": "new"}}))
+    assert reply.status == 400 and reply.json()["error"]["type"] == "invalid_request_error"
+    details = reply.json()["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    ThreadUnsupportedRequestErrorDetails.construct(**details)
+
+
+def test_the_clients_tool_runner_comes_to_its_end():
+    """It sends a thread once, and every tool of it is called and answered."""
+    from anthropic import beta_tool
+
+    given: list[str] = []
+
+    @beta_tool
+    def get_weather(city: str) -> str:
+        """Now."""
+        given.append(city)
+        return "20"
+
+    app, client = family(CALL)
+    client.scripts = [client.script]
+    client.script = Script(tokens=FamilyTokenizer("qwen3").encode("It is 20."))
+    asked: Any = BODY | {"tools": [get_weather]}
+    with served(app) as (url, _), client_of(url) as anthropic_client:
+        last = anthropic_client.beta.messages.tool_runner(**asked).until_done()
+    assert given == ["Paris é"] and last.content[0].text == "It is 20."  # type: ignore[union-attr]
+    assert "tool\n20<|im_end|>" in family_prompt(client)
+
+
+def noted(app: Any, body: dict[str, Any], header: str) -> list[str]:
+    """The notes of a header of an answer that is well."""
+    reply = run(call(app, PATH, BODY | body))
+    assert reply.status == 200, reply.body
+    return [note for note in reply.headers.get(header, "").split(", ") if note]
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": {"type": "text", "data": "hé"}}, "hé"),
+        (
+            {
+                "type": "document",
+                "title": "T",
+                "context": "C",
+                "source": {"type": "base64", "media_type": "text/plain", "data": "aMOp"},
+            },
+            "T\nC\nhé",
+        ),
+        (
+            {
+                "type": "document",
+                "source": {"type": "content", "content": [{"type": "text", "text": "hé"}]},
+            },
+            "hé",
+        ),
+        (
+            {
+                "type": "search_result",
+                "source": "s",
+                "title": "T",
+                "content": [{"type": "text", "text": "hé"}],
+            },
+            "T\ns\nhé",
+        ),
+        ({"type": "text", "text": "hé", "citations": [{}], "cache_control": {"x": 1}}, "hé"),
+        ({"type": "compaction", "content": "hé"}, "hé"),
+    ],
+)
+def test_blocks_that_are_text_are_read(block: dict[str, Any], text: str):
+    app, client = family("ok")
+    messages = [{"role": "user", "content": [block]}]
+    assert noted(app, {"messages": messages}, "x-jitney-warnings") == []
+    assert f"<|im_start|>user\n{text}<|im_end|>" in family_prompt(client)
+    if block["type"] == "compaction":
+        return
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [block]}
+    assert noted(app, _after_a_call(result), "x-jitney-warnings") == []
+    assert f"<|im_start|>tool\n{text}<|im_end|>" in family_prompt(client)
+
+
+def _after_a_call(*blocks: dict[str, Any]) -> dict[str, Any]:
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {}, "caller": {"type": "direct"}}
+    return {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": list(blocks)},
+        ]
+    }
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+PDF = {"type": "document", "title": "P", "source": {"type": "url", "url": "http://x/y.pdf"}}
+
+
+@pytest.mark.parametrize("block", [IMAGE, PDF])
+def test_what_no_text_model_can_read_is_a_note_and_a_warning(block: dict[str, Any]):
+    app, client = family("ok")
+    kind = block["type"]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [block]}
+    for body, place in (
+        ({"messages": [{"role": "user", "content": [block]}, USER]}, 0),
+        ({"messages": [{"role": "user", "content": [block, {"type": "text", "text": "?"}]}]}, 0),
+        (_after_a_call(result), 2),
+    ):
+        assert noted(app, body, "x-jitney-warnings") == [f"messages[{place}]: {kind} left out"]
+        assert f"[{kind}" in family_prompt(client) and "AAAA" not in family_prompt(client)
+    reference = {"type": "tool_reference", "tool_name": "late"}
+    noted(app, _after_a_call(result | {"content": [reference]}), "x-jitney-warnings")
+    assert "tool\nlate<|im_end|>" in family_prompt(client)
+
+
+def test_blocks_of_other_servers_are_left_out():
+    app, client = family("ok")
+    turn = [
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "thinking", "thinking": "t"},
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "so", "citations": [{"type": "x"}]},
+    ]
+    messages = [USER, {"role": "assistant", "content": turn}, USER]
+    assert noted(app, {"messages": messages}, "x-jitney-warnings") == [
+        f"messages[1]: {kind} left out"
+        for kind in ("redacted_thinking", "server_tool_use", "web_search_tool_result")
+    ]
+    assert "<|im_start|>assistant\nso<|im_end|>" in family_prompt(client)
+
+
+def test_turns_that_say_nothing_are_taken():
+    app, client = family("ok")
+    nothing = {"type": "tool_result", "tool_use_id": "c1", "is_error": True, "content": []}
+    noted(app, _after_a_call(nothing), "x-jitney-warnings")
+    assert "<|im_start|>tool\nError: <|im_end|>" in family_prompt(client)
+    for content in ("", [], [{"type": "text", "text": ""}]):
+        empty = {"role": "assistant", "content": content}
+        noted(app, {"messages": [USER, empty, USER]}, "x-jitney-warnings")
+        noted(app, {"messages": [USER, empty]}, "x-jitney-warnings")
+        assert family_prompt(client) == (
+            "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+        ), "there is nothing to go on with"
+        noted(app, {"messages": [{"role": "user", "content": content}]}, "x-jitney-warnings")
+
+
+def test_tools_that_the_client_does_not_run_are_left_out():
+    app, client = family("ok")
+    tools = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        TOOL | {"input_examples": [{"city": "x"}], "eager_input_streaming": False, "made_up": 1},
+        {"type": "bash_20250124", "name": "bash"},
+        TOOL | {"name": "late", "defer_loading": True},
+        TOOL | {"name": "program", "allowed_callers": ["code_execution_20260120"]},
+    ]
+    names = ["tools[0]", "tools[2]", "tools[4]", "tools[3].defer_loading"]
+    assert noted(app, {"tools": tools}, "x-ignored-params") == names
+    assert '"late"' in family_prompt(client) and '"bash"' not in family_prompt(client)
+    auto = {"tool_choice": {"type": "auto"}}
+    assert noted(app, {"tools": tools[:1]} | auto, "x-ignored-params") == ["tools[0]"]
+    for choice in ({"type": "tool", "name": "bash"}, {"type": "tool", "name": "program"}):
+        reply = run(call(app, PATH, BODY | {"tools": tools, "tool_choice": choice}))
+        assert reply.status == 400 and "tool_choice" in reply.json()["error"]["message"]
+    reply = run(call(app, PATH, BODY | {"tools": tools[:1], "tool_choice": {"type": "any"}}))
+    assert reply.status == 400
+
+
+THINKS = {"type": "enabled", "budget_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "told"),
+    [
+        ("plain", {"thinking": THINKS}, ["thinking", "thinking.budget_tokens"]),
+        (
+            "plain",
+            {"thinking": {"type": "adaptive", "budget_tokens": 5}},
+            ["thinking.budget_tokens"],
+        ),
+        ("plain", {"thinking": {"type": "adaptive"}}, []),
+        ("plain", {"output_config": {"effort": "max"}}, ["output_config.effort"]),
+        ("qwen3", {"thinking": THINKS, "output_config": {"effort": "low"}}, []),
+        ("deepseek_v3", {"thinking": THINKS}, []),
+        ("deepseek_v3", {"thinking": {"type": "disabled"}}, ["thinking"]),
+        ("qwen3", {"output_config": {"task_budget": {}}}, ["output_config.task_budget"]),
+        ("qwen3", {"mcp_servers": [{}], "betas": []}, ["mcp_servers"]),
+        ("qwen3", {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, None),
+        ("qwen3", {"cache_control": {"type": "ephemeral", "ttl": "1h", "made_up": 1}}, []),
+    ],
+)
+def test_hints_are_told_where_they_are_not_followed(
+    name: str, fields: dict[str, Any], told: list[str] | None
+):
+    app, _ = family("ok", name)
+    assert noted(app, fields, "x-ignored-params") == (list(fields) if told is None else told)
+
+
+def test_a_thinking_budget_that_cannot_be_kept_is_a_hint():
+    tokenizer = FamilyTokenizer("qwen3", specials=("<think>",))
+    client = FakeClient(Script("ok"), vocab_size=400, context_length=4096)
+    app = make_app(client, tokenizer=tokenizer)
+    assert noted(app, {"thinking": THINKS}, "x-ignored-params") == ["thinking.budget_tokens"]
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_a_form_of_the_answer_is_kept_under_both_its_names(name: str):
+    app, client = family('{"city": "x"}')
+    form = {"type": "json_schema", "schema": PLACE}
+    fields = {"output_format": form} if name == "output_format" else {name: {"format": form}}
+    thoughtless = {"thinking": {"type": "disabled"}}
+    assert noted(app, fields | thoughtless, "x-ignored-params") == []
+    assert client.requests[0].sampling.grammar is not None
+    bad = {"type": "json_schema", "schema": {"type": "nope"}}
+    broken = {"output_format": bad} if name == "output_format" else {name: {"format": bad}}
+    reply = run(call(app, PATH, BODY | broken))
+    assert reply.status == 400 and name in reply.json()["error"]["message"]
+
+
+def test_versions_and_betas_that_are_not_known_are_taken():
+    headers = {"anthropic-version": "2031-01-01", "anthropic-beta": "made-up-2031-01-01"}
+    for path, body in ((PATH, BODY), (COUNT, {"messages": [USER]})):
+        assert run(call(make_app(), path, body, headers=headers)).status == 200

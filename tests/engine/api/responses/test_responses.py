@@ -361,3 +361,232 @@ def test_a_tool_that_is_chosen_is_the_only_one():
     assert answer["tool_choice"] == allowed and len(answer["tools"]) == 2
     answer = ask(app, body | {"tool_choice": "none"})
     assert [item["type"] for item in answer["output"]] == ["message"]
+
+
+PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Edits files"}
+FS: dict[str, Any] = {
+    "type": "namespace",
+    "name": "mcp__fs",
+    "description": "Files",
+    "tools": [TOOL | {"name": "read"}, PATCH | {"name": "write"}],
+}
+
+
+def written_call(name: str, arguments: Any) -> str:
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def family_prompt(client: FakeClient) -> str:
+    ids = client.requests[-1].prompt
+    return FamilyTokenizer("qwen3").decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("called", "shown"),
+    [
+        (
+            written_call("patch", {"input": 'a\n"é" \\ 😀'}),
+            {"type": "custom_tool_call", "name": "patch", "input": 'a\n"é" \\ 😀'},
+        ),
+        (
+            written_call("mcp__fs__read", {"city": "x"}),
+            {
+                "type": "function_call",
+                "name": "read",
+                "namespace": "mcp__fs",
+                "arguments": '{"city": "x"}',
+            },
+        ),
+        (
+            written_call("mcp__fs__write", {"input": ""}),
+            {"type": "custom_tool_call", "name": "write", "namespace": "mcp__fs", "input": ""},
+        ),
+        (
+            written_call("get_weather", {"input": "x"}),
+            {"type": "function_call", "name": "get_weather", "arguments": '{"input": "x"}'},
+        ),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 9])
+def test_calls_are_told_in_the_clients_words(called: str, shown: dict[str, Any], chunk: int):
+    app, client = family("ok" + called, chunk=chunk)
+    asked = BODY | {"tools": [PATCH, FS, TOOL]}
+    body = ask(app, asked)
+    item = body["output"][1]
+    assert {name: item[name] for name in item if name not in ("id", "call_id", "status")} == shown
+    for name in ("patch", "mcp__fs__read", "mcp__fs__write", "get_weather"):
+        assert f'"{name}"' in family_prompt(client)
+    assert body["tools"] == [PATCH, FS, TOOL]
+    events = stream(app, asked)
+    assert nameless(events[-1]["response"]) == nameless(body)
+    begins = "custom_tool_call_input" if "input" in shown else "function_call_arguments"
+    deltas = [e["delta"] for e in events if e["type"] == f"response.{begins}.delta"]
+    text = shown.get("input", shown.get("arguments"))
+    assert "".join(deltas) == text
+    [done] = [e for e in events if e["type"] == f"response.{begins}.done"]
+    assert done.get("input", done.get("arguments")) == text
+    # What the client sends back is read as the model wrote it.
+    follow = [item, {"type": item["type"] + "_output", "call_id": item["call_id"], "output": "0"}]
+    ask(app, asked | {"input": [*_user("a"), *follow]})
+    calls, results = family_prompt(client).split("<|im_start|>tool\n")
+    name = json.loads(called[12:-13])["name"]
+    assert f'"name": "{name}", "arguments": {{' in calls and results.startswith("0<|im_end|>")
+
+
+def test_a_custom_tool_is_chosen_and_held_to_its_form():
+    form = {"type": "grammar", "syntax": "regex", "definition": "[ab]+"}
+    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    app, client = family(written_call("patch", {"input": "ab"}))
+    chosen = {"tools": [TOOL, PATCH | {"format": form}], "tool_choice": {"type": "custom"}}
+    chosen["tool_choice"] |= {"name": "patch"}  # type: ignore[operator]
+    reply = run(call(app, PATH, BODY | chosen))
+    assert reply.status == 200 and reply.json()["output"][0]["input"] == "ab"
+    grammar = client.requests[0].sampling.grammar
+    assert grammar is not None and "^(?:[ab]+)$" in grammar.text
+    assert "x-unenforced-schema" not in reply.headers
+    for choice, form_, told in (
+        ("auto", form, "tools[1].format"),
+        ("required", lark, "tools[1].format"),
+        ("auto", {"type": "text"}, None),
+    ):
+        tools = [TOOL, PATCH | {"format": form_}]
+        reply = run(call(app, PATH, BODY | {"tools": tools, "tool_choice": choice}))
+        assert reply.status == 200 and reply.headers.get("x-unenforced-schema") == told
+        assert reply.json()["tools"] == tools
+    assert "[ab]+" in FamilyTokenizer("qwen3").decode(client.requests[0].prompt)
+
+
+def test_tools_of_a_providers_servers_are_left_out():
+    app, client = family("ok")
+    tools = [
+        TOOL,
+        {"type": "web_search"},
+        FS | {"tools": [{"type": "made_up"}]},
+        {"type": "mcp", "server_label": "x", "server_url": "http://x"},
+        TOOL | {"name": "program", "allowed_callers": ["programmatic"]},
+        TOOL | {"name": "late", "defer_loading": True},
+    ]
+    reply = run(call(app, PATH, BODY | {"tools": tools, "tool_choice": "auto"}))
+    assert reply.headers["x-ignored-params"] == (
+        "tools[1], tools[2].tools[0], tools[3], tools[4], tools[5].defer_loading"
+    )
+    parsed(Response, reply.json())
+    prompt = family_prompt(client)
+    assert '"get_weather"' in prompt and '"late"' in prompt and '"program"' not in prompt
+    allowed = {"type": "allowed_tools", "mode": "auto"}
+    names: list[dict[str, Any]] = [{"type": "web_search"}, {"type": "function", "name": "late"}]
+    ask(app, BODY | {"tools": tools, "tool_choice": allowed | {"tools": names}})
+    assert '"get_weather"' not in family_prompt(client) and '"late"' in family_prompt(client)
+    for choice in (
+        {"type": "web_search"},
+        {"type": "function", "name": "program"},
+        allowed | {"tools": names[:1]},
+    ):
+        reply = run(call(app, PATH, BODY | {"tools": tools, "tool_choice": choice}))
+        assert reply.status == 400 and reply.error["param"].startswith("tool_choice")
+    only = {"tools": tools[1:2], "tool_choice": "auto", "parallel_tool_calls": False}
+    assert ask(app, BODY | only)["tools"] == []
+
+
+def test_names_of_namespaces_and_functions_must_differ():
+    app, _ = family("ok")
+    twice = [TOOL | {"name": "mcp__fs__read"}, FS]
+    reply = run(call(app, PATH, BODY | {"tools": twice}))
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    many = FS | {"tools": [TOOL | {"name": f"f{number}"} for number in range(100)]}
+    reply = run(call(app, PATH, BODY | {"tools": [many, many | {"name": "b"}]}))
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+
+
+def test_a_probe_with_nothing_to_answer_is_answered():
+    client = FakeClient(Script("yes"))
+    app = make_app(client)
+    first = ask(app, BODY | {"input": [], "max_output_tokens": 1, "instructions": "be"})
+    assert prompt(client) == "system: be\nuser: \nassistant: "
+    ask(app, BODY | {"input": [], "previous_response_id": first["id"]})
+    assert prompt(client) == "assistant: y\nassistant: "
+
+
+def test_items_of_providers_are_read_or_left_out_with_a_word():
+    app, client = family("ok")
+    shell = {"type": "local_shell_call", "call_id": "s1", "status": "completed", "id": "lsh_1"}
+    items: list[dict[str, Any]] = [
+        *_user("a"),
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA", "id": "rs_1"},
+        {"type": "item_reference", "id": "rs_0"},
+        {"type": "web_search_call", "id": "ws_1", "status": "failed", "action": {}},
+        shell | {"action": {"type": "exec", "command": ["ls"]}},
+        {"type": "function_call_output", "call_id": "s1", "output": "b.txt"},
+        {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {}},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [
+                {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+                {"type": "input_file", "file_data": "data:text/plain;base64,aGk="},
+            ],
+        },
+        {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_image"}]},
+    ]
+    reply = run(call(app, PATH, BODY | {"input": items}))
+    assert reply.status == 200, reply.body
+    warned = reply.headers["x-jitney-warnings"].split(", ")
+    assert [warning.split(":")[0] for warning in warned] == [
+        f"input[{place}]" for place in (1, 2, 3, 6, 7, 8, 9)
+    ]
+    assert all(kind in warned[place] for place, kind in ((2, "web_search_call"), (5, "image")))
+    text = family_prompt(client)
+    assert '"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"]}' in text
+    assert "tool\nb.txt" in text and "\nhi<|im_end|>" in text and "AAAA" not in text
+    kept = run(call(app, f"{PATH}/{reply.json()['id']}/input_items", method="GET")).json()["data"]
+    assert {item["type"] for item in kept} >= {"web_search_call", "compaction"}
+    assert len({item["id"] for item in kept}) == len(kept) and "lsh_1" not in str(kept)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"reasoning": {"effort": "medium", "summary": "auto"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "none", "summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"text": {"verbosity": "medium"}, "truncation": "disabled", "store": False}, None),
+        ({"include": ["reasoning.encrypted_content"], "prompt_cache_key": "k"}, None),
+    ],
+)
+def test_hints_are_told_where_they_are_not_followed(fields: dict[str, Any], told: str | None):
+    reply = run(call(make_app(), PATH, BODY | fields))
+    assert reply.status == 200 and reply.headers.get("x-ignored-params") == told
+    parsed(Response, reply.json())
+
+
+def test_tokens_are_counted_as_they_would_be_read():
+    app, client = family("ok")
+    with served(app) as (url, _):
+        openai = OpenAI(
+            base_url=f"{url}/v1", api_key="k", http_client=DefaultHttpxClient(trust_env=False)
+        )
+        asked: Any = {
+            "input": "hi",
+            "instructions": "be",
+            "tools": [TOOL, FS],
+            "reasoning": {"effort": "none"},
+            "text": {"verbosity": "medium"},
+            "truncation": "disabled",
+        }
+        counted = openai.responses.input_tokens.count(model="m", **asked)
+        first = openai.responses.create(model="m", **asked)
+        assert first.usage is not None and first.usage.input_tokens == counted.input_tokens
+        assert counted.object == "response.input_tokens" and len(client.requests) == 1
+        follow: Any = {"previous_response_id": first.id, "input": "more"}
+        more = openai.responses.input_tokens.count(model="m", **follow)
+        second = openai.responses.create(model="m", **follow)
+        assert second.usage is not None and second.usage.input_tokens == more.input_tokens
+    for fields, param in (({"conversation": "c"}, "conversation"), ({"input": 5}, "input")):
+        reply = run(call(app, f"{PATH}/input_tokens", BODY | fields))
+        assert (reply.status, reply.error["param"]) == (400, param)

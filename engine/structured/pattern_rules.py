@@ -1,0 +1,94 @@
+"""The patterns of JSON schemas, which are ECMAScript's, as Rust's `regex` reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+#: White space and the ends of lines (ECMA-262, 12.2 and 12.3).
+_SPACES = r"\t-\r \u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
+_NO_END_OF_LINE = r"[^\n\r\u2028\u2029]"
+#: One word of a pattern, outside of brackets and in them.
+_OUTSIDE_BRACKETS = re.compile(r"\\.|\[\^?\]?|\(\?<?[=!]|.|\\", re.DOTALL)
+_IN_BRACKETS = re.compile(r"\\.|&&|--|~~|.|\\", re.DOTALL)
+#: Words that Rust has another meaning for, outside of brackets: the empty set, and all but it.
+_OTHERWISE = {
+    ".": _NO_END_OF_LINE,
+    r"\<": "<",
+    r"\>": ">",
+    "[]": r"[^\x00-\x{10FFFF}]",
+    "[^]": r"[\x00-\x{10FFFF}]",
+}
+#: And in them: a set in a set, and the operators of sets.
+_OTHERWISE_IN_BRACKETS = {"[": r"\[", "&&": r"&\&", "~~": r"~\~", "--": r"-\-"}
+_SPACE_SETS = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
+#: Conditions on what stands around a place, which llguidance does not know.
+_LOOK_AROUND = frozenset({"(?=", "(?!", "(?<=", "(?<!"})
+_BOUNDARIES = frozenset({r"\b", r"\B"})
+_QUANTIFIER = re.compile(r"(?:(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??)?")
+
+
+def rust_pattern(pattern: str) -> str:
+    """A pattern that Rust's `regex` matches as ECMAScript matches this one, where both know the
+    same words and mean something else. What Rust does not have (look-around, backreferences) is
+    left as it is, for Rust to refuse.
+    """
+    made: list[str] = []
+    for word in _words(pattern):
+        made.append(_rust_word(word.text, made[-1] if made else "", inside=word.in_brackets))
+    return "".join(made)
+
+
+def without_assertions(pattern: str) -> str:
+    """A pattern that matches what this one does and more: without its conditions on what stands
+    around a place, each with the parentheses and the quantifier that belong to it.
+    """
+    kept: list[str] = []
+    #: Parentheses that are open inside of a condition.
+    depth = 0
+    #: Where the last condition and its quantifier end.
+    end = 0
+    for word in _words(pattern):
+        is_group = not word.in_brackets and (depth > 0 or word.text in _LOOK_AROUND)
+        if is_group:
+            depth += word.text.startswith("(") - (word.text == ")")
+        is_boundary = word.text in _BOUNDARIES and not word.in_brackets
+        if (is_group and not depth) or is_boundary:
+            quantifier = _QUANTIFIER.match(pattern, word.end)
+            assert quantifier is not None  # it may be empty
+            end = quantifier.end()
+        elif not depth and word.end > end:
+            kept.append(word.text)
+    return "".join(kept)
+
+
+class _Word(NamedTuple):
+    """A character of a pattern, or several with one meaning."""
+
+    text: str
+    #: Where it ends in the pattern.
+    end: int
+    in_brackets: bool
+
+
+def _words(pattern: str) -> Iterator[_Word]:
+    inside = False
+    at = 0
+    while at < len(pattern):
+        found = (_IN_BRACKETS if inside else _OUTSIDE_BRACKETS).match(pattern, at)
+        assert found is not None  # any character is a word
+        text, at = found[0], found.end()
+        yield _Word(text, at, inside)
+        inside = text != "]" if inside else text in ("[", "[^")
+
+
+def _rust_word(word: str, before: str, *, inside: bool) -> str:
+    """before: what was made of the word before."""
+    if word in _SPACE_SETS:
+        return _SPACE_SETS[word]
+    if not inside:
+        return _OTHERWISE.get(word, word)
+    if word == "--" and before in ("[", "[^"):
+        return r"\--"  # a range that begins with it; elsewhere it ends one
+    return _OTHERWISE_IN_BRACKETS.get(word, word)
