@@ -48,7 +48,7 @@ class _LineFormat(Format):
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
-        self._scores = TokenScores(tokenizer)
+        self._scores = TokenScores(tokenizer, as_ids=False)
         #: A call whose arguments are still being written, and these: clients take calls whole.
         self._call: ToolCallStart | None = None
         self._arguments: list[str] = []

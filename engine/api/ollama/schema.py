@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from jitney.engine.api.context import Notes
 from jitney.engine.api.schema import (
@@ -22,7 +22,7 @@ from jitney.engine.api.schema import (
     ranged,
     unsupported,
 )
-from jitney.engine.types import JsonDict, JsonObject, JsonValue
+from jitney.engine.types import JsonDict, JsonValue
 
 #: Texts of one /api/embed.
 _MOST_INPUTS = 2048
@@ -56,6 +56,8 @@ class _Options(Part):
     nothing here.
     """
 
+    model_config = ConfigDict(extra="allow")
+
     #: Tokens of the answer; below 1: as many as there is room for.
     num_predict: int | None = None
     temperature: float | None = None
@@ -84,8 +86,9 @@ class _Options(Part):
         return {_FIELDS.get(name, name): value for name, value in given.items()}
 
     def ignored(self) -> list[str]:
-        """Known options that change nothing."""
-        names: list[str] = []
+        """Options that change nothing."""
+        extra = self.model_extra or {}
+        names = [name for name, value in extra.items() if value is not None]
         if self.num_ctx is not None:
             names.append("num_ctx")
         if self.repeat_last_n not in (None, 0, -1) and self.repeat_penalty not in (None, 1):
@@ -105,16 +108,10 @@ class OllamaBody(ModelBody):
     def _no_nulls(cls, raw: JsonDict) -> JsonDict:
         return {name: value for name, value in raw.items() if value is not None}
 
-    @classmethod
-    def parse(cls, raw: JsonObject) -> tuple[Self, list[str]]:
-        """See `ModelBody.parse`. Options that change nothing are listed as `options.NAME`."""
-        body, ignored = super().parse(raw)
-        given = raw.get("options") or {}
-        unknown = [name for name in given if name not in _Options.model_fields]
-        ignored += [f"options.{name}" for name in (*unknown, *body.options.ignored())]
-        if body.keep_alive is not None:
-            ignored.append("keep_alive")
-        return body, ignored
+    def unfollowed(self) -> list[str]:
+        """See `ModelBody`."""
+        ignored = [f"options.{name}" for name in self.options.ignored()]
+        return ignored if self.keep_alive is None else [*ignored, "keep_alive"]
 
     @property
     def named(self) -> str | None:

@@ -297,7 +297,8 @@ def test_filling_in_the_middle():
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
 def test_nothing_to_answer_loads_the_model(path: str, client: ollama.Client):
     engine = FakeClient()
-    for body in ({}, {"messages": [], "prompt": ""}, {"keep_alive": 0}):
+    empty: dict[str, Any] = {"messages": []} if path == CHAT else {"prompt": ""}
+    for body in ({}, empty, {"keep_alive": 0}):
         answer = ask(path, body, engine).json()
         assert (answer["done"], answer["done_reason"], answer["model"]) == (True, "load", "m")
     assert not engine.requests
