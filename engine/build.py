@@ -51,7 +51,7 @@ from jitney.engine.executor.threads import use_processors
 from jitney.engine.hosts.link import FirstHost, Hosts, OtherHost
 from jitney.engine.joined import JoinedCore
 from jitney.engine.loading.adapters import load_adapters
-from jitney.engine.loading.describe import describe_weights
+from jitney.engine.loading.describe import count_parameters, describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
 from jitney.engine.loading.quantising import choose_kv_dtype, load_kv_scales
 from jitney.engine.machine import cpu_name
@@ -780,7 +780,7 @@ def _describe(
     return EngineInfo(
         version=ours,
         config_digest=configuration_digest(setup.config, model=identity, version=ours),
-        model=_model_info(setup, defaults),
+        model=_model_info(setup, model, defaults),
         formats=NumberFormats(
             dtype=str(setup.dtype),
             weights=describe_weights(model, setup.source),
@@ -799,11 +799,14 @@ def _describe(
     )
 
 
-def _model_info(setup: _Setup, defaults: dict[str, int | float]) -> ModelInfo:
+def _model_info(setup: _Setup, model: Model, defaults: dict[str, int | float]) -> ModelInfo:
     return ModelInfo(
         name=setup.source.name,
         context_length=setup.context,
         vocab_size=setup.source.config.vocab_size,
+        architecture=setup.source.config.architecture,
+        parameters=count_parameters(model),
+        weight_bytes=sum(array.nbytes for array in jax.tree.leaves(nnx.state(model))),
         sampling_defaults=defaults,
         embedding_pooling=setup.pooling,
         embedding_size=1 if setup.pooling == "classify" else setup.source.config.hidden_size,

@@ -366,6 +366,11 @@ class RequestLimits(msgspec.Struct, frozen=True):
             return self.context_length
         return min(self.context_length, self.pool_tokens + 1)
 
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt: a model that writes needs room for one token more."""
+        return self.longest if self.encoder else self.longest - 1
+
     def check(self, request: EngineRequest) -> int:
         """The most tokens the request may generate. Raises RequestError if it can never run."""
         request.sampling.validate(self.vocab_size)
@@ -583,6 +588,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     #: V.
     vocab_size: int
+    #: Class name in its `config.json`, such as Qwen3ForCausalLM.
+    architecture: str = ""
+    #: Numbers in its matrices, and bytes of all its weights as they are kept.
+    parameters: int = 0
+    weight_bytes: int = 0
     #: What a request gets that does not say; by field of SamplingParams.
     sampling_defaults: dict[str, int | float] = {}
     #: What vectors of texts are made of, off or a `Pooling`; and how many numbers one has.

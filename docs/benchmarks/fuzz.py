@@ -51,10 +51,20 @@ _SOUND: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/messages": ({"messages": _CHAT}, "max_tokens"),
     "/v1/messages/count_tokens": ({"messages": _CHAT}, ""),
     "/v1/embeddings": ({"input": "a"}, ""),
+    "/v1/rerank": ({"query": "a", "documents": ["b"]}, ""),
+    "/v2/rerank": ({"query": "a", "documents": ["b"]}, ""),
+    "/rerank": ({"query": "a", "documents": ["b"]}, ""),
+    "/v1/score": ({"text_1": "a", "text_2": "b"}, ""),
+    "/score": ({"text_1": "a", "text_2": "b"}, ""),
     "/infill": ({"input_prefix": "a", "input_suffix": "b"}, "n_predict"),
     "/tokenize": ({"prompt": "a"}, ""),
     "/detokenize": ({"tokens": [1, 2]}, ""),
     "/apply-template": ({"messages": _CHAT}, ""),
+    "/api/chat": ({"messages": _CHAT, "options": {"num_predict": 8}}, ""),
+    "/api/generate": ({"prompt": "a", "options": {"num_predict": 8}}, ""),
+    "/api/embed": ({"input": "a"}, ""),
+    "/api/embeddings": ({"prompt": "a"}, ""),
+    "/api/show": ({}, ""),
 }
 #: Routes that jobs and batches ask.
 _LATER = ("/v1/completions", "/v1/embeddings")

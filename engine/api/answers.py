@@ -57,6 +57,12 @@ class AnthropicErrorAnswer(Described):
     request_id: str
 
 
+class OllamaErrorAnswer(Described):
+    """The body of an error below /api/."""
+
+    error: str
+
+
 class PromptTokensDetails(Described):
     """Of the prompt tokens, those whose keys and values were found in pages."""
 

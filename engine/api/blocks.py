@@ -18,10 +18,14 @@ class AnswerParts:
 
     #: Headers of an answer that is a stream of server-sent events: no cache keeps it, and no proxy
     #: waits for more of it.
-    EVENT_STREAM: ClassVar[Mapping[str, str]] = {
+    EVENT_STREAM: ClassVar[dict[str, str]] = {
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-store",
         "x-accel-buffering": "no",
+    }
+    #: The same of a stream of lines, each an object of JSON.
+    JSON_LINES: ClassVar[Mapping[str, str]] = EVENT_STREAM | {
+        "content-type": "application/x-ndjson"
     }
 
     send: Send

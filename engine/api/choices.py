@@ -204,8 +204,11 @@ class Choice:
     started: bool = False
     #: time.monotonic() of its newest token; 0 before the first.
     tokens_at: float = 0.0
-    #: Seconds that it waited for a seat; None before its first token.
+    #: The same of its first token.
+    first_at: float = 0.0
+    #: Seconds that it waited for a seat, and from there to its first token; None before that.
     queued_s: float | None = None
+    prefill_s: float | None = None
 
     @classmethod
     def all_of(cls, request: GenerationRequest, tokenizer: TokenBytes) -> list[Choice]:

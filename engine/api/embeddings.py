@@ -118,7 +118,7 @@ class _Base64Format(_Format):
 async def _embeddings(service: Service, request: Request) -> ASGIApp:
     body = await read_body(service, request, EmbeddingsBody)
     service.check_model(body.model)
-    _check(body, service.info)
+    check_vectors(service.info, body.dimensions)
     fields = body.model_dump(exclude=_OWN_FIELDS, exclude_none=True)
     shared = GenerationBody.model_validate(fields)
     builder = RequestBuilder(service, shared, Context.of(request))
@@ -130,8 +130,10 @@ def _format_of(body: EmbeddingsBody) -> type[_Format]:
     return _Base64Format if body.encoding_format == "base64" else _Format
 
 
-def _check(body: EmbeddingsBody, info: EngineInfo) -> None:
-    """Raises RequestError for what this engine does not do."""
+def check_vectors(info: EngineInfo, dimensions: int | None) -> None:
+    """Raises RequestError for vectors that this engine does not make. dimensions: numbers of each;
+    None: as many as the model has.
+    """
     if info.model.pooling is None:
         raise RequestError(
             "this server makes no vectors: start it with --embedding-pooling last or mean",
@@ -144,7 +146,7 @@ def _check(body: EmbeddingsBody, info: EngineInfo) -> None:
             code="unsupported_parameter",
             param="model",
         )
-    if body.dimensions not in (None, info.model.embedding_size):
+    if dimensions not in (None, info.model.embedding_size):
         raise RequestError(
             f"dimensions must be {info.model.embedding_size}, as many as the model has: no model "
             "here is trained for shorter vectors",

@@ -87,7 +87,7 @@ class GenerationAnswer:
         """
         settings = self.service.settings
         deltas = await generation.deltas(settings.header_wait_s)
-        await parts.begin(AnswerParts.EVENT_STREAM)
+        await parts.begin(format.stream_headers)
         try:
             opening = format.opening()
             if opening:

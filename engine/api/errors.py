@@ -60,9 +60,10 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
 }
 #: Messages for what the router refuses.
 _ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
-#: Anthropic's routes, and those that both APIs have.
+#: Anthropic's routes, and those that both APIs have; what the paths of Ollama's begin with.
 _MESSAGES = "/v1/messages"
 _MODELS = "/v1/models"
+_OLLAMA = "/api/"
 
 
 class ErrorForm(Enum):
@@ -72,6 +73,8 @@ class ErrorForm(Enum):
     OPENAI = "openai"
     #: {"type": "error", "error": {"type", "message"}, "request_id"}
     ANTHROPIC = "anthropic"
+    #: {"error": text}
+    OLLAMA = "ollama"
 
     @classmethod
     def of(cls, path: str, *, names_version: bool = False) -> ErrorForm:
@@ -81,7 +84,9 @@ class ErrorForm(Enum):
         """
         is_shared = path == _MODELS or path.startswith(_MODELS + "/")
         is_own = path == _MESSAGES or path.startswith(_MESSAGES + "/")
-        return cls.ANTHROPIC if is_own or (is_shared and names_version) else cls.OPENAI
+        if is_own or (is_shared and names_version):
+            return cls.ANTHROPIC
+        return cls.OLLAMA if path.startswith(_OLLAMA) else cls.OPENAI
 
 
 class HttpError(JitneyError):
@@ -154,8 +159,18 @@ class ErrorReply:
 
     def response(self, form: ErrorForm = ErrorForm.OPENAI) -> Response:
         """As a whole answer."""
-        body = self.openai() if form is ErrorForm.OPENAI else self.anthropic()
-        return Response(orjson.dumps(body), self.status, self.headers, "application/json")
+        body = orjson.dumps(self.body(form))
+        return Response(body, self.status, self.headers, "application/json")
+
+    def body(self, form: ErrorForm) -> JsonDict:
+        """The error as clients of this form read it."""
+        match form:
+            case ErrorForm.OPENAI:
+                return self.openai()
+            case ErrorForm.ANTHROPIC:
+                return self.anthropic()
+            case ErrorForm.OLLAMA:
+                return {"error": self._naming_param()[:_MESSAGE_LIMIT]}
 
     def event(self) -> bytes:
         """Inside a stream that has already begun: one SSE event."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from jitney.engine.api.blocks import AnswerParts
 from jitney.engine.api.choices import Choice, ChoiceDelta, PromptEcho, TokenList
 from jitney.engine.api.errors import ErrorReply
 from jitney.engine.api.generation import Generation
@@ -78,6 +79,8 @@ class Format:
     #: comment would be as right, but `vllm bench serve` (0.32) strips the chunks that it reads: a
     #: comment by itself loses its end, and swallows all that follows.
     keep_alive = b"\n\n"
+    #: Of a stream.
+    stream_headers = AnswerParts.EVENT_STREAM
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         self.generation = generation

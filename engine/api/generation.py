@@ -39,6 +39,18 @@ class _TokenCounts:
     reasoning: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of a request."""
+
+    #: Since it arrived.
+    total_s: float
+    #: That it waited for a seat; from there to its first token; from that to its newest one.
+    queued_s: float
+    prompt_s: float
+    answer_s: float
+
+
 class Generation:
     """Async context manager: submits the engine requests, merges their outputs, aborts what is open
     at the end.
@@ -123,6 +135,17 @@ class Generation:
         )
 
     @property
+    def times(self) -> _Times:
+        """Of the first choice, as things stand now."""
+        choice = self.choices[0]
+        return _Times(
+            total_s=time.monotonic() - self._context.started,
+            queued_s=choice.queued_s or 0.0,
+            prompt_s=choice.prefill_s or 0.0,
+            answer_s=choice.tokens_at - choice.first_at,
+        )
+
+    @property
     def reasoning_tokens(self) -> int:
         """Output tokens so far that were thoughts."""
         parsers = [choice.parser for choice in self.choices]
@@ -193,6 +216,9 @@ class Generation:
         if self._context.spending is not None:
             self._context.spending.spend(len(output.tokens))
         now = time.monotonic()
+        if not choice.tokens_at:
+            choice.first_at = now
+            choice.queued_s, choice.prefill_s = output.queued_s, output.prefill_s
         if not self._context.background:
             self._observe_times(choice, output, now)
         choice.tokens_at = now
@@ -203,7 +229,6 @@ class Generation:
             self._metrics.itl.observe((now - choice.tokens_at) / len(output.tokens))
         else:
             self._metrics.ttft.observe(now - self._context.started)
-            choice.queued_s = output.queued_s
             if output.queued_s is not None:
                 self._metrics.queue.observe(output.queued_s)
 

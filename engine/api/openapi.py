@@ -14,7 +14,7 @@ import orjson
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
-from jitney.engine.api.answers import AnthropicErrorAnswer, ErrorAnswer
+from jitney.engine.api.answers import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
 from jitney.engine.api.errors import ErrorForm
 from jitney.engine.api.routing import HttpRoute, Role
 from jitney.engine.types import JsonDict
@@ -23,6 +23,12 @@ _SCHEMAS = "#/components/schemas/{model}"
 _KEY = "key"
 #: "{model:path}": what follows the name is the router's own.
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+#: The body of errors in each form.
+_ERROR_ANSWERS = {
+    ErrorForm.OPENAI: ErrorAnswer,
+    ErrorForm.ANTHROPIC: AnthropicErrorAnswer,
+    ErrorForm.OLLAMA: OllamaErrorAnswer,
+}
 #: Status -> when a route answers it. Every route may; those of `_GENERATING` only where the engine
 #: works.
 _ERRORS = {
@@ -113,19 +119,13 @@ def _query_parameters(route: HttpRoute) -> list[JsonDict]:
 def _responses(route: HttpRoute) -> JsonDict:
     content = _json(_answer_schema(route)) if route.answer else {route.media_type: {}}
     if route.generates:
-        content["text/event-stream"] = {}
+        content[route.stream_type] = {}
     good = {"description": route.summary, "content": content}
     responses: JsonDict = {str(route.status): good}
-    body = _json(_ref(_error_answer(route)))
+    body = _json(_ref(_ERROR_ANSWERS[ErrorForm.of(route.path)]))
     for status, when in _errors(route).items():
         responses[str(status)] = {"description": when, "content": body}
     return responses
-
-
-def _error_answer(route: HttpRoute) -> type[ErrorAnswer | AnthropicErrorAnswer]:
-    if ErrorForm.of(route.path) is ErrorForm.OPENAI:
-        return ErrorAnswer
-    return AnthropicErrorAnswer
 
 
 def _errors(route: HttpRoute) -> dict[int, str]:
@@ -153,8 +153,7 @@ def _answer_schema(route: HttpRoute) -> JsonSchemaValue:
 
 
 def _models(routes: Sequence[HttpRoute]) -> Iterator[type[BaseModel]]:
-    yield ErrorAnswer
-    yield AnthropicErrorAnswer
+    yield from _ERROR_ANSWERS.values()
     for route in routes:
         yield from (model for model in (route.body, *_answer_models(route)) if model)
 

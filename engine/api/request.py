@@ -29,7 +29,15 @@ from jitney.engine.conversation.grammars import Turn
 from jitney.engine.conversation.messages import shaped_messages
 from jitney.engine.conversation.tools import ToolUse
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo, EngineRequest, Grammar, JsonDict, SamplingParams, Whole
+from jitney.engine.types import (
+    EngineInfo,
+    EngineRequest,
+    Grammar,
+    JsonDict,
+    Pooling,
+    SamplingParams,
+    Whole,
+)
 
 if TYPE_CHECKING:
     from jitney.engine.conversation.formats import TurnFormat
@@ -202,7 +210,7 @@ class RequestBuilder[B: GenerationBody]:
         return self.sampling(own)
 
     async def embeddings(
-        self, items: list[str | list[int]], special: bool = True
+        self, items: Sequence[str | list[int]], special: bool = True
     ) -> GenerationRequest:
         """The request for one vector for each text or list of token ids. special: whether the
         model's own special tokens are put around a text.
@@ -214,17 +222,22 @@ class RequestBuilder[B: GenerationBody]:
         self._check_texts(items, "input")
         with _EMBEDDING.blaming():
             prompts = await _encoded(service, items, None, special)
+        ids = [prompt.ids for prompt in prompts]
+        return await self.vectors(_EMBEDDING, ids)
+
+    async def vectors(self, kind: RouteKind, prompts: Sequence[list[int]]) -> GenerationRequest:
+        """The request for what the model's pooling makes of each prompt of tokens."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = await service.slices.result(self._request(_EMBEDDING, prompts, sampling))
-        wanted = [with_fields(each, pooling=info.model.pooling) for each in request.engine_requests]
-        return replace(request, engine_requests=wanted, prompt_only=True)
+        pooling = self.service.info.model.pooling
+        request = await self.tokens(kind, prompts, sampling, pooling)
+        return replace(request, prompt_only=True)
 
     @property
     def _is_truncated(self) -> bool:
         """Whether longer prompts are cut to the context, or to less."""
         return self.body.truncate_prompt_tokens is not None
 
-    def _check_texts(self, prompts: list[str | list[int]], param: str, also: int = 0) -> None:
+    def _check_texts(self, prompts: Sequence[str | list[int]], param: str, also: int = 0) -> None:
         """Refuse prompts whose texts cannot fit. also: characters that come with each. Raises
         RequestError.
         """
@@ -274,11 +287,20 @@ class RequestBuilder[B: GenerationBody]:
         )
 
     async def tokens(
-        self, kind: RouteKind, ids: list[int], sampling: SamplingParams
+        self,
+        kind: RouteKind,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        pooling: Pooling | None = None,
     ) -> GenerationRequest:
-        """The request that continues a prompt of tokens."""
+        """The request that continues each prompt of tokens, or with a pooling is answered by what
+        that makes of it.
+        """
         sampling = await self._with_checked_grammar(sampling)
-        return await self.service.slices.result(self._request(kind, [EncodedPrompt(ids)], sampling))
+        encoded = [EncodedPrompt(ids) for ids in prompts]
+        work = self._request(kind, encoded, sampling, pooling)
+        request = await self.service.slices.result(work)
+        return replace(request, top_logprobs=sampling.logprobs)
 
     def sampling(self, own: JsonDict, ends: Iterable[int] = ()) -> SamplingParams:
         """Sampling parameters, checked. A field that was not given has the model's default, or the
@@ -353,7 +375,11 @@ class RequestBuilder[B: GenerationBody]:
         return "tools" if wanted is None else wanted.param
 
     def _request(
-        self, kind: RouteKind, prompts: list[EncodedPrompt], sampling: SamplingParams
+        self,
+        kind: RouteKind,
+        prompts: list[EncodedPrompt],
+        sampling: SamplingParams,
+        pooling: Pooling | None = None,
     ) -> Work[GenerationRequest]:
         """Without what only one of the routes shows."""
         body = self.body
@@ -366,7 +392,7 @@ class RequestBuilder[B: GenerationBody]:
             for prompt in prompts:
                 _truncate(prompt, most, keeps_ends=info.model.encoder)
         self.context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        wanted = self._engine_request(sampling, len(prompts))
+        wanted = self._engine_request(sampling, len(prompts), pooling)
         engine_requests: list[EngineRequest] = []
         for number, prompt in enumerate(prompts):
             engine_requests.append(_for_prompt(wanted, number, prompt.ids, info, kind))
@@ -389,7 +415,9 @@ class RequestBuilder[B: GenerationBody]:
             top_logprobs=None,
         )
 
-    def _engine_request(self, sampling: SamplingParams, prompts: int) -> EngineRequest:
+    def _engine_request(
+        self, sampling: SamplingParams, prompts: int, pooling: Pooling | None
+    ) -> EngineRequest:
         """What the engine requests of so many prompts share."""
         body, context, info = self.body, self.context, self.service.info
         if body.priority and info.queue.order != "priority":
@@ -413,6 +441,7 @@ class RequestBuilder[B: GenerationBody]:
             user=body.user or "",
             background=context.background,
             adapter=self.service.adapter_number(body.model),
+            pooling=pooling,
         )
 
     def _most_prompt_tokens(self, kind: RouteKind, sampling: SamplingParams) -> int | None:

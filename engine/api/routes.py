@@ -26,7 +26,9 @@ from jitney.engine.api.front import FRONT_ROUTES
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer
 from jitney.engine.api.model_cards import card_answer, cards_answer
+from jitney.engine.api.ollama.routes import OLLAMA_ROUTES
 from jitney.engine.api.queries import read_query
+from jitney.engine.api.ranking.routes import RANKING_ROUTES
 from jitney.engine.api.request import RequestBuilder
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
 from jitney.engine.api.routing import HttpRoute, Role
@@ -282,7 +284,9 @@ ROUTES = (
     *RESPONSE_ROUTES,
     *MESSAGE_ROUTES,
     *EMBEDDING_ROUTES,
+    *RANKING_ROUTES,
     *TEXT_ROUTES,
+    *OLLAMA_ROUTES,
     *BATCH_ROUTES,
     *JOB_ROUTES,
     HttpRoute(

@@ -61,6 +61,10 @@ class HttpRoute:
     answer: Any = None
     #: What an answer is that has no model.
     media_type: str = "text/plain"
+    #: Media type of its answer as a stream, if it generates; and whether it streams unless `stream`
+    #: is false.
+    stream_type: str = "text/event-stream"
+    streams_unasked: bool = False
     #: Of an answer that is no error.
     status: int = 200
     #: Level of its line in the access log.

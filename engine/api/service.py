@@ -293,6 +293,15 @@ class Service:
             return self.settings.server.body_limit or None
         return self.settings.body_limit(info.model.context_length)
 
+    @property
+    def most_chars(self) -> int | None:
+        """Characters of the longest text that the context can hold; None where the tokenizer leaves
+        out characters, so that there is no such number. Raises RequestError.
+        """
+        info, tokenizer = self.ready()
+        longest = tokenizer.longest_token
+        return None if longest is None else info.request_limits.longest * longest
+
     def check_chars(self, chars: int, param: str) -> None:
         """Refuse a text that cannot fit before any time goes into tokenising it: one of more
         characters than the context holds of the tokenizer's longest token. Raises RequestError.
@@ -301,10 +310,9 @@ class Service:
         tokenizer leaves out characters, and for prompts that are truncated: the last tokens of a
         text are those of the whole one, and tokenising only its end may give others.
         """
-        info, tokenizer = self.ready()
-        longest, limits = tokenizer.longest_token, info.request_limits
-        if longest is not None and chars > limits.longest * longest:
-            at_least = math.ceil(chars / longest)
+        most, limits = self.most_chars, self.info.request_limits
+        if most is not None and chars > most:
+            at_least = math.ceil(chars * limits.longest / most)
             raise RequestError.too_long(limits.overflow(at_least, 1, is_lower_bound=True), param)
 
     def fill_in(self, param: str) -> FillIn:

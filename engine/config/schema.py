@@ -827,6 +827,14 @@ class ServerSection(Section):
             "chat template; none: calls are content"
         ),
     )
+    rerank: Literal["auto", "yes_no"] = Field(
+        default="auto",
+        description=(
+            "how the model ranks documents (/v1/rerank, /v1/score); yes_no: by its answer to "
+            "Qwen3-Reranker's prompt; auto: so if its name has qwen3-reranker in it, else by its "
+            "classifier or its vectors, if it has any"
+        ),
+    )
     reasoning_parser: _ReasoningParserName = Field(
         default="auto",
         description=(

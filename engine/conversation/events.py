@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pydantic_core import from_json
+
+from jitney.engine.types import JsonDict
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
@@ -42,6 +46,17 @@ class ToolCallArguments:
     index: int
     text: str
     is_custom: bool = False
+
+
+def arguments_object(text: str) -> JsonDict:
+    """The arguments of a call as an object, as far as their JSON text goes: it may have been cut
+    off.
+    """
+    try:
+        value = from_json(text.encode("utf-8", "replace"), allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 type AssistantEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments

@@ -38,7 +38,7 @@ _KEYS = frozenset({b"authorization", b"x-api-key"})
 #: Routes whose streams can be repeated at another replica, from the same seed.
 _REPEATABLE = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: Where prompts stand, by the route's form: the first that a body has counts.
-_PROMPTS = ("messages", "prompt", "input", "input_prefix", "content")
+_PROMPTS = ("messages", "prompt", "input", "input_prefix", "content", "query", "text_1", "queries")
 #: Roles whose messages all conversations may share.
 _SYSTEM = ("system", "developer")
 #: Parts of a prompt after which a beginning is told apart, and characters of all of them: a longer

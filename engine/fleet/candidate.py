@@ -16,7 +16,7 @@ from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.comparison import ARMS, ArmName, RequestOutcome
-from jitney.engine.fleet.forwarding import ProxiedAnswer, is_own_limit
+from jitney.engine.fleet.forwarding import STREAMS, ProxiedAnswer, is_own_limit
 from jitney.engine.fleet.measuring import UsageWatch
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica
@@ -25,14 +25,23 @@ from jitney.engine.types import JsonDict
 
 #: Routes whose answers are compared, but those that nobody waits for; others go to a key's arm as
 #: well.
-_COMPARED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+_COMPARED = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+    }
+)
 #: Characters of a prompt that are its key where a request names nobody.
 _KEY_CHARS = 1024
 _HOUR_S = 3600.0
 #: Statuses: of a refusal for lack of room, and the first of an engine's and of a client's faults.
 _FULL, _SERVER_ERROR, _CLIENT_ERROR = 429, 500, 400
-#: How the API ends a stream that went wrong.
-_ERRORS = (b'data: {"error"', b"event: error\n", b"event: response.failed\n")
+#: How the API ends a stream that went wrong; the last one is a line of its own.
+_ERRORS = (b'data: {"error"', b"event: error\n", b"event: response.failed\n", b'\n{"error"')
 
 
 async def _nowhere() -> None:
@@ -226,7 +235,7 @@ class _AnswerWatch:
             return await self._refusal(answer)
         self._status = answer.status
         kind = dict(answer.headers).get(b"content-type", b"")
-        self._is_stream = kind.startswith(b"text/event-stream")
+        self._is_stream = kind.decode("latin-1").partition(";")[0] in STREAMS
         return ProxiedAnswer(answer.status, answer.headers, self._watched(answer.body))
 
     async def _refusal(self, answer: ProxiedAnswer) -> ProxiedAnswer:
@@ -256,7 +265,7 @@ class _AnswerWatch:
             return
         if pieces and self._first is None:
             self._first = self.clock()
-        self._broken = self._broken or any(error in part for error in _ERRORS)
+        self._broken = self._broken or any(error in b"\n" + part for error in _ERRORS)
 
     @property
     def _tokens(self) -> int:

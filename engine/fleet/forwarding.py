@@ -59,10 +59,11 @@ _NOT_PASSED = frozenset(
         b"x-session-id",
     }
 )
-_STREAM = "text/event-stream"
 _DONE = b"data: [DONE]\n\n"
-#: Of an event; alone it is a sign of life.
-_END = b"\n\n"
+#: Of an event; alone it is a sign of life. And of one of a stream of JSON lines.
+_END, _LINE_END = b"\n\n", b"\n"
+#: Media type of an answer that is a stream -> the end of its events.
+STREAMS = {"text/event-stream": _END, "application/x-ndjson": _LINE_END}
 #: Says which replica answered.
 _REPLICA_HEADER = b"x-jitney-replica"
 
@@ -117,7 +118,13 @@ class _Attempt:
 
     @property
     def is_stream(self) -> bool:
-        return self.response.headers.get("content-type", "").startswith(_STREAM)
+        return bool(self.event_end)
+
+    @property
+    def event_end(self) -> bytes:
+        """Of an event of its stream; empty: it is none."""
+        media_type = self.response.headers.get("content-type", "").partition(";")[0]
+        return STREAMS.get(media_type.strip(), b"")
 
     @property
     def took(self) -> float | None:
@@ -232,7 +239,7 @@ class Exchange:
         left = b""
         as_it_is = not self._touched
         async for part in attempt.parts():
-            events, left = _split_events(left + part)
+            events, left = _split_events(left + part, attempt.event_end)
             if len(left) > _EVENT_BYTES:
                 raise CannotGoOn("an event of the stream is too long")
             if self.asked.repeatable:
@@ -392,14 +399,16 @@ class Exchange:
         """How the API ends a stream that went wrong."""
         if isinstance(error, CannotGoOn):
             error = RequestError(str(error), code="engine_dead")
-        path = self.asked.route
-        if ErrorForm.of(path) is ErrorForm.ANTHROPIC:
-            told = ErrorReply.of(error, self.asked.request_id).anthropic()
+        path, reply = self.asked.route, ErrorReply.of(error, self.asked.request_id)
+        form = ErrorForm.of(path)
+        told = reply.body(form)
+        if form is ErrorForm.OLLAMA:
+            return orjson.dumps(told) + _LINE_END
+        if form is ErrorForm.ANTHROPIC:
             return b"event: error\ndata: " + orjson.dumps(told) + _END
         if path.startswith("/v1/responses"):
-            told = ErrorReply.of(error, self.asked.request_id).openai()["error"] | {"type": "error"}
-            return b"event: error\ndata: " + orjson.dumps(told) + _END
-        return ErrorReply.of(error, self.asked.request_id).event() + _DONE
+            return b"event: error\ndata: " + orjson.dumps(told["error"] | {"type": "error"}) + _END
+        return reply.event() + _DONE
 
 
 def _complete(status: int, headers: RawHeaders, body: bytes) -> ProxiedAnswer:
@@ -423,10 +432,10 @@ async def _broken_off(begun: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator
         yield part
 
 
-def _split_events(data: bytes) -> tuple[bytes, bytes]:
-    """(whole events, the beginning of the next one)."""
-    cut = data.rfind(_END) + len(_END)
-    return (data[:cut], data[cut:]) if cut >= len(_END) else (b"", data)
+def _split_events(data: bytes, end: bytes) -> tuple[bytes, bytes]:
+    """(whole events, the beginning of the next one). end: of an event."""
+    cut = data.rfind(end) + len(end)
+    return (data[:cut], data[cut:]) if cut >= len(end) else (b"", data)
 
 
 def is_own_limit(body: bytes) -> bool:

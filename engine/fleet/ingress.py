@@ -27,6 +27,9 @@ from jitney.engine.api.front import FRONT_ROUTES
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer, read_object
 from jitney.engine.api.model_cards import card_answer, cards_answer
+from jitney.engine.api.ollama.answers import OllamaModelList, OllamaRunningList, OllamaVersion
+from jitney.engine.api.ollama.models import listed, running, without_tag
+from jitney.engine.api.ollama.routes import show_version
 from jitney.engine.api.openapi import document
 from jitney.engine.api.own_requests import OwnRequests
 from jitney.engine.api.routes import ROUTES
@@ -56,24 +59,19 @@ _TO_MODELS = frozenset(
         "/tokenize",
         "/detokenize",
         "/apply-template",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+        "/v1/score",
+        "/score",
     }
+)
+#: The same of Ollama's, whose clients may add a tag to the model's name.
+_TO_TAGGED_MODELS = frozenset(
+    {"/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"}
 )
 #: How paths of those begin that are about one answer, which one engine keeps.
 _TO_KEEPERS = "/v1/responses/"
-
-
-class NamedBody(BaseModel):
-    """A body that is the engine's to read, but for the model's name."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
-
-
-class AnyAnswer(BaseModel):
-    """What the engine answers."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class FleetModelCard(BaseModel):
@@ -137,7 +135,20 @@ class _Sending:
 async def _to_model(fleet: Fleet, request: Request) -> ASGIApp:
     """Pass a request on to the model that its body names."""
     fields = await fleet.slices.result(read_object(await request.body()))
-    name = fleet.model_name(fields.get("model"))
+    return await _sending(fleet, request, fields, fleet.model_name(fields.get("model")))
+
+
+async def _to_tagged_model(fleet: Fleet, request: Request) -> ASGIApp:
+    """As `_to_model`, for bodies in Ollama's form."""
+    fields = await fleet.slices.result(read_object(await request.body()))
+    name = fields.get("model") or fields.get("name")
+    if isinstance(name, str) and name not in fleet.models and name not in fleet.adapters:
+        name = without_tag(name)
+    return await _sending(fleet, request, fields, fleet.model_name(name))
+
+
+async def _sending(fleet: Fleet, request: Request, fields: JsonDict, name: str) -> _Sending:
+    """name: of a model or an adapter of the fleet."""
     asked = await Asked.of(request, fields)
     if asked.route == _INVOCATIONS:
         asked = replace(asked, path=_COMPLETIONS if fields.get("messages") is None else _CHAT)
@@ -238,7 +249,21 @@ async def _list_replicas(fleet: Fleet, request: Request) -> Response:
     return json_answer({"models": shown})
 
 
-_GET, _POST = ("GET",), ("POST",)
+async def _list_tags(fleet: Fleet, request: Request) -> Response:
+    """In Ollama's form; what the engines' models are is not known here."""
+    models = [listed(name, None, fleet.created) for name in fleet.models]
+    models += [listed(name, None, fleet.created, parent) for name, parent in fleet.adapters.items()]
+    return json_answer({"models": models})
+
+
+async def _list_running(fleet: Fleet, request: Request) -> Response:
+    """Those that would answer now."""
+    ready = [name for name, model in fleet.models.items() if model.ready]
+    models = [running(name, None, fleet.models[name].card().get("max_model_len")) for name in ready]
+    return json_answer({"models": models})
+
+
+_GET = ("GET",)
 
 
 def _engine_routes() -> Iterator[HttpRoute]:
@@ -246,20 +271,13 @@ def _engine_routes() -> Iterator[HttpRoute]:
     for route in ROUTES:
         if route.path in _TO_MODELS:
             yield replace(route, handler=_to_model)
+        elif route.path in _TO_TAGGED_MODELS:
+            yield replace(route, handler=_to_tagged_model)
         elif route.path.startswith(_TO_KEEPERS):
             yield replace(route, handler=_to_keeper)
 
 
-def _other(path: str, summary: str) -> HttpRoute:
-    """A route of engines of another make."""
-    return HttpRoute(path, _POST, _to_model, summary, body=NamedBody, answer=AnyAnswer)
-
-
-_PASSED_ROUTES = (
-    *_engine_routes(),
-    _other("/v1/rerank", "texts in the order of their fitness, where the engines have that"),
-    _other("/v1/score", "the fitness of texts, where the engines have that"),
-)
+_PASSED_ROUTES = tuple(_engine_routes())
 _FLEET_ROUTES = (
     *_PASSED_ROUTES,
     HttpRoute(
@@ -284,6 +302,27 @@ _FLEET_ROUTES = (
     HttpRoute.probe("/health", _readyz, "the same as /readyz", answers.Status),
     HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", answers.Status),
     HttpRoute.probe("/startupz", _startupz, "every model has been ready once", answers.Status),
+    HttpRoute(
+        "/api/tags",
+        _GET,
+        _list_tags,
+        "all models, as Ollama lists them",
+        answer=OllamaModelList,
+    ),
+    HttpRoute(
+        "/api/ps",
+        _GET,
+        _list_running,
+        "the models that are ready, as Ollama lists those that are loaded",
+        answer=OllamaRunningList,
+    ),
+    HttpRoute(
+        "/api/version",
+        _GET,
+        show_version,
+        "the release of Ollama whose forms these are",
+        answer=OllamaVersion,
+    ),
     HttpRoute("/version", _GET, _show_version, "the version", answer=answers.Version),
     *FRONT_ROUTES,
     HttpRoute(

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 #: A piece of text that is not empty, in an event of any of the API's forms.
 _PIECE = re.compile(
-    rb'"(?:content|text|delta|thinking|reasoning_content|reasoning|arguments|partial_json)"'
+    rb'"(?:content|text|delta|thinking|reasoning_content|response|reasoning|arguments|partial_json)"'
     rb': ?"(?!")'
 )
 #: The tokens of a usage, and the bytes in which they stand after its name.
-_OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens)": ?(\d{1,9})')
-_PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)": ?(\d{1,9})')
-_USAGE, _USAGE_BYTES = re.compile(rb'"usage"'), 512
+_OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)": ?(\d{1,9})')
+_PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens|prompt_eval_count)": ?(\d{1,9})')
+_USAGE, _USAGE_BYTES = re.compile(rb'"(?:usage|prompt_eval_count)"'), 512
 
 
 @dataclass(slots=True)

@@ -20,9 +20,28 @@ from jitney.engine.types import JsonObject
 
 #: Routes that are limited: those that write, and those that only read their input.
 _WRITING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/infill",
+        "/api/chat",
+        "/api/generate",
+    }
 )
-_READING = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score"})
+_READING = frozenset(
+    {
+        "/v1/embeddings",
+        "/api/embed",
+        "/api/embeddings",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+        "/v1/score",
+        "/score",
+    }
+)
 #: Where texts of a prompt stand.
 _PROMPTS = (
     "system",
@@ -36,11 +55,18 @@ _PROMPTS = (
     "input_suffix",
     "input_extra",
     "query",
+    "queries",
     "documents",
+    "text_1",
+    "text_2",
 )
+#: Limits of an answer's tokens: fields, and the one among Ollama's `options`.
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")
+_OPTION = "num_predict"
 #: Parts of a message that are no text.
-_NO_TEXT = frozenset({"image_url", "input_audio", "source", "file", "video_url", "audio_url"})
+_NO_TEXT = frozenset(
+    {"images", "image_url", "input_audio", "source", "file", "video_url", "audio_url"}
+)
 #: Characters of a token before an answer said how many it had; what their mean keeps of itself
 #: with each new one.
 _FIRST_CHARS, _FADE = 4.0, 0.9
@@ -176,7 +202,10 @@ def _prompt_size(fields: JsonObject) -> tuple[int, int]:
 
 def _limit_of(fields: JsonObject) -> int | None:
     """Output tokens that the client allows; None: it does not say."""
-    for name in _LIMITS:
+    options = fields.get("options")
+    if isinstance(options, dict):
+        fields = {**fields, _OPTION: options.get(_OPTION)}
+    for name in (*_LIMITS, _OPTION):
         limit = fields.get(name)
         if type(limit) is int and limit > 0:
             return limit

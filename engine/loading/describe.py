@@ -1,8 +1,11 @@
-"""How a model's weights are stored, in words."""
+"""How a model's weights are stored, in words and numbers."""
 
 from __future__ import annotations
 
 from collections import Counter
+
+import jax
+from flax import nnx
 
 from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.safetensors import SafetensorsFolder
@@ -24,6 +27,17 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
     if stored and made:
         return f"{kind}, {made} {stored}"
     return kind
+
+
+def count_parameters(model: Model) -> int:
+    """Numbers that the model's weights stand for, without the scales of quantised matrices."""
+    count = sum(array.size for array in jax.tree.leaves(nnx.state(model)))
+    for linear in model.linears():
+        packed = linear.packed
+        if packed.scheme == "int4":  # two numbers a byte
+            count += packed.kernel.size
+        count -= sum(array.size for array in packed[1:] if array is not None)
+    return count
 
 
 def _kind(linear: Linear) -> str:

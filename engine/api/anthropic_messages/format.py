@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Iterator
 
 import orjson
-from pydantic_core import from_json
 
 from jitney.engine.api.anthropic_messages.schema import MessagesBody
 from jitney.engine.api.choices import Choice, ChoiceDelta
@@ -22,6 +21,7 @@ from jitney.engine.conversation.events import (
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
+    arguments_object,
 )
 from jitney.engine.text.detokenizer import TokenBytes
 from jitney.engine.types import JsonDict
@@ -103,16 +103,7 @@ class _ToolUse(_Block):
         yield {"type": "input_json_delta", "partial_json": text}
 
     def shown(self) -> JsonDict:
-        return self.begun() | {"input": _arguments("".join(self._texts))}
-
-
-def _arguments(text: str) -> JsonDict:
-    """The object that the text is, as far as it goes: it may have been cut off."""
-    try:
-        value = from_json(text.encode("utf-8", "replace"), allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return self.begun() | {"input": arguments_object("".join(self._texts))}
 
 
 class _ContentBlocks:

@@ -140,7 +140,8 @@ class LineExecutor:
         context = Context(request_id, route, tenant=owner, background=self._background)
         scope = _scope_of(request, context)
         reply = _Reply()
-        body = iter([{"type": "http.request", "body": request.body, "more_body": False}])
+        asked = request.whole_body if route.streams_unasked else request.body
+        body = iter([{"type": "http.request", "body": asked, "more_body": False}])
 
         async def receive() -> Message:
             message = next(body, None)

@@ -119,3 +119,8 @@ class LineRequest:
         if body.get("stream"):
             raise RequestError("a line of a batch has no stream", param="stream")
         return cls(url, orjson.dumps(body))
+
+    @property
+    def whole_body(self) -> bytes:
+        """The body for a route that streams unless it is told not to."""
+        return orjson.dumps(orjson.loads(self.body) | {"stream": False})

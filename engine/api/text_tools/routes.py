@@ -165,7 +165,7 @@ async def _infill_request(
     ids = await service.off_loop(
         lambda: fill_in.prompt(tokenizer, before, body.input_suffix, others)
     )
-    return await builder.tokens(_INFILL, ids, sampling)
+    return await builder.tokens(_INFILL, [ids], sampling)
 
 
 class _InfillFormat(Format):

@@ -15,6 +15,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "ab"},
     "/v1/messages": {"messages": [USER], "max_tokens": 4},
     "/v1/embeddings": {"input": "ab"},
+    "/api/chat": {"messages": [USER], "stream": False},
+    "/api/generate": {"prompt": "ab", "stream": False},
+    "/api/embed": {"input": "ab"},
 }
 
 

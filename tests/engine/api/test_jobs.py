@@ -95,6 +95,14 @@ def test_a_job_may_ask_for_vectors(folder: Path):
         assert [each.embedding for each in data] == [[1.0, 1.0], [1.0, 3.0]]
 
 
+def test_a_job_of_a_route_that_streams_unasked_is_answered_whole(folder: Path):
+    with serving(folder, FakeClient(Script("some words"))) as http:
+        body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+        job = ended(http, begin(http, {"endpoint": "/api/chat", "body": body})["id"])
+        assert job["status"] == "completed"
+        assert job["response"]["body"]["message"]["content"] == "some words"
+
+
 def test_a_request_that_its_route_refuses_is_a_failed_job(folder: Path):
     with serving(folder) as http:
         job = ended(http, begin(http, asked() | {"body": {"messages": []}})["id"])

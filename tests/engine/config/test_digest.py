@@ -65,6 +65,7 @@ COUNTED = {
     "default_repetition_penalty",
     "tool_call_parser",
     "reasoning_parser",
+    "rerank",
     "body_limit",
     "read_timeout_s",
     "template_timeout_s",

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
 from api_fakes import FakeClient, Script, until
 from fleet_engines import (
@@ -92,6 +93,45 @@ def test_every_form_is_passed_on(tmp_path: Path, path: str):
             wrong = http.post(path, json=body | {"max_tokens": -1})
         direct = "/v1/responses" not in path and "count" not in path and "tok" not in path
         assert wrong.status_code == (400 if direct else wrong.status_code)
+
+
+def test_ollamas_clients_find_the_models_of_a_fleet(tmp_path: Path):
+    body = {"model": "m:latest", "messages": CHAT["messages"]}
+    answered: list[str] = []
+    with (
+        engines(FakeEngine(FakeClient(Script(TEXT, delay_s=0.05)))) as fakes,
+        fleet_of(tmp_path, toml([fakes[0].url])) as served,
+    ):
+        ready(served, fakes)
+        client = ollama.Client(host=served.url, trust_env=False)
+        assert [each.model for each in client.list().models] == ["m"]
+        assert [each.context_length for each in client.ps().models] == [256]
+        assert "completion" in (client.show("m:latest").capabilities or ())
+        assert client.embed("m", "ab").embeddings == [[1.0, 2.0]]
+        started, times = time.monotonic(), []
+        for part in client.chat("m:latest", CHAT["messages"], stream=True):
+            answered.append(part.message.content or "")
+            times.append(time.monotonic() - started)
+        assert "".join(answered) == TEXT and part.done_reason == "stop"
+        assert times[0] < 0.7 * times[-1]  # as it comes, not all at its end
+        with served.http() as http:
+            streamed = http.post("/api/chat", json=body)
+            assert streamed.headers["content-type"] == "application/x-ndjson"
+            unknown = http.post("/api/generate", json={"model": "none", "prompt": "a"})
+            assert unknown.status_code == 404 and isinstance(unknown.json()["error"], str)
+            ranked = http.post("/v1/rerank", json={"model": "m", "query": "q", "documents": ["a"]})
+            assert [each["index"] for each in ranked.json()["results"]] == [0]
+
+
+def test_ollamas_stream_whose_engine_dies_ends_with_a_line_that_says_so(tmp_path: Path):
+    with (
+        engines(FakeEngine(dies_after=4)) as fakes,
+        fleet_of(tmp_path, toml([fakes[0].url])) as served,
+    ):
+        ready(served, fakes)
+        client = ollama.Client(host=served.url, trust_env=False)
+        with pytest.raises(ollama.ResponseError, match="engine"):
+            list(client.chat("m", CHAT["messages"], stream=True))
 
 
 def test_models_are_listed_and_unknown_ones_refused(tmp_path: Path):

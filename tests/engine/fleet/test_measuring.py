@@ -68,6 +68,9 @@ def test_a_usage_is_believed_also_cut_in_two():
         (b'event: content_block_delta\ndata: {"delta":{"type":"t","text":"hi"}}\n\n', 1),
         (b'data: {"type":"response.output_text.delta","delta":"hi"}\n\n', 1),
         (b'data: {"usage":{"output_tokens":7}}\n\n', 7),
+        (b'{"message":{"role":"assistant","content":"hi"},"done":false}\n', 1),
+        (b'{"response":"hi","done":false}\n', 1),
+        (b'{"response":"","prompt_eval_count":3,"prompt_eval_duration":9,"eval_count":7}\n', 7),
         (b": keep-alive\n\n", 0),
     ],
 )
@@ -93,7 +96,13 @@ def test_a_client_that_asks_for_more_than_its_due_says_nothing_of_the_engine():
 
 
 def test_a_stream_that_breaks_off_failed():
-    for end in (b'data: {"error":{"message":"x"}}\n\n', b"event: error\ndata: {}\n\n"):
+    errors = (
+        b'data: {"error":{"message":"x"}}\n\n',
+        b"event: error\ndata: {}\n\n",
+        b'{"error":"x"}\n',
+        b'{"response":"a"}\n{"error":"x"}\n',
+    )
+    for end in errors:
         outcome = watched(ROLE, PIECE, end, DONE)
         assert outcome is not None and not outcome.ok
 

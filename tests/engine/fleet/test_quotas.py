@@ -21,7 +21,7 @@ from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.forwarding import ProxiedAnswer
-from jitney.engine.fleet.quotas import FleetQuotas, _Account, _prompt_size, _sequences_of
+from jitney.engine.fleet.quotas import FleetQuotas, _Account, _limit_of, _prompt_size, _sequences_of
 
 #: 10 tokens by the first guess of 4 characters each.
 PROMPT = "x" * 40
@@ -125,6 +125,12 @@ def test_sequences_are_counted_over_prompts_and_choices():
     with pytest.raises(RequestError) as caught, quotas.holding("k", "m", asked(n=5)):
         pass
     assert caught.value.info.code == "invalid_value" and caught.value.info.param == "n"
+
+
+def test_ollamas_bound_of_an_answer_is_an_option():
+    assert _limit_of({"options": {"num_predict": 7}}) == 7
+    assert _limit_of({"options": {"num_predict": -1}}) is None
+    assert _limit_of({"options": 5}) is None
 
 
 def test_the_size_of_a_prompt_leaves_out_what_is_no_text():

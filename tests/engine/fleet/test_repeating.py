@@ -120,6 +120,7 @@ def test_usage_comes_at_the_end_all_the_same():
 
 
 def test_events_are_cut_where_they_end():
-    assert _split_events(b"data: a\n\ndata: b") == (b"data: a\n\n", b"data: b")
-    assert _split_events(b"data: a") == (b"", b"data: a")
-    assert _split_events(b"\n\n") == (b"\n\n", b"")
+    assert _split_events(b"data: a\n\ndata: b", b"\n\n") == (b"data: a\n\n", b"data: b")
+    assert _split_events(b"data: a", b"\n\n") == (b"", b"data: a")
+    assert _split_events(b"\n\n", b"\n\n") == (b"\n\n", b"")
+    assert _split_events(b'{"a": 1}\n{"b"', b"\n") == (b'{"a": 1}\n', b'{"b"')

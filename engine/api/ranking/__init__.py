@@ -1,0 +1,1 @@
+"""How well documents fit a query: /rerank and /score."""
