@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+#: A prompt that has the obedient model call the tool `add`, and say what it gave.
+TASK = 'Do this:\nCALL add {"a": 4000, "b": 711}\nSAY the sum is RESULT'
 #: Most characters of a reason.
 _REASON_CHARS = 300
 #: Seconds that a program between client and server gets to end.

@@ -132,6 +132,20 @@ def proxy() -> str:
     return "chat, stream, tools, messages, models, probes"
 
 
+@checks.add
+def context_window_fallbacks() -> None:
+    """A prompt that is too long goes to the model with the larger context: the proxy knows the
+    server's error by its words.
+    """
+    larger = {"model": "openai/larger", "api_key": "none", "mock_response": "from the larger one"}
+    rules = {"context_window_fallbacks": [{"ours": ["larger"]}], "num_retries": 0}
+    with _proxy({"larger": larger}, rules) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=_PROXY_KEY, max_retries=0)
+        long: Any = [{"role": "user", "content": "word " * 200_000}]
+        answer = client.chat.completions.create(model="ours", messages=long, max_tokens=16)
+        expect(answer.choices[0].message.content == "from the larger one", answer)
+
+
 def _probe(url: str) -> None:
     """The proxy's probes; /health asks the server for an answer."""
     headers = {"authorization": f"Bearer {_PROXY_KEY}"}
@@ -144,13 +158,17 @@ def _probe(url: str) -> None:
 
 
 @contextmanager
-def _proxy() -> Iterator[str]:
-    """The address of a proxy that knows the server's model as "ours"."""
+def _proxy(
+    others: dict[str, dict[str, str]] | None = None, rules: dict[str, Any] | None = None
+) -> Iterator[str]:
+    """The address of a proxy that knows the server's model as "ours". others: more models, by
+    name. rules: its `litellm_settings`.
+    """
+    models = {"ours": TO} | (others or {})
+    listed = [{"model_name": name, "litellm_params": to} for name, to in models.items()]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
-        config.write_text(
-            json.dumps({"model_list": [{"model_name": "ours", "litellm_params": TO}]})
-        )
+        config.write_text(json.dumps({"model_list": listed, "litellm_settings": rules or {}}))
         port = free_port()
         program = str(Path(sys.executable).parent / "litellm")
         with Path(folder, "log").open("w+b") as log:

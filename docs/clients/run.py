@@ -67,6 +67,8 @@ class Client:
     npm: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     tokenizer: bool = False
+    obedient: bool = False
+    program: str = ""
     timeout_s: float = 300.0
 
     @property
@@ -138,8 +140,9 @@ class Runner:
         command = [*self._interpreter(client), self.url, self.model]
         if client.tokenizer:
             command += ["--tokenizer", str(self._tokenizer())]
-        if client.name == "vllm-bench" and self.vllm:
-            command += ["--program", self.vllm]
+        program = self._program(client)
+        if program:
+            command += ["--program", program]
         environment = os.environ | _QUIET | client.environment
         environment.pop("PYTHONPATH", None)  # ours, whose packages are not the client's
         output, ended = _run_bounded(command, client.timeout_s, environment, self._place(client))
@@ -164,6 +167,13 @@ class Runner:
             return [sys.executable, str(HERE / client.script)]
         python = _python(client, self._place(client), self.python)
         return [python, str(HERE / client.script)]
+
+    def _program(self, client: Client) -> str:
+        """The client's program, if it is one; its environment is installed by now."""
+        if client.name == "vllm-bench":
+            return self.vllm
+        programs = "node_modules/.bin" if client.npm else "bin"
+        return str(self._place(client) / programs / client.program) if client.program else ""
 
     def _tokenizer(self) -> Path:
         """The model's tokenizer as a folder, written once."""
@@ -196,7 +206,9 @@ def _python(client: Client, place: Path, base: str) -> str:
 
 
 def _node(client: Client, place: Path) -> list[str]:
-    """node and the script, beside the packages it imports: it finds them by where it lies."""
+    """What runs the script: node, beside the packages that it imports, which are found by where it
+    lies; or, for a program that Python runs, our own interpreter.
+    """
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
         raise Unavailable("Node is not installed here")
@@ -205,8 +217,10 @@ def _node(client: Client, place: Path) -> list[str]:
     if not mark.is_file() or mark.read_text() != wanted:
         _install([npm, "install", "--no-audit", "--no-fund", *client.npm], place)
         mark.write_text(wanted)
-    script = shutil.copy(HERE / client.script, place / client.script)
-    return [node, str(script)]
+    if client.script.endswith(".py"):
+        return [sys.executable, str(HERE / client.script)]
+    shutil.copy(HERE / "checks.mjs", place)
+    return [node, shutil.copy(HERE / client.script, place)]
 
 
 def _install(command: Sequence[str], place: Path) -> None:
@@ -336,14 +350,18 @@ def _save(reports: dict[str, Report], file: Path) -> None:
 
 
 @contextmanager
-def _server(args: argparse.Namespace) -> Iterator[str]:
-    """The address of the server that is there, or of one started for as long."""
+def _server(args: argparse.Namespace, *, obedient: bool) -> Iterator[str]:
+    """The address of the server that is there, or of one started for as long. obedient: its model
+    does what it is told (`obedient_server.py`).
+    """
     if args.url:
         yield args.url.rstrip("/")
         return
     data = str(args.folder.resolve() / "server")
     program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
     command = (sys.executable, "-c", program, "serve", args.serve, "--data-dir", data)
+    if obedient:
+        command = (sys.executable, str(HERE / "obedient_server.py"), "--data-dir", data)
     with Peer("Jitney", command, {}, "").serving(free_port()) as url:
         yield url
 
@@ -372,15 +390,19 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     reports = _known_reports(folder / "reports.json")
     mine: dict[str, Report] = {}
-    with _server(args) as url:
-        model = args.model or _first_model(url)
-        runner = Runner(url, model, folder, args.python, args.vllm)
-        for client in table:
-            if client.name not in args.only:
-                continue
-            print(f"{client.name} ...", file=sys.stderr, flush=True)
-            mine[client.name] = reports[client.name] = runner.run(client)
-            _save(reports, folder / "reports.json")
+    for obedient in (False, True):
+        chosen = [
+            client for client in table if client.name in args.only and client.obedient == obedient
+        ]
+        if not chosen:
+            continue
+        with _server(args, obedient=obedient) as url:
+            model = args.model or _first_model(url)
+            runner = Runner(url, model, folder, args.python, args.vllm)
+            for client in chosen:
+                print(f"{client.name} ...", file=sys.stderr, flush=True)
+                mine[client.name] = reports[client.name] = runner.run(client)
+                _save(reports, folder / "reports.json")
     _print(mine)
     ordered = {client.name: reports[client.name] for client in table if client.name in reports}
     args.results.write_text(_markdown(ordered))
