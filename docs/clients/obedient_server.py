@@ -1,4 +1,4 @@
-"""`jitney serve` with a model that does what it is told, for agents, which no small model can drive.
+"""`jitney serve` with a model that does what it is told, for agents that no small model can drive.
 
     python docs/clients/obedient_server.py --port 8000 [...]      # flags of `jitney serve`
 

@@ -444,7 +444,8 @@ def _curl_line(config: Config, url: str, model: ModelInfo, *, chat: bool) -> str
         route, asked = _CHAT if chat else _TEXT
     else:
         route, asked = _SCORES if model.pooling == "classify" else _VECTOR
-    data = shlex.quote(json.dumps({"model": model.name, **asked}))
+    name = (*config.server.served_model_name, model.name)[0]
+    data = shlex.quote(json.dumps({"model": name, **asked}))
     key = _key_header(config.server)
     return f"curl {url}/v1/{route} -H 'content-type: application/json'{key} -d {data}"
 

@@ -23,7 +23,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from engine_infos import engine_info
 
+from jitney.engine.cli.serve import _curl_line
+from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.ports import free_port
 
 FLAGS = (
@@ -205,6 +208,13 @@ def test_the_printed_line_works_as_it_stands(server: Serving):
         ["bash", "-c", line], capture_output=True, text=True, timeout=30, check=True
     )
     assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), done.stdout
+
+
+def test_the_printed_line_names_the_model_as_it_is_served():
+    config = Config(server=ServerSection(served_model_name=("ours", "alias")))
+    model = engine_info().model
+    assert '"model": "ours"' in _curl_line(config, "http://h:1", model, chat=True)
+    assert f'"model": "{model.name}"' in _curl_line(Config(), "http://h:1", model, chat=False)
 
 
 def test_the_openai_client_runs_against_it(server: Serving):
