@@ -69,10 +69,7 @@ async def _obey(
         return held
     step = script(conversation.messages, use)
     if isinstance(step, tuple):
-        name, arguments = step
-        step = (
-            f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
-        )
+        step = self.service.turns.call_text(*step)
     wanted = await self.service.checked_grammar(grammar.choice([step]), "messages")
     return with_fields(held, grammar=wanted, temperature=1.0)
 
