@@ -39,6 +39,8 @@ class Identity:
     role: Role
     #: Digest of the key; empty where there is none.
     tenant: str = ""
+    #: An administrator's key brought it for this client (`engine.api.tenants`).
+    passed_on: bool = False
 
     @classmethod
     def of(cls, scope: Scope) -> Identity:
@@ -84,7 +86,7 @@ class ApiKeys:
         """
         if not self.needed:
             return EVERYBODY
-        key = _key(scope)
+        key = key_of(scope)
         if not key:
             return NOBODY
         return self.identify(key.decode("latin-1"), address_of(scope))
@@ -117,18 +119,19 @@ class ApiKeys:
         )
 
 
-def _key(scope: Scope) -> bytes:
+def key_of(scope: Scope) -> bytes:
     """What the request shows as its key; empty where it shows none."""
-    given = _values_of(scope, b"authorization")
+    given = values_of(scope, b"authorization")
     if not given:
-        return _only(_values_of(scope, b"x-api-key")).strip()
+        return _only(values_of(scope, b"x-api-key")).strip()
     scheme, _, key = _only(given).partition(b" ")
     if scheme.lower() != b"bearer":
         return b""
     return key.strip()
 
 
-def _values_of(scope: Scope, header: bytes) -> list[bytes]:
+def values_of(scope: Scope, header: bytes) -> list[bytes]:
+    """The values of a header, by its lower-case name, as often as it was sent."""
     return [value for name, value in scope["headers"] if name == header]
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jitney.engine.api.access import Identity
+from jitney.engine.api.access import Identity, values_of
 from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError, echo
 
@@ -36,11 +36,11 @@ class BackgroundRequests:
 
     def _is_background(self, scope: Scope) -> bool:
         """Raises HttpError."""
-        name = self.HEADER.encode()
-        given = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+        given = [value.decode("latin-1") for value in values_of(scope, self.HEADER.encode())]
         if not given:
             return False
-        if not Identity.of(scope).is_admin:
+        identity = Identity.of(scope)
+        if not (identity.is_admin or identity.passed_on):
             raise HttpError(
                 403,
                 f"{self.HEADER} needs an administrator's key (admin_keys, admin_key_file)",

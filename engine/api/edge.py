@@ -25,6 +25,7 @@ from jitney.engine.api.errors import ErrorReply, HttpError, echo
 from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, RequestObserver
 from jitney.engine.api.routing import Role, RouteTable, route_path
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.tenants import identity_of
 
 #: Methods that change nothing. OPTIONS is how a browser asks beforehand.
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
@@ -100,7 +101,7 @@ def _is_public(settings: ServerSettings, path: str) -> bool:
 
 
 def _identify(keys: ApiKeys, scope: Scope) -> Identity:
-    identity = keys.of_request(scope)
+    identity = identity_of(keys.of_request(scope), scope)
     Context.of(scope).tenant = identity.tenant
     return identity
 

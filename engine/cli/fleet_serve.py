@@ -98,9 +98,7 @@ def _application(config: FleetConfig, keys: AcceptedKeys, host: str) -> Applicat
     # There may be several ingresses, on any node: none of them keeps files, batches or jobs.
     own = replace(limits(Config(server=config.server), keys), data_dir=None)
     settings = own.with_page(_PAGE)
-    return build_application(
-        config, settings, keys.users, keys.admins, url_key=_engine_key(config), host=host
-    )
+    return build_application(config, settings, keys.admins, url_key=_engine_key(config), host=host)
 
 
 def ray_application(args: dict[str, str]) -> Application:

@@ -42,6 +42,8 @@ NOTHING: Mapping[str, Never] = MappingProxyType({})
 type _Parsed = bool | int | float | str | tuple[str, ...] | tuple[int, ...]
 #: Where a value comes from that a preset filled in.
 _FROM_PRESET = "--for"
+#: Where an order comes from that is not given, on a server with API keys.
+_FROM_KEYS = "default with API keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class Layered:
 
     config: Config
     #: Flat name -> where the value stands ("run.toml: [engine] max_seats", "JITNEY_MAX_SEATS",
-    #: "--max-seats"); what is absent has its default.
+    #: "--max-seats"); what is absent has its default, which for `order` hangs on the keys.
     origins: Mapping[str, str]
 
     @classmethod
@@ -173,7 +175,17 @@ class Layered:
         for setting, value, where in layers:
             values[setting.section][setting.key] = value
             origins[setting.name] = where
-        return _validated(values, origins)
+        return _validated(values, origins)._with_default_order()
+
+    def _with_default_order(self) -> Layered:
+        """With the order fair where it is not given and the server has keys: no client's load may
+        hold up those of the other keys.
+        """
+        if "order" in self.origins or not self.config.server.has_keys:
+            return self
+        engine = self.config.engine.model_copy(update={"order": "fair"})
+        config = self.config.model_copy(update={"engine": engine})
+        return Layered(config, {**self.origins, "order": _FROM_KEYS})
 
     @property
     def from_preset(self) -> list[str]:

@@ -322,7 +322,8 @@ class EngineSection(Section):
             "being worth 10 s of "
             "waiting; shortest by the answer's foreseen length, a token being worth 0.1 s; fair "
             "the API key, or without "
-            "keys the user field, that got the fewest tokens"
+            "keys the user field, that got the fewest tokens; where it is not given, a server with "
+            "API keys has fair"
         ),
     )
     prefill_share: Annotated[Share, BeforeValidator(_share)] = Field(

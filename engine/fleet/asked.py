@@ -13,9 +13,10 @@ from urllib.parse import quote
 import orjson
 from starlette.requests import Request
 
-from jitney.engine.api.access import address_of
+from jitney.engine.api.access import Identity, address_of
 from jitney.engine.api.background import BackgroundRequests
 from jitney.engine.api.context import Context
+from jitney.engine.api.tenants import TENANT_HEADER, signed, stated
 from jitney.engine.types import JsonDict, JsonObject
 
 #: Headers of a client that an engine is told.
@@ -33,8 +34,8 @@ _PASSED = frozenset(
         b"x-session-id",
     }
 )
-#: Of these, what shows who sends.
-_KEYS = frozenset({b"authorization", b"x-api-key"})
+#: Headers that show or name the sender.
+_SENDER = frozenset({b"authorization", b"x-api-key", TENANT_HEADER})
 #: Routes whose streams can be repeated at another replica, from the same seed.
 _REPEATABLE = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: Where prompts stand, by the route's form: the first that a body has counts.
@@ -77,6 +78,9 @@ class Asked:
         headers.append((b"x-forwarded-for", address_of(scope).encode()))
         if context.background:
             headers.append(BackgroundRequests.MARK)
+        identity = Identity.of(scope)
+        if identity.tenant:
+            headers.append((TENANT_HEADER, stated(identity)))
         return cls(
             scope["method"],
             f"{path}?{query}" if query else path,
@@ -94,6 +98,16 @@ class Asked:
     @property
     def stream(self) -> bool:
         return self.fields.get("stream") is True
+
+    @property
+    def tenant(self) -> bytes:
+        """Digest of the client's key; empty where the fleet has no keys."""
+        return self._statement.partition(b".")[2]
+
+    @property
+    def _statement(self) -> bytes:
+        """See `engine.api.tenants.stated`; empty where the fleet has no keys."""
+        return next((value for name, value in self.headers if name == TENANT_HEADER), b"")
 
     @property
     def background(self) -> bool:
@@ -121,13 +135,16 @@ class Asked:
         return self.with_fields(seed=secrets.randbits(31))
 
     def headers_for(self, key: str) -> RawHeaders:
-        """What a replica is told that we ask with `key` ourselves, if that is not empty: a request
-        that brings no key is a job's or a line of a batch, whose client showed its own when that
-        came.
+        """The headers for a replica that is asked with this key in place of the client's, signed
+        with it; empty: with the client's own, which jobs and lines of batches have none of.
         """
-        if not key or any(name in _KEYS for name, _ in self.headers):
+        if not key:
             return self.headers
-        return self.with_key(key).headers
+        headers = [item for item in self.headers if item[0] not in _SENDER]
+        headers.append((b"authorization", b"Bearer " + key.encode()))
+        if self._statement:
+            headers.append((TENANT_HEADER, signed(self._statement, key.encode())))
+        return headers
 
     def kept_by(self, replica: str) -> Asked:
         """For this replica alone."""
@@ -137,14 +154,9 @@ class Asked:
         """For replicas that hold this adapter."""
         return replace(self, adapter=name)
 
-    def with_key(self, key: str) -> Asked:
-        """With another key than the client's."""
-        headers = [item for item in self.headers if item[0] not in _KEYS]
-        return replace(self, headers=[*headers, (b"authorization", b"Bearer " + key.encode())])
-
     def prefix_key(self, chars: int) -> bytes:
-        """What requests have in common that should find each other's pages: the beginning of the
-        prompt, or what the client calls the conversation (prompt_cache_key, the header
+        """Equal for requests that should find each other's pages: the tenant, with the beginning
+        of the prompt or the client's name for the conversation (prompt_cache_key, the header
         x-session-id).
 
         chars: of a prompt, or of the first message that is not the system's; system messages and
@@ -153,9 +165,10 @@ class Asked:
         fields = self.fields
         named = fields.get("prompt_cache_key") or _session(self.headers)
         if named:
-            return str(named).encode()
+            return self.tenant + str(named).encode()
         salt = str(fields.get("cache_salt") or "")
-        return "\0".join([self.adapter, salt, *_beginning(fields, chars)]).encode(errors="replace")
+        shared = "\0".join([self.adapter, salt, *_beginning(fields, chars)])
+        return self.tenant + shared.encode(errors="replace")
 
     def beginnings(self, chars: int) -> list[bytes]:
         """What its prompt begins with, the shortest first: `prefix_key`, then a digest after each

@@ -98,7 +98,6 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> Re
         metrics=parts.metrics,
         patience=parts.patience,
         repeat_streams=parts.config.fleet.repeat_streams,
-        key=parts.key if section.urls else "",
         engines=ReplicaSet(given),
     )
     parts.watch.begin(model.replicas)
@@ -191,7 +190,7 @@ class _FoundEngines:
     watch: Watch
     #: Each dns+http://NAME:PORT.
     urls: tuple[str, ...]
-    #: That engines are looked at with.
+    #: That engines are asked with.
     key: str
     #: Names of the model's other engines.
     given: frozenset[str]

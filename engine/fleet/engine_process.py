@@ -107,14 +107,11 @@ def _check_hosts_of_file(file: Path) -> None:
             raise ConfigError(f"{file}: {_give_in_settings(setting)}")
 
 
-def engine_keys(users: Sequence[str], admins: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """(the key that engines are watched with, what their environment says of keys). Without keys
-    of clients there are none: engines listen to this machine alone.
+def engine_keys(admins: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """(a new key that engines are asked with, what their environment says of keys). admins: keys
+    of the fleet's administrators, which engines accept too. Users reach engines through the fleet
+    alone, which names them (`engine.api.tenants`): their keys in our own environment are not for
+    engines.
     """
-    if not users and not admins:
-        return "", {}
     own = secrets.token_urlsafe(32)
-    return own, {
-        "JITNEY_API_KEYS": ",".join(users),
-        "JITNEY_ADMIN_KEYS": ",".join([*admins, own]),
-    }
+    return own, {"JITNEY_API_KEYS": "", "JITNEY_ADMIN_KEYS": ",".join([*admins, own])}

@@ -70,8 +70,8 @@ class Fleet:
         #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
         self.settings = ServerSettings()
         self.own_requests: OwnRequests | None = None
-        #: Who keeps which answer of /v1/responses, by its id, as far as they passed here.
-        self._keepers = LruCache[str, _AnswerKeeper](_MOST, lambda id: 1)
+        #: Who keeps which answer of /v1/responses, by tenant and id, as far as they passed here.
+        self._keepers = LruCache[tuple[bytes, str], _AnswerKeeper](_MOST, lambda key: 1)
         self.created = int(time.time())
         self.openapi = b""
         self.draining = False
@@ -103,14 +103,14 @@ class Fleet:
         """Who keeps a response; engines are asked where none is known."""
         if not isinstance(id, str) or not _ID.fullmatch(id):
             return None
-        known = self._keepers.get(id)
+        known = self._keepers.get((asked.tenant, id))
         if known is not None:
             return known
         for name, model in self.models.items():
             replica = await model.keeper_of(asked, f"{_RESPONSES}/{id}")
             if replica is not None:
                 found = _AnswerKeeper(name, replica.name)
-                self._keepers.put(id, found)
+                self._keepers.put((asked.tenant, id), found)
                 return found
         return None
 
@@ -127,7 +127,8 @@ class Fleet:
         """
         found = _IN_ANSWER.search(begun) if asked.route == _RESPONSES else None
         if found:
-            self._keepers.put(found[1].decode(), _AnswerKeeper(model, replica))
+            id = found[1].decode()
+            self._keepers.put((asked.tenant, id), _AnswerKeeper(model, replica))
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; those that run go on, but for jobs and the lines of

@@ -168,8 +168,8 @@ class _LocalReplica:
 
 
 class LocalEngines:
-    """All engines that a fleet starts. users, admins: the keys that its clients have; engines
-    accept them too, so that what each client may see is told apart there.
+    """All engines that a fleet starts. users, admins: the keys that its clients have. Without any,
+    engines have no key either: they listen to this machine alone.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class LocalEngines:
         self._config = config
         self._parts = parts
         self._drain_s = config.server.drain_s
-        self._key, self._environ = engine_keys(users, admins)
+        self._key, self._environ = engine_keys(admins) if users or admins else ("", {})
         self._ports = _ports(config.fleet.engine_port)
         #: By arm (`FleetParts.arms`), in the order in which they start.
         self.replicas: dict[str, list[_LocalReplica]] = {}

@@ -66,8 +66,6 @@ class ReplicatedModel:
     patience: Patience = field(default_factory=Patience)
     #: Whether requests get a seed.
     repeat_streams: bool = True
-    #: What engines elsewhere are asked with, in place of the client's key; empty: with that.
-    key: str = ""
     #: Its engines, whether they answer now or not, and what is known of each.
     engines: ReplicaSet = field(default_factory=lambda: ReplicaSet([]))
     #: Requests that were given out in turn.
@@ -97,11 +95,11 @@ class ReplicatedModel:
 
     async def keeper_of(self, asked: Asked, path: str) -> Replica | None:
         """See `FleetModel`."""
-        headers = (asked.with_key(self.key) if self.key else asked).headers
         for replica in map(self.engines.ready, self.engines.names):
             if replica is None:  # it went away while another one was asked
                 continue
             try:
+                headers = asked.headers_for(replica.key)
                 found = await self.client.get(replica.url + path, headers=headers)
             except httpx.TransportError:
                 continue
@@ -117,7 +115,7 @@ class ReplicatedModel:
         given: frozenset[str] = frozenset(),
     ) -> None:
         """Ask engines that came, and no more those that went. known: name -> URL, of those that
-        there are. key: that they are looked at with. given: names of engines that are not looked
+        there are. key: that they are asked with. given: names of engines that are not looked
         for.
         """
         for replica in list(self.replicas):
@@ -207,7 +205,7 @@ class ReplicatedModel:
             asked = asked.seeded()
         if self.section.upstream_model and asked.fields and not asked.adapter:
             asked = asked.with_fields(model=self.section.upstream_model)
-        return asked.with_key(self.key) if self.key else asked
+        return asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -99,8 +98,6 @@ class _IngressApp:
         candidate.
         """
         model = parts.arms[arm]
-        if not self._fleet.has_keys:
-            model.key = self._fleet.key
         directory = Directory.of_cluster()
         while True:
             try:
@@ -181,31 +178,26 @@ def _scaling(section: ReplicasSection) -> dict[str, Any]:
 def build_application(
     config: FleetConfig,
     settings: ServerSettings,
-    users: Sequence[str] = (),
     admins: Sequence[str] = (),
     url_key: str = "",
     module: str = ENGINE_MODULE,
     host: str = "",
 ) -> Any:
-    """The Serve application. url_key: that engines of `urls` are asked with. module: runs an
-    engine. host: where engines listen; empty: at their node's address. Raises ConfigError for what
-    only processes of one machine can have.
+    """The Serve application. admins: keys of its administrators. url_key: that engines of `urls`
+    are asked with. module: runs an engine. host: where engines listen; empty: at their node's
+    address. Raises ConfigError for settings that only processes of one machine can have.
     """
     if config.server.ssl_certfile:
         raise ConfigError("[fleet] ssl_certfile: on Ray, end TLS before the fleet")
     if config.server.port == 0:
         raise ConfigError("[fleet] port: Ray does not tell which free port it took; give a number")
-    has_keys = bool(users or admins)
-    key, environ = engine_keys(users, admins)
-    if not has_keys:  # engines are reached over the network, so they have a key all the same
-        key = secrets.token_urlsafe(32)
-        environ = {"JITNEY_ADMIN_KEYS": key}
+    # Without keys of clients too: engines are reached over the network.
+    key, environ = engine_keys(admins)
     fleet = RayFleet(
         config=config,
         settings=settings,
         environ=environ,
         key=key,
-        has_keys=has_keys,
         url_key=url_key,
         module=module,
         host=host,

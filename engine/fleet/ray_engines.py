@@ -57,10 +57,8 @@ class RayFleet:
     settings: ServerSettings
     #: The environment of engines: the keys that they accept.
     environ: dict[str, str]
-    #: The key that engines are looked at with.
+    #: The key that they are asked with.
     key: str
-    #: Whether clients show keys of their own; else engines are asked with ours.
-    has_keys: bool
     #: That engines of `urls` are asked with; empty: the client's own.
     url_key: str = ""
     #: Runs an engine.

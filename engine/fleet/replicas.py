@@ -55,7 +55,7 @@ class Replica:
     name: str
     #: Without a slash at its end; empty: it was not started yet.
     url: str = ""
-    #: The key that it is looked at with; empty: none.
+    #: The key that it is asked with, in place of the client's; empty: it is asked with that.
     key: str = ""
     state: ReplicaState = "unknown"
     #: Why it is not ready, one line.

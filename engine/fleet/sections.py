@@ -35,8 +35,8 @@ class FleetSection(Section):
         default="",
         description=(
             "file with the API key that engines of `urls` are asked with, readable by its owner "
-            "only (an administrator's, so that their load can be read); empty: the client's own "
-            "key is passed on"
+            "only: an administrator's, so that their load can be read and each client stays a "
+            "tenant of its own there; empty: the client's own key is passed on"
         ),
     )
     engine_port: int = Field(

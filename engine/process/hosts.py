@@ -66,7 +66,10 @@ def _versions() -> str:
 
 
 def _digest(config: Config, source: ModelSource) -> str:
-    """Of all settings but those of [server], which this process is not told, and of the model."""
+    """Of the model and of all settings but those of [server], which this process is not told, and
+    the order, which hangs on the keys: hosts that serve nothing need none.
+    """
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"order": ""})})
     identity = source.identity(config.model.adapter_folders)
     return short(configuration_digest(config, model=identity, version=version("jitney")))
 

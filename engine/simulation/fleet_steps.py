@@ -119,6 +119,9 @@ class StepCosts:
 
 def _check_known(limits: SchedulerLimits) -> None:
     if limits.policy != "continuous" or limits.order != "fcfs":
-        raise ConfigError("fleets are simulated with the policy continuous and the order fcfs")
+        raise ConfigError(
+            "fleets are simulated with the policy continuous and the order fcfs, not "
+            f"{limits.policy} and {limits.order}: give --policy continuous --order fcfs"
+        )
     if limits.target_itl_ms:
         raise ConfigError("fleets are simulated without target_itl_ms")

@@ -264,6 +264,10 @@ def test_the_fleet_finds_the_pods_and_drains_in_its_time(tmp_path: Path):
     (key,) = pod["spec"]["initContainers"]
     assert key["command"][-1] == config.fleet.engine_key_file
     assert mounted(served, "run") == str(Path(config.fleet.engine_key_file).parent)
+    source = {"secretKeyRef": {"name": "jitney-keys", "key": Path(key["command"][-2]).name}}
+    for file in MANIFESTS:
+        given = {each["name"]: each.get("valueFrom") for each in container(file)["env"]}
+        assert given["JITNEY_ADMIN_KEYS"] == source, "the fleet has an administrator's key"
 
 
 def mounted(container: dict[str, Any], volume: str) -> str:

@@ -71,6 +71,11 @@ class FakeEngine:
         await self._inner(scope, receive, send)
 
     def __post_init__(self) -> None:
+        self.set()
+
+    def set(self, **settings: Any) -> None:
+        """Give it more settings, before it is served."""
+        self.settings |= settings
         self._inner = make_app(self.client, **self.settings)
 
     def _breaking(self, send: Any) -> Any:

@@ -89,6 +89,15 @@ def test_show_takes_the_environment_and_hides_secrets(
     assert "[engine] policy" in out and '"continuous"' in out and "default" in out
 
 
+def test_show_says_that_the_order_is_fair_for_the_keys(
+    files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("JITNEY_API_KEYS", "sesame")
+    assert main(["config", "show", "--json"]) == 0
+    order = json.loads(capsys.readouterr().out)["settings"]["order"]
+    assert (order["value"], order["origin"]) == ("fair", "default with API keys")
+
+
 def test_a_running_server_is_asked(
     files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -33,6 +33,32 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    ("table", "environ", "flags", "order", "origin"),
+    [
+        ("", {}, {}, "fcfs", None),
+        ("", {"JITNEY_API_KEYS": "a,b"}, {}, "fair", "default with API keys"),
+        ("", {"JITNEY_ADMIN_KEYS": "a"}, {}, "fair", "default with API keys"),
+        ("[server]\napi_key_file = 'keys'", {}, {}, "fair", "default with API keys"),
+        ("", {"JITNEY_API_KEYS": ""}, {}, "fcfs", None),
+        ("", {"JITNEY_API_KEYS": "a"}, {"order": "fcfs"}, "fcfs", "--order"),
+        ("", {"JITNEY_API_KEYS": "a", "JITNEY_ORDER": "fcfs"}, {}, "fcfs", "JITNEY_ORDER"),
+    ],
+)
+def test_keys_board_in_turns_unless_an_order_is_given(
+    tmp_path: Path,
+    table: str,
+    environ: dict[str, str],
+    flags: dict[str, str],
+    order: str,
+    origin: str | None,
+):
+    layered = Layered.load(write(tmp_path, table), environ, flags)
+    assert (layered.config.engine.order, layered.origins.get("order")) == (order, origin)
+    again = load_config(write(tmp_path, layered.to_toml()))
+    assert again.engine == layered.config.engine
+
+
 def test_layers_override_each_other_in_order(tmp_path: Path):
     file = write(tmp_path, "[engine]\nmax_seats = 2\npage_size = 32\ntoken_budget = 64\n")
     config = load_config(

@@ -116,9 +116,14 @@ def test_what_is_left_out_does_not_count():
         log_level="debug",
         record="/tmp/trace.jsonl",
         api_key_file="/keys",
+        order="fcfs",
         device="1",
     )
     assert same == digest()
+
+
+def test_the_order_that_keys_bring_counts_as_one_that_is_given():
+    assert digest(api_key_file="/keys") == digest(order="fair") != digest()
 
 
 def test_the_order_of_a_file_and_of_numbers_does_not_count(tmp_path: Path):

@@ -17,7 +17,6 @@ from webhook_receiver import receiving
 from jitney.engine.api.batches.places import Places
 from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import RequestError
-from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.config import FleetConfig
 
 CHATS = "/v1/chat/completions"
@@ -105,7 +104,7 @@ def test_jobs_wait_for_engines_also_over_a_restart(tmp_path: Path):
 
 
 def test_the_engine_is_asked_with_a_key_of_the_fleets_and_nobody_sees_anothers_job(tmp_path: Path):
-    keys = {"api_keys": (digest_key("own"),)}
+    keys = {"admin_keys": (digest_key("own"),)}
     with (
         engines(FakeEngine(settings=keys)) as fakes,
         fleet_of(
@@ -124,16 +123,6 @@ def test_the_engine_is_asked_with_a_key_of_the_fleets_and_nobody_sees_anothers_j
         assert second.get(f"/v1/jobs/{id}").status_code == 404
         assert second.get("/v1/jobs").json()["data"] == []
         assert fakes[0].heads[-1]["authorization"] == "Bearer own"
-
-
-def test_a_request_without_a_key_gets_that_of_the_replica():
-    """As a job's, on its way to an engine that the fleet has started."""
-    plain = Asked("POST", CHATS, [(b"content-type", b"application/json")])
-    assert (b"authorization", b"Bearer own") in plain.headers_for("own")
-    assert plain.headers_for("") == plain.headers
-    for header in ((b"authorization", b"Bearer mine"), (b"x-api-key", b"mine")):
-        theirs = Asked("POST", CHATS, [header])
-        assert theirs.headers_for("own") == [header]
 
 
 def test_its_end_is_told_with_a_signature(tmp_path: Path):

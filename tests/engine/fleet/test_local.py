@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fleet_engines import CHAT, said
 
-from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli import main
 from jitney.engine.errors import JitneyError
 from jitney.engine.fleet import local
@@ -37,14 +37,16 @@ def _fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def running(folder: Path, text: str, keys: tuple[str, ...] = ()) -> AsyncIterator[Any]:
-    """(the engines, an HTTP client of the fleet's endpoint)."""
+async def running(
+    folder: Path, text: str, keys: tuple[str, ...] = (), settings: ServerSettings | None = None
+) -> AsyncIterator[Any]:
+    """(the engines, an HTTP client of the fleet's endpoint). settings: of the endpoint."""
     file = folder / "fleet.toml"
     file.write_text(f"[fleet]\npoll_s = 0.05\ndrain_s = 1\n{text}")
     config = FleetConfig.read(file)
     async with open_fleet(config) as (fleet, parts):
         engines = LocalEngines(config, parts, (), keys)
-        transport = httpx.ASGITransport(create_ingress(fleet, ServerSettings()))
+        transport = httpx.ASGITransport(create_ingress(fleet, settings or ServerSettings()))
         try:
             key = {"authorization": f"Bearer {''.join(keys)}"}
             url = "http://localhost"
@@ -95,6 +97,36 @@ def test_one_that_cannot_start_says_so(tmp_path: Path):
         async with running(tmp_path, "[models.broken]\nreplicas = 1\n") as (engines, _):
             with pytest.raises(JitneyError, match="broken-0 ended with status 3 before it was"):
                 await engines.start()
+
+    asyncio.run(scene())
+
+
+def test_engines_tell_the_clients_keys_apart_and_take_none_of_them(tmp_path: Path):
+    """They are asked with the fleet's key; those of its administrators open them too."""
+    keys = ServerSettings(
+        api_keys=(digest_key("alpha"), digest_key("beta")), admin_keys=(digest_key("boss"),)
+    )
+    alpha, beta, boss = ({"authorization": f"Bearer {key}"} for key in ("alpha", "beta", "boss"))
+
+    async def scene() -> None:
+        text = "[models.m]\nreplicas = 1\n"
+        async with running(tmp_path, text, ("boss",), keys) as (engines, http):
+            await engines.start()
+            asked = {"model": "m", "input": "x"}
+            answer = await http.post("/v1/responses", json=asked, headers=alpha)
+            path = f"/v1/responses/{answer.json()['id']}"
+            on = asked | {"previous_response_id": answer.json()["id"]}
+            assert (await http.get(path, headers=beta)).status_code == 404
+            assert (await http.delete(path, headers=beta)).status_code == 404
+            assert (await http.post("/v1/responses", json=on, headers=beta)).status_code == 404
+            assert (await http.post("/v1/responses", json=on, headers=alpha)).status_code == 200
+            assert (await http.get(path, headers=alpha)).status_code == 200
+            async with httpx.AsyncClient(trust_env=False) as direct:
+                url = engines.processes("m")[0].replica.url + "/metrics"
+                statuses = [
+                    (await direct.get(url, headers=key)).status_code for key in (alpha, beta, boss)
+                ]
+            assert statuses == [401, 401, 200]
 
     asyncio.run(scene())
 

@@ -24,7 +24,7 @@ from api_fakes import until
 from default_model_load import SETTINGS, texts_over_a_kill
 from fleet_engines import CHAT, said
 
-from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.errors import ConfigError
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.engine_process import ENGINE_MODULE
@@ -78,8 +78,15 @@ def cluster() -> Iterator[None]:
 
 
 @contextmanager
-def _served(folder: Path, text: str, module: str = "fake_fleet_engine") -> Iterator[httpx.Client]:
-    """A client of the ingress, for as long as the application is there. module: runs an engine."""
+def _served(
+    folder: Path,
+    text: str,
+    module: str = "fake_fleet_engine",
+    settings: ServerSettings | None = None,
+) -> Iterator[httpx.Client]:
+    """A client of the ingress, for as long as the application is there. module: runs an engine.
+    settings: of the ingress.
+    """
     from ray import serve
 
     from jitney.engine.fleet.ray_app import build_application
@@ -87,7 +94,11 @@ def _served(folder: Path, text: str, module: str = "fake_fleet_engine") -> Itera
     file = folder / "fleet.toml"
     file.write_text(text)
     application = build_application(
-        FleetConfig.read(file), ServerSettings(), admins=("boss",), module=module, host="127.0.0.1"
+        FleetConfig.read(file),
+        settings or ServerSettings(),
+        admins=("boss",),
+        module=module,
+        host="127.0.0.1",
     )
     try:
         port = free_port()
@@ -188,6 +199,25 @@ def test_an_engine_of_the_default_model_killed_under_load_changes_no_text(tmp_pa
 
 def _asking(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, trust_env=False, headers=KEY)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("cluster")
+def test_a_response_is_the_keys_that_asked_for_it(tmp_path: Path):
+    keys = ServerSettings(
+        api_keys=(digest_key("alpha"), digest_key("beta")), admin_keys=(digest_key("boss"),)
+    )
+    alpha, beta = ({"authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+    with _served(tmp_path, _FLEET, settings=keys) as http:
+        _ready(http)
+        asked = {"model": "m", "input": "x"}
+        id = http.post("/v1/responses", json=asked, headers=alpha).json()["id"]
+        path, on = f"/v1/responses/{id}", asked | {"previous_response_id": id}
+        assert http.get(path, headers=beta).status_code == 404
+        assert http.delete(path, headers=beta).status_code == 404
+        assert http.post("/v1/responses", json=on, headers=beta).status_code == 404
+        assert http.post("/v1/responses", json=on, headers=alpha).status_code == 200
+        assert http.get(path, headers=alpha).status_code == 200
 
 
 _CHIPS = """

@@ -14,6 +14,17 @@ from jitney.engine.process import hosts
 MODEL = "tiny-random:qwen3"
 
 
+def test_hosts_that_serve_nothing_need_no_keys():
+    """With keys the order is fair on the host that serves; the others do not plan."""
+    first = load_config(environ={"JITNEY_API_KEYS": "a"}, flags={"model": MODEL})
+    other = load_config(flags={"model": MODEL})
+    assert first.engine.order != other.engine.order
+    source = ModelSource.resolve(MODEL)
+    assert hosts._digest(first, source) == hosts._digest(other, source)
+    fewer = load_config(flags={"model": MODEL, "max_seats": 3})
+    assert hosts._digest(fewer, source) != hosts._digest(other, source)
+
+
 class Company:
     """The others."""
 

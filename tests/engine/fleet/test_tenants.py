@@ -1,0 +1,323 @@
+"""Clients of a fleet are kept apart at its endpoint and at its engines: whatever the engines are
+asked with, no key reads, continues, cancels or deletes what belongs to another, or shares with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_fakes import FakeClient, Script, until
+from batch_files import CHATS, jsonl, line
+from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
+
+from jitney.engine.api.settings import digest_key
+from jitney.engine.api.tenants import signed
+from jitney.engine.fleet.asked import Asked
+from jitney.engine.scheduler.kv_pages import PagePool
+
+ALPHA, BETA, BOSS, OWN = map(digest_key, ("alpha", "beta", "boss", "own"))
+KEYS: dict[str, Any] = {"api_keys": (ALPHA, BETA), "admin_keys": (BOSS,)}
+#: In all that alpha asks and is answered.
+MARK = "of-alpha"
+OVER = {"completed", "failed"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """key: `engine_key_file`. keys: those that the engines accept."""
+
+    key: str
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+SETTINGS = {
+    "a key of its own": Setting("own", {"admin_keys": (OWN,)}),
+    "an administrator's key": Setting("boss", KEYS),
+    "the client's key": Setting("", KEYS),
+    "engines without keys": Setting(""),
+    "a key that engines do not need": Setting("own"),
+}
+
+
+@contextmanager
+def serving(
+    folder: Path, setting: Setting, *fakes: FakeEngine, model: str = "", **settings: Any
+) -> Iterator[Served]:
+    """A fleet over these engines. model: more lines of its file."""
+    for fake in fakes:
+        fake.set(**setting.keys)
+    with engines(*fakes):
+        text = toml([fake.url for fake in fakes], model)
+        given = KEYS | {"data_dir": folder / "data"} | settings
+        with fleet_of(folder, text, setting.key, **given) as served:
+            served.wait_ready(*(fake.name for fake in fakes))
+            yield served
+
+
+def keyed(served: Served, key: str, **headers: str) -> httpx.Client:
+    return served.http(headers={"authorization": f"Bearer {key}"} | headers)
+
+
+@dataclass
+class Things:
+    """Everything that a key has made at a fleet."""
+
+    http: httpx.Client
+    #: By the names of path parameters.
+    ids: dict[str, str] = field(default_factory=dict)
+    #: Of the response's message.
+    item_id: str = ""
+
+    #: Paths of their lists.
+    LISTS = ("/v1/files", "/v1/batches", "/v1/jobs")
+
+    def make(self) -> None:
+        """Make one of each, and wait for those that take time."""
+        response = self._post("/v1/responses", {"model": "m", "input": f"prompt {MARK}"})
+        self.ids["response_id"] = response["id"]
+        self.item_id = response["output"][0]["id"]
+        file = self.http.post(
+            "/v1/files",
+            files={"file": (f"{MARK}.jsonl", jsonl([line(f"line-{MARK}", CHATS)]))},
+            data={"purpose": "batch"},
+        ).json()
+        self.ids["file_id"] = file["id"]
+        batch = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
+        self.ids["batch_id"] = self._post("/v1/batches", batch)["id"]
+        self.ids["job_id"] = self._post("/v1/jobs", job())["id"]
+        until(lambda: {self._status("batches"), self._status("jobs")} <= OVER, 30)
+
+    def texts(self) -> str:
+        """All of it as its owner reads it."""
+        paths = [
+            f"/v1/responses/{self.ids['response_id']}",
+            f"/v1/responses/{self.ids['response_id']}/input_items",
+            f"/v1/files/{self.ids['file_id']}/content",
+            f"/v1/batches/{self.ids['batch_id']}",
+            f"/v1/jobs/{self.ids['job_id']}",
+            *self.LISTS,
+        ]
+        replies = [self.http.get(path) for path in paths]
+        assert {reply.status_code for reply in replies} == {200}
+        return "\n".join(reply.text for reply in replies)
+
+    def _status(self, kind: str) -> str:
+        id = self.ids[{"batches": "batch_id", "jobs": "job_id"}[kind]]
+        return self.http.get(f"/v1/{kind}/{id}").json()["status"]
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        reply = self.http.post(path, json=body, headers={"idempotency-key": "same"})
+        assert reply.status_code < 300, reply.text
+        return reply.json()
+
+
+def job() -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"job {MARK}"}]
+    return {"endpoint": CHATS, "body": CHAT | {"messages": messages}}
+
+
+def bodies(things: Things) -> dict[str, list[dict[str, Any]]]:
+    """By path: what another key sends there to get at these things."""
+    by_item = [{"type": "item_reference", "id": things.item_id}]
+    earlier = things.ids["response_id"]
+    file = things.ids["file_id"]
+    batch = {"input_file_id": file, "endpoint": CHATS, "completion_window": "24h"}
+    return {
+        "/v1/responses": [
+            {"model": "m", "input": "on", "previous_response_id": earlier},
+            {"model": "m", "input": by_item},
+        ],
+        "/v1/batches": [batch],
+        "/v1/jobs": [{"endpoint": CHATS, "body": CHAT}],
+    }
+
+
+def operations(http: httpx.Client) -> list[tuple[str, str]]:
+    """(method, path) of every operation that the endpoint describes."""
+    paths = http.get("/openapi.json").json()["paths"]
+    return [(method.upper(), path) for path, found in paths.items() for method in found]
+
+
+def attempts(things: Things, method: str, path: str) -> Iterator[dict[str, Any]]:
+    """Requests of another key for one operation, as keyword arguments of httpx."""
+    url = path.replace("{model}", "m")
+    for name, id in things.ids.items():
+        url = url.replace(f"{{{name}}}", id)
+    if method == "GET":
+        yield {"method": method, "url": url}
+        yield {"method": method, "url": url, "params": {"after": things.ids["file_id"]}}
+        return
+    usual: dict[str, Any] = CHAT | {"prompt": "on", "input": "on", "content": "on", "tokens": [1]}
+    for body in bodies(things).get(path, [usual]):
+        headers = {"idempotency-key": "same"}
+        yield {"method": method, "url": url, "json": body, "headers": headers}
+
+
+EACH_SETTING = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+
+
+@EACH_SETTING
+def test_no_route_gives_one_key_what_belongs_to_another(tmp_path: Path, setting: Setting):
+    fakes = [FakeEngine(FakeClient(Script(f"answer {MARK}"))) for _ in range(2)]
+    with (
+        serving(tmp_path, setting, *fakes) as served,
+        keyed(served, "alpha") as alpha,
+        keyed(served, "beta") as beta,
+    ):
+        things = Things(alpha)
+        things.make()
+        before = things.texts()
+        assert before.count(MARK) >= 5
+        for fake in fakes:
+            fake.client.script = Script("for beta")
+        for method, path in operations(beta):
+            for attempt in attempts(things, method, path):
+                reply = beta.request(**attempt)
+                assert MARK not in reply.text, (method, path)
+                if "_id}" in path or "previous_response_id" in str(attempt):
+                    assert reply.status_code == 404, (method, path, reply.text)
+        assert things.texts() == before, "nothing is gone, cancelled or added"
+
+
+@EACH_SETTING
+def test_engines_tell_keys_apart(tmp_path: Path, setting: Setting):
+    """In the prefix cache, in the fair order and in limits: all go by the request's tenant."""
+    fake = FakeEngine()
+    with serving(tmp_path, setting, fake) as served:
+        for key in ("alpha", "beta", "alpha"):
+            with keyed(served, key) as http:
+                assert http.post(CHATS, json=CHAT).status_code == 200
+    requests = fake.client.requests
+    assert [request.tenant for request in requests] == [ALPHA, BETA, ALPHA]
+    pool = PagePool(8, 16)
+    roots, accounts = map(pool.root_of, requests), [request.account for request in requests]
+    for first, second, third in (roots, accounts):
+        assert first == third != second
+
+
+@pytest.mark.parametrize("name", ["a key of its own", "engines without keys"])
+def test_lines_and_jobs_run_for_their_owner(tmp_path: Path, name: str):
+    fake = FakeEngine()
+    with serving(tmp_path, SETTINGS[name], fake) as served:
+        for key in ("alpha", "beta", "boss"):
+            with keyed(served, key) as http:
+                Things(http).make()
+    tenants = [request.tenant for request in fake.client.requests]
+    assert tenants == [digest_key(key) for key in ("alpha", "beta", "boss") for _ in range(3)]
+    assert sum(request.background for request in fake.client.requests) == 3
+
+
+@EACH_SETTING
+def test_no_client_can_name_another(tmp_path: Path, setting: Setting):
+    fake = FakeEngine()
+    statement = f"user.{ALPHA}".encode()
+    with serving(tmp_path, setting, fake) as served:
+        for forged in (statement, signed(statement, b"beta"), b"admin." + ALPHA.encode(), b"x"):
+            with keyed(served, "beta", **{"x-jitney-tenant": forged.decode()}) as http:
+                assert http.post(CHATS, json=CHAT).status_code == 403
+    assert not fake.client.requests
+
+
+def test_another_keys_response_looks_like_none(tmp_path: Path):
+    """Whether an id is taken is no news: not in the words, not in a header."""
+    with (
+        serving(tmp_path, SETTINGS["a key of its own"], FakeEngine()) as served,
+        keyed(served, "alpha") as alpha,
+        keyed(served, "beta") as beta,
+    ):
+        id = alpha.post("/v1/responses", json={"model": "m", "input": "x"}).json()["id"]
+        none = "resp_" + "0" * (len(id) - len("resp_"))
+        theirs, nobodys = (beta.get(f"/v1/responses/{each}") for each in (id, none))
+        assert theirs.text.replace(id, none) == nobodys.text
+        assert theirs.headers.keys() == nobodys.headers.keys()
+        assert alpha.get(f"/v1/responses/{id}").status_code == 200
+
+
+def test_a_user_key_at_the_engines_is_refused_with_the_reason(tmp_path: Path):
+    fake = FakeEngine()
+    with (
+        serving(tmp_path, Setting("alpha", KEYS), fake) as served,
+        keyed(served, "beta") as http,
+    ):
+        refused = http.post(CHATS, json=CHAT)
+    assert refused.status_code == 403
+    assert "engine_key_file" in refused.json()["error"]["message"]
+    assert not fake.client.requests
+
+
+def test_limits_of_an_engine_hold_for_each_client(tmp_path: Path):
+    fake = FakeEngine(settings={"key_max_concurrent": 1})
+    fake.client.scripts = [Script(hang=True)]
+    body = CHAT | {"stream": True}
+    with (
+        serving(tmp_path, SETTINGS["a key of its own"], fake) as served,
+        keyed(served, "alpha") as alpha,
+        keyed(served, "beta") as beta,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        hanging = pool.submit(alpha.post, CHATS, json=body, timeout=0.5)
+        until(lambda: len(fake.client.requests) == 1, 30)
+        assert beta.post(CHATS, json=CHAT).status_code == 200
+        refused = alpha.post(CHATS, json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit")
+        assert isinstance(hanging.exception(), httpx.TimeoutException)
+
+
+def test_models_made_of_models_ask_for_their_client(tmp_path: Path):
+    composed = '[models.panel]\nkind = "ensemble"\nmodels = ["m"]\nrepeats = 2'
+    fake = FakeEngine()
+    setting = SETTINGS["a key of its own"]
+    with (
+        serving(tmp_path, setting, fake, model=composed) as served,
+        keyed(served, "alpha") as http,
+    ):
+        assert http.post(CHATS, json=CHAT | {"model": "panel"}).status_code == 200
+    assert {request.tenant for request in fake.client.requests} == {ALPHA}
+
+
+def test_a_fleet_behind_a_fleet_tells_keys_apart(tmp_path: Path):
+    fake = FakeEngine()
+    inner_keys: dict[str, Any] = {"admin_keys": (digest_key("outer"),)}
+    (tmp_path / "outer").mkdir()
+    with (
+        serving(tmp_path, SETTINGS["a key of its own"], fake, **inner_keys) as inner,
+        fleet_of(tmp_path / "outer", toml([inner.url]), "outer", **KEYS) as outer,
+    ):
+        outer.wait_ready(inner.url.removeprefix("http://"))
+        for key in ("alpha", "beta"):
+            with keyed(outer, key) as http:
+                assert http.post(CHATS, json=CHAT).status_code == 200
+    assert [request.tenant for request in fake.client.requests] == [ALPHA, BETA]
+
+
+def test_routing_by_prefix_does_not_show_what_others_asked():
+    """Two keys with one prompt, or one name for it, need not go to one engine."""
+    for fields in (CHAT, CHAT | {"prompt_cache_key": "k"}, {"prompt": "x" * 5000}):
+        asked = [
+            Asked("POST", CHATS, [(b"x-jitney-tenant", tenant)], fields=fields)
+            for tenant in (b"user." + ALPHA.encode(), b"admin." + ALPHA.encode(), b"user.b")
+        ]
+        own, as_admin, others = (set(each.beginnings(1024)) for each in asked)
+        assert own == as_admin and not own & others
+
+
+def test_a_replica_is_asked_with_its_own_key_in_place_of_the_clients():
+    statement = b"user." + ALPHA.encode()
+    for header in ((b"authorization", b"Bearer mine"), (b"x-api-key", b"mine")):
+        kept = (b"content-type", b"application/json")
+        theirs = Asked("POST", CHATS, [header, (b"x-jitney-tenant", statement), kept])
+        assert theirs.headers_for("") == theirs.headers
+        assert sorted(theirs.headers_for("own")) == [
+            (b"authorization", b"Bearer own"),
+            kept,
+            (b"x-jitney-tenant", signed(statement, b"own")),
+        ]
+    nobodys = Asked("POST", CHATS, [kept])
+    assert sorted(nobodys.headers_for("own")) == [(b"authorization", b"Bearer own"), kept]
