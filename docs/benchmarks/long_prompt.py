@@ -1,26 +1,57 @@
-"""What a long prompt does to the streams that run beside it: their inter-token times alone, and
-while it is read.
+"""Long prompts and what comes beside them: running streams, and short prompts that come later.
 
-    python docs/benchmarks/long_prompt.py [--model smollm2-135m] [--streams 16] [--prompt 4000]
-    [--prefill-share auto]
+    python docs/benchmarks/long_prompt.py streams [--model smollm2-135m] [--streams 16]
+        [--prompt 4000] [--prefill-share auto] [--json FILE]
+    python docs/benchmarks/long_prompt.py short [--model smollm2-135m] [--longs 12] [--prompt 2300]
+        [--json FILE]
+    python docs/benchmarks/long_prompt.py simulated [--json FILE]
 
-All streams generate alone first; then a request with a long prompt and one output token arrives.
-Printed: median and p99 of the time between two tokens of a stream in both phases, the ratio of the
-p99s, and how long the prompt took.
+streams: all streams generate alone first; then a request with a long prompt and one output token
+arrives. Printed: median and p99 of the time between two tokens of a stream in both phases, the
+ratio of the p99s, and how long the prompt took.
+
+short: long prompts arrive together, then one more long prompt and four of 20 tokens. Printed: the
+first tokens of the short ones and their time alone, and the wait that was predicted for the last
+long one beside the one that came; with prompts in the order in which they came, and with short
+ones passing.
+
+simulated: the same two orders on the virtual clock, for loads of long, mixed and short prompts at
+0.8 of what the engine computes, with the steps of a CPU and of an H100 (by its published peaks).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.machine import cpu_name
+from jitney.engine.scheduler.buckets import Buckets
+from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.scheduler.passing import Passing
+from jitney.engine.scheduler.scheduler import Scheduler
+from jitney.engine.simulation.devices import DEVICES
+from jitney.engine.simulation.drive import Offer, drive
+from jitney.engine.simulation.engine_shape import EngineShape
+from jitney.engine.simulation.roofline import SHAPES, ModelCost, Roofline
+from jitney.engine.simulation.simulator import VirtualDevice
+from jitney.engine.simulation.step_table import Curve, StepTable, StepTimes
+from jitney.engine.simulation.workload import Arrival
+from jitney.engine.telemetry.history import RequestRecords
 from jitney.engine.types import EngineRequest
+
+#: Tokens of a short prompt, and seconds below which a wait says nothing about a prediction.
+SHORT, NO_WAIT_S = 20, 0.3
 
 
 class Watch:
@@ -85,13 +116,186 @@ def measure(llm: LLM, streams: int, prompt: int, alone_steps: int) -> dict[str, 
     }
 
 
+@contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    """No prompt passes another one inside."""
+    passing = Passing.longest
+    Passing.longest = lambda self, rows_first: 0
+    try:
+        yield
+    finally:
+        Passing.longest = passing
+
+
+#: How prompts are computed, by name.
+ORDERS = {"in order": in_order, "short ones pass": contextlib.nullcontext}
+
+
+def predicted(scheduler: Scheduler, request: EngineRequest) -> float:
+    """Seconds that the scheduler predicts until a request that comes now boards."""
+    leader = scheduler._admission.leader(request, scheduler._arrivals + 1)
+    return scheduler._entrance.predicted_wait.wait(leader)
+
+
+def short_beside_long(llm: LLM, longs: int, prompt: int) -> dict[str, float]:
+    """Seconds on this machine, of one run."""
+    rng, watch = np.random.default_rng(0), Watch(llm)
+    core = llm.core
+    first: dict[str, float] = {}
+
+    def add(name: str, length: int) -> float:
+        watch.add(name, rng.integers(100, 40000, length).tolist(), 16)
+        return time.perf_counter()
+
+    def until(*names: str) -> None:
+        while not all(name in first for name in names):
+            watch.step()
+            for name, at in watch.last.items():
+                first.setdefault(name, at)
+
+    alone = add("alone", SHORT)
+    until("alone")
+    core.run_until_idle()
+    for number in range(longs):
+        add(f"long-{number}", prompt)
+    until("long-0")
+    tokens = rng.integers(100, 40000, prompt).tolist()
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    last = EngineRequest(id="last", prompt=tokens, sampling=params, arrival=time.monotonic())
+    told, came = predicted(core.scheduler, last), time.perf_counter()
+    core.add(last)
+    shorts = {f"short-{number}": add(f"short-{number}", SHORT) for number in range(4)}
+    boarded = core.scheduler.state.groups["last"].leader
+    while boarded.boarded_at is None:
+        watch.step()
+        for name, at in watch.last.items():
+            first.setdefault(name, at)
+    waited = time.perf_counter() - came
+    until("last", *shorts)
+    core.run_until_idle()
+    return {
+        "short_alone_s": first["alone"] - alone,
+        "short_first_token_s": max(first[name] - at for name, at in shorts.items()),
+        "last_long_first_token_s": first["last"] - came,
+        "predicted_wait_s": told,
+        "wait_s": waited,
+    }
+
+
+#: A CPU's steps in milliseconds: those that only decode, by their rows; 21 ms and 0.32 ms a row
+#: for those with prompts, 20 ns for each query-key pair.
+DECODE_MS = {1: 10, 4: 16, 8: 20, 16: 24, 32: 38}
+
+
+def cpu() -> tuple[EngineShape, StepTimes]:
+    """32 seats and 512 rows."""
+    table = StepTable(
+        [Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
+        + [Curve(rows, 32, 0.021, per_prompt=3.2e-4, per_pair=2e-8) for rows in (64, 128, 256, 512)]
+    )
+    buckets = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=True)
+    return EngineShape(limits(32, 8192), buckets, 4097, plans_late=True), table
+
+
+def h100() -> tuple[EngineShape, StepTimes]:
+    """An 8B model in bfloat16, 256 seats and 2,048 rows."""
+    buckets = Buckets.of(max_seats=256, token_budget=2048, on_device=True)
+    shape = EngineShape(limits(256, 32768), buckets, 6062, 64)
+    return shape, Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])
+
+
+def limits(seats: int, context: int) -> SchedulerLimits:
+    no_cap = 10**9
+    return SchedulerLimits(
+        seats,
+        context,
+        max_waiting_requests=no_cap,
+        max_waiting_tokens=no_cap,
+        prefill_share="auto",
+    )
+
+
+#: Engine and steps; tokens of a long prompt; prompt rows that it computes in a second.
+MACHINES = {"CPU": (cpu, 3000, 2300), "H100": (h100, 16000, 25000)}
+#: Share of the requests that have long prompts, by load.
+LOADS = {"long": 0.9, "mixed": 0.3, "short": 0.1}
+
+
+def load(long_share: float, long: int, rows_s: float) -> list[Arrival]:
+    """200 requests at 0.8 of so many prompt rows a second; long prompts of half to one and a half
+    times `long` tokens, others of 20 to 99.
+    """
+    rng = np.random.default_rng(1)
+    mean = long_share * long + (1 - long_share) * 60
+    at = np.cumsum(rng.exponential(mean / (0.8 * rows_s), 200))
+    arrivals = []
+    for seconds in at.tolist():
+        is_long = rng.random() < long_share
+        low, high = (long // 2, long * 3 // 2) if is_long else (SHORT, 100)
+        n_prompt, n_output = rng.integers(low, high), rng.integers(8, 64)
+        arrivals.append(Arrival(seconds, int(n_prompt), int(n_output)))
+    return arrivals
+
+
+def simulated(arrivals: list[Arrival], shape: EngineShape, table: StepTimes) -> dict[str, Any]:
+    """Seconds to the first token of short prompts and of long ones, to the end of the latter, and
+    the mean wait before boarding, predicted and real, of those who wait.
+    """
+    device = VirtualDevice(table)
+    core = device.new_core(shape)
+    told: list[float] = []
+
+    def request_at(number: int, at: float) -> EngineRequest:
+        arrival = arrivals[number]
+        request = arrival.request(str(number), [0] * arrival.n_prompt, at)
+        told.append(predicted(core.scheduler, request))
+        return request
+
+    records = RequestRecords()
+    offer = Offer([arrival.at for arrival in arrivals], request_at)
+    drive(core, device.clock, offer, records, device.reported)
+    requests = list(records.oldest())
+    first = np.array([(r.first_token or r.end) - r.arrival for r in requests])
+    waits = np.array([r.queue_s or 0.0 for r in requests])
+    ends = np.array([r.end - r.arrival for r in requests])
+    short = np.array([arrival.n_prompt < 100 for arrival in arrivals])
+    waiting = waits > NO_WAIT_S
+    return {
+        "short_first_token_p50_s": float(np.median(first[short])),
+        "short_first_token_max_s": float(first[short].max()),
+        "long_first_token_mean_s": float(first[~short].mean()),
+        "long_end_mean_s": float(ends[~short].mean()),
+        "long_end_max_s": float(ends[~short].max()),
+        "predicted_wait_mean_s": float(np.array(told)[waiting].mean()) if waiting.any() else 0.0,
+        "wait_mean_s": float(waits[waiting].mean()) if waiting.any() else 0.0,
+        "seconds": max(r.end for r in requests),
+    }
+
+
+def all_simulated() -> dict[str, Any]:
+    """By machine, load and order."""
+    figures: dict[str, Any] = {}
+    for machine, (make, long, rows_s) in MACHINES.items():
+        shape, table = make()
+        for name, share in {"alone": 0.0, **LOADS}.items():
+            arrivals = load(share, long, rows_s)
+            if name == "alone":
+                arrivals = [Arrival(0.0, SHORT, 2), Arrival(60.0, long, 2)]
+            for order, within in ORDERS.items():
+                with within():
+                    figures[f"{machine}, {name}, {order}"] = simulated(arrivals, shape, table)
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("part", choices=("streams", "short", "simulated"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=4000)
+    parser.add_argument("--longs", type=int, default=12)
+    parser.add_argument("--prompt", type=int, help="4000 tokens for streams, 2300 for short")
     parser.add_argument("--prefill-share", default="auto")
     parser.add_argument("--alone-steps", type=int, default=150)
     parser.add_argument(
@@ -100,24 +304,38 @@ def main() -> None:
         default=2,
         help="the first one also teaches the scheduler the step times",
     )
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    llm = LLM(args.model, prefix_cache=False, prefill_share=args.prefill_share)
-    runs = [measure(llm, args.streams, args.prompt, args.alone_steps) for _ in range(args.runs)]
-    for run in runs:
-        print(" ".join(f"{name}={value:.3g}" for name, value in run.items()))
+    runs = run(args)
+    for name, figures in runs.items():
+        print(name + ":", " ".join(f"{key}={value:.3g}" for key, value in figures.items()))
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(
-                {
-                    "machine": cpu_name(),
-                    "arguments": vars(args),
-                    "load": os.getloadavg(),
-                    "runs": runs,
-                },
-                file,
-                indent=1,
-            )
+        arguments = {name: value for name, value in vars(args).items() if name != "json"}
+        contents = {
+            "machine": cpu_name(),
+            "arguments": arguments,
+            "load": os.getloadavg(),
+            "runs": runs,
+        }
+        args.json.write_text(json.dumps(contents, indent=1) + "\n")
+
+
+def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The figures of one part, by run."""
+    if args.part == "simulated":
+        return all_simulated()
+    llm = LLM(args.model, prefix_cache=False, prefill_share=args.prefill_share)
+    if args.part == "streams":
+        one = partial(measure, llm, args.streams, args.prompt or 4000, args.alone_steps)
+        return {str(number): one() for number in range(args.runs)}
+    figures: dict[str, dict[str, float]] = {}
+    for number in range(args.runs):
+        for order, within in ORDERS.items():
+            with within():
+                figures[f"{number}, {order}"] = short_beside_long(
+                    llm, args.longs, args.prompt or 2300
+                )
+    return figures
 
 
 if __name__ == "__main__":

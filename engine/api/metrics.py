@@ -113,7 +113,7 @@ _GAUGES = {
     "requests_running": ("sequences in a seat", _newest("seats_busy")),
     "requests_waiting": ("sequences waiting for a seat", attrgetter("counters.waiting")),
     "predicted_wait_seconds": (
-        "wait for a seat that is foreseen for whoever comes now",
+        "predicted wait of a request that comes now, for a seat and for the prompts before its own",
         attrgetter("counters.predicted_wait"),
     ),
     "predicted_wait_limit_seconds": (

@@ -1,8 +1,8 @@
 """Whether a request may begin to wait: by how much waits already, by how long it would wait, and by
 whom the next places are promised to.
 
-Whoever finds seats free for all its sequences is never refused, nor is who comes to an engine that
-does nothing.
+A request for whose sequences seats are free is refused only for the predicted wait, which prompts
+ahead of it may make too long; one that comes to an idle engine is never refused.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class Entrance:
         work = RequestWork.of_all(leader.request, leader.expected)
         wait = self._wait(leader)
         self.predicted_wait.check_deadline(leader, wait, now)
-        if self._finds_seats(work):
+        bounds = self._bounds(leader, work, wait)
+        if not bounds:
             return
         name = Promises.name_of(leader.request)
-        bounds = self._bounds(leader, work, wait)
         promised = self.promises.take(name, now)
         if promised and not _first_over(bounds):
             return
@@ -134,14 +134,11 @@ class Entrance:
         if leader.request.background:
             return self._background_has_room(leader)
         work = RequestWork.of(leader.request, leader.expected)
-        if self._finds_seats(work):
-            return True
-        return self._refusal(self._bounds(leader, work, self._wait(leader)), leader, now) is None
+        bounds = self._bounds(leader, work, self._wait(leader))
+        return not bounds or self._refusal(bounds, leader, now) is None
 
     def _finds_seats(self, work: RequestWork) -> bool:
-        state = self.state
-        waiting = state.backlog.sequences + work.sequences
-        return not state.live.requests or waiting <= state.open_seats
+        return self.state.backlog.sequences + work.sequences <= self.state.open_seats
 
     def _wait(self, leader: Sequence) -> float:
         """The predicted wait, where anybody wants to know it."""
@@ -150,9 +147,23 @@ class Entrance:
         return 0.0
 
     def _bounds(self, leader: Sequence, work: RequestWork, wait: float) -> list[_Bound]:
-        """The bounds and where this request would take them. One of too many tokens may wait
-        alone.
+        """The bounds that hold for this request, and where it would take them. One of too many
+        tokens may wait alone.
         """
+        if not self.state.live.requests:
+            return []
+        bounds = [] if self._finds_seats(work) else self._bounds_of_waiting(leader, work)
+        longest = self.limits.max_predicted_wait_s
+        if longest:
+            reason = (
+                f"about {wait:.1f} s of waiting are ahead, and at most {longest:g} are allowed; "
+                f"sequences waiting: {self.state.backlog.sequences}"
+            )
+            bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0))
+        return bounds
+
+    def _bounds_of_waiting(self, leader: Sequence, work: RequestWork) -> list[_Bound]:
+        """The bounds on how much waits."""
         backlog, limits = self.state.backlog, self.limits
         foreseen = self._seconds_per_place(leader)
         most = limits.max_waiting_requests
@@ -171,18 +182,6 @@ class Entrance:
             )
             per_token = self._seconds_per_token(leader)
             bounds.append(_Bound(backlog.work + work.tokens, most, per_token, reason))
-        longest = limits.max_predicted_wait_s
-        if longest:
-            reason = f"about {wait:.1f} s of waiting are ahead, and at most {longest:g} are allowed"
-            bounds.append(
-                _Bound(
-                    wait,
-                    longest,
-                    1.0,
-                    f"{reason}; sequences waiting: {backlog.sequences}",
-                    overflow=1.0,
-                )
-            )
         return bounds
 
     def _refusal(self, bounds: list[_Bound], leader: Sequence, now: float) -> str | None:

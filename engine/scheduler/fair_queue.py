@@ -94,6 +94,12 @@ class FairQueue(WaitingQueue):
             return longest
         return _head_of(self._first())
 
+    def shortest(self, most: int) -> Sequence | None:
+        """Of the tenant served least, or of all if that tenant has none so short."""
+        first = self._first()
+        own = first.queue.shortest(most) if first else None
+        return own or super().shortest(most)
+
     @property
     def _goes_by_arrival(self) -> bool:
         return self._boardings % _EVERY == _EVERY - 1
@@ -129,7 +135,7 @@ class FairQueue(WaitingQueue):
             self._last = account
 
     def board(self, seq: Sequence) -> None:
-        """The head takes a seat; its tenant pays for the prompt tokens to be computed, once."""
+        """A sequence takes a seat; its tenant pays for the prompt tokens to be computed, once."""
         self._boardings += 1
         if not seq.preemptions:
             self.charge(seq, seq.n_fresh)

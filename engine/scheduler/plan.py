@@ -135,6 +135,10 @@ def _no_sequences() -> list[Sequence]:
     return []
 
 
+def _no_passed() -> set[Sequence]:
+    return set()
+
+
 @dataclass(slots=True)
 class Draft:
     """A plan in the making."""
@@ -156,6 +160,8 @@ class Draft:
     plain: bool = True
     #: Somebody in it is held to a grammar.
     masked: bool = False
+    #: Prompts whose rows go before those of longer ones that came first.
+    passed: set[Sequence] = field(default_factory=_no_passed)
     #: This and the lists: see `Plan`.
     cached_tokens: int = 0
     chunks: list[Chunk] = field(default_factory=_no_chunks)

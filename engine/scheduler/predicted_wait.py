@@ -4,8 +4,10 @@ steps go.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,12 +15,15 @@ from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.estimates import OutputLengths, PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
+from jitney.engine.scheduler.passing import Passing
 from jitney.engine.scheduler.promises import SHORTEST_RETRY
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.scheduler.state import SchedulerState
 
 #: A deadline is given up only if it would be missed even with this share of the predicted wait.
 _HOPE = 0.5
+#: Groups in which the prompts ahead are looked at, at most.
+_GROUPS = 16
 #: Seconds of a step before one was measured.
 _FIRST_STEP_S = 0.02
 #: Below this share of a class, nothing is known about those who got so far: they end at once.
@@ -87,8 +92,9 @@ def _most_left(seq: Sequence) -> int:
 class PredictedWait:
     """Foresees a newcomer's wait; before a step was measured it foresees none.
 
-    Steps until a newcomer boards are counted, each taken to last as long as recent ones did, prompt
-    rows and all.
+    A newcomer waits for a seat and for the prompt rows that go before its own. Steps with prompt
+    rows are counted, and beyond them those that only decode until a seat is free; each kind is
+    taken to last as long as its recent ones did.
     """
 
     def __init__(
@@ -97,13 +103,16 @@ class PredictedWait:
         state: SchedulerState,
         prefill_budget: PrefillBudget,
         pool: PagePool,
+        passing: Passing,
         *,
         batch: int = 0,
     ):
         self.limits = limits
         self.state = state
-        self.prefill_budget = prefill_budget
+        # Its own: to ask for the rows of a step counts where there is a target_itl.
+        self.prefill_budget = replace(prefill_budget)
         self.pool = pool
+        self.passing = passing
         self.step_times: StepTimeEstimate = prefill_budget.step_times
         #: Sequences per batch where seats are kept; 0 where they are refilled at once.
         self.batch = batch
@@ -129,21 +138,57 @@ class PredictedWait:
         )
 
     def wait(self, newcomer: Sequence) -> float:
-        """Seconds it should wait for a seat; 0 before anything was measured."""
-        if self.step_times.step is None:
-            return 0.0
-        return self._behind(self.state.n_ahead(newcomer), self.step_times.step)
+        """Seconds until it should board; 0 before anything was measured."""
+        ahead = self.state.n_ahead(newcomer)
+        rows = self._rows_ahead(ahead)
+        passing = self._rows_until_it_passes(newcomer.n_prompt - self._found(newcomer))
+        if passing < rows:
+            return self._behind(0, int(passing))
+        return self._behind(ahead, rows)
 
     @property
     def of_last(self) -> float:
-        """Seconds that somebody should wait who goes after everybody who is here now."""
+        """Seconds until a request should board that goes after all that are here now."""
+        ahead = self.state.live.n_waiting
+        return self._behind(ahead, self._rows_ahead(ahead))
+
+    def _behind(self, ahead: int, rows: int) -> float:
+        """Seconds until so many sequences and then the newcomer have boarded, and so many prompt
+        rows are computed.
+        """
         if self.step_times.step is None:
             return 0.0
-        return self._behind(self.state.live.n_waiting, self.step_times.step)
-
-    def _behind(self, ahead: int, step_s: float) -> float:
         steps = self._batch_steps(ahead) if self.batch else self._seat_steps(ahead)
-        return step_s * max(steps, self._prompt_steps(ahead)) if steps else 0.0
+        prompt_steps, prompt_s = self._prompt_steps(ahead, rows)
+        return prompt_s + max(0.0, steps - prompt_steps) * self._decode_s(ahead)
+
+    def _decode_s(self, ahead: int) -> float:
+        """Seconds of a step in which those with seats decode, so many more too, and nothing
+        else.
+        """
+        seated = min(self.limits.max_seats, max(1, self.state.live.n_seated + ahead))
+        return self.step_times.decode(seated) or self.step_times.step or _FIRST_STEP_S
+
+    def _rows_until_it_passes(self, rows: int) -> float:
+        """Rows that are computed before a prompt of so many passes longer ones; inf if it does not
+        or finds no seat.
+        """
+        state = self.state
+        if not state.open_seats:
+            return math.inf
+        head = state.queue.head()
+        first = sum([seq.n_left for seq in state.live_prompts])
+        first += head.wanted_rows if head else 0
+        size = rows.bit_length()
+        shorter = sum([waiting for other, waiting in state.queue.rows.items() if other <= size])
+        return self.passing.rows_until(rows, first, shorter)
+
+    def _rows_ahead(self, ahead: int) -> int:
+        """Rows of the prompts that have boarded and of so many that wait."""
+        state = self.state
+        boarded = sum([seq.n_left for seq in state.live_prompts])
+        share = min(1.0, ahead / max(1, state.live.n_waiting))
+        return boarded + int(share * state.queue.rows.total())
 
     def _seat_steps(self, ahead: int) -> float:
         """Steps until so many who are ahead, and then the newcomer, have found a seat.
@@ -190,20 +235,58 @@ class PredictedWait:
         tokens = self._mean_expected() if self.state.backlog.sequences else newcomer.expected
         return tokens * (self.step_times.step or _FIRST_STEP_S)
 
-    def _prompt_steps(self, ahead: int) -> float:
-        """Steps that the prompts ahead take, at the most rows that they may have beside running
-        streams.
+    def _prompt_steps(self, ahead: int, rows: int) -> tuple[float, float]:
+        """(steps that are full of the prompt rows ahead, seconds of all of them).
+
+        One prompt is computed after the other, or one group after the other where there are many.
+        Each then decodes beside the next ones, for as many steps as its answer is expected to have
+        tokens; and the more streams decode and the fewer prompts wait, the fewer rows a step has.
         """
         state = self.state
-        waiting = min(ahead + 1, self.limits.max_seats)
-        rows = (
-            self.prefill_budget.share_beside(state.n_decoding_live, waiting)
-            * self.step_times.buckets.token_budget
-        )
-        share = min(1.0, ahead / max(1, self.state.live.n_waiting))
-        return share * self.state.backlog.tokens / max(1.0, rows)
+        count = max(1, len(state.live_prompts) + ahead)
+        groups = min(count, _GROUPS)
+        mean, weight = rows // count, count / groups
+        most_wanting = max(1, state.open_seats) + 1
+        decoding = min(state.n_decoding_live, self.limits.max_seats - 1)
+        if rows < self._prompt_step(decoding, min(count + 1, most_wanting), mean)[0]:
+            return 0.0, 0.0
+        # So many streams, until so many steps from now.
+        streams: list[tuple[float, float]] = [(decoding, self._mean_rest())]
+        steps = seconds = 0.0
+        for group in range(groups):
+            decoding = int(sum([many for many, until in streams if until > steps]))
+            decoding = min(decoding, self.limits.max_seats - 1)
+            wanting = min(int(count - group * weight) + 1, most_wanting)
+            most, step_s = self._prompt_step(decoding, wanting, mean)
+            more = rows / groups / most
+            steps += more
+            seconds += more * step_s
+            streams.append((weight, steps + self._mean_expected()))
+        return steps, seconds
+
+    def _prompt_step(self, decoding: int, wanting: int, mean: int) -> tuple[int, float]:
+        """(prompt rows of a step, its seconds) beside so many streams, of so many prompts of `mean`
+        rows.
+        """
+        times, budget = self.step_times, self.prefill_budget
+        short = budget.is_short(mean, mean)
+        most = max(1, budget.most(decoding, mean // 2, wanting, short=short))
+        beside = times.buckets.mixed_for(decoding + 1)
+        bucket = next((b for b in beside if decoding + most <= b.tokens), beside[-1])
+        seconds = times.mixed(bucket, min(bucket.tokens, decoding + most))
+        if seconds is None:
+            seconds = times.step or _FIRST_STEP_S
+        return most, seconds + times.per_pair * most * mean / 2
+
+    def _mean_rest(self) -> float:
+        """Tokens that a running answer should still generate, on average."""
+        endings = self._endings_now()
+        return endings.tokens / endings.n if endings.n else 0.0
 
     def _prefill(self, leader: Sequence) -> float:
         """The least seconds for the rows of the prompt that are not found in pages now."""
-        found = self.pool.count(self.pool.shareable_keys(leader)) * self.pool.page_size
-        return self.step_times.fastest_prefill(leader.n_prompt - found)
+        return self.step_times.fastest_prefill(leader.n_prompt - self._found(leader))
+
+    def _found(self, newcomer: Sequence) -> int:
+        """Tokens of its prompt that are found in pages now."""
+        return self.pool.count(self.pool.shareable_keys(newcomer)) * self.pool.page_size

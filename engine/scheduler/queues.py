@@ -19,6 +19,8 @@ _SLACK = 64
 #: Class, whether it is fresh, when it came or lost its seat, index among its siblings.
 type _Place = tuple[float, bool, float, int]
 type _Entry = tuple[_Place, int, Sequence]
+#: The same behind the order of magnitude of the rows that it wants.
+type _RowsEntry = tuple[int, _Place, int, Sequence]
 
 
 def overgrown(heap: Sized, living: Sized) -> bool:
@@ -32,7 +34,11 @@ class WaitingQueue:
 
     #: Output tokens that those who wait are expected to generate.
     expected: int = 0
+    #: Prompt rows that they want, by the order of magnitude (bits) of what each wants.
+    rows: Counter[int] = field(default_factory=Counter[int])
     _heap: list[_Entry] = field(default_factory=list[_Entry])
+    #: Prompts with few rows first, within a factor of two in boarding order; pruned lazily, too.
+    _by_rows: list[_RowsEntry] = field(default_factory=list[_RowsEntry])
     #: Keeps two entries of one sequence, the older one dead, from being compared.
     _entries: Iterator[int] = field(default_factory=count)
     _waiting: set[Sequence] = field(default_factory=set[Sequence])
@@ -42,7 +48,11 @@ class WaitingQueue:
 
     def push(self, seq: Sequence) -> None:
         """Enter the queue; a preempted sequence goes to the front of its class."""
-        heappush(self._heap, (_place_of(seq), next(self._entries), seq))
+        place, number = _place_of(seq), next(self._entries)
+        heappush(self._heap, (place, number, seq))
+        size = seq.wanted_rows.bit_length()
+        heappush(self._by_rows, (size, place, number, seq))
+        self.rows[size] += seq.wanted_rows
         self._waiting.add(seq)
         self.expected += seq.expected
 
@@ -52,6 +62,15 @@ class WaitingQueue:
         while heap and heap[0][2] not in self._waiting:
             heappop(heap)
         return heap[0][2] if heap else None
+
+    def shortest(self, most: int) -> Sequence | None:
+        """The waiting sequence with the fewest prompt rows, within a factor of two the one that
+        boards first; None if it has more than `most`.
+        """
+        heap = self._by_rows
+        while heap and heap[0][-1] not in self._waiting:
+            heappop(heap)
+        return heap[0][-1] if heap and heap[0][-1].wanted_rows <= most else None
 
     def following(self, head: Sequence, count: int) -> list[Sequence]:
         """The first `count` behind the head, or all if there are fewer; turns that tenants take are
@@ -75,17 +94,22 @@ class WaitingQueue:
     def remove(self, seq: Sequence) -> None:
         """A waiting sequence boards, or has ended: its entry is skipped when it comes up."""
         self._waiting.remove(seq)
+        self.rows[seq.wanted_rows.bit_length()] -= seq.wanted_rows
         self.expected -= seq.expected
         if overgrown(self._heap, self._waiting):
-            self._prune()
+            self._heap = self._living(self._heap)
+        if overgrown(self._by_rows, self._waiting):
+            self._by_rows = self._living(self._by_rows)
 
-    def _prune(self) -> None:
-        self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
-        heapify(self._heap)
+    def _living[E: (_Entry, _RowsEntry)](self, heap: list[E]) -> list[E]:
+        """The heap without the entries of sequences that have left the queue."""
+        living = [entry for entry in heap if entry[-1] in self._waiting]
+        heapify(living)
+        return living
 
     def board(self, seq: Sequence) -> None:
-        """The head takes a seat; its prompt tokens that were not found in pages are computed for
-        it.
+        """A waiting sequence takes a seat; its prompt tokens that were not found in pages are
+        computed for it.
         """
         self.remove(seq)
 

@@ -22,6 +22,7 @@ from jitney.engine.scheduler.estimates import PrefillBudget, StepTimeEstimate
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.page_demand import PageDemand
+from jitney.engine.scheduler.passing import Passing
 from jitney.engine.scheduler.plan import (
     Chunk,
     Draft,
@@ -105,7 +106,10 @@ class Scheduler:
             self.step_times, limits.prefill_share, limits.target_itl_ms / 1000
         )
         batch = limits.batch if self._policy.holds else 0
-        predicted_wait = PredictedWait(limits, self.state, self._prefill_budget, pool, batch=batch)
+        self._passing = Passing(buckets.token_budget)
+        predicted_wait = PredictedWait(
+            limits, self.state, self._prefill_budget, pool, self._passing, batch=batch
+        )
         self._entrance = Entrance(limits, self.state, predicted_wait)
         self._preemption = Preemption(self.state, pool, limits.max_seats)
         self._demand = PageDemand(pool, lengths)
@@ -130,8 +134,8 @@ class Scheduler:
 
     @property
     def predicted_wait_s(self) -> float:
-        """Seconds that whoever comes now should wait for a seat, behind all who wait. Takes some
-        microseconds for each seat that is taken.
+        """Seconds until a request that comes now should board, behind all that wait and all prompts
+        that are not computed yet. Takes some microseconds for each seat that is taken.
         """
         return self._entrance.predicted_wait.of_last
 
@@ -345,10 +349,62 @@ class Scheduler:
             self._plan_background(draft, now)
 
     def _plan_prompts(self, prompts: list[Sequence], draft: Draft, now: float) -> None:
-        """Rows of the prompts that have boarded, and of who boards now."""
-        draft.tokens_left = min(draft.tokens_left, self._prompt_rows(prompts, draft))
+        """Rows of short prompts that pass longer ones, of the prompts that have boarded, and of
+        those that board now.
+        """
+        rows_first = self._rows_first(prompts)
+        passes = self._next_to_pass(prompts, self._passing.longest(rows_first)) is not None
+        most = self._prompt_rows(prompts, draft, short=passes or self._first_is_short(prompts))
+        draft.tokens_left = min(draft.tokens_left, most)
+        rows = draft.rows
+        if passes:
+            self._plan_passing(prompts, rows_first, draft, now)
+            prompts = [seq for seq in prompts if seq not in draft.passed]
         self._plan_prefill(prompts, draft)
         self._plan_boarding(self.state.live, self._may_board(now), draft, now)
+        if rows_first > draft.rows - rows:
+            self._passing.save(draft.rows - rows)
+
+    def _rows_first(self, prompts: list[Sequence]) -> int:
+        """Rows of the prompts that have boarded and of the one that boards next: while they do not
+        fit a step, whoever comes after them waits.
+        """
+        head = self.state.queue.head()
+        return sum([seq.n_left for seq in prompts]) + (head.wanted_rows if head else 0)
+
+    def _plan_passing(
+        self, prompts: list[Sequence], rows_first: int, draft: Draft, now: float
+    ) -> None:
+        """Rows of short prompts that pass longer ones, see `Passing`."""
+        passed = 0
+        while draft.rows_left:
+            longest = min(self._passing.longest(rows_first) - passed, draft.tokens_left)
+            rest = [seq for seq in prompts if seq not in draft.passed]
+            seq = self._next_to_pass(rest, longest)
+            if seq is None or not (seq.seated or self._board(seq, draft, now)):
+                break
+            draft.passed.add(seq)
+            passed += min(seq.n_left, draft.tokens_left)
+            self._add_chunk(seq, draft, draft.tokens_left)
+        if passed:
+            draft.tokens_left = self._passing.spend(passed, draft.tokens_left)
+
+    def _next_to_pass(self, prompts: list[Sequence], longest: int) -> Sequence | None:
+        """The next prompt of at most so many rows that passes longer ones: of those with seats,
+        but for the first, or else of those that wait. No prompt passes a head of the queue that
+        lacks pages or that has lost its seat.
+        """
+        if longest <= 0:
+            return None
+        state = self.state
+        seated = min(prompts[1:], key=_n_left, default=None)
+        if seated is not None and seated.n_left <= longest:
+            return seated
+        head = state.queue.head()
+        if head is None or head.preemptions or state.lacks_pages or not state.free_seats:
+            return None
+        waiting = state.queue.shortest(longest)
+        return None if waiting is head and not prompts else waiting
 
     def _plan_background(self, draft: Draft, now: float) -> None:
         """Prompts that nobody waits for, in a step without any other; rarely while somebody is
@@ -504,13 +560,12 @@ class Scheduler:
         live = self.state.n_decoding_live
         return self.step_times.rows_beside(live) if live else self.limits.max_seats
 
-    def _prompt_rows(self, prompts: list[Sequence], draft: Draft) -> int:
+    def _prompt_rows(self, prompts: list[Sequence], draft: Draft, *, short: bool) -> int:
         """The most prompt rows of this step, by the prompts that want some: of those who sit, and
-        of those for whom there is a seat.
+        of those for whom there is a seat. short: a short one is computed first.
         """
         wanting = len(prompts) + self.state.n_seatable
         budget = self._prefill_budget
-        short = self._first_is_short(prompts)
         return budget.most(draft.n_decode, _first_row(prompts), wanting, short=short)
 
     def _first_is_short(self, prompts: list[Sequence]) -> bool:
@@ -573,14 +628,18 @@ class Scheduler:
             return None
         if self.limits.encoder and len(seq.tokens) > draft.tokens_left:
             return None  # the next step takes it whole
-        found = self._take_pages(seq, draft, now)
+        boards = self._board(seq, draft, now)
         if not seq.background:
-            self.state.short_of_pages = not found
-        if not found:
-            return None
+            self.state.short_of_pages = not boards
+        return seq if boards else None
+
+    def _board(self, seq: Sequence, draft: Draft, now: float) -> bool:
+        """Whether a waiting sequence finds pages and takes a seat."""
+        if seq.in_flight or not self._take_pages(seq, draft, now):
+            return False
         self.state.seat(seq, now)
         draft.boarded.append(seq)
-        return seq
+        return True
 
     def _plan_columns(self, draft: Draft) -> None:
         """The next rows of a batch's prompts, as if each had been padded in front to the longest:
@@ -789,6 +848,10 @@ class Scheduler:
 def _first_row(prompts: list[Sequence]) -> int:
     """Position of the next row of the first of these prompts, 0 without any."""
     return prompts[0].scheduled if prompts else 0
+
+
+def _n_left(seq: Sequence) -> int:
+    return seq.n_left
 
 
 def _seated(sequences: list[Sequence]) -> list[Sequence]:

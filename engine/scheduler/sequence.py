@@ -114,6 +114,8 @@ class Sequence:
     rank: _Rank = (0.0, 0, 0)
     #: Output tokens it was expected to generate when it came; admission writes it.
     expected: int = 0
+    #: Rows that its known tokens needed when it last entered a queue, less those found in pages.
+    wanted_rows: int = 0
     #: See SamplingParams.plain.
     plain: bool = True
     #: Tokens that end it.

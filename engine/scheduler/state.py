@@ -247,7 +247,7 @@ class SchedulerState:
         )
         lane.n_held += len(group.held)
         for seq in sequences if self.holds else (leader,):
-            lane.queue.push(seq)
+            self._queue(seq)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, leader.rank[1], group))
 
@@ -307,7 +307,7 @@ class SchedulerState:
             group.leader = group.held.pop(0)
             lane = self.lane_of(seq)
             lane.n_held -= 1
-            lane.queue.push(group.leader)
+            self._queue(group.leader)
 
     def _leave_place(self, seq: Sequence, group: _Group) -> None:
         lane = self.lane_of(seq)
@@ -340,8 +340,14 @@ class SchedulerState:
             self._deadlines = [entry for entry in self._deadlines if entry[2].open]
             heapify(self._deadlines)
 
+    def _queue(self, seq: Sequence) -> None:
+        """A sequence begins to wait for a seat."""
+        found = self.pool.count(self.pool.shareable_keys(seq)) * self.pool.page_size
+        seq.wanted_rows = len(seq.tokens) - found
+        self.lane_of(seq).queue.push(seq)
+
     def seat(self, seq: Sequence, now: float) -> None:
-        """The head of a queue boards, at the lowest free seat."""
+        """A waiting sequence boards, at the lowest free seat."""
         lane = self.lane_of(seq)
         lane.queue.board(seq)
         self.stalled.pop(seq, None)
@@ -397,7 +403,7 @@ class SchedulerState:
         seq.scheduled = 0
         seq.preemptions += 1
         seq.unseated_at = now
-        self.lane_of(seq).queue.push(seq)
+        self._queue(seq)
         if not seq.background:
             self.stalled[seq] = None
 
@@ -467,7 +473,7 @@ class SchedulerState:
                 # once.
                 sibling.prompt_logprobs, sibling.scored = leader.prompt_logprobs, leader.scored
                 sibling.keys = leader.keys[: leader.n_prompt // self.pool.page_size]
-                lane.queue.push(sibling)
+                self._queue(sibling)
             lane.n_held -= len(group.held)
             group.held = []
 
@@ -539,6 +545,7 @@ class SchedulerState:
             and lane.n_seated == len(seated)
             and lane.most_pages == sum(seq.most_pages for seq in seated)
             and queue.expected == sum(seq.expected for seq in queue.members())
+            and queue.rows.total() == sum(seq.wanted_rows for seq in queue.members())
             and all(seq.background == background for seq in queue.members())
             and self._backlog_closes(lane.backlog, groups)
         )

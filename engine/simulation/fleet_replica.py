@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush, nsmallest
 from typing import NamedTuple
 
+from jitney.engine.scheduler.passing import Passing
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.fleet_steps import StepCosts
 
-#: What the fading mean of step times keeps of itself with each step, as in the engine's estimate.
-_FADE = 0.95
 _NEVER = math.inf
 
 
@@ -109,11 +108,15 @@ class _PrefixCache:
 
     def take(self, request: FleetRequest) -> int:
         """Tokens found; the conversation's are somebody's own from here on."""
+        found = self.count(request)
+        self.tokens -= self.kept.pop(request.conversation, 0)
+        return found
+
+    def count(self, request: FleetRequest) -> int:
+        """Tokens that `take` would find."""
         if not request.conversation:
             return 0
-        found = self.kept.pop(request.conversation, 0)
-        self.tokens -= found
-        return max(found, min(self.shared, request.n_shared))
+        return max(self.kept.get(request.conversation, 0), min(self.shared, request.n_shared))
 
     def put(self, request: FleetRequest, room: int) -> None:
         """Keep a prompt, and let go of others until all fit the room (tokens)."""
@@ -162,8 +165,7 @@ class ReplicaModel:
         self._turned_away: FleetRequest | None = None
         self._cache = _PrefixCache() if prefix_cache else None
         self._finished: list[FleetRequest] = []
-        #: Fading mean of step times, seconds; 0 before the first.
-        self.step_s = 0.0
+        self._passing = Passing(costs.token_budget)
         #: Prompt tokens and all tokens of those who wait.
         self.waiting_prompt = 0
         self.waiting_work = 0
@@ -204,24 +206,36 @@ class ReplicaModel:
         """Whether the engine would answer 429, by the bounds of its settings. wait_s: as
         `predicted_wait` says."""
         limits = self.engine.limits
-        if not self.n_open or len(self._waiting) < self._seats - self.n_seated:
+        if not self.n_open:
+            return False
+        if 0 < limits.max_predicted_wait_s < wait_s:
+            return True
+        if len(self._waiting) < self._seats - self.n_seated:
             return False
         beyond = len(self._waiting) + 1 - (self._seats - self.n_seated)
         if beyond > limits.max_waiting_requests:
             return True
-        if self._waiting and self.waiting_work + request.n_longest > limits.max_waiting_tokens:
-            return True
-        return 0 < limits.max_predicted_wait_s < wait_s
+        return bool(self._waiting) and (
+            self.waiting_work + request.n_longest > limits.max_waiting_tokens
+        )
 
     def predicted_wait(self) -> float:
-        """Seconds that a newcomer should wait for a seat, as the engine predicts them."""
-        ahead = len(self._waiting)
-        steps = self._seat_steps(ahead)
-        if not steps:
-            return 0.0
-        waiting = min(ahead + 1, self._seats)
-        rows = self.costs.share(len(self._streams), waiting) * self.costs.token_budget
-        return self.step_s * max(steps, self.waiting_prompt / max(1.0, rows))
+        """Seconds until a request that comes now should board, as `PredictedWait` has them."""
+        ahead, prompts = len(self._waiting), len(self._prompts)
+        rows = self.waiting_prompt + sum([prompt.n_left for prompt in self._prompts])
+        mean = rows // max(1, ahead + prompts)
+        open_seats = self._seats - self.n_seated
+        wanting = prompts + min(ahead + 1, max(1, open_seats))
+        decoding = len(self._streams)
+        most = max(1, self.costs.prompt_rows(decoding, mean // 2, wanting, mean, mean))
+        prompt_steps = rows // most
+        most = min(most, self.costs.token_budget - decoding)
+        work = StepWork(decoding, most, self._keys, 0, most * mean // 2)
+        prompt_s = self.costs.mixed_seconds(work, min(decoding + 1, self._seats))
+        seated = min(self._seats, max(1, self.n_seated + ahead))
+        decode_s = self.costs.decode_seconds(seated, self._keys, self._longest_context())
+        more_steps = max(0.0, self._seat_steps(ahead) - prompt_steps)
+        return prompt_steps * prompt_s + more_steps * decode_s
 
     def _seat_steps(self, ahead: int) -> float:
         """As `PredictedWait._seat_steps`."""
@@ -329,30 +343,91 @@ class ReplicaModel:
         seatable = min(len(self._waiting), self._seats - decoding - len(prompts))
         start = prompts[0].start if prompts else 0
         most = self.costs.token_budget - decoding
+        rows_first = self._rows_first()
+        passes = self._next_to_pass(prompts, self._passing.longest(rows_first)) is not None
         if wanting := len(prompts) + seatable:
-            rest, whole = self._first_rows()
+            rest, whole = (1, 1) if passes else self._first_rows()
             most = min(most, self.costs.prompt_rows(decoding, start, wanting, rest, whole))
         draft = _Draft(decoding, most, decoding)
-        for at, prompt in enumerate(prompts):
+        if passes:
+            going_on = self._draft_passing(draft, rows_first)
+            seatable = min(len(self._waiting), self._seats - decoding - len(self._prompts))
+        else:
+            going_on = list(prompts)
+        for at, prompt in enumerate(going_on):
             if not draft.tokens_left:
                 break
-            self._add_chunk(prompt, draft, at + 1 == len(prompts) and not seatable)
+            self._add_chunk(prompt, draft, at + 1 == len(going_on) and not seatable)
         self._board(draft, seatable)
+        if rows_first > draft.prompt:
+            self._passing.save(draft.prompt)
         return draft
+
+    def _rows_first(self) -> int:
+        """As `Scheduler._rows_first`."""
+        rows = sum([prompt.n_left for prompt in self._prompts])
+        return rows + (self._wanted(self._waiting[0]) if self._waiting else 0)
+
+    def _draft_passing(self, draft: _Draft, rows_first: int) -> list[_Prompt]:
+        """Rows of short prompts that pass longer ones, as the scheduler plans them. -> the prompts
+        that did not pass."""
+        going_on, passed = list(self._prompts), 0
+        while True:
+            longest = min(self._passing.longest(rows_first) - passed, draft.tokens_left)
+            chosen = self._next_to_pass(going_on, longest)
+            if isinstance(chosen, _Prompt):
+                going_on.remove(chosen)
+            elif chosen is not None and self._pages_last(chosen):
+                chosen = self._seat(chosen)
+            else:
+                break
+            rows = draft.prompt
+            self._add_chunk(chosen, draft, False)
+            passed += draft.prompt - rows
+        if passed:
+            draft.tokens_left = self._passing.spend(passed, draft.tokens_left)
+        return going_on
+
+    def _next_to_pass(self, prompts: list[_Prompt], longest: int) -> _Prompt | FleetRequest | None:
+        """As `Scheduler._next_to_pass`."""
+        if longest <= 0:
+            return None
+        seated = min(prompts[1:], key=_n_left, default=None)
+        if seated is not None and seated.n_left <= longest:
+            return seated
+        waiting = self._waiting
+        if not waiting or waiting[0] is self._turned_away or self.n_seated >= self._seats:
+            return None
+        shortest = min(waiting, key=self._size)
+        if self._wanted(shortest) > longest or (shortest is waiting[0] and not prompts):
+            return None
+        return shortest
+
+    def _wanted(self, request: FleetRequest) -> int:
+        """Prompt rows that are not found in the cache now."""
+        return request.n_known - (self._cache.count(request) if self._cache else 0)
+
+    def _size(self, request: FleetRequest) -> int:
+        """The order of magnitude of its prompt rows."""
+        return self._wanted(request).bit_length()
+
+    def _seat(self, request: FleetRequest) -> _Prompt:
+        """A waiting request boards."""
+        self._waiting.remove(request)
+        self.waiting_prompt -= request.n_known
+        self.waiting_work -= request.n_longest
+        prompt = _Prompt(request, self._found(request))
+        self._promised += self._positions(request)
+        self._prompts.append(prompt)
+        return prompt
 
     def _board(self, draft: _Draft, seatable: int) -> None:
         while seatable > 0 and draft.tokens_left:
             request = self._waiting[0]
             if not self._pages_last(request):
                 return
-            self._waiting.popleft()
-            self.waiting_prompt -= request.n_known
-            self.waiting_work -= request.n_longest
-            prompt = _Prompt(request, self._found(request))
-            self._promised += self._positions(request)
-            self._prompts.append(prompt)
             seatable -= 1
-            self._add_chunk(prompt, draft, not seatable)
+            self._add_chunk(self._seat(request), draft, not seatable)
 
     def _found(self, request: FleetRequest) -> int:
         """Tokens of the prompt that need not be computed; the last one must be."""
@@ -425,7 +500,7 @@ class ReplicaModel:
             self._start_decoding(request, handed_out)
         if draft.finished:
             self._prompts = [prompt for prompt in self._prompts if prompt.n_left]
-        self._learn(seconds, 1)
+        self._count(seconds, 1)
 
     def _start_decoding(self, request: FleetRequest, first: float) -> None:
         """Its first token comes with the step just launched, and each plan brings one more."""
@@ -460,7 +535,7 @@ class ReplicaModel:
             taken, total = self._go_on(decoding, longest, most, first, until)
         self._keys += taken * decoding
         self._plans += taken
-        self._learn(total / taken, taken)
+        self._count(total / taken, taken)
 
     def _go_on(
         self, decoding: int, longest: int, most: int, first: float, until: float
@@ -489,12 +564,14 @@ class ReplicaModel:
             heappop(contexts)
         return self._plans - contexts[0][0] + 1 if contexts else 0
 
-    def _learn(self, seconds: float, steps: int) -> None:
-        """Take in the time of so many steps."""
-        kept = _FADE**steps if self.step_s else 0.0
-        self.step_s = kept * self.step_s + (1 - kept) * seconds
+    def _count(self, seconds: float, steps: int) -> None:
+        """So many steps of so many seconds were taken."""
         self.busy_s += steps * seconds
         self.seated_s += steps * seconds * self.n_seated
+
+
+def _n_left(prompt: _Prompt) -> int:
+    return prompt.n_left
 
 
 def _steps_within(seconds: float, first: float, growth: float) -> int:

@@ -92,10 +92,6 @@ class StepCosts:
         self.thrifty = functools.lru_cache(_REMEMBERED)(buckets.thrifty)
         self._most = functools.lru_cache(_REMEMBERED)(self._budget.most)
 
-    def share(self, decoding: int, prompts: int) -> float:
-        """Of the token budget, for so many prompts beside so many decoding sequences."""
-        return self._budget.share_beside(decoding, prompts)
-
     def prompt_rows(self, decoding: int, start: int, prompts: int, rest: int, whole: int) -> int:
         """As `PrefillBudget.most`; rest, whole: rows that the first prompt has left, and had."""
         short = self._budget.is_short(rest, whole)
