@@ -499,9 +499,11 @@ def _make_scheduler(setup: _Setup, runner: Runner) -> Scheduler:
         settings,
         context_length=setup.context,
         adapters=len(setup.config.model.adapters),
+        embedding_pooling=setup.pooling,
+        encoder=setup.is_encoder,
     )
     return Scheduler(
-        replace(limits, embedding_pooling=setup.pooling, encoder=setup.is_encoder),
+        limits,
         runner.buckets,
         _make_pool(setup, runner.n_pages),
         eos_ids=model.eos_ids,

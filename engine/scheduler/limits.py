@@ -46,11 +46,23 @@ class SchedulerLimits:
 
     @classmethod
     def of(
-        cls, settings: EngineSection, *, context_length: int, adapters: int = 0
+        cls,
+        settings: EngineSection,
+        *,
+        context_length: int,
+        adapters: int = 0,
+        embedding_pooling: str = "off",
+        encoder: bool = False,
     ) -> SchedulerLimits:
-        """The limits that the configuration sets."""
+        """The limits that the configuration and the model set."""
         values = {name: getattr(settings, name) for name in _SETTINGS}
-        return cls(context_length=context_length, adapters=adapters, **values)
+        return cls(
+            context_length=context_length,
+            adapters=adapters,
+            embedding_pooling=embedding_pooling,
+            encoder=encoder,
+            **values,
+        )
 
     @property
     def batch(self) -> int:
@@ -92,5 +104,6 @@ class SchedulerLimits:
 _SETTINGS = {field.name for field in fields(SchedulerLimits)} - {
     "context_length",
     "adapters",
+    "embedding_pooling",
     "encoder",
 }
