@@ -34,11 +34,8 @@ class Notes:
     #: `x-jitney-warnings`: changes made to the conversation before the model read it.
     warnings: list[str] = field(default_factory=list)
 
-    HEADERS: ClassVar[tuple[str, ...]] = (
-        "x-ignored-params",
-        "x-unenforced-schema",
-        "x-jitney-warnings",
-    )
+    WARNINGS: ClassVar[str] = "x-jitney-warnings"
+    HEADERS: ClassVar[tuple[str, ...]] = ("x-ignored-params", "x-unenforced-schema", WARNINGS)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The response headers, lower case, without those that have nothing to say."""

@@ -20,6 +20,8 @@ from jitney.engine.types import JsonDict
 #: Headers of an engine's answer that the client sees.
 _PASSED = (*Notes.HEADERS, "x-jitney-replica", "retry-after", "retry-after-ms")
 _CONNECT_S = 10.0
+#: The list that an answer holds, by its route; `choices` of the others.
+_LISTS: dict[str, str] = {Route.EMBEDDINGS: "data", Route.RERANK: "results"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class EngineReply:
             raise self.refusal(content)
         model = self.question.model
         body = _read(model, content)
-        name = "data" if self.question.route == Route.EMBEDDINGS else "choices"
+        name = _LISTS.get(self.question.route, "choices")
         if not isinstance(body.get(name), list) or not body[name]:
             raise HttpError(502, f"the engine of {model} sent no {name}", code="engine_dead")
         return ModelAnswer(body | {"model": model}, self._passed())

@@ -17,7 +17,7 @@ from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.fleet.answering import Answering, ModelAnswer, all_of, total_usage
 from jitney.engine.fleet.question import Question, Route
-from jitney.engine.types import JsonDict
+from jitney.engine.types import JsonDict, JsonObject
 
 #: Documents of one request, and of a file: their vectors of 4,096 numbers take 256 MiB.
 _MOST_DOCUMENTS, _MOST_IN_A_FILE = 2048, 16384
@@ -40,6 +40,8 @@ class Embedder:
     model: str
     #: Texts that it computes at once.
     seats: int
+    #: More fields of each request.
+    fields: JsonObject
     #: Of all that it made.
     usages: list[JsonDict] = field(default_factory=list)
 
@@ -67,7 +69,7 @@ class Embedder:
         return total
 
     async def _ask(self, texts: Sequence[str]) -> _Vectors:
-        body: JsonDict = {"input": list(texts), "encoding_format": "base64"}
+        body: JsonDict = {**self.fields, "input": list(texts), "encoding_format": "base64"}
         question = self.question
         asked = Question(self.model, Route.EMBEDDINGS, body, question.headers, question.deadline)
         answer = await self.models.answer(asked)

@@ -1,7 +1,7 @@
 """Models one after another: what one stage makes stands in the prompt of the next.
 
-A stage generates, ranks texts by how likely its model finds them, or finds those whose vectors are
-nearest to a question's. The last one answers the client.
+A stage generates, ranks texts by how likely its model finds them, finds those whose vectors are
+nearest to a question's, or asks a reranker for those that fit it. The last one answers the client.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from jitney.engine.api.context import Notes
+from jitney.engine.api.embeddings import EmbeddingsBody
 from jitney.engine.api.errors import HttpError
-from jitney.engine.api.schema import ChatBody, CompletionBody, GenerationBody
+from jitney.engine.api.ranking.bodies import RerankBody
+from jitney.engine.api.schema import ChatBody, CompletionBody, ModelBody
 from jitney.engine.config.schema import Section
 from jitney.engine.errors import RequestError
 from jitney.engine.fleet.answering import (
@@ -36,6 +39,7 @@ from jitney.engine.fleet.nearest import (
     nearest,
 )
 from jitney.engine.fleet.question import Question, Route
+from jitney.engine.fleet.reranking import best_in, rerank_body
 from jitney.engine.fleet.scoring import TextScorer
 from jitney.engine.fleet.stage_budget import StageBudget
 from jitney.engine.fleet.stage_templates import StageRenderer
@@ -51,8 +55,15 @@ _MOST_STAGES = 16
 _MOST_CANDIDATES = 256
 #: Of a model whose seats nobody knows.
 _UNKNOWN_SEATS = 8
-#: Fields of a request that a stage sets itself.
+#: Fields of a request that a stage sets itself, beside the text or texts that it asks about.
 _OWN_FIELDS = ("model", "messages", "prompt", "stream", "stream_options", "n", "best_of", "echo")
+#: What each route needs, for a look at the fields that a stage adds.
+_NEEDED: dict[type[ModelBody], JsonDict] = {
+    ChatBody: {"messages": [{"role": "user", "content": "x"}]},
+    CompletionBody: {"prompt": "x"},
+    EmbeddingsBody: {"input": "x", "encoding_format": "base64"},
+    RerankBody: rerank_body("x", ["x"], 1),
+}
 #: Fields about the client's prompt, which no engine gets to see.
 _PROMPT_FIELDS = (
     "echo",
@@ -81,6 +92,24 @@ _Seats = Annotated[
         description="requests that the model computes at once; empty: as its engines say",
     ),
 ]
+_Documents = Annotated[
+    list[Annotated[str, Field(min_length=1)]] | None,
+    Field(
+        min_length=1,
+        max_length=KeptDocuments.most,
+        description="the documents; a stage that names none in any way has those of the request's "
+        "field `documents`",
+    ),
+]
+_DocumentsOf = Annotated[
+    str | None,
+    Field(description="instead of them: name of an earlier stage that makes several"),
+]
+
+
+def _set_of(section: Section, *names: str) -> list[str]:
+    """Those of these fields that are set."""
+    return [name for name in names if getattr(section, name) is not None]
 
 
 class _GenerateStage(Section):
@@ -156,27 +185,20 @@ class _EmbedStage(Section):
     )
     name: _StageName
     model: str = Field(
-        description="name of a model of the fleet whose engines have `embedding_pooling`"
+        description="name of a model of the fleet whose engines make vectors: an encoder, or one "
+        "with `embedding_pooling`"
     )
     query: str = Field(
         default="{{ question }}",
         description="Jinja template of the text whose nearest documents are looked for",
     )
-    documents: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None,
-        min_length=1,
-        max_length=KeptDocuments.most,
-        description="the documents; without this, `file` and `documents_of` they are the request's "
-        "field `documents`",
-    )
+    documents: _Documents = None
     file: str | None = Field(
         default=None,
         description="instead of them: a file of JSON lines, each a text or an object with `text`; "
         "relative to the folder of fleet.toml",
     )
-    documents_of: str | None = Field(
-        default=None, description="instead of them: name of an earlier stage that makes several"
-    )
+    documents_of: _DocumentsOf = None
     prefix: str = Field(
         default="",
         description="stands before each document as it is embedded, such as `passage: `",
@@ -187,6 +209,11 @@ class _EmbedStage(Section):
         le=_MOST_CANDIDATES,
         description="documents that it passes on, the nearest first",
     )
+    fields: dict[str, Any] = Field(
+        default={},
+        description="more fields of /v1/embeddings, such as { truncate_prompt_tokens = 512 } for a "
+        "model that reads no longer texts",
+    )
     seats: _Seats = None
 
     @property
@@ -194,13 +221,53 @@ class _EmbedStage(Section):
         return {"query": self.query}
 
     @property
-    def sources(self) -> int:
-        """Ways in which its settings say where documents are: 0 or 1."""
-        given = (self.documents, self.file, self.documents_of)
-        return sum(each is not None for each in given)
+    def sources(self) -> list[str]:
+        """Settings that say where its documents are; there may be one, or none."""
+        return _set_of(self, "documents", "file", "documents_of")
 
 
-_Stage = _GenerateStage | _RankStage | _EmbedStage
+class _RerankStage(Section):
+    """`kind = "rerank"`: the documents that fit a text best, by the scores of the model's own
+    rerank route.
+    """
+
+    kind: Literal["rerank"] = Field(
+        description="the documents that fit a text best, by the model's own rerank route"
+    )
+    name: _StageName
+    model: str = Field(
+        description="name of a model of the fleet whose engines answer /v1/rerank: a "
+        "cross-encoder, a Qwen3-Reranker, or one that makes vectors"
+    )
+    query: str = Field(
+        default="{{ question }}",
+        description="Jinja template of the text that the documents shall fit",
+    )
+    documents: _Documents = None
+    documents_of: _DocumentsOf = None
+    keep: int = Field(
+        default=1,
+        ge=1,
+        le=_MOST_CANDIDATES,
+        description="documents that it passes on, the best first",
+    )
+    fields: dict[str, Any] = Field(
+        default={},
+        description="more fields of /v1/rerank, such as { max_tokens_per_doc = 256 }",
+    )
+    seats: _Seats = None
+
+    @property
+    def templates(self) -> dict[str, str]:
+        return {"query": self.query}
+
+    @property
+    def sources(self) -> list[str]:
+        """See `_EmbedStage.sources`."""
+        return _set_of(self, "documents", "documents_of")
+
+
+_Stage = _GenerateStage | _RankStage | _EmbedStage | _RerankStage
 
 
 def _part_of(stage: _Stage) -> Part:
@@ -242,15 +309,15 @@ class PipelineSettings(Section):
 
     @property
     def scoring(self) -> list[str]:
-        """Those that must score or embed texts."""
-        kinds = (_RankStage, _EmbedStage)
-        return [stage.model for stage in self.stages if isinstance(stage, kinds)]
+        """Those that must score or embed texts, which only engines do."""
+        return [stage.model for stage in self.stages if not isinstance(stage, _GenerateStage)]
 
     @property
     def own_fields(self) -> set[str]:
         """Fields of a request that its stages read, beside those of the route."""
-        embedding = [stage for stage in self.stages if isinstance(stage, _EmbedStage)]
-        return {_DOCUMENTS} if any(not stage.sources for stage in embedding) else set()
+        kinds = (_EmbedStage, _RerankStage)
+        searching = [stage for stage in self.stages if isinstance(stage, kinds)]
+        return {_DOCUMENTS} if any(not stage.sources for stage in searching) else set()
 
 
 def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
@@ -262,6 +329,10 @@ def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
             _check_candidates(stage, known)
         case _EmbedStage():
             _check_documents(stage, known)
+            _check_fields(stage, EmbeddingsBody)
+        case _RerankStage():
+            _check_documents(stage, known)
+            _check_fields(stage, RerankBody)
         case _GenerateStage():
             _check_fields(stage, CompletionBody if stage.route == "completions" else ChatBody)
     for name, template in stage.templates.items():
@@ -276,10 +347,10 @@ def _check_candidates(stage: _RankStage, known: Sequence[str]) -> None:
         raise ValueError(f"stage {stage.name}: candidates_of must name an earlier stage")
 
 
-def _check_documents(stage: _EmbedStage, known: Sequence[str]) -> None:
+def _check_documents(stage: _EmbedStage | _RerankStage, known: Sequence[str]) -> None:
     """Raises ValueError."""
-    if stage.sources > 1:
-        raise ValueError(f"stage {stage.name}: give one of documents, file and documents_of")
+    if len(stage.sources) > 1:
+        raise ValueError(f"stage {stage.name}: give one of {', '.join(stage.sources)}")
     if stage.documents_of is not None and stage.documents_of not in known:
         raise ValueError(f"stage {stage.name}: documents_of must name an earlier stage")
 
@@ -306,14 +377,14 @@ def _check_last(stage: _Stage) -> None:
     _check_fields(stage, CompletionBody)
 
 
-def _check_fields(stage: _GenerateStage, kind: type[GenerationBody]) -> None:
-    """Raises ValueError."""
+def _check_fields(
+    stage: _GenerateStage | _EmbedStage | _RerankStage, kind: type[ModelBody]
+) -> None:
+    """kind: body of the route that the stage's model is asked by. Raises ValueError."""
+    needed = _NEEDED[kind]
     for name in stage.fields:
-        if name in _OWN_FIELDS:
+        if name in _OWN_FIELDS or name in needed:
             raise ValueError(f"stage {stage.name}: fields: {name} is set by the stage itself")
-    needed: JsonDict = {"prompt": "x"}
-    if kind is ChatBody:
-        needed = {"messages": [{"role": "user", "content": "x"}]}
     try:
         _, unknown = kind.parse(needed | stage.fields)
     except RequestError as error:
@@ -331,6 +402,23 @@ class _Run:
     variables: JsonDict
     #: Of the stages so far.
     usages: list[JsonDict] = field(default_factory=list)
+    #: What they warn the client of.
+    warnings: list[str] = field(default_factory=list)
+
+    def note(self, stage: _Stage, answer: ModelAnswer) -> None:
+        """Write down the usage and the warnings of a stage's answer."""
+        self.usages += _part_of(stage).usage(answer.usage)
+        warnings = answer.headers.get(Notes.WARNINGS)
+        if warnings:
+            self.warnings.append(f"stage {stage.name}: {warnings}")
+
+    def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """The headers of the last stage's answer, with the warnings of the others before its
+        own.
+        """
+        last = headers.get(Notes.WARNINGS)
+        warnings = [*self.warnings, last] if last else self.warnings
+        return {**headers, Notes.WARNINGS: ", ".join(warnings)} if warnings else dict(headers)
 
 
 class Pipeline:
@@ -380,7 +468,8 @@ class Pipeline:
             with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
                 answer = await self._models.answer(asked)
             body = answer.body | {"usage": self._usage(answer.usage, run)}
-            return ModelAnswer(self._marked(body), self._last_part.headers(answer.headers))
+            headers = self._last_part.headers(run.headers(answer.headers))
+            return ModelAnswer(self._marked(body), headers)
 
     @asynccontextmanager
     async def stream(self, question: Question) -> AsyncIterator[ModelStream]:
@@ -388,7 +477,7 @@ class Pipeline:
         async with self._last_question(question) as (asked, run):
             with _in_stage(self._last, _passed_on(question)), self._timed(self._last, question):
                 async with self._models.stream(asked) as stream:
-                    headers = self._last_part.headers(stream.headers)
+                    headers = self._last_part.headers(run.headers(stream.headers))
                     yield ModelStream(self._chunks(stream, run), headers)
 
     @asynccontextmanager
@@ -433,6 +522,8 @@ class Pipeline:
                 return await self._ranked(stage, run)
             case _EmbedStage():
                 return await self._found(stage, run)
+            case _RerankStage():
+                return await self._reranked(stage, run)
             case _GenerateStage():
                 return await self._generated(stage, run)
 
@@ -446,7 +537,7 @@ class Pipeline:
         )
         with self._timed(stage, question):
             answer = await self._models.answer(asked)
-        run.usages += _part_of(stage).usage(answer.usage)
+        run.note(stage, answer)
         texts = answer.texts
         return {"text": texts[0], "texts": texts}
 
@@ -490,14 +581,13 @@ class Pipeline:
         del usage["stages"]
         run.usages += _part_of(stage).usage(usage)
         order = sorted(range(len(texts)), key=lambda place: -scores[place])[: stage.keep]
-        best = [texts[place] for place in order]
-        return {"text": best[0], "texts": best, "scores": [scores[place] for place in order]}
+        return _made_of(texts, [(place, scores[place]) for place in order])
 
     async def _found(self, stage: _EmbedStage, run: _Run) -> JsonDict:
         """The documents nearest to a text, and their cosines."""
         query = await self._render(stage, "query", run.variables)
         seats = self._budget.seats(stage.model)
-        embedder = Embedder(self._models, run.question, stage.model, seats)
+        embedder = Embedder(self._models, run.question, stage.model, seats, stage.fields)
         kept = self._kept.get(stage.name)
         if kept is None:
             texts = _texts_of_run(stage, run)
@@ -512,12 +602,21 @@ class Pipeline:
             # Not timed: only the first request has to wait for it.
             documents = await kept.vectors(embedder.for_people(), own.shape[1])
         run.usages += _part_of(stage).usage(embedder.usage)
-        found = await nearest(own, documents, stage.keep)
-        best = [texts[place] for place, _ in found]
-        scores = [cosine for _, cosine in found]
-        if not best:
+        return _made_of(texts, await nearest(own, documents, stage.keep))
+
+    async def _reranked(self, stage: _RerankStage, run: _Run) -> JsonDict:
+        """The documents that fit a text best, and their scores."""
+        texts = stage.documents or _texts_of_run(stage, run)
+        if not texts:
             return dict(_NONE_FOUND)
-        return {"text": best[0], "texts": best, "scores": scores}
+        query = await self._render(stage, "query", run.variables)
+        body = {**stage.fields, **rerank_body(query, texts, stage.keep)}
+        question = run.question
+        asked = Question(stage.model, Route.RERANK, body, question.headers, question.deadline)
+        with self._timed(stage, question):
+            answer = await self._models.answer(asked)
+        run.note(stage, answer)
+        return _made_of(texts, best_in(answer, len(texts), stage.keep))
 
     async def _chunks(self, stream: ModelStream, run: _Run) -> AsyncIterator[JsonDict]:
         """The last stage's chunks; the first says whose they are."""
@@ -547,7 +646,15 @@ def _kept_documents(stage: _EmbedStage, folder: Path) -> KeptDocuments | None:
     return KeptDocuments(stage.documents, stage.prefix) if stage.documents else None
 
 
-def _texts_of_run(stage: _EmbedStage, run: _Run) -> list[str]:
+def _made_of(texts: Sequence[str], best: Sequence[tuple[int, float]]) -> JsonDict:
+    """What a stage passes on that sorts texts. best: their places and scores, the best first."""
+    if not best:
+        return dict(_NONE_FOUND)
+    kept = [texts[place] for place, _ in best]
+    return {"text": kept[0], "texts": kept, "scores": [score for _, score in best]}
+
+
+def _texts_of_run(stage: _EmbedStage | _RerankStage, run: _Run) -> list[str]:
     """Documents of the request, or of an earlier stage: those that say something."""
     if stage.documents_of is None:
         return documents_in(run.question.own.get(_DOCUMENTS))

@@ -22,8 +22,9 @@ class Route(StrEnum):
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
-    #: Only engines answer it.
+    #: Only engines answer these.
     EMBEDDINGS = "/v1/embeddings"
+    RERANK = "/v1/rerank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Question:
     """One request to a model, by the model's name."""
 
     model: str
-    #: One of `Route`; embeddings of a model that engines serve.
+    #: One of `Route`; embeddings and ranks are asked of models that engines serve.
     route: str
     #: As the route takes it.
     body: JsonDict

@@ -17,7 +17,9 @@ import numpy as np
 import psutil
 import pytest
 from adapter_files import write_adapter
+from api_fakes import FakeClient, Script
 from default_model_load import SETTINGS, texts_over_a_kill
+from fleet_engines import FakeEngine, engines
 from joint_processes import alone_in_a_hurry
 from server_settings import server_settings
 
@@ -178,6 +180,79 @@ async def _compare(http: httpx.AsyncClient) -> None:
     assert told["choices"][0]["text"] == expected
     assert [stage["stage"] for stage in told["usage"]["stages"]][-1] == "answer"
     assert await _complete(http, "fr", QUESTION) != await _complete(http, "m", QUESTION)
+
+
+ENCODERS = """
+[models.finder]
+replicas = 1
+settings = {{ model = "tiny-random:bert", {sizes} }}
+
+[models.judge]
+replicas = 1
+settings = {{ model = "tiny-random:bert_reranker", {sizes} }}
+
+[models.writer]
+urls = ["{writer}"]
+
+[models.p]
+kind = "pipeline"
+
+[[models.p.stages]]
+kind = "embed"
+name = "near"
+model = "finder"
+keep = 3
+fields = {{ truncate_prompt_tokens = 32 }}
+
+[[models.p.stages]]
+kind = "rerank"
+name = "best"
+model = "judge"
+documents_of = "near"
+keep = 2
+
+[[models.p.stages]]
+kind = "generate"
+name = "answer"
+model = "writer"
+prompt = "{{{{ best.texts | join(' ') }}}}: {{{{ question }}}}"
+"""
+_SIZES = 'dtype = "float32", max_seats = 4, token_budget = 64, token_buckets = [64]'
+
+
+@pytest.mark.usefixtures("hurried_processes")
+def test_encoders_find_and_rank_the_documents_of_a_pipeline(tmp_path: Path):
+    """A document that is longer than the encoder's context stands among them."""
+    documents = [*DOCUMENTS, "a tram is late " * 20]
+    file = tmp_path / "fleet.toml"
+    writer = FakeEngine(FakeClient(Script("so"), context_length=1024), {"model": "writer"})
+
+    async def scene() -> None:
+        async with _running(file) as (fleet, _, http):
+            while not fleet.models["writer"].ready:
+                await asyncio.sleep(0.01)
+            texts = [QUESTION, *documents]
+            cut: dict[str, Any] = {"truncate_prompt_tokens": 32, "encoding_format": "float"}
+            told = await _told(http, "/v1/embeddings", model="finder", input=texts, **cut)
+            vectors = np.array([each["embedding"] for each in told["data"]])
+            near = [documents[at] for at in np.argsort(-(vectors[1:] @ vectors[0]))[:3]]
+            pair: dict[str, Any] = {"model": "judge", "query": QUESTION}
+            scores = [
+                (await _told(http, "/v1/rerank", documents=[text], **pair))["results"][0]
+                for text in near
+            ]
+            order = np.argsort([-each["relevance_score"] for each in scores])[:2]
+            best = " ".join(near[at] for at in order)
+            found = await _told(
+                http, "/v1/completions", model="p", prompt=QUESTION, documents=documents
+            )
+            assert bytes(writer.client.requests[-1].prompt).decode() == f"{best}: {QUESTION}"
+            stages = [each["stage"] for each in found["usage"]["stages"]]
+            assert stages == ["near", "best", "answer"]
+
+    with engines(writer):
+        file.write_text(ENCODERS.format(sizes=_SIZES, writer=writer.url))
+        asyncio.run(scene())
 
 
 PLAIN = """
