@@ -71,7 +71,11 @@ def test_no_message_tells_of_our_models(kind: type[ModelBody]):
         ("any", "tool_choice", "must be 'auto', 'none' or 'required', or an object"),
         (5, "tool_choice", "must be 'auto', 'none' or 'required', or an object"),
         ({}, "tool_choice.type", "is missing"),
-        ({"type": "tool"}, "tool_choice.type", "must be 'function', or 'allowed_tools'"),
+        (
+            {"type": "tool"},
+            "tool_choice.type",
+            "must be 'function' or 'custom', or 'allowed_tools'",
+        ),
         ({"type": "function"}, "tool_choice.function", "is missing"),
         ({"type": "function", "function": {}}, "tool_choice.function.name", "is missing"),
         (

@@ -125,10 +125,10 @@ def test_an_invocation_is_what_its_fields_say(body: dict[str, Any], answer: Any)
     assert kind.startswith("chat.completion" if answer is answers.ChatAnswer else "text_completion")
 
 
-@pytest.mark.parametrize("body", [{}, {"input": "a"}])
-def test_an_invocation_of_neither_says_what_is_missing(body: dict[str, Any]):
+@pytest.mark.parametrize(("body", "param"), [({}, "prompt"), ({"input": "a"}, "input")])
+def test_an_invocation_of_neither_says_what_is_wrong(body: dict[str, Any], param: str):
     reply = run(call(make_app(), "/invocations", body))
-    assert (reply.status, reply.error["param"]) == (400, "prompt")
+    assert (reply.status, reply.error["param"]) == (400, param)
 
 
 def test_an_invocation_needs_a_key_and_counts_against_it():

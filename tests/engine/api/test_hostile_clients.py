@@ -430,12 +430,12 @@ def test_a_pattern_is_compiled_or_refused_in_time(path: str, pattern: str):
     client = FakeClient()
     schema = {"type": "string", "pattern": pattern}
     schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    form = {"type": "json_schema", "name": "n", "schema": schema}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     fields: dict[str, dict[str, Any]] = {
         "/v1/completions": {"structured_outputs": {"regex": pattern}},
         "/v1/chat/completions": {"structured_outputs": {"regex": pattern}},
         "/v1/responses": {"text": {"format": form}},
-        "/v1/messages": {"output_config": {"format": form | {"name": None}}},
+        "/v1/messages": {"output_config": {"format": form | {"name": None, "strict": None}}},
     }
     started = time.monotonic()
     reply = ask(make_app(client), path, GENERATES[path] | fields[path])

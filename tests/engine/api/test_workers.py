@@ -264,7 +264,7 @@ def test_a_slow_grammar_does_not_keep_a_fast_one_waiting():
             await asyncio.sleep(0)
             assert len(grammars._checks) == 1, "it is checked once for both"
             first.process.send_signal(signal.SIGCONT)
-            assert await same == again
+            assert (await same).grammar == again
         finally:
             await grammars.close()
 

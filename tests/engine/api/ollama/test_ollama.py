@@ -179,11 +179,11 @@ def test_a_conversation_with_calls_without_ids():
     tokenizer.apply_chat_template = lambda given, **kw: shown.append(given) or render(given, **kw)
     reply = run(call(app, CHAT, {"messages": messages, "tools": [WEATHER, CLOCK]}))
     assert reply.status == 200, reply.body
-    [given] = shown
+    given = shown[-1]  # behind those that show what the template accepts
     ids = [made["id"] for each in given for made in each.get("tool_calls", ())]
     assert len(set(ids)) == 3
-    results = [each["tool_call_id"] for each in given if each["role"] == "tool"]
-    assert results == [ids[1], ids[0], ids[2]]
+    results = {each["content"]: each["tool_call_id"] for each in given if each["role"] == "tool"}
+    assert results == {"noon": ids[0], "hot": ids[1], "one": ids[2]}
     assert given[1]["reasoning_content"] == "Hm."
 
 
@@ -267,7 +267,8 @@ def test_whether_it_thinks_is_said_to_the_template(think: bool | str, shown: boo
     app.state.service.tokenizer.apply_chat_template = apply
     assert run(call(app, CHAT, {"messages": [USER], "think": think})).status == 200
     assert run(call(app, GENERATE, {"prompt": "a", "think": think})).status == 200
-    assert told == [shown, shown]
+    asked = [each for each in told if each is not None]
+    assert asked[-2:] == [shown, shown]
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
