@@ -79,7 +79,7 @@ def served(app: Any, port: int = 0) -> Iterator[str]:
 
 def endpoint(client: Any, port: int = 0) -> contextlib.AbstractContextManager[str]:
     """The whole HTTP side of a scripted engine."""
-    settings = ServerSettings()
+    settings = ServerSettings().with_page("/dashboard")
     routes = Dashboard(client, settings).mounted("/dashboard")
     return served(create_app(client, ByteTokenizer(), settings, "scripted", routes), port)  # type: ignore[arg-type]
 
