@@ -5,10 +5,9 @@
 import OpenAI, { toFile } from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
+import { MODEL, base, expect, key, run } from "./checks.mjs";
 
-const [url, MODEL] = process.argv.slice(2);
-const key = process.env.JITNEY_API_KEY ?? "none";
-const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key });
+const client = new OpenAI({ baseURL: base, apiKey: key });
 const HELLO = [{ role: "user", content: "Say hello." }];
 const QUESTION = [{ role: "user", content: "What is the weather in Paris today?" }];
 const WEATHER = {
@@ -29,12 +28,6 @@ const Mood = z.object({
   feeling: z.enum(["happy", "sad", "angry"]),
   strength: z.enum(["weak", "strong"]),
 });
-
-function expect(condition, complaint) {
-  if (!condition) {
-    throw new Error(JSON.stringify(complaint));
-  }
-}
 
 async function pause(ms) {
   await new Promise((resolve) => setTimeout(resolve, ms));
@@ -199,15 +192,4 @@ const checks = {
   },
 };
 
-let failed = 0;
-for (const [name, check] of Object.entries(checks)) {
-  try {
-    await check();
-    console.log(`${name}: ok`);
-  } catch (error) {
-    failed += 1;
-    console.error(error);
-    console.log(`${name}: FAILED (${String(error).replace(/\s+/g, " ").slice(0, 300)})`);
-  }
-}
-process.exit(failed ? 1 : 0);
+await run(checks);

@@ -133,16 +133,18 @@ class Conversation:
     async def prompt(
         self, service: Service, notes: Notes, *, is_truncated: bool = False
     ) -> EncodedPrompt:
-        """The tokens that the model reads. is_truncated: only the last of them will be read, so
+        """The tokens that the model reads. notes: get the hints that this model cannot follow, and
+        the changes that the template asks for. is_truncated: only the last of them will be read, so
         there may be more than fit. Raises RequestError.
         """
         _, tokenizer = service.ready()
+        notes.ignored.extend(self._unfollowed(service.turns))
         text = await self.text(service, notes, is_truncated=is_truncated)
         with self.kind.blaming():
             special = self.special_tokens
             return await service.off_loop(lambda: _chat_prompt(text, tokenizer, special))
 
-    def unfollowed(self, turns: TurnFormat) -> list[str]:
+    def _unfollowed(self, turns: TurnFormat) -> list[str]:
         """What the route calls the hints about thoughts that this model cannot follow."""
         names: list[str] = []
         can_stop = turns.takes_effort or (self.effort == "none" and not turns.thinks)
@@ -262,7 +264,6 @@ class RequestBuilder[B: GenerationBody]:
         service = self.service
         service.check_model(self.body.model)
         _check_choices(sampling.n, service.info)
-        self.context.notes.ignored.extend(conversation.unfollowed(service.turns))
         sampling = await self._with_checked_grammar(sampling)
         notes = self.context.notes
         prompt = await conversation.prompt(service, notes, is_truncated=self._is_truncated)

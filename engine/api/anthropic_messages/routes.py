@@ -83,7 +83,6 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     builder = RequestBuilder(service, body, Context.of(request))
     builder.sampling({})  # what a message is refused for is refused here too
     conversation = await service.slices.result(_conversation_of(body, service, notes))
-    notes.ignored.extend(conversation.unfollowed(service.turns))
     prompt = await conversation.prompt(service, notes)
     counted = orjson.dumps({"input_tokens": len(prompt.ids)})
     return Response(counted, media_type="application/json")

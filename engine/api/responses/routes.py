@@ -113,7 +113,6 @@ async def _count_tokens(service: Service, request: Request) -> Response:
     RequestBuilder(service, body, context).sampling({})  # refuses what a response is refused for
     items = await service.slices.result(_kept_items(body, service.responses, context))
     conversation = await _conversation(service, body, before, items)
-    context.notes.ignored.extend(conversation.unfollowed(service.turns))
     prompt = await conversation.prompt(service, context.notes)
     return _written({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
