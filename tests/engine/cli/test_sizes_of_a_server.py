@@ -14,6 +14,7 @@ import pytest
 
 from jitney.engine.bench import sizes
 from jitney.engine.bench.sizes import SizeTimes, Timed
+from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.cli import main, serve
 from jitney.engine.cli.listen import AcceptedKeys
 from jitney.engine.config.kept_sizes import _FROM_MEASURED
@@ -222,7 +223,7 @@ def test_the_engine_starts_with_what_was_measured(monkeypatch: pytest.MonkeyPatc
 
         async def find_model(self) -> Any:
             order.append("model")
-            return type("Source", (), {"name": "tiny-random"})
+            return ModelSource.resolve("tiny-random")
 
         async def equip(self, service: Any, source: Any) -> None:
             order.append(self.client.config)
