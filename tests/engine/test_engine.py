@@ -226,9 +226,10 @@ def test_siblings_get_the_log_probabilities_of_their_prompt(llm, model):
 
 
 def test_a_prompt_row_whose_logits_nobody_takes_must_be_finite(llm):
-    """An embedding that is not finite, read in the first chunk of three: the attention of later
-    rows may or may not carry it on. The pages are not shared once the weights are whole again."""
-    ids = [*prompt(540, 20), 401, *prompt(541, 120)]
+    """An embedding that is not finite, read in one of the first two of four chunks: the attention
+    of later rows may or may not carry it on. The pages are not shared once the weights are whole
+    again."""
+    ids = [*prompt(540, 20), 401, *prompt(541, 200)]
     runner = llm.core.runner
     leaf = next(i for i, leaf in enumerate(runner.leaves) if leaf.shape == (VOCAB, 64))
     embed = runner.leaves[leaf]
@@ -244,8 +245,8 @@ def test_a_prompt_row_whose_logits_nobody_takes_must_be_finite(llm):
     ends = {output.request_id: output for output in outputs if output.finish}
     assert ends[bad.id].error.code == "nan_logits" and ends[good.id].finish == "length"
     records = llm.core.ledger.since(steps)
-    assert records["prefill"].sum() + records["cancelled"].sum() < 140, (
-        "computed on though its first chunk was broken"
+    assert records["prefill"].sum() + records["cancelled"].sum() < 200, (
+        "computed on though a chunk was broken"
     )
     assert llm.generate([ids], GREEDY)[0].cached_tokens == 0
 

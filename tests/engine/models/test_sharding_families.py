@@ -20,7 +20,8 @@ from places import SUPPORT
 
 from jitney.engine.checkpoints.families import FAMILIES, tiny_config
 
-NAMES = [family.name for family in FAMILIES.values()]
+#: Decoders; an encoder is served on one device.
+NAMES = [family.name for family in FAMILIES.values() if tiny_config(family.name).encoder is None]
 #: Families whose rows are rounded to fp8, over so many devices.
 IN_FP8 = (("qwen3", 4), ("mixtral", 2))
 
