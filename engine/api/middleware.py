@@ -254,10 +254,13 @@ class BodyLimit:
             route = Context.of(scope).route
             if route is not None and route.uploads:
                 _check_type(scope, _FORM, "multipart/form-data")
+                _check_encoding(scope)
                 receive = self._metered(scope, receive)
             elif scope["method"] in _WITH_BODY:
                 if _wants_json(scope, route):
-                    _check_type(scope, _JSON, "application/json, in UTF-8")
+                    if route is None or not route.takes_any_type:
+                        _check_type(scope, _JSON, "application/json, in UTF-8")
+                    _check_encoding(scope)
                 receive = await self._read(scope, receive)
         await self.app(scope, receive, send)
 
@@ -371,6 +374,9 @@ def _check_type(scope: Scope, wanted: re.Pattern[str], name: str) -> None:
     types = _headers_named(scope, b"content-type")
     if len(types) != 1 or not wanted.match(types[0].decode("latin-1")):
         raise HttpError(415, f"the Content-Type must be {name}", close=True)
+
+
+def _check_encoding(scope: Scope) -> None:
     for encoding in _headers_named(scope, b"content-encoding"):
         if encoding.strip().lower() != b"identity":
             raise HttpError(415, "compressed bodies are not read here", close=True)

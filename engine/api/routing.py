@@ -52,6 +52,9 @@ class HttpRoute:
     body_limit: int = 0
     #: The model of the body that it takes; None if it takes none.
     body: type[BaseModel] | None = None
+    #: The body is read as JSON whatever its Content-Type says. Pages of other sites are kept out by
+    #: what browsers say of them, not by the type.
+    takes_any_type: bool = False
     #: The body is multipart/form-data, and is read piece by piece by the handler; its limit is
     #: `file_limit`.
     uploads: bool = False

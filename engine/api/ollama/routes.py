@@ -198,6 +198,7 @@ async def show_version(service: object, request: Request) -> Response:
     return json_answer({"version": _VERSION})
 
 
+#: Bodies of any type, since Ollama's own examples leave curl to call them forms.
 OLLAMA_ROUTES = (
     HttpRoute(
         "/api/chat",
@@ -206,6 +207,7 @@ OLLAMA_ROUTES = (
         "answer a chat, as Ollama has it",
         generates=True,
         body=OllamaChatBody,
+        takes_any_type=True,
         answer=answers.OllamaChatAnswer,
         stream_type=_LINES,
         streams_unasked=True,
@@ -217,6 +219,7 @@ OLLAMA_ROUTES = (
         "answer a prompt, as Ollama has it",
         generates=True,
         body=OllamaGenerateBody,
+        takes_any_type=True,
         answer=answers.OllamaGenerateAnswer,
         stream_type=_LINES,
         streams_unasked=True,
@@ -228,6 +231,7 @@ OLLAMA_ROUTES = (
         "vectors of texts, as Ollama has it",
         generates=True,
         body=OllamaEmbedBody,
+        takes_any_type=True,
         answer=answers.OllamaEmbedAnswer,
     ),
     HttpRoute(
@@ -237,6 +241,7 @@ OLLAMA_ROUTES = (
         "the vector of a text, as older clients of Ollama ask for it",
         generates=True,
         body=OllamaEmbeddingsBody,
+        takes_any_type=True,
         answer=answers.OllamaEmbeddingAnswer,
     ),
     HttpRoute(
@@ -245,6 +250,7 @@ OLLAMA_ROUTES = (
         _show,
         "what the model is and can do, as Ollama has it",
         body=OllamaShowBody,
+        takes_any_type=True,
         answer=answers.OllamaShowAnswer,
     ),
     HttpRoute(
