@@ -245,6 +245,7 @@ if NAME == "claude":
     @checks.add
     def claude_name() -> None:
         """Under the name of one of Anthropic's models, which has it send what those can do."""
+        FILE.write_text(f"the secret is {_SECRET}\n")
         lines = (_call(AGENT.read), "SAY it reads RESULT")
         output = _run(*lines, flags=("--model", "claude-sonnet-4-5"))
         expect(_SECRET in output[output.rfind("it reads") :], output[-300:])

@@ -70,8 +70,8 @@ async def _obey(
     step = script(conversation.messages, use)
     if isinstance(step, tuple):
         step = self.service.turns.call_text(*step)
-    wanted = await self.service.checked_grammar(grammar.choice([step]), "messages")
-    return with_fields(held, grammar=wanted, temperature=1.0)
+    written = await self._held_to(held, grammar.choice([step]), "messages")
+    return with_fields(written, temperature=1.0)
 
 
 #: ChatML with tools told and calls written as Qwen3 does, and room for an agent's long prompts.

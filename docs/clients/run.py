@@ -357,11 +357,11 @@ def _server(args: argparse.Namespace, *, obedient: bool) -> Iterator[str]:
     if args.url:
         yield args.url.rstrip("/")
         return
-    data = str(args.folder.resolve() / "server")
+    flags = ("--data-dir", str(args.folder.resolve() / "server"), "--embedding-pooling", "mean")
     program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
-    command = (sys.executable, "-c", program, "serve", args.serve, "--data-dir", data)
+    command = (sys.executable, "-c", program, "serve", args.serve, *flags)
     if obedient:
-        command = (sys.executable, str(HERE / "obedient_server.py"), "--data-dir", data)
+        command = (sys.executable, str(HERE / "obedient_server.py"), *flags)
     with Peer("Jitney", command, {}, "").serving(free_port()) as url:
         yield url
 
