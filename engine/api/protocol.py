@@ -101,8 +101,6 @@ class _BoundedProtocol(H11Protocol):
     _discarding = False
     _left_to_discard = _DISCARDED_BYTES
     _head_timer: asyncio.TimerHandle | None = None
-    #: time.monotonic() of the end of its newest answer.
-    _answered_at = 0.0
     #: time.monotonic() at which something last came.
     _heard_at = 0.0
     #: time.monotonic() at which the client ended its side (RFC 9112, 9.6) with an answer due.
@@ -124,14 +122,8 @@ class _BoundedProtocol(H11Protocol):
         return self._bare.get_write_buffer_size()
 
     @property
-    def idle_since(self) -> float | None:
-        if self.timeout_keep_alive_task is None:
-            return None
-        return self._answered_at
-
-    @property
     def has_unread(self) -> bool:
-        return self._has(select.POLLIN)
+        return not self._discarding and self._has(select.POLLIN)
 
     def _has(self, events: int) -> bool:
         """Whether the socket has one of these events, or is broken."""
@@ -142,14 +134,17 @@ class _BoundedProtocol(H11Protocol):
     def drop(self) -> None:
         self._bare.abort()
 
+    def give_way(self) -> None:
+        """Over TLS a client is told, and its own farewell is not waited for."""
+        self._bare.close()
+        self._bare.abort()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._bare = transport
         self._outbound = _Outbound(transport, self)
         _send_at_once(transport.get_extra_info("socket"))
         super().connection_made(self._outbound)  # type: ignore[arg-type]
         self.all_open.opened(self)
-        if self.all_open.crowded:
-            self.app_state = {**self.app_state, HeaderLimits.CROWDED: True}
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,8 +160,21 @@ class _BoundedProtocol(H11Protocol):
             self._discard(data)
             return
         self._heard_at = time.monotonic()
+        crowded = not self.all_open.has_place(self)
+        if crowded != self.app_state.get(HeaderLimits.CROWDED, False):
+            self.app_state = {**self.app_state, HeaderLimits.CROWDED: crowded}
         super().data_received(data)
         self._watch_head()
+        self._say_state()
+
+    def _say_state(self) -> None:
+        """Tell what this connection does now."""
+        if self.timeout_keep_alive_task is not None:
+            self.all_open.is_kept(self)
+        elif self._discarding or self._bare.is_closing() or self.conn.their_state is h11.IDLE:
+            self.all_open.is_awaited(self)
+        else:
+            self.all_open.works(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has left, or it has ended its side and reads. Only what is
@@ -211,11 +219,11 @@ class _BoundedProtocol(H11Protocol):
         """A request that was answered before its body was there ends the connection, and so does
         the last one of a client that has ended its side.
         """
-        self._answered_at = time.monotonic()
         if self.conn.their_state is h11.SEND_BODY:
             self.close()
             return
         super().on_response_complete()
+        self._say_state()
         if self._half_closed_at is not None and not self._owes_answer:
             self.close()
 
@@ -243,6 +251,7 @@ class _BoundedProtocol(H11Protocol):
         self._discarding = True
         self._stop_timer()
         self._unset_keepalive_if_required()
+        self._say_state()
         self.flow.resume_reading()
         if self._bare.is_closing():
             return

@@ -212,3 +212,23 @@ def test_a_certificate_that_cannot_be_used_is_one_line(
         with pytest.raises(ConfigError, match=says) as error:
             check_tls(ServerSection(ssl_certfile=files[0], ssl_keyfile=files[1]))
         assert "\n" not in str(error.value)
+
+
+def test_an_idle_connection_over_tls_gives_way_at_once(certificate: tuple[str, str]):
+    """Though its client never says farewell."""
+    cert, key = certificate
+    flags = {"ssl_certfile": cert, "ssl_keyfile": key, "max_connections": "1"}
+    bearer = {"authorization": f"Bearer {KEY}"}
+    context = ssl.create_default_context(cafile=cert)
+    with serving(**flags) as url, client_of(url, cert) as web:
+        plain = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        idle = context.wrap_socket(plain, server_hostname="localhost")
+        idle.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = idle.recv(1 << 16)
+        while not answer.endswith(b"}"):
+            answer += idle.recv(1 << 16)
+        assert web.post("/v1/completions", json=PROMPT, headers=bearer).status_code == 200
+        assert idle.recv(1) == b"", "the server's farewell"
+        with socket.socket(fileno=idle.detach()) as bare:
+            bare.settimeout(10)
+            assert bare.recv(1) == b"", "and the connection is closed"
