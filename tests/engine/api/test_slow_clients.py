@@ -9,7 +9,10 @@ import contextlib
 import json
 import resource
 import select
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, run, served, until
+from places import SUPPORT
 from server_settings import server_settings
 
 from jitney.engine.api import connections as connections_module
@@ -519,5 +523,44 @@ def test_the_limit_of_open_files_is_raised_and_said_when_it_is_low(caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert connections_within(1024, 5000) == 1024 and not caplog.text
-    assert connections_within(1024, 300) == 44
-    assert "at most 44 connections instead of 1024" in caplog.text
+    assert connections_within(1024, 300) == 28
+    assert "at most 28 connections instead of 1024" in caplog.text
+
+
+#: A server as `jitney serve` has it, that may have few files open; prints its port.
+_WITH_FEW_FILES = """
+import asyncio, resource, sys
+sys.path.append(sys.argv[1])
+from api_fakes import make_app
+from jitney.engine.api.connections import Connections
+from jitney.engine.cli.listen import AcceptedKeys, listen
+from jitney.engine.cli.serve import limits, web_server
+from jitney.engine.config.schema import Config
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+settings = limits(Config(), AcceptedKeys())
+server = web_server(Config(), settings, make_app(), Connections(settings))
+with listen("127.0.0.1", 0) as bound:
+    print(bound.getsockname()[1], flush=True)
+    asyncio.run(server.serve(sockets=[bound]))
+"""
+
+
+def test_more_connections_than_files_lock_nobody_out():
+    """They come at once, while the server looks elsewhere."""
+    command = [sys.executable, "-P", "-c", _WITH_FEW_FILES, str(SUPPORT)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            port = int(process.stdout.readline())
+            until(lambda: lives(port))
+            process.send_signal(signal.SIGSTOP)
+            crowd = [connect(port) for _ in range(600)]
+            process.send_signal(signal.SIGCONT)
+            started = time.monotonic()
+            assert lives(port) and time.monotonic() - started < 10
+            for sock in crowd:
+                sock.close()
+        finally:
+            process.kill()
+        assert "out of system resource" not in process.stderr.read()
