@@ -1,6 +1,6 @@
 """uvicorn's h11 protocol with what it lacks: a time limit for headers, our form of error, limits
-for slow clients, answers for clients that have ended their side, and an end that does not take the
-answer with it.
+for slow clients and for TLS handshakes, answers for clients that have ended their side, and an end
+that does not take the answer with it.
 
 Give `http_protocol(settings, connections)` to `uvicorn.Config(http=...)`. What h11 cannot parse
 never reaches the application, so it is answered here.
@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+import ssl
 import sys
 import time
 import uuid
+from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -53,6 +56,61 @@ def http_protocol(settings: ServerSettings, connections: Connections) -> type[as
         all_open = connections
 
     return LimitedProtocol
+
+
+def over_tls(
+    protocol: Callable[..., asyncio.BaseProtocol], context: ssl.SSLContext
+) -> Callable[..., asyncio.BaseProtocol]:
+    """The same as a protocol of plain connections, for a server that asyncio does not speak TLS
+    for. protocol: of `http_protocol`.
+    """
+
+    def made(**given: Any) -> asyncio.BaseProtocol:
+        inner = protocol(**given)
+        assert isinstance(inner, _BoundedProtocol)
+        inner.handshake = _Handshake(inner, context)
+        return inner.handshake
+
+    return made
+
+
+class _Handshake(SSLProtocol):
+    """A connection that counts as one from the moment at which it is accepted.
+
+    asyncio's own TLS tells a protocol of it once its handshake is over, and waits a minute for
+    that: clients that begin none would be as many as files may be open, and lock everybody out.
+    """
+
+    #: Nothing of an answer is written meanwhile, and what comes is read at once.
+    written = waiting = 0
+    has_unread = False
+    _bare: asyncio.Transport
+
+    def __init__(self, inner: _BoundedProtocol, context: ssl.SSLContext):
+        super().__init__(
+            asyncio.get_running_loop(),
+            inner,
+            context,
+            None,  # type: ignore[arg-type]  # nobody waits for its end
+            server_side=True,
+            ssl_handshake_timeout=inner.header_timeout_s,  # type: ignore[arg-type]
+        )
+        self._all_open = inner.all_open
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._bare = transport
+        self._all_open.opened(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._all_open.closed(self)
+        super().connection_lost(exc)
+
+    def drop(self) -> None:
+        self._bare.abort()
+
+    def give_way(self) -> None:
+        self.drop()
 
 
 def _send_at_once(sock: socket.socket | None) -> None:
@@ -97,6 +155,8 @@ class _BoundedProtocol(H11Protocol):
 
     header_timeout_s = 10.0
     all_open: Connections
+    #: It counts in our place until it is over; None: there is none, or it is.
+    handshake: _Handshake | None = None
     #: The rest of what the client sends is thrown away, at most so many bytes.
     _discarding = False
     _left_to_discard = _DISCARDED_BYTES
@@ -144,6 +204,9 @@ class _BoundedProtocol(H11Protocol):
         self._outbound = _Outbound(transport, self)
         _send_at_once(transport.get_extra_info("socket"))
         super().connection_made(self._outbound)  # type: ignore[arg-type]
+        if self.handshake is not None:
+            self.all_open.closed(self.handshake)
+            self.handshake = None
         self.all_open.opened(self)
         self._watch_head()
 

@@ -373,7 +373,7 @@ def web_server(
     """
     import uvicorn
 
-    from jitney.engine.api.protocol import http_protocol
+    from jitney.engine.api.protocol import http_protocol, over_tls
 
     class WebServer(uvicorn.Server):
         @contextlib.contextmanager
@@ -382,9 +382,14 @@ def web_server(
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """asyncio accepts as many connections in a row as may wait: too many for the limit of
-            open files. So it is told a small number, and the system a large one afterwards.
+            open files. So it is told a small number, and the system a large one afterwards. Nor
+            does it speak TLS: our protocol does.
             """
+            context, self.config.ssl = self.config.ssl, None
+            if context is not None:
+                self.config.http_protocol_class = over_tls(protocol, context)  # type: ignore[assignment]
             await super().startup(sockets)
+            self.config.ssl = context
             for bound in sockets or ():
                 bound.listen(_ACCEPT_QUEUE)
 

@@ -214,6 +214,20 @@ def test_a_certificate_that_cannot_be_used_is_one_line(
         assert "\n" not in str(error.value)
 
 
+def test_connections_without_a_handshake_give_way_and_are_ended(certificate: tuple[str, str]):
+    cert, key = certificate
+    flags = {"ssl_certfile": cert, "ssl_keyfile": key, "max_connections": "1"}
+    flags |= {"read_timeout_s": "2"}
+    with serving(**flags) as url, client_of(url, cert) as web:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        crowd = [socket.create_connection(address, 20) for _ in range(100)]
+        assert web.get("/livez").status_code == 200
+        assert [sock.recv(1) for sock in crowd] == [b""] * 100
+        with pytest.raises(httpx.HTTPError), client_of(url.replace("https", "http")) as plain:
+            plain.get("/livez")
+        assert web.get("/livez").status_code == 200
+
+
 def test_an_idle_connection_over_tls_gives_way_at_once(certificate: tuple[str, str]):
     """Though its client never says farewell."""
     cert, key = certificate
