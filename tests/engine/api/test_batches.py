@@ -541,7 +541,7 @@ def test_a_receiver_that_drips_keeps_nobody_waiting(folder: Path):
             until(lambda: slow.came > 0)
             for number in range(8):
                 begin_batch(f"{hooks.url}{number}")
-            until(lambda: len(hooks.taken) == 8, 5)
+            until(lambda: len(hooks.taken) == 8)
             assert not slow.ended
 
 
