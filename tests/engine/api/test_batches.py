@@ -517,8 +517,9 @@ def test_an_end_that_was_not_told_is_told_after_a_restart(
             assert event.data.id == batch.id
 
 
-def test_a_receiver_that_drips_keeps_nobody_waiting(folder: Path):
+def test_a_receiver_that_drips_keeps_nobody_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Neither another receiver of the same key, nor the end of the server."""
+    monkeypatch.setattr(webhooks, "_TIMEOUT_S", 120.0)
     with dripping() as slow, receiving(lambda number: False) as hooks:
         limits: dict[str, Any] = {
             "webhook_prefixes": (slow.url, hooks.url),
