@@ -225,6 +225,9 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
 
     #: Code of the error of a core whose engine has lost a host; no request is to blame for that.
     host_lost: ClassVar[str] = "host_lost"
+    #: The same of a core that refuses its model, its settings or this machine: the next one would
+    #: refuse them too.
+    refused: ClassVar[str] = "refused"
 
     error: ErrorInfo
 

@@ -6,7 +6,8 @@ Starts `jitney serve` with a compile cache of its own, no key and a record file 
 full, learns the answers to a set of requests while nothing disturbs it, and then asks for them
 again beside each fault, on a server of its own each: clients that leave, the core killed and
 stopped in several phases, a compile cache that is broken, requests that make the step fail or the
-model's numbers infinite, SIGTERM. Prints a table with a line for each: requests that did not get
+model's numbers infinite, connections that ask nothing, a receiver of webhooks that drips, SIGTERM.
+Prints a table with a line for each: requests that did not get
 exactly the answer of before, the longest time that a stream was silent, the time until the server
 was ready again (or had ended), and what it holds afterwards, beside what it held before.
 """
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ LOADING_BYTES = 100e6
 TOKENS = 240
 #: Requests that break the engine, one after the other.
 BROKEN = 8
+#: Connections that ask nothing; messages to a receiver that drips; and what is measured beside
+#: each: probes, and messages to another receiver.
+IDLE, WEBHOOKS, PROBES = 2000, 100, 50
 
 
 @dataclass
@@ -380,6 +384,108 @@ async def broken_requests(
     return await beside(server, name, known, fault)
 
 
+async def idle_connections(server: Server, known: list[Answer], count: int) -> Row:
+    """So many connections that are kept and ask nothing, and more of them with each probe."""
+    _, _, address = str(server.client.base_url).partition("://")
+    host, _, port = address.rpartition(":")
+    opened: list[asyncio.StreamWriter] = []
+    slowest_s = 0.0
+
+    async def open_one() -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        opened.append(writer)
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+    async def fault(_: list[Answer]) -> float:
+        nonlocal slowest_s
+        for _ in range(count // 100):
+            await asyncio.gather(*(open_one() for _ in range(100)))
+        for _ in range(PROBES):
+            await open_one()
+            began = time.monotonic()
+            assert (await server.client.get("/readyz")).status_code == 200
+            slowest_s = max(slowest_s, time.monotonic() - began)
+        return time.monotonic()
+
+    try:
+        row = await beside(server, "", known, fault)
+    finally:
+        for writer in opened:
+            writer.close()
+    name = f"{count:,} idle connections (slowest of {PROBES} probes {1000 * slowest_s:.0f} ms)"
+    return replace(row, fault=name)
+
+
+class _Receiver:
+    """Is told of the ends of jobs, and answers at once or with headers that never end."""
+
+    def __init__(self, *, drips: bool):
+        self._drips = drips
+        self._port = random.randrange(20_000, 40_000)
+        self.url = f"http://127.0.0.1:{self._port}/"
+        #: time.monotonic() of each message.
+        self.told: list[float] = []
+
+    async def listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self._answer, "127.0.0.1", self._port)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            self.told.append(time.monotonic())
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n")
+            while self._drips:
+                writer.write(b"x: x\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.5)
+            writer.write(b"\r\n")
+            writer.close()
+
+
+def webhook_trial(known: list[Answer], folder: Path) -> Trial:
+    """Ends of jobs are told to a receiver that drips, and then to one that does not."""
+    slow, quick = _Receiver(drips=True), _Receiver(drips=False)
+    secret = folder / "secret"
+    secret.touch(0o600)
+    secret.write_text("any\n")
+    flags = ("--webhook-prefixes", f"{slow.url},{quick.url}", "--webhook-secret-file", str(secret))
+    return Trial("dripping webhook", partial(dripping_webhook, known, slow, quick), flags=flags)
+
+
+async def dripping_webhook(
+    known: list[Answer], slow: _Receiver, quick: _Receiver, server: Server
+) -> Row:
+    """As `webhook_trial` says."""
+    latest_s = 0.0
+
+    async def job(receiver: _Receiver) -> None:
+        body = {"prompt": [9, 8, 7], "max_tokens": 1}
+        asked = {"endpoint": "/v1/completions", "body": body, "webhook_url": receiver.url}
+        job = (await server.client.post("/v1/jobs", json=asked)).json()
+        while job["status"] != "completed":
+            await asyncio.sleep(0.01)
+            job = (await server.client.get(f"/v1/jobs/{job['id']}")).json()
+
+    async def fault(_: list[Answer]) -> float:
+        nonlocal latest_s
+        await asyncio.gather(*(job(slow) for _ in range(WEBHOOKS)))
+        while not slow.told:
+            await asyncio.sleep(0.01)
+        for number in range(PROBES):
+            await job(quick)
+            over = time.monotonic()
+            while len(quick.told) <= number:
+                await asyncio.sleep(0.005)
+            latest_s = max(latest_s, quick.told[number] - over)
+        return time.monotonic()
+
+    async with await slow.listen(), await quick.listen():
+        row = await beside(server, "", known, fault)
+    name = f"{WEBHOOKS} webhooks that drip (latest of {PROBES} others {latest_s:.2f} s)"
+    return replace(row, fault=name)
+
+
 async def told_to_stop(known: list[Answer], name: str, pieces: int, server: Server) -> Row:
     """SIGTERM after so many pieces of each stream on average; every stream must end with its whole
     answer, or with the error `draining`.
@@ -454,6 +560,8 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
         Trial("compile cache", lambda server: broken_cache(server, known, cache)),
         Trial(nan, partial(broken_requests, known, nan, NAN, "nan_logits"), FAULTY),
         Trial(poison, partial(broken_requests, known, poison, POISON, "request_failed"), FAULTY),
+        Trial("idle connections", lambda server: idle_connections(server, known, IDLE)),
+        webhook_trial(known, cache.parent),
         Trial(stopped, partial(told_to_stop, known, stopped, 20)),
         Trial(cut, partial(told_to_stop, known, cut, 20), flags=("--drain-s", "0")),
     ]

@@ -142,6 +142,13 @@ def _only(values: Sequence[bytes]) -> bytes:
     return values[0]
 
 
+def client_of(scope: Scope) -> str:
+    """Whose share of what all share a request counts to: its key's, or where it has none that of
+    its address. For one that has been let in.
+    """
+    return Identity.of(scope).tenant or _network(address_of(scope))
+
+
 def address_of(scope: Scope) -> str:
     """The client's address; behind a trusted proxy, what that says it is."""
     client = scope.get("client")

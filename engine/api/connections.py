@@ -1,8 +1,14 @@
-"""The open connections of a server: how many there may be, and who of them does not read.
+"""The open connections of a server: how many there may be, which of them give way to new ones, and
+which clients do not read.
 
-One between two requests is kept for long, so that clients close first: who sends at the moment at
-which we close is not answered. It makes room as soon as somebody else needs its place, unless its
-next request is there already.
+A connection between two requests is kept for long, so that clients close first: a request that is
+sent at the moment at which we close is not answered. It is closed as soon as a new connection needs
+its place, unless its next request is there already. So is one that has been open for a moment and
+has not sent a request.
+
+A new connection is always taken. Where a request is under way on all others it is beyond
+`max_connections`: a few are, so that probes are answered and requests are told that the server is
+full.
 
 A client that stops reading costs what waits for it, and keeps its sequences in their seats. So what
 was written to a connection must have left within `write_timeout_s`, and all that waits for slow
@@ -23,8 +29,11 @@ _log = logging.getLogger("jitney.api")
 
 #: Bytes that may wait for all clients together.
 _MOST_BYTES = 64 << 20
-#: Connections beyond `max_connections` that are still told so; more are closed without a word.
-_SPARE = 64
+#: Connections beyond `max_connections`: their requests are refused, but for probes. Of more the one
+#: that has been open for longest is closed without a word.
+SPARE = 64
+#: Seconds that a client has for the head of its request while others need its place.
+_GRACE_S = 1.0
 #: Seconds between two looks, at most.
 _LOOK_S = 1.0
 #: The write timeout during a drain.
@@ -45,21 +54,16 @@ class _Connection(Protocol):
         ...
 
     @property
-    def idle_since(self) -> float | None:
-        """time.monotonic() since which it is between two requests; None: it is not."""
-        ...
-
-    @property
     def has_unread(self) -> bool:
-        """Something has come that was not read yet."""
+        """Something has come that was not read yet, and will be."""
         ...
 
     def drop(self) -> None:
         """Close it at once; what waits is lost."""
         ...
 
-    def close(self) -> None:
-        """Close it once what was written has left."""
+    def give_way(self) -> None:
+        """Close it at once where nothing waits."""
         ...
 
 
@@ -72,13 +76,22 @@ class _Mark:
 
 
 class Connections:
-    """Lives on one event loop; looks at the connections now and then while there are any."""
+    """Lives on one event loop; looks at the connections now and then while there are any. Each says
+    of itself what it does: `works`, `is_kept` or `is_awaited`.
+    """
 
     def __init__(self, settings: ServerSettings, *, most_bytes: int = _MOST_BYTES):
         self.most = settings.max_connections
         self.timeout_s = settings.server.write_timeout_s
         self._most_bytes = most_bytes
         self._open: dict[_Connection, _Mark] = {}
+        #: Between two requests, the one that is so for longest first.
+        self._kept: dict[_Connection, None] = {}
+        #: Without a request that is under way, and since when: a head is awaited, or the rest of a
+        #: request that was answered early. The one that is so for longest first.
+        self._awaited: dict[_Connection, float] = {}
+        #: Those that came when there was no place left, the oldest first.
+        self._extra: dict[_Connection, None] = {}
         self._look: asyncio.TimerHandle | None = None
 
     @property
@@ -86,45 +99,84 @@ class Connections:
         return len(self._open)
 
     @property
-    def crowded(self) -> bool:
-        """More are open than may be."""
-        return len(self._open) > self.most
-
-    @property
     def waiting(self) -> int:
         """Bytes that wait for all clients together."""
         return sum(connection.waiting for connection in self._open)
 
     def opened(self, connection: _Connection) -> None:
-        """A client has come; it is dropped at once if not even a refusal can be spared for it."""
-        if len(self._open) >= self.most + _SPARE:
-            connection.drop()
-            return
+        """A client has come."""
+        self._make_room(1)
+        if len(self._open) >= self.most + SPARE:
+            self._close(next(iter(self._extra)))
         if len(self._open) >= self.most:
-            self._make_room()
+            self._extra[connection] = None
         self._open[connection] = _Mark(0, time.monotonic())
+        self.is_awaited(connection)
         if self._look is None:
             self._look_later()
 
-    def _make_room(self) -> None:
-        """Close the connection that has been idle for longest, if one is."""
-        for connection in self._idle():
-            if not connection.has_unread:
-                self.closed(connection)
-                connection.close()
-                return
+    def works(self, connection: _Connection) -> None:
+        """A request is under way on it."""
+        self._kept.pop(connection, None)
+        self._awaited.pop(connection, None)
 
-    def _idle(self) -> list[_Connection]:
-        """Those between two requests, the one that is so for longest first."""
-        since: dict[_Connection, float] = {}
-        for connection in self._open:
-            idle_since = connection.idle_since
-            if idle_since is not None:
-                since[connection] = idle_since
-        return sorted(since, key=since.__getitem__)
+    def is_kept(self, connection: _Connection) -> None:
+        """It is between two requests."""
+        self._awaited.pop(connection, None)
+        if connection in self._open:
+            self._kept.setdefault(connection)
+
+    def is_awaited(self, connection: _Connection) -> None:
+        """A part of a request is to come that is not worked on."""
+        self._kept.pop(connection, None)
+        if connection in self._open:
+            self._awaited.setdefault(connection, time.monotonic())
+
+    def has_place(self, connection: _Connection) -> bool:
+        """Whether a request that comes on it is one of those that may be under way. Works on it
+        from here on.
+        """
+        if connection not in self._extra:
+            return True
+        self.works(connection)
+        self._make_room(0)
+        if len(self._open) > self.most:
+            return False
+        del self._extra[connection]
+        return True
 
     def closed(self, connection: _Connection) -> None:
+        self.works(connection)
+        self._extra.pop(connection, None)
         self._open.pop(connection, None)
+
+    def _make_room(self, places: int) -> None:
+        """Close connections without a request until there are so many places, or none is left."""
+        while len(self._open) + places > self.most:
+            idle = self._first_idle()
+            if idle is None:
+                return
+            self._close(idle)
+
+    def _first_idle(self) -> _Connection | None:
+        """The next one that gives way."""
+        for connection in self._kept:
+            if _may_go(connection):
+                return connection
+        latest = time.monotonic() - _GRACE_S
+        for connection, since in self._awaited.items():
+            if since > latest:
+                return None
+            if _may_go(connection):
+                return connection
+        return None
+
+    def _close(self, connection: _Connection) -> None:
+        self.closed(connection)
+        if connection.waiting:
+            connection.drop()
+        else:
+            connection.give_way()
 
     def hurry(self) -> None:
         """The server is about to stop: who does not read is not waited for."""
@@ -154,3 +206,8 @@ class Connections:
         _log.warning("a client %s: let go, with %d bytes unread", why, connection.waiting)
         self.closed(connection)
         connection.drop()
+
+
+def _may_go(connection: _Connection) -> bool:
+    """A client that has not read all of its answer yet has `write_timeout_s` for that."""
+    return not connection.waiting and not connection.has_unread

@@ -4,6 +4,7 @@ same for an engine and for a fleet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jitney.engine.api.access import AccessControl, ApiKeys, Identity
+from jitney.engine.api.access import AccessControl, ApiKeys, Identity, client_of
 from jitney.engine.api.background import BackgroundRequests
 from jitney.engine.api.context import Context
 from jitney.engine.api.cross_site import cors, refuse_other_sites
 from jitney.engine.api.errors import ErrorReply, HttpError, echo
 from jitney.engine.api.middleware import BodyLimit, ErrorMiddleware, HeaderLimits, RequestObserver
+from jitney.engine.api.quotas import Shares
 from jitney.engine.api.routing import Role, RouteTable, route_path
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.tenants import identity_of
@@ -66,6 +68,7 @@ def _edge(
             identify=partial(_identify, ApiKeys(settings)),
             missing=_no_key,
         ),
+        Middleware(_ClientShares, shares=_shares(settings)),
         Middleware(BackgroundRequests),
         Middleware(BodyLimit, settings=settings, service=observer),
     ]
@@ -84,6 +87,28 @@ class _SiteGuard:
         if scope.get("method", "GET") not in _SAFE:
             refuse_other_sites(scope, self.settings.server.cors_origins)
         await self.app(scope, receive, send)
+
+
+def _shares(settings: ServerSettings) -> Shares:
+    """Three quarters of the connections are the most that one client may have at work."""
+    most = math.ceil(settings.max_connections * 3 / 4)
+    return Shares(most, "requests (three quarters of max_connections)", "too_many_connections")
+
+
+@dataclass(frozen=True, slots=True)
+class _ClientShares:
+    """Leaves some of the connections to others, whatever one client has under way."""
+
+    app: ASGIApp
+    shares: Shares
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = Context.of(scope).route if scope["type"] == "http" else None
+        if scope["type"] != "http" or (route is not None and route.is_probe):
+            await self.app(scope, receive, send)
+            return
+        with self.shares.one_of(client_of(scope)):
+            await self.app(scope, receive, send)
 
 
 def _role_of(settings: ServerSettings, scope: Scope) -> Role:

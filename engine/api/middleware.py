@@ -1,6 +1,6 @@
 """Pure ASGI middleware, outermost first: `ErrorMiddleware` (ids, log, errors), `HeaderLimits`,
-`_SiteGuard` (in `edge`), `AccessControl` (in `access`), `BackgroundRequests` (in `background`),
-`BodyLimit`.
+`_SiteGuard` (in `edge`), `AccessControl` (in `access`), `_ClientShares` (in `edge`),
+`BackgroundRequests` (in `background`), `BodyLimit`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """uvicorn's h11 protocol with what it lacks: a time limit for headers, our form of error, limits
-for slow clients, answers for clients that have ended their side, and an end that does not take the
-answer with it.
+for slow clients and for TLS handshakes, answers for clients that have ended their side, and an end
+that does not take the answer with it.
 
 Give `http_protocol(settings, connections)` to `uvicorn.Config(http=...)`. What h11 cannot parse
 never reaches the application, so it is answered here.
@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+import ssl
 import sys
 import time
 import uuid
+from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -53,6 +56,61 @@ def http_protocol(settings: ServerSettings, connections: Connections) -> type[as
         all_open = connections
 
     return LimitedProtocol
+
+
+def over_tls(
+    protocol: Callable[..., asyncio.BaseProtocol], context: ssl.SSLContext
+) -> Callable[..., asyncio.BaseProtocol]:
+    """The same as a protocol of plain connections, for a server that asyncio does not speak TLS
+    for. protocol: of `http_protocol`.
+    """
+
+    def made(**given: Any) -> asyncio.BaseProtocol:
+        inner = protocol(**given)
+        assert isinstance(inner, _BoundedProtocol)
+        inner.handshake = _Handshake(inner, context)
+        return inner.handshake
+
+    return made
+
+
+class _Handshake(SSLProtocol):
+    """A connection that counts as one from the moment at which it is accepted.
+
+    asyncio's own TLS tells a protocol of it once its handshake is over, and waits a minute for
+    that: clients that begin none would be as many as files may be open, and lock everybody out.
+    """
+
+    #: Nothing of an answer is written meanwhile, and what comes is read at once.
+    written = waiting = 0
+    has_unread = False
+    _bare: asyncio.Transport
+
+    def __init__(self, inner: _BoundedProtocol, context: ssl.SSLContext):
+        super().__init__(
+            asyncio.get_running_loop(),
+            inner,
+            context,
+            None,  # type: ignore[arg-type]  # nobody waits for its end
+            server_side=True,
+            ssl_handshake_timeout=inner.header_timeout_s,  # type: ignore[arg-type]
+        )
+        self._all_open = inner.all_open
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._bare = transport
+        self._all_open.opened(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._all_open.closed(self)
+        super().connection_lost(exc)
+
+    def drop(self) -> None:
+        self._bare.abort()
+
+    def give_way(self) -> None:
+        self.drop()
 
 
 def _send_at_once(sock: socket.socket | None) -> None:
@@ -97,12 +155,12 @@ class _BoundedProtocol(H11Protocol):
 
     header_timeout_s = 10.0
     all_open: Connections
+    #: It counts in our place until it is over; None: there is none, or it is.
+    handshake: _Handshake | None = None
     #: The rest of what the client sends is thrown away, at most so many bytes.
     _discarding = False
     _left_to_discard = _DISCARDED_BYTES
     _head_timer: asyncio.TimerHandle | None = None
-    #: time.monotonic() of the end of its newest answer.
-    _answered_at = 0.0
     #: time.monotonic() at which something last came.
     _heard_at = 0.0
     #: time.monotonic() at which the client ended its side (RFC 9112, 9.6) with an answer due.
@@ -124,14 +182,8 @@ class _BoundedProtocol(H11Protocol):
         return self._bare.get_write_buffer_size()
 
     @property
-    def idle_since(self) -> float | None:
-        if self.timeout_keep_alive_task is None:
-            return None
-        return self._answered_at
-
-    @property
     def has_unread(self) -> bool:
-        return self._has(select.POLLIN)
+        return not self._discarding and self._has(select.POLLIN)
 
     def _has(self, events: int) -> bool:
         """Whether the socket has one of these events, or is broken."""
@@ -142,14 +194,20 @@ class _BoundedProtocol(H11Protocol):
     def drop(self) -> None:
         self._bare.abort()
 
+    def give_way(self) -> None:
+        """Over TLS a client is told, and its own farewell is not waited for."""
+        self._bare.close()
+        self._bare.abort()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._bare = transport
         self._outbound = _Outbound(transport, self)
         _send_at_once(transport.get_extra_info("socket"))
         super().connection_made(self._outbound)  # type: ignore[arg-type]
+        if self.handshake is not None:
+            self.all_open.closed(self.handshake)
+            self.handshake = None
         self.all_open.opened(self)
-        if self.all_open.crowded:
-            self.app_state = {**self.app_state, HeaderLimits.CROWDED: True}
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,8 +223,21 @@ class _BoundedProtocol(H11Protocol):
             self._discard(data)
             return
         self._heard_at = time.monotonic()
+        crowded = not self.all_open.has_place(self)
+        if crowded != self.app_state.get(HeaderLimits.CROWDED, False):
+            self.app_state = {**self.app_state, HeaderLimits.CROWDED: crowded}
         super().data_received(data)
         self._watch_head()
+        self._say_state()
+
+    def _say_state(self) -> None:
+        """Tell what this connection does now."""
+        if self.timeout_keep_alive_task is not None:
+            self.all_open.is_kept(self)
+        elif self._discarding or self._bare.is_closing() or self.conn.their_state is h11.IDLE:
+            self.all_open.is_awaited(self)
+        else:
+            self.all_open.works(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more: it has left, or it has ended its side and reads. Only what is
@@ -211,11 +282,11 @@ class _BoundedProtocol(H11Protocol):
         """A request that was answered before its body was there ends the connection, and so does
         the last one of a client that has ended its side.
         """
-        self._answered_at = time.monotonic()
         if self.conn.their_state is h11.SEND_BODY:
             self.close()
             return
         super().on_response_complete()
+        self._say_state()
         if self._half_closed_at is not None and not self._owes_answer:
             self.close()
 
@@ -243,6 +314,7 @@ class _BoundedProtocol(H11Protocol):
         self._discarding = True
         self._stop_timer()
         self._unset_keepalive_if_required()
+        self._say_state()
         self.flow.resume_reading()
         if self._bare.is_closing():
             return

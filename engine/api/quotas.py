@@ -1,8 +1,8 @@
-"""What one API key may have at a time and in a minute, so that no client can take the whole
-server.
+"""What one client may have at a time and in a minute, so that none can take the whole server:
+`Quotas` of its API key's work, and `Shares` of things that are few, such as connections.
 
-Both are counted in work, not in requests: a request with n sequences has n of them open, and is
-charged for the output that is expected of all of them as soon as it comes.
+Work is not counted in requests: a request with n sequences has n of them open, and is charged for
+the output that is expected of all of them as soon as it comes.
 
 Whoever is refused is told a time of its own, one after the other, but no place is kept for it as
 the engine's queue keeps one (`engine.scheduler.promises`): only the same client's other requests
@@ -12,10 +12,12 @@ could take it, and which of them goes first is that client's own affair.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from jitney.engine.api.errors import HttpError
 from jitney.engine.errors import RequestError
 from jitney.engine.scheduler.estimates import OutputLengths, RequestClasses
 from jitney.engine.types import EngineRequest
@@ -80,6 +82,37 @@ class Spending:
         """So many were charged for the prompt beyond what it had; fewer than 0: too few were."""
         if self.usage is not None:
             self.usage.tokens += tokens
+
+
+@dataclass(slots=True)
+class Shares:
+    """How many things each client has under way, such as uploads, counted by `access.client_of`."""
+
+    #: Of one client.
+    most: int
+    #: The things, for the message, and the error's code.
+    things: str
+    code: str
+    _taken: Counter[str] = field(default_factory=Counter[str], init=False)
+
+    @contextmanager
+    def one_of(self, client: str) -> Iterator[None]:
+        """Lasts as long as the thing. Raises HttpError 429 if the client has its share already."""
+        if self._taken[client] >= self.most:
+            raise HttpError(
+                429,
+                f"one client may have {self.most} {self.things} at a time",
+                code=self.code,
+                headers={"retry-after": "1"},
+                close=True,
+            )
+        self._taken[client] += 1
+        try:
+            yield
+        finally:
+            self._taken[client] -= 1
+            if not self._taken[client]:
+                del self._taken[client]
 
 
 @dataclass(slots=True, eq=False)

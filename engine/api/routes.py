@@ -364,7 +364,14 @@ ROUTES = (
         role=Role.ADMIN,
         answer=answers.Sleeping,
     ),
-    HttpRoute("/metrics", _GET, _show_metrics, "Prometheus metrics", role=Role.ADMIN),
+    HttpRoute(
+        "/metrics",
+        _GET,
+        _show_metrics,
+        "Prometheus metrics",
+        role=Role.ADMIN,
+        is_probe=True,
+    ),
     HttpRoute(
         "/slots",
         _GET,

@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import resource
 
+from jitney.engine.api.connections import SPARE
+
 _log = logging.getLogger("jitney")
 
 #: More than any server needs; some systems name a billion, and some programs walk through them.
 _ENOUGH = 1 << 20
-#: Descriptors for everything but connections: logs, libraries, the core's sockets, drawings.
+#: Descriptors for everything but connections: logs, libraries, the core's sockets, drawings, files
+#: and webhooks.
 _OWN = 128
+#: Connections that are accepted in one turn of the event loop, and turns that pass until one of
+#: them can be refused and is closed.
+ACCEPTED_AT_ONCE, _TURNS = 16, 5
 
 
 def _descriptor_limit() -> int:
@@ -36,7 +42,7 @@ def connections_within(wanted: int, limit: int | None = None) -> int:
     """
     if limit is None:
         limit = _descriptor_limit()
-    possible = max(1, limit - _OWN)
+    possible = max(1, limit - _OWN - SPARE - _TURNS * ACCEPTED_AT_ONCE)
     if possible >= wanted:
         return wanted
     _log.warning(

@@ -17,7 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.arguments import Arguments
-from jitney.engine.cli.descriptors import connections_within, raise_descriptor_limit
+from jitney.engine.cli.descriptors import (
+    ACCEPTED_AT_ONCE,
+    connections_within,
+    raise_descriptor_limit,
+)
 from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.equipment import Equipment
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney")
 
+#: Connections that the system keeps until they are accepted.
+_ACCEPT_QUEUE = 2048
 #: Most bytes of a request line with its headers.
 _HEADER_LIMIT = 1 << 16
 #: Objects made between two looks of the garbage collector at the young ones, and seconds between
@@ -367,12 +373,25 @@ def web_server(
     """
     import uvicorn
 
-    from jitney.engine.api.protocol import http_protocol
+    from jitney.engine.api.protocol import http_protocol, over_tls
 
     class WebServer(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """asyncio accepts as many connections in a row as may wait: too many for the limit of
+            open files. So it is told a small number, and the system a large one afterwards. Nor
+            does it speak TLS: our protocol does.
+            """
+            context, self.config.ssl = self.config.ssl, None
+            if context is not None:
+                self.config.http_protocol_class = over_tls(protocol, context)  # type: ignore[assignment]
+            await super().startup(sockets)
+            self.config.ssl = context
+            for bound in sockets or ():
+                bound.listen(_ACCEPT_QUEUE)
 
     protocol = http_protocol(settings, connections)
     return WebServer(uvicorn.Config(app, http=protocol, **_web_options(config.server)))
@@ -381,6 +400,7 @@ def web_server(
 def _web_options(server: ServerSection) -> JsonDict:
     """The [server] section as uvicorn takes it."""
     return {
+        "backlog": ACCEPTED_AT_ONCE,
         "ws": "none",
         "lifespan": "on",
         "log_config": None,

@@ -881,8 +881,10 @@ class ServerSection(Section):
         ge=1,
         le=1_000_000,
         description=(
-            "open connections; requests over more are answered 503, but for probes; fewer where "
-            "the limit of open files (ulimit -Hn) allows no more"
+            "connections with a request under way; those without one give way to new ones; more "
+            "are answered 503, and more than three quarters of one key (of one address, where no "
+            "key is asked for) 429, but for probes and /metrics; fewer where the limit of open "
+            "files (ulimit -Hn) allows no more"
         ),
     )
     request_timeout_s: float = Field(

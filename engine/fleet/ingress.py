@@ -332,7 +332,14 @@ _FLEET_ROUTES = (
         "these routes, as an OpenAPI document",
         answer=answers.Document,
     ),
-    HttpRoute("/metrics", _GET, _show_metrics, "Prometheus metrics", role=Role.ADMIN),
+    HttpRoute(
+        "/metrics",
+        _GET,
+        _show_metrics,
+        "Prometheus metrics",
+        role=Role.ADMIN,
+        is_probe=True,
+    ),
     HttpRoute(
         "/fleet/replicas",
         _GET,

@@ -22,7 +22,7 @@ from jitney.engine import messages
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import EngineDead, ErrorInfo
 from jitney.engine.process.children import child_environ, start_child
-from jitney.engine.process.main import Start
+from jitney.engine.process.main import SOCKET_NAMES, Start, remove_folder
 
 #: Has glibc ask for huge pages: a CPU's step reads all weights, and looks up an address every 4 KiB
 #: otherwise.
@@ -34,8 +34,6 @@ _ONE_NUMPY_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 #: lock, the core's pipe and process, and some that starting a process needs for a moment.
 _DESCRIPTORS = 16
 _FOLDER_PREFIX = "jitney-core-"
-#: What is in one: the two sockets.
-_SOCKET_NAMES = ("to", "from")
 #: A sweep by another server may take a folder in the moment between its making and its lock.
 _FOLDER_TRIES = 3
 _decode = msgspec.msgpack.Decoder(messages.FromCore).decode
@@ -53,7 +51,7 @@ def _private_folder() -> Iterator[str]:
     try:
         yield folder
     finally:
-        _remove_folder(folder)
+        remove_folder(folder)
         os.close(lock)
 
 
@@ -75,7 +73,7 @@ def _locked_folder() -> tuple[str, int]:
         except FileNotFoundError:
             continue
         except OSError:
-            _remove_folder(folder)
+            remove_folder(folder)
             raise
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.isdir(folder):
@@ -89,20 +87,11 @@ def _remove_if_left(folder: str) -> None:
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         ours = os.fstat(lock).st_uid == os.geteuid()
-        if ours and set(os.listdir(lock)) <= set(_SOCKET_NAMES):
+        if ours and set(os.listdir(lock)) <= set(SOCKET_NAMES):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_folder(folder)
+            remove_folder(folder)
     finally:
         os.close(lock)
-
-
-def _remove_folder(folder: str) -> None:
-    """Remove a folder and the sockets in it; what does not go stays."""
-    for name in _SOCKET_NAMES:
-        with contextlib.suppress(OSError):
-            Path(folder, name).unlink()
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ ZeroMQ sockets in the parent's private folder (`jitney.engine.messages`).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,6 +54,10 @@ _FOLLOWER = "jitney.engine.build:build_follower"
 _decode = msgspec.msgpack.Decoder(messages.ToCore).decode
 
 
+#: What is in the folder of a core.
+SOCKET_NAMES = ("to", "from")
+
+
 class Start(msgspec.Struct, frozen=True):
     """The parent's one line."""
 
@@ -74,6 +80,15 @@ class Start(msgspec.Struct, frozen=True):
         return f"ipc://{self.folder}/from"
 
 
+def remove_folder(folder: str) -> None:
+    """Remove a folder of sockets; what does not go stays."""
+    for name in SOCKET_NAMES:
+        with contextlib.suppress(OSError):
+            Path(folder, name).unlink()
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
 def main() -> int:
     """Run one core until Shutdown; returns the exit status (0: as asked, 1: after a
     Fatal).
@@ -91,7 +106,7 @@ def main() -> int:
     logging.getLogger("jax").setLevel(logging.WARNING)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     logging.getLogger().setLevel(start.log_level.upper())
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(start.folder,), daemon=True).start()
     with (
         zmq.Context() as context,
         context.socket(zmq.PULL) as inbox,
@@ -116,12 +131,13 @@ def _n_hosts(start: Start) -> int:
     return start.config.get("engine", {}).get("n_hosts", 1)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(folder: str) -> None:
     """Leave at once when the parent's end of the pipe closes: an orphan would keep the device and
-    answer nobody.
+    answer nobody. The sockets' folder goes too, which the parent removes where it is not killed.
     """
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    remove_folder(folder)
     os._exit(1)
 
 
@@ -132,7 +148,8 @@ def _guarded(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
     try:
         _build_and_serve(start, inbox, outbox)
     except Exception as error:
-        outbox.send(messages.encode(messages.Fatal.of(_in_one_line(error))))
+        code = messages.Fatal.refused if isinstance(error, JitneyError) else "engine_dead"
+        outbox.send(messages.encode(messages.Fatal.of(_in_one_line(error), code)))
         return 1
     return 0
 

@@ -37,13 +37,15 @@ from jitney.engine.types import EngineInfo, EngineRequest, EngineState, FinishRe
 
 _log = logging.getLogger("jitney.process")
 
-#: Restarts are counted within this many seconds; the wait before one doubles from the first to the
-#: second number.
+#: Restarts are counted within this many seconds.
 _RESTART_WINDOW_S = 600.0
 #: A core that was ready for so many seconds is no sign that cores cannot live here: restarts before
 #: it do not count.
 _PROVEN_S = 60.0
+#: The pause before a restart doubles from the first to the second number while cores end in the
+#: same way, each within `_LIVED_S` seconds of being ready.
 _BACKOFF_S = (0.5, 30.0)
+_LIVED_S = 5.0
 #: Seconds to wait for a SeatMap, for the last messages of a dead core, and for a core to leave when
 #: asked.
 _SEAT_MAP_S = 2.0
@@ -89,6 +91,8 @@ class _CoreEnd:
     ready: bool = False
     #: One of its requests may be the reason: nobody killed it from outside.
     crashed: bool = False
+    #: It refused its model, its settings or this machine.
+    refused: bool = False
 
     @property
     def lost_host(self) -> bool:
@@ -96,6 +100,13 @@ class _CoreEnd:
         gone.
         """
         return self.cause == "failed" and not self.crashed
+
+    def repeats(self, earlier: _CoreEnd | None) -> bool:
+        """Whether an earlier core ended in the same way."""
+        return earlier is not None and (self.cause, self.crashed) == (
+            earlier.cause,
+            earlier.crashed,
+        )
 
     @property
     def summary(self) -> str:
@@ -168,6 +179,10 @@ class ProcessClient:
     _restarts: deque[float] = field(default_factory=deque)
     #: When the newest core got ready, seconds.
     _ready_at: float = 0.0
+    #: How the core before this one ended; None: this is the first.
+    _last_end: _CoreEnd | None = None
+    #: Cores that ended like that in a row, each soon.
+    _repeats: int = 0
 
     def __post_init__(self) -> None:
         server = self.config.server
@@ -256,26 +271,28 @@ class ProcessClient:
                 went_on,
                 ended,
             )
-            self.history.outage_began(end.summary, n_resumed=went_on, n_lost=ended)
+            if self.info is not None:
+                self.history.outage_began(end.summary, n_resumed=went_on, n_lost=ended)
             self.counters.observe_restart(end.cause, went_on)
             self.progress = None  # it was the dead core's
-            self._set_state("draining" if self._draining else "restarting")
+            self._set_state(self._state_without_core())
             await asyncio.sleep(delay)
 
-    def _restart_delay(self, end: _CoreEnd) -> float | None:
-        """Seconds to wait before the next start, or None to give up.
+    def _state_without_core(self) -> EngineState:
+        """While the next one is awaited."""
+        if self._draining:
+            return "draining"
+        return "restarting" if self.info is not None else "loading"
 
-        A core that never got ready would fail the same way again: a wrong model name is no reason
-        to loop.
-        """
+    def _restart_delay(self, end: _CoreEnd) -> float | None:
+        """Seconds to wait before the next start, or None to give up."""
         server, now, restarts = self.config.server, time.monotonic(), self._restarts
         if end.ready and now - self._ready_at >= _PROVEN_S:
             restarts.clear()
         while restarts and now - restarts[0] > _RESTART_WINDOW_S:
             restarts.popleft()
-        never_ready = self.info is None and not end.ready
         if (
-            never_ready
+            self._is_hopeless(end)
             or end.cause == "left"
             or not server.restart
             or (self._draining and not self._streams)
@@ -283,7 +300,22 @@ class ProcessClient:
         ):
             return None
         restarts.append(now)
-        return min(_BACKOFF_S[0] * 2 ** (len(restarts) - 1), _BACKOFF_S[1])
+        lived = end.ready and now - self._ready_at >= _LIVED_S
+        self._repeats = 0 if lived or not end.repeats(self._last_end) else self._repeats + 1
+        self._last_end = end
+        return min(_BACKOFF_S[0] * 2**self._repeats, _BACKOFF_S[1])
+
+    def _is_hopeless(self, end: _CoreEnd) -> bool:
+        """Whether a core that ended before any was ready would end the same way again: it refused
+        what it was given, such as a wrong model name, it made no progress for very long, or it
+        failed with the words of the one before. Other hosts of the engine have ended with it, and
+        are started again by whoever started them.
+        """
+        if self.info is not None or end.ready or end.cause == "died":
+            return False
+        if end.refused or end.cause == "hung" or self.config.engine.n_hosts > 1:
+            return True
+        return self._last_end is not None and self._last_end.why == end.why
 
     def _give_up(self, end: _CoreEnd) -> None:
         """The engine is dead for good."""
@@ -354,7 +386,8 @@ class ProcessClient:
             return _CoreEnd("left", link.left, link.ready)
         if link.fatal is not None:
             crashed = link.fatal.code != messages.Fatal.host_lost
-            return _CoreEnd("failed", link.fatal.message, link.ready, crashed=crashed)
+            refused = link.fatal.code == messages.Fatal.refused
+            return _CoreEnd("failed", link.fatal.message, link.ready, crashed, refused)
         if link.hung and self._watchdog.others_overdue:
             return _CoreEnd("hung", self._why_others_hang(link), link.ready)
         if link.hung:

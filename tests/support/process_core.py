@@ -8,6 +8,7 @@ tokens make it misbehave; those of _ONCE do so in the first core that has the re
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -151,6 +152,28 @@ def build(config, source, progress):
 
 def build_never(config, source, progress):
     raise ModelError("no such\nmodel")
+
+
+def _n_builds() -> int:
+    """How many cores have begun to start, with this one."""
+    with open(os.environ["JITNEY_TEST_BUILDS"], "a+") as file:
+        file.write("x")
+        return file.tell()
+
+
+def build_that_dies_twice(config, source, progress):
+    """The first time killed, as for want of memory."""
+    number = _n_builds()
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 2:
+        os._exit(3)
+    return Core(), INFO
+
+
+def build_that_breaks(config, source, progress):
+    """Twice in the same words."""
+    raise RuntimeError(f"broken {min(_n_builds(), 2)}")
 
 
 def build_slowly(config, source, progress):

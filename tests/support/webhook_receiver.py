@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,5 +74,49 @@ def receiving(fails: Callable[[int], bool]) -> Iterator[Receiver]:
         try:
             yield server
         finally:
+            server.shutdown()
+            thread.join(10)
+
+
+class Dripper(socketserver.ThreadingTCPServer):
+    """Answers each message with headers that never end, a byte at a time."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Drip)
+        #: Set at the end.
+        self.over = threading.Event()
+        #: Connections that were made, and those that their other side has ended.
+        self.came = self.ended = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/hooks/"
+
+
+class _Drip(socketserver.BaseRequestHandler):
+    server: Dripper
+
+    def handle(self) -> None:
+        self.server.came += 1
+        try:
+            self.request.sendall(b"HTTP/1.1 200 OK\r\nx-slow: ")
+            while not self.server.over.wait(0.02):
+                self.request.sendall(b"x")
+        except OSError:
+            self.server.ended += 1
+
+
+@contextmanager
+def dripping() -> Iterator[Dripper]:
+    with Dripper() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.over.set()
             server.shutdown()
             thread.join(10)

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from jitney.engine.api.access import client_of
 from jitney.engine.api.batches.forms import (
     BatchAnswer,
     BatchBody,
@@ -66,7 +67,7 @@ async def _upload_file(host: RequestHost, request: Request) -> Response:
     owner = Context.of(request.scope).tenant
     await _check_room(keeper, host.settings.server, owner)
     id = new_id("file-")
-    async with batches.uploading():
+    async with batches.uploading(client_of(request.scope)):
         upload = await _received(request, keeper.part(id), host.settings.server.file_limit)
         try:
             _check_purpose(upload)

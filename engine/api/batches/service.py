@@ -17,13 +17,14 @@ from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.runner import BatchRunner
 from jitney.engine.api.batches.webhooks import Deliveries, Webhooks
 from jitney.engine.api.errors import HttpError
+from jitney.engine.api.quotas import Shares
 from jitney.engine.api.routing import RouteTable
 from jitney.engine.errors import JitneyError, RequestError
 
 _log = logging.getLogger("jitney.api")
 
-#: Uploads at a time, over all keys.
-_MOST_UPLOADS = 8
+#: Uploads at a time, of all clients and of one.
+_MOST_UPLOADS, _MOST_OF_CLIENT = 32, 8
 _BATCH_ENDS = Deliveries("batches")
 
 
@@ -49,6 +50,7 @@ class Batches:
         self._parts: _Open | None = None
         self._stopped = False
         self._uploads = 0
+        self._shares = Shares(_MOST_OF_CLIENT, "uploads", "rate_limit")
 
     async def start(self) -> None:
         """Go on with what an earlier server has left; what is wrong with its folder is logged."""
@@ -93,13 +95,16 @@ class Batches:
             await parts.keeper.close()
 
     @asynccontextmanager
-    async def uploading(self) -> AsyncIterator[None]:
-        """Raises RequestError busy if too many uploads are under way."""
+    async def uploading(self, client: str) -> AsyncIterator[None]:
+        """Lasts as long as an upload. Raises RequestError busy if too many are under way, and
+        HttpError 429 if too many are this client's.
+        """
         if self._uploads >= _MOST_UPLOADS:
             raise RequestError(f"{_MOST_UPLOADS} uploads are under way already", code="busy")
         self._uploads += 1
         try:
-            yield
+            with self._shares.one_of(client):
+                yield
         finally:
             self._uploads -= 1
 

@@ -3,24 +3,26 @@ of the store, and how they are sent.
 
 The form of the message and of the signature is that of Standard Webhooks
 (https://github.com/standard-webhooks/standard-webhooks), which OpenAI's clients check too. Nothing
-is sent to an address that the operator has not allowed, and no redirect is followed.
+is sent to an address that the operator has not allowed, and no redirect is followed. Each message
+is sent by itself and has a deadline: a receiver that answers slowly delays no other one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import hmac
 import logging
 import random
-import re
 import sqlite3
 import time
+import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import orjson
@@ -38,12 +40,15 @@ _log = logging.getLogger("jitney.api")
 _PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)
 #: Seconds before another try if we could not send anything at all, a full disk perhaps.
 _AGAIN_S = 10.0
-#: Seconds that the other side has for an answer.
+#: Seconds that one try may take, from the connection to the status and headers of the answer.
 _TIMEOUT_S = 10.0
-#: Messages that are sent at once.
-_AT_ONCE = 32
+#: Messages that are sent at once, and those of one key to one receiver.
+_AT_ONCE, _OF_LANE = 64, 4
 _SECRET_PREFIX = "whsec_"
-_DOTS = re.compile(r"(?:\.|%2e){1,2}", re.IGNORECASE)
+#: Segments of a path that are no names.
+_DOTS = {".", ".."}
+#: Times that a path may be percent-encoded.
+_MOST_ENCODINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,32 @@ class _Delivery:
     attempts: int
 
 
+#: A key, and the server that its messages go to.
+type _Lane = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """The messages that are being sent. Each key has a lane to each receiver, so that one that does
+    not answer keeps nobody else's waiting.
+    """
+
+    #: Of each, by the id of its row.
+    lanes: dict[str, _Lane] = field(default_factory=dict[str, "_Lane"])
+
+    def take(self, id: str, lane: _Lane) -> bool:
+        """One more, if it is none of them and its lane has room."""
+        of_lane = sum(lane == other for other in self.lanes.values())
+        if self.is_full or id in self.lanes or of_lane >= _OF_LANE:
+            return False
+        self.lanes[id] = lane
+        return True
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.lanes) >= _AT_ONCE
+
+
 class Deliveries:
     """The rows of one table that have a `told_at`: when the next try is due. Every method blocks,
     and runs on the store's thread.
@@ -103,15 +134,23 @@ class Deliveries:
         self._table = table
         self._more_of = more_of
 
-    def next_at(self, store: BatchStore) -> float | None:
-        """When the next one is due; None if none is."""
-        [at] = store.db.execute(f"SELECT MIN(told_at) FROM {self._table}").fetchone()
+    def next_at(self, store: BatchStore, now: float) -> float | None:
+        """When the next one is due after now; None if none is."""
+        query = f"SELECT MIN(told_at) FROM {self._table} WHERE told_at > ?"
+        [at] = store.db.execute(query, (now,)).fetchone()
         return at
 
-    def due(self, store: BatchStore, now: float, limit: int) -> list[_Delivery]:
-        """Those that are to be told by now, at most so many."""
-        query = f"SELECT * FROM {self._table} WHERE told_at <= ? ORDER BY told_at LIMIT ?"
-        return [self._delivery(row) for row in store.db.execute(query, (now, limit))]
+    def due(self, store: BatchStore, now: float, under_way: _UnderWay) -> list[_Delivery]:
+        """Those that are to be told by now and for which there is room: they are under way."""
+        query = f"SELECT id, owner, webhook_url FROM {self._table} WHERE told_at <= ?"
+        chosen: list[str] = []
+        for id, owner, url in store.db.execute(query + " ORDER BY told_at", (now,)):
+            if under_way.is_full:
+                break
+            if under_way.take(id, (owner, urlsplit(url).netloc.lower())):
+                chosen.append(id)
+        query = f"SELECT * FROM {self._table} WHERE id = ?"
+        return [self._delivery(store.db.execute(query, (id,)).fetchone()) for id in chosen]
 
     def _delivery(self, row: sqlite3.Row) -> _Delivery:
         more = {} if self._more_of is None else self._more_of(row)
@@ -128,24 +167,65 @@ def _is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
     """Whether a URL lies under one of the prefixes: the same scheme, host and port, and a path that
     begins with theirs, whole segments.
     """
-    if not url.isascii() or any(char <= " " or char == "\\" for char in url):
-        return False
-    try:
-        parts = urlsplit(url)
-        place = parts.scheme, parts.hostname, parts.port
-    except ValueError:
-        return False
-    if parts.username is not None or parts.password is not None or parts.fragment:
-        return False
-    if any(_DOTS.fullmatch(segment) for segment in parts.path.split("/")):
-        return False
-    for prefix in prefixes:
-        allowed = urlsplit(prefix)
-        if place == (allowed.scheme, allowed.hostname, allowed.port) and _lies_under(
-            parts.path, allowed.path
-        ):
-            return True
-    return False
+    target = _Target.of(url)
+    allowed = [_Target.of(prefix) for prefix in prefixes]
+    return target is not None and any(each and target.lies_under(each) for each in allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a message goes, read as the HTTP client reads it: names in lower case, the scheme's own
+    port left out, dot segments taken away.
+    """
+
+    #: Scheme, host and port.
+    server: tuple[str, bytes, int | None]
+    #: As it is sent, and with nothing encoded any more.
+    raw_path: str
+    path: str
+
+    @classmethod
+    def of(cls, text: str) -> _Target | None:
+        """None for what is no URL, names a user, or may be read in two ways."""
+        if not text.isascii() or any(char <= " " or char in "\\\x7f" for char in text):
+            return None
+        try:
+            url = httpx.URL(text)
+        except httpx.InvalidURL:
+            return None
+        raw_path = url.raw_path.partition(b"?")[0].decode()
+        path = _decoded(raw_path)
+        if path is None or url.userinfo or url.fragment:
+            return None
+        return cls((url.scheme, url.raw_host, url.port), raw_path, path)
+
+    def lies_under(self, folder: _Target) -> bool:
+        """Whichever way the receiver reads the path: decoded or as it is."""
+        return (
+            self.server == folder.server
+            and _lies_under(self.raw_path, folder.raw_path)
+            and _lies_under(self.path, folder.path)
+        )
+
+
+def _decoded(path: str) -> str | None:
+    """A path without percent-encoding, however often it was encoded; None for one that leads
+    somewhere else by any of the ways in which servers read dots, backslashes and parameters.
+    """
+    for _ in range(_MOST_ENCODINGS):
+        try:
+            decoded = unicodedata.normalize("NFKC", unquote(path, errors="strict"))
+        except UnicodeDecodeError:
+            return None
+        if decoded == path:
+            break
+        path = decoded
+    else:
+        return None
+    names = [segment.partition(";")[0].strip() for segment in path.replace("\\", "/").split("/")]
+    if _DOTS & set(names) or not path.isprintable():
+        return None
+    return path
 
 
 def check_webhook_url(prefixes: tuple[str, ...], url: str, param: str) -> None:
@@ -188,47 +268,60 @@ class Webhooks:
         self._prefixes = prefixes
         self._secret = secret
         self._queues = queues
-        self._ended = asyncio.Event()
+        #: Something is due, or there is room for it.
+        self._changed = asyncio.Event()
+        self._under_way = _UnderWay()
 
     def wake(self) -> None:
         """Something is over."""
-        self._ended.set()
+        self._changed.set()
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with (
+            httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
             while True:
                 try:
-                    await self._deliver_due(client)
+                    await self._begin_due(client, tasks)
                 except Exception:
                     _log.exception("ends could not be told; it is tried again")
                     await asyncio.sleep(_AGAIN_S)
 
-    async def _deliver_due(self, client: httpx.AsyncClient) -> None:
-        """What is due, and then wait for more."""
-        self._ended.clear()
-        delivered = 0
+    async def _begin_due(self, client: httpx.AsyncClient, tasks: asyncio.TaskGroup) -> None:
+        """Send what is due and has room, and wait for a change."""
+        self._changed.clear()
+        now = time.time()
+        times: list[float] = []
         for queue in self._queues:
-            due = await self._keeper.do(queue.due, time.time(), _AT_ONCE)
-            await asyncio.gather(*(self._deliver(client, queue, each) for each in due))
-            delivered += len(due)
-        if not delivered:
-            await self._sleep()
-
-    async def _sleep(self) -> None:
-        """Until the next one is due, or something has ended."""
-        times = [await self._keeper.do(queue.next_at) for queue in self._queues]
-        known = [at for at in times if at is not None]
-        pause = max(0.0, min(known) - time.time()) if known else None
-        try:
+            before = dict(self._under_way.lanes)
+            chosen = _UnderWay(before)
+            for delivery in await self._keeper.do(queue.due, now, chosen):
+                self._under_way.lanes[delivery.id] = chosen.lanes[delivery.id]
+                tasks.create_task(self._deliver(client, queue, delivery))
+            next_at = await self._keeper.do(queue.next_at, now)
+            times += [] if next_at is None else [next_at]
+        pause = max(0.0, min(times) - time.time()) if times else None
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
-                await self._ended.wait()
-        except TimeoutError:
-            pass
+                await self._changed.wait()
 
     async def _deliver(
         self, client: httpx.AsyncClient, queue: Deliveries, delivery: _Delivery
     ) -> None:
+        """One try, and what comes of it. Never raises."""
+        try:
+            await self._try(client, queue, delivery)
+        except Exception:
+            _log.exception("the end of %s could not be told; it is tried again", delivery.id)
+            await asyncio.sleep(_AGAIN_S)
+        finally:
+            del self._under_way.lanes[delivery.id]
+            self._changed.set()
+
+    async def _try(self, client: httpx.AsyncClient, queue: Deliveries, delivery: _Delivery) -> None:
         problem = await self._send(client, delivery)
         again_at = None
         if problem and delivery.attempts < len(_PAUSES_S):
@@ -251,7 +344,12 @@ class Webhooks:
         headers = _signed(self._secret, delivery.event.id, int(time.time()), body)
         try:
             # What is answered is not read.
-            async with client.stream("POST", url, content=body, headers=headers) as response:
+            async with (
+                asyncio.timeout(_TIMEOUT_S),
+                client.stream("POST", url, content=body, headers=headers) as response,
+            ):
                 return "" if response.is_success else f"status {response.status_code}"
+        except TimeoutError:
+            return f"no answer within {_TIMEOUT_S:g} s"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             return type(error).__name__

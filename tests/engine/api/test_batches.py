@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from batch_files import CHATS, EMBEDDINGS, answers, begin, client_of, ended, jso
 from openai import OpenAI
 from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
-from webhook_receiver import receiving
+from webhook_receiver import dripping, receiving
 
 from jitney.engine.api.batches import webhooks
 from jitney.engine.api.batches.execution import LineExecutor
@@ -66,6 +68,27 @@ def test_a_large_file_comes_back_as_it_was(folder: Path):
     with serving(folder) as client:
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         assert client.files.content(file.id).content == content
+
+
+def test_slow_uploads_of_one_key_leave_room_for_others(folder: Path):
+    keys = (digest_key("ann"), digest_key("bob"))
+    head = (
+        b"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ann\r\n"
+        b"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n"
+    )
+    with serving(folder, key="bob", api_keys=keys) as bob:
+        port = bob.base_url.port
+        with contextlib.ExitStack() as slow:
+            for _ in range(8):
+                sock = slow.enter_context(socket.create_connection(("127.0.0.1", port)))
+                sock.sendall(head)
+            until(lambda: len(list((folder / "files").glob("*.part"))) == 8)
+            ann = client_of(str(bob.base_url).removesuffix("/v1/"), "ann")
+            with pytest.raises(openai.RateLimitError):
+                ann.files.create(file=("a", b"x"), purpose="batch")
+            assert bob.files.create(file=("a", b"x"), purpose="batch").bytes == 1
+        until(lambda: not list((folder / "files").glob("*.part")))
+        assert ann.files.create(file=("a", b"x"), purpose="batch").bytes == 1
 
 
 def test_lists_come_in_pages(folder: Path):
@@ -494,12 +517,76 @@ def test_an_end_that_was_not_told_is_told_after_a_restart(
             assert event.data.id == batch.id
 
 
+def test_a_receiver_that_drips_keeps_nobody_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither another receiver of the same key, nor the end of the server."""
+    monkeypatch.setattr(webhooks, "_TIMEOUT_S", 120.0)
+    with dripping() as slow, receiving(lambda number: False) as hooks:
+        limits: dict[str, Any] = {
+            "webhook_prefixes": (slow.url, hooks.url),
+            "webhook_secret": "s",
+            "key_batches": 1000,
+        }
+        with serving(folder, **limits) as client:
+            file = client.files.create(file=("in.jsonl", jsonl([])), purpose="batch")
+
+            def begin_batch(url: str) -> None:
+                client.batches.create(
+                    input_file_id=file.id,
+                    endpoint=CHATS,
+                    completion_window="24h",
+                    metadata={"webhook_url": url},
+                )
+
+            for number in range(70):
+                begin_batch(f"{slow.url}{number}")
+            until(lambda: slow.came > 0)
+            for number in range(8):
+                begin_batch(f"{hooks.url}{number}")
+            until(lambda: len(hooks.taken) == 8)
+            assert not slow.ended
+
+
+def test_a_receiver_that_drips_is_cut_off_and_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(webhooks, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(webhooks, "_PAUSES_S", (0.05,))
+    with dripping() as slow:
+        limits: dict[str, Any] = {"webhook_prefixes": (slow.url,), "webhook_secret": "s"}
+        with serving(folder, **limits) as client:
+            begin(client, [], metadata={"webhook_url": slow.url})
+            until(lambda: slow.came == slow.ended == 2, 10)
+
+
+def test_each_key_has_a_lane_to_each_receiver():
+    under_way = webhooks._UnderWay()
+    lanes = [("ann", "slow"), ("ann", "fast"), ("bob", "slow")]
+    for lane in lanes:
+        begun = [under_way.take(f"{lane} {number}", lane) for number in range(10)]
+        assert begun == [True] * webhooks._OF_LANE + [False] * (10 - webhooks._OF_LANE)
+    [first, *_] = under_way.lanes
+    del under_way.lanes[first]
+    assert not under_way.take("('ann', 'slow') 1", ("ann", "slow")), "it is being sent"
+    assert under_way.take(first, ("ann", "slow"))
+    for number in range(webhooks._AT_ONCE):
+        under_way.take(f"{number}", ("ann", f"{number}"))
+    assert under_way.is_full and len(under_way.lanes) == webhooks._AT_ONCE
+
+
 def test_where_ends_may_be_told():
-    prefixes = ("https://hooks.example.org/jitney/", "http://127.0.0.1:9/x")
+    prefixes = (
+        "https://hooks.example.org/jitney/",
+        "http://127.0.0.1:9/x",
+        "https://Other.example.org:443",
+    )
     for good in (
         "https://hooks.example.org/jitney/",
         "https://hooks.example.org/jitney/a?b=c",
         "https://HOOKS.example.org/jitney/a",
+        "https://hooks.example.org:443/jitney/a",
+        "https://hooks.example.org/jitney/a/../b",
+        "https://hooks.example.org/jitney/a;v=1/%c3%a9%20%2fb",
+        "https://other.example.org/any",
         "http://127.0.0.1:9/x",
         "http://127.0.0.1:9/x/y",
     ):
@@ -515,6 +602,20 @@ def test_where_ends_may_be_told():
         "https://hooks.example.org/jitney/../admin",
         "https://hooks.example.org/jitney/%2e%2E/admin",
         "https://hooks.example.org/jitney/.%2e/admin",
+        "https://hooks.example.org/jitney/..%2fadmin",
+        "https://hooks.example.org/jitney/a%2f..%2F..%2fadmin",
+        "https://hooks.example.org/jitney/%252e%252e/admin",
+        "https://hooks.example.org/jitney/%25252e%25252e%25252fadmin",
+        "https://hooks.example.org/jitney/..;/admin",
+        "https://hooks.example.org/jitney/..;a=b/admin",
+        "https://hooks.example.org/jitney/..%3b/admin",
+        "https://hooks.example.org/jitney/..%5cadmin",
+        "https://hooks.example.org/jitney/%c0%ae%c0%ae/admin",
+        "https://hooks.example.org/jitney/%ef%bc%8e%ef%bc%8e/admin",
+        "https://hooks.example.org/jitney/..%20/admin",
+        "https://hooks.example.org/jitney/..%00/admin",
+        "https://hooks.example.org/jitney%2fa",
+        "https://hooks.example.org:80/jitney/a",
         "https://hooks.example.org\\@evil.org/jitney/",
         "https://hooks.example.org/jitney/ a",
         "https://hooks.example.org/jitney/#a",

@@ -339,7 +339,7 @@ def test_a_job_ends_once(tmp_path: Path):
     found = JOBS.find(store, "job_1", "me")
     assert found and found.status == "completed" and found.answer == b"{}"
     assert JOBS.find(store, "job_1", "you") is None and not JOBS.unfinished(store)
-    [due] = JOBS.due(store, 9.0, 5)
+    [due] = JOBS.due(store, 9.0, webhooks._UnderWay())
     assert (due.id, due.event.type, due.attempts) == ("job_1", "job.completed", 0)
     _add(store, "job_2")
     assert JOBS.find(store, "job_1", "me"), "its end has not been told"

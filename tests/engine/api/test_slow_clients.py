@@ -9,19 +9,24 @@ import contextlib
 import json
 import resource
 import select
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, run, served, until
+from places import SUPPORT
 from server_settings import server_settings
 
 from jitney.engine.api import connections as connections_module
 from jitney.engine.api import protocol
 from jitney.engine.api.connections import Connections
-from jitney.engine.api.settings import ServerSettings
+from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli.descriptors import connections_within, raise_descriptor_limit
 from jitney.engine.cli.listen import listen
 from jitney.engine.config.schema import ServerSection
@@ -142,14 +147,13 @@ def test_all_that_waits_together_is_bounded():
         has_unread = False
 
         def __init__(self, waiting: int):
-            self.idle_since: float | None = None
             self.written = self.waiting = waiting
             self.dropped = False
 
         def drop(self) -> None:
             self.dropped = True
 
-        def close(self) -> None:
+        def give_way(self) -> None:
             raise AssertionError("it is not idle")
 
     async def look() -> list[bool]:
@@ -165,7 +169,7 @@ def test_all_that_waits_together_is_bounded():
 
 
 def test_connections_beyond_the_limit_are_told_so_and_probes_are_answered(monkeypatch):
-    monkeypatch.setattr(connections_module, "_SPARE", 2)
+    monkeypatch.setattr(connections_module, "SPARE", 2)
     with server(max_connections=2) as (_, connections, port):
         kept = [connect(port) for _ in range(2)]
         until(lambda: connections.n_open == 2)
@@ -179,8 +183,9 @@ def test_connections_beyond_the_limit_are_told_so_and_probes_are_answered(monkey
         until(lambda: connections.n_open == 2)
         more = [connect(port) for _ in range(2)]
         until(lambda: connections.n_open == 4)
-        with connect(port) as too_many, contextlib.suppress(ConnectionError):
-            assert too_many.recv(100) == b""
+        assert lives(port), "the first beyond the limit gives way"
+        with contextlib.suppress(ConnectionError):
+            assert more[0].recv(100) == b""
         for sock in [*kept, *more]:
             sock.close()
         until(lambda: not connections.n_open)
@@ -221,6 +226,130 @@ def test_an_idle_connection_makes_room_for_a_new_client():
         for sock in socks:
             sock.close()
         until(lambda: not connections.n_open, 30)
+
+
+_PROBE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def probed(sock: socket.socket) -> bool:
+    """Whether a probe is answered on this connection, which stays open."""
+    sock.sendall(_PROBE)
+    answer = b""
+    while not answer.endswith(b"}"):
+        answer += sock.recv(1 << 16)
+    return answer.startswith(b"HTTP/1.1 200")
+
+
+def test_idle_connections_give_way_however_many_they_are(monkeypatch):
+    """Also those that came as all others had come and none had asked yet."""
+    monkeypatch.setattr(connections_module, "SPARE", 2)
+    with server(max_connections=4) as (_, connections, port):
+        idle = [connect(port) for _ in range(6)]
+        until(lambda: connections.n_open == 6)
+        assert all([probed(sock) for sock in idle])
+        for _ in range(3):
+            with http_client(f"http://127.0.0.1:{port}") as client:
+                reply = client.post("/v1/completions", json={"model": "m", "prompt": "a"})
+                assert reply.status_code == 200
+        assert connections.n_open <= 4
+        for sock in idle:
+            sock.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp"], ids=["nothing", "half a head"])
+def test_a_connection_that_asks_nothing_gives_way(sent: bytes, monkeypatch):
+    """Once it has been open for a moment; and none that has an answer coming."""
+    monkeypatch.setattr(connections_module, "_GRACE_S", 0.0)
+    script = Script("x" * 200, chunk=1, delay_s=0.01)
+    with (
+        server(script, max_connections=2) as (engine, connections, port),
+        connect(port) as busy,
+        connect(port) as silent,
+        connect(port) as other,
+    ):
+        post(busy, _SHORT | {"max_tokens": 200, "ignore_eos": True})
+        until(lambda: bool(engine.open))
+        silent.sendall(sent)
+        engine.script = Script("ab")
+        post(other, _SHORT)
+        assert read_answer(other).startswith(b"HTTP/1.1 200")
+        with contextlib.suppress(ConnectionError):
+            assert silent.recv(100) == b""
+        assert read_answer(busy).startswith(b"HTTP/1.1 200")
+        assert connections.n_open == 2
+
+
+def test_a_connection_beyond_the_limit_is_served_once_another_is_idle():
+    script = Script("x" * 20, delay_s=0.01)
+    with (
+        server(script, max_connections=1) as (engine, _, port),
+        connect(port) as first,
+        connect(port) as second,
+    ):
+        post(first, _SHORT)
+        until(lambda: bool(engine.open))
+        assert probed(second)
+        assert read_answer(first).startswith(b"HTTP/1.1 200")
+        post(second, _SHORT)
+        assert read_answer(second).startswith(b"HTTP/1.1 200")
+        assert first.recv(100) == b""
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/ping", "/metrics"])
+def test_probes_are_answered_while_all_connections_are_at_work(path: str, monkeypatch):
+    """And while more come that say nothing."""
+    monkeypatch.setattr(connections_module, "SPARE", 3)
+    script = Script("x" * 500, chunk=1, delay_s=0.02)
+    with server(script, max_connections=2) as (engine, connections, port):
+        socks = [connect(port) for _ in range(2)]
+        for sock in socks:
+            post(sock, _SHORT | {"max_tokens": 500, "ignore_eos": True})
+        until(lambda: len(engine.open) == 2)
+        socks += [connect(port) for _ in range(10)]
+        until(lambda: connections.n_open == 5)
+        with http_client(f"http://127.0.0.1:{port}") as client:
+            assert client.get(path).status_code == 200
+            full = client.post("/v1/completions", json={"model": "m", "prompt": "a"})
+            assert full.status_code == 503
+            assert full.json()["error"]["code"] == "too_many_connections"
+        assert len(engine.open) == 2
+        for sock in socks:
+            sock.close()
+        until(lambda: not engine.open)
+
+
+def generating(sock: socket.socket, key: str = "") -> None:
+    """Begin a long stream."""
+    body = json.dumps(_SHORT | {"max_tokens": 500, "ignore_eos": True}).encode()
+    shown = f"Authorization: Bearer {key}\r\n".encode() if key else b""
+    sock.sendall(_HEAD + shown + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+
+@pytest.mark.parametrize("by", ["key", "address"])
+def test_no_client_takes_all_connections(by: str):
+    """Three quarters are the most; what another one asks is answered."""
+    keys = {"api_keys": (digest_key("much"), digest_key("little"))} if by == "key" else {}
+    script = Script("x" * 500, chunk=1, delay_s=0.02)
+    with server(script, max_connections=4, **keys) as (engine, _, port):
+        socks = [connect(port) for _ in range(3)]
+        for sock in socks:
+            generating(sock, "much" if keys else "")
+        until(lambda: len(engine.open) == 3)
+        much, little = (
+            {"authorization": f"Bearer {name}"} if keys else {} for name in ("much", "little")
+        )
+        source = "" if keys else "127.0.0.2"
+        url = f"http://127.0.0.1:{port}/v1/models"
+        assert httpx.get(url, headers=much, trust_env=False).status_code == 429
+        transport = httpx.HTTPTransport(local_address=source or None, trust_env=False)
+        with httpx.Client(transport=transport) as other:
+            assert other.get(url, headers=little).status_code == 200
+        socks.pop().close()
+        until(lambda: len(engine.open) == 2)
+        assert httpx.get(url, headers=much, trust_env=False).status_code == 200
+        for sock in socks:
+            sock.close()
+        until(lambda: not engine.open)
 
 
 #: One short answer of a connection that stays open.
@@ -282,7 +411,7 @@ def test_who_has_just_sent_a_request_does_not_make_room():
     class Racing(Connections):
         def opened(self, connection: Any) -> None:
             if clients:
-                oldest: Any = min(self._open, key=lambda each: each.idle_since or 0.0)
+                oldest: Any = next(iter(self._kept))
                 send_unread(clients.pop(), oldest)
             super().opened(connection)
 
@@ -394,5 +523,44 @@ def test_the_limit_of_open_files_is_raised_and_said_when_it_is_low(caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert connections_within(1024, 5000) == 1024 and not caplog.text
-    assert connections_within(1024, 300) == 172
-    assert "at most 172 connections instead of 1024" in caplog.text
+    assert connections_within(1024, 300) == 28
+    assert "at most 28 connections instead of 1024" in caplog.text
+
+
+#: A server as `jitney serve` has it, that may have few files open; prints its port.
+_WITH_FEW_FILES = """
+import asyncio, resource, sys
+sys.path.append(sys.argv[1])
+from api_fakes import make_app
+from jitney.engine.api.connections import Connections
+from jitney.engine.cli.listen import AcceptedKeys, listen
+from jitney.engine.cli.serve import limits, web_server
+from jitney.engine.config.schema import Config
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+settings = limits(Config(), AcceptedKeys())
+server = web_server(Config(), settings, make_app(), Connections(settings))
+with listen("127.0.0.1", 0) as bound:
+    print(bound.getsockname()[1], flush=True)
+    asyncio.run(server.serve(sockets=[bound]))
+"""
+
+
+def test_more_connections_than_files_lock_nobody_out():
+    """They come at once, while the server looks elsewhere."""
+    command = [sys.executable, "-P", "-c", _WITH_FEW_FILES, str(SUPPORT)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            port = int(process.stdout.readline())
+            until(lambda: lives(port))
+            process.send_signal(signal.SIGSTOP)
+            crowd = [connect(port) for _ in range(600)]
+            process.send_signal(signal.SIGCONT)
+            started = time.monotonic()
+            assert lives(port) and time.monotonic() - started < 10
+            for sock in crowd:
+                sock.close()
+        finally:
+            process.kill()
+        assert "out of system resource" not in process.stderr.read()

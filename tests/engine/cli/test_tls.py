@@ -212,3 +212,37 @@ def test_a_certificate_that_cannot_be_used_is_one_line(
         with pytest.raises(ConfigError, match=says) as error:
             check_tls(ServerSection(ssl_certfile=files[0], ssl_keyfile=files[1]))
         assert "\n" not in str(error.value)
+
+
+def test_connections_without_a_handshake_give_way_and_are_ended(certificate: tuple[str, str]):
+    cert, key = certificate
+    flags = {"ssl_certfile": cert, "ssl_keyfile": key, "max_connections": "1"}
+    flags |= {"read_timeout_s": "2"}
+    with serving(**flags) as url, client_of(url, cert) as web:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        crowd = [socket.create_connection(address, 20) for _ in range(100)]
+        assert web.get("/livez").status_code == 200
+        assert [sock.recv(1) for sock in crowd] == [b""] * 100
+        with pytest.raises(httpx.HTTPError), client_of(url.replace("https", "http")) as plain:
+            plain.get("/livez")
+        assert web.get("/livez").status_code == 200
+
+
+def test_an_idle_connection_over_tls_gives_way_at_once(certificate: tuple[str, str]):
+    """Though its client never says farewell."""
+    cert, key = certificate
+    flags = {"ssl_certfile": cert, "ssl_keyfile": key, "max_connections": "1"}
+    bearer = {"authorization": f"Bearer {KEY}"}
+    context = ssl.create_default_context(cafile=cert)
+    with serving(**flags) as url, client_of(url, cert) as web:
+        plain = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        idle = context.wrap_socket(plain, server_hostname="localhost")
+        idle.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = idle.recv(1 << 16)
+        while not answer.endswith(b"}"):
+            answer += idle.recv(1 << 16)
+        assert web.post("/v1/completions", json=PROMPT, headers=bearer).status_code == 200
+        assert idle.recv(1) == b"", "the server's farewell"
+        with socket.socket(fileno=idle.detach()) as bare:
+            bare.settimeout(10)
+            assert bare.recv(1) == b"", "and the connection is closed"

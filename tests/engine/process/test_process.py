@@ -22,6 +22,7 @@ from core_runs import random_request
 from fakes import solo
 from outputs import Outputs, collect
 from places import SUPPORT
+from process_core import INFO
 
 from jitney.engine import messages
 from jitney.engine.config.schema import Config, EngineSection, ServerSection, _ModelSection
@@ -559,6 +560,74 @@ def test_a_core_that_has_served_for_a_while_starts_the_count_anew(monkeypatch):
     run(test)
 
 
+def test_the_pause_before_a_restart_grows_while_the_same_thing_happens_soon():
+    client = ProcessClient(config(max_restarts=50))
+    killed = supervisor._CoreEnd("died", "killed", ready=True)
+    crashed = supervisor._CoreEnd("died", "crashed", ready=True, crashed=True)
+    failed = supervisor._CoreEnd("failed", "out of memory", crashed=True)
+
+    def pause(end: supervisor._CoreEnd, lived_s: float = 0.0) -> float | None:
+        client._ready_at = time.monotonic() - lived_s
+        return client._restart_delay(end)
+
+    assert [pause(killed) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert [pause(crashed), pause(crashed)] == [0.5, 1], "something else"
+    assert [pause(crashed, 20), pause(crashed, 20)] == [0.5, 0.5], "each had lived"
+    assert pause(crashed) == 1
+    client.info = INFO
+    assert [pause(failed, 100), pause(failed, 100)] == [0.5, 1], "a start is no life"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_core_that_dies_in_the_first_start_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("JITNEY_TEST_BUILDS", str(tmp_path / "builds"))
+
+    async def test() -> None:
+        async with running("build_that_dies_twice") as client:
+            await client.wait_ready()
+            assert client.state == "ready" and client.counters.engine_restarts == 2
+            assert not client.history.outages, "nothing had served yet"
+            assert (await collect(Outputs(client, request("a", 5))))[-1].tokens == [7]
+
+    run(test)
+    lines = [each.getMessage() for each in caplog.records if "starting it again" in each.message]
+    assert "SIGKILL" in lines[0] and "exit status 3" in lines[1] and len(lines) == 2
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_core_that_dies_in_every_first_start_is_given_up(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JITNEY_TEST_BUILDS", str(tmp_path / "builds"))
+
+    async def test() -> None:
+        async with running("build_that_dies_twice", max_restarts=most) as client:
+            reason = r"exit status 3.*after 1 restarts" if most else "SIGKILL"
+            with pytest.raises(EngineDead, match=reason):
+                await client.wait_ready()
+            assert client.counters.engine_restarts == most
+
+    run(test)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_first_start_that_fails_twice_in_the_same_words_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JITNEY_TEST_BUILDS", str(tmp_path / "builds"))
+
+    async def test() -> None:
+        async with running("build_that_breaks") as client:
+            with pytest.raises(EngineDead, match="broken 2"):
+                await client.wait_ready()
+            assert client.counters.engine_restarts == 2
+
+    run(test)
+
+
 def test_a_first_start_that_stands_still_ends_with_a_reason():
     async def test() -> None:
         async with running("build_that_hangs", start_timeout_s=5) as client:
@@ -641,7 +710,8 @@ def test_closing_while_loading_is_quick():
 
 
 @pytest.mark.parametrize("builder", ["build", "build_slowly"])
-def test_no_orphan_outlives_a_killed_parent(builder: str):
+def test_nothing_is_left_of_a_killed_parent(builder: str, tmp_path: Path):
+    """Neither an orphan nor the folder with its sockets."""
     ready = "client.wait_ready()" if builder == "build" else "wait_for(lambda: client._link)"
     code = (
         "import asyncio, sys\n"
@@ -659,15 +729,17 @@ def test_no_orphan_outlives_a_killed_parent(builder: str):
         [sys.executable, "-P", "-c", code, str(SUPPORT), str(Path(__file__).parent)],
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert not gone(pid)
+        assert not gone(pid) and list(tmp_path.iterdir())
         parent.kill()
     deadline = time.monotonic() + 5
     while not gone(pid):
         assert time.monotonic() < deadline, "the core outlived its parent"
         time.sleep(0.02)
+    assert not list(tmp_path.iterdir())
 
 
 def test_keys_do_not_reach_the_core(monkeypatch: pytest.MonkeyPatch):
