@@ -22,10 +22,11 @@ from jitney.engine.errors import RequestError
 from jitney.engine.lru import LruCache
 from jitney.engine.messages import GrammarWork
 from jitney.engine.scheduler.plan import mask_words
-from jitney.engine.structured.compiling import new_matcher
+from jitney.engine.structured.compiling import first_mask, new_matcher
 from jitney.engine.structured.embedding import writes_json
 from jitney.engine.structured.lane import Lane
 from jitney.engine.structured.numbers import NumberEnds
+from jitney.engine.structured.refusals import NO_TOKEN
 from jitney.engine.types import Grammar, SamplingParams
 
 _log = logging.getLogger("jitney.core")
@@ -190,7 +191,7 @@ class GrammarMatcher:
             mask = np.empty((1, self._lanes.words), np.int32)
             fill_next_token_bitmask(self._inner, mask, 0)
             if self._inner.is_error():
-                raise _too_complex(self._inner)
+                raise _stopped(self._inner)
             seconds = time.thread_time() - started
             self._lanes.count(seconds)
             self._slow = seconds > _SLOW_S
@@ -200,29 +201,33 @@ class GrammarMatcher:
             self._error = error
         except BaseException:  # a panic of the library's; the thread must go on
             _log.exception("a grammar's mask could not be computed")
-            self._error = _no_mask()
+            self._error = _too_complex()
         self._pending = False
 
     def _go_on(self, is_allowed: bool) -> None:
         """`_inner` has gone past the fresh tokens, if they are allowed."""
         if not is_allowed:
-            self._error = _too_complex(self._inner)
+            self._error = _stopped(self._inner)
         if self._number_ends is not None:
             self._tail = self._number_ends.after(self._tail, self._fresh)
         self._fresh = []
 
 
-def _too_complex(matcher: LLMatcher) -> RequestError:
-    """A matcher cannot go on: a limit was met."""
+def _stopped(matcher: LLMatcher) -> RequestError:
+    """A matcher cannot go on: a limit was met, or there is nothing to go on with."""
     reason = " ".join(matcher.get_error().split())[:200]
     _log.warning("a grammar's matcher cannot go on: %s", reason)
-    return _no_mask()
+    return _dead_end() if reason.startswith(NO_TOKEN) else _too_complex()
 
 
-def _no_mask() -> RequestError:
+def _too_complex() -> RequestError:
     return RequestError(
         "the grammar became too complex to go on with this answer", code="grammar_too_complex"
     )
+
+
+def _dead_end() -> RequestError:
+    return RequestError("none of the tokens that may be chosen goes on with the grammar")
 
 
 class _TokenRules:
@@ -405,7 +410,7 @@ class Matchers:
         if masks[row].any():
             return True
         if not matcher.may_end:
-            raise RequestError("none of the tokens that may be chosen goes on with the grammar")
+            raise _dead_end()
         return False
 
     def take_work(self) -> GrammarWork | None:
@@ -451,16 +456,13 @@ class Matchers:
             if self._number_ends is None and writes_json(grammar):
                 self._number_ends = NumberEnds(self._trie)
             matcher, started = new_matcher(grammar, self._trie), time.thread_time()
-            mask = self.masks(1)
-            fill_next_token_bitmask(matcher, mask, 0)  # what the lexer finds out now, copies know
-            if matcher.is_error():
-                raise _too_complex(matcher)
+            mask = first_mask(matcher)
         except RequestError as error:
             return error
         except BaseException:  # a panic of the library's; the thread must go on
             _log.exception("a grammar could not be compiled")
             return RequestError("the grammar could not be compiled", code="grammar_too_complex")
-        return _Compiled(matcher, mask[0], time.thread_time() - started > _SLOW_S)
+        return _Compiled(matcher, mask, time.thread_time() - started > _SLOW_S)
 
 
 def _bytes_of(grammar: Grammar) -> int:
