@@ -69,9 +69,9 @@ def checked(grammar: Grammar, trie: LLTokenizer) -> Embedded:
 
 
 def first_mask(matcher: LLMatcher) -> np.ndarray:
-    """The tokens that a text begins with, int32 [ceil(V / 32)]; what the lexer finds out for it,
-    copies of the matcher know. Raises RequestError if there are none, or finding them takes too
-    much.
+    """The tokens that a text begins with, int32 [at least ceil(V / 32)]; what the lexer finds out
+    for it, copies of the matcher know. Raises RequestError if there are none, or finding them takes
+    too much.
     """
     mask = matcher.compute_bitmask()
     if matcher.is_error():

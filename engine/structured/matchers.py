@@ -38,7 +38,7 @@ _STEP_S = 0.02
 #: Processor seconds of a mask from which on the sequence's next one is not waited for at all.
 _SLOW_S = 0.002
 #: Processor seconds that the masks of a request may take, and more of them for each token.
-_REQUEST_S, _TOKEN_S = 1.0, 0.02
+_REQUEST_S, _TOKEN_S = 1.0, 0.01
 #: Compiled grammars kept, in bytes: what one takes beside its text, and how much its text counts
 #: (a schema of 20 fields: 0.1 MB).
 _MOST_BYTES = 64 << 20
@@ -456,7 +456,7 @@ class Matchers:
             if self._number_ends is None and writes_json(grammar):
                 self._number_ends = NumberEnds(self._trie)
             matcher, started = new_matcher(grammar, self._trie), time.thread_time()
-            mask = first_mask(matcher)
+            mask = first_mask(matcher)[: self._lanes.words]
         except RequestError as error:
             return error
         except BaseException:  # a panic of the library's; the thread must go on
