@@ -36,7 +36,8 @@ _NO_GRAMMARS = ErrorInfo(
 
 #: How XLA says that a device's memory was too small for a step.
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-#: Seconds between two looks at grammars that are being compiled, while there is nothing else to do.
+#: Seconds between two looks at grammars that are being compiled, and at masks that are being
+#: computed, while there is nothing else to do.
 _COMPILING_S = 0.002
 #: Seconds between two reports that say how long a newcomer would wait: somebody reads it every few
 #: seconds, and each costs some microseconds for every seat.
@@ -157,6 +158,8 @@ class EngineCore:
     _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
     #: The step that the device computes.
     _flight: _Flight | None = None
+    #: The last step found nothing to compute, though sequences are open.
+    _all_wait: bool = False
     #: The device's memory is free: see `sleep`.
     _asleep: bool = False
     #: When the device finished the last step; None after a time without work.
@@ -189,11 +192,13 @@ class EngineCore:
     @property
     def pause_s(self) -> float:
         """Seconds in which `step` would do nothing unless somebody comes, because the policy lets
-        all wait; or in which it need not plan (`company_s`); else 0.
+        all wait, or all sit out; or in which it need not plan (`company_s`); else 0.
         """
         if self._flight is not None or self.has_outputs or self._questions:
             return self.company_s
         pause = self.scheduler.pause(self.clock())
+        if self._all_wait:
+            pause = pause or _COMPILING_S
         if not self._compiles:
             return pause
         if not self.scheduler.has_open:
@@ -311,6 +316,7 @@ class EngineCore:
         self._let_in_compiled()
         alone = previous is not None and self._is_alone(previous.plan, started)
         plan = None if alone else self.scheduler.plan(started)
+        self._all_wait = plan is None and previous is None and self.scheduler.has_open
         failure = self._try_launch(plan, started) if plan is not None else None
         self._answer()
         outcome = self._take_result(previous) if previous is not None else _Outcome([])
@@ -344,6 +350,8 @@ class EngineCore:
         masks = self.grammars.masks(flight.plan)
         for seq, reason, error in masks.endings:
             self.scheduler.end(seq, reason, error)
+        for chunk in masks.late:
+            self.scheduler.sit_out(chunk)
         if not masks.rows:
             return None
         try:

@@ -6,8 +6,8 @@ Starts `jitney serve` with a compile cache of its own, no key and a record file 
 full, learns the answers to a set of requests while nothing disturbs it, and then asks for them
 again beside each fault, on a server of its own each: clients that leave, the core killed and
 stopped in several phases, a compile cache that is broken, requests that make the step fail or the
-model's numbers infinite, connections that ask nothing, a receiver of webhooks that drips, SIGTERM.
-Prints a table with a line for each: requests that did not get
+model's numbers infinite, connections that ask nothing, a receiver of webhooks that drips, a grammar
+whose masks take long, SIGTERM. Prints a table with a line for each: requests that did not get
 exactly the answer of before, the longest time that a stream was silent, the time until the server
 was ready again (or had ended), and what it holds afterwards, beside what it held before.
 """
@@ -50,6 +50,8 @@ BROKEN = 8
 #: Connections that ask nothing; messages to a receiver that drips; and what is measured beside
 #: each: probes, and messages to another receiver.
 IDLE, WEBHOOKS, PROBES = 2000, 100, 50
+#: A grammar in GBNF by which one text can be read in very many ways.
+AMBIGUOUS = 'root ::= s\ns ::= s s | "a" | s s s | ""\n'
 
 
 @dataclass
@@ -486,6 +488,24 @@ async def dripping_webhook(
     return replace(row, fault=name)
 
 
+async def ambiguous_grammar(known: list[Answer], name: str, n: int, server: Server) -> Row:
+    """Answers held to a grammar by which one text can be read in very many ways: each mask takes
+    longer than the one before, and the request must end for that.
+    """
+
+    async def fault(answers: list[Answer]) -> float:
+        while not all(answer.pieces for answer in answers):
+            await asyncio.sleep(0.01)
+        wanted = {"structured_outputs": {"grammar": AMBIGUOUS}, "n": n, "temperature": 1.0}
+        body = request(server.model, 0) | wanted | {"stream": False, "max_tokens": 400}
+        reply = await server.client.post("/v1/completions", json=body)
+        if reply.status_code != 400 or reply.json()["error"]["code"] != "grammar_too_complex":
+            raise SystemExit(f"{name}: {reply.status_code} {reply.text[:200]}")
+        return time.monotonic()
+
+    return await beside(server, name, known, fault)
+
+
 async def told_to_stop(known: list[Answer], name: str, pieces: int, server: Server) -> Row:
     """SIGTERM after so many pieces of each stream on average; every stream must end with its whole
     answer, or with the error `draining`.
@@ -550,6 +570,7 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
     leaving = f"{args.disconnects:,} clients leave, {args.open} open"
     nan = f"{BROKEN} requests with logits that are not finite"
     poison = f"{BROKEN} requests that make the step fail"
+    one, many = (f"an ambiguous grammar, {n} beside streams" for n in ("1", "29"))
     stopped = "SIGTERM while it generates"
     cut = "SIGTERM while it generates, no time to finish"
     return [
@@ -562,6 +583,8 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
         Trial(poison, partial(broken_requests, known, poison, POISON, "request_failed"), FAULTY),
         Trial("idle connections", lambda server: idle_connections(server, known, IDLE)),
         webhook_trial(known, cache.parent),
+        Trial(one, partial(ambiguous_grammar, known, one, 1)),
+        Trial(many, partial(ambiguous_grammar, known[:3], many, 29)),
         Trial(stopped, partial(told_to_stop, known, stopped, 20)),
         Trial(cut, partial(told_to_stop, known, cut, 20), flags=("--drain-s", "0")),
     ]

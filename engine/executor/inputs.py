@@ -450,14 +450,15 @@ class BatchBuilder:
 
     def _decode_rows(self, chunks: list[Chunk]) -> _StepRows:
         page, width, tables = self.page_size, self.pages, self._tables
-        rows = _StepRows()
+        rows = _StepRows(tokens=[-1] * len(chunks))
         token_seats, positions, write_rows = rows.token_seats, rows.positions, rows.write_rows
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
             seat, start = chunk.seq.seat, chunk.start
+            if start < len(chunk.seq.tokens):  # the device may have chosen another one, see sit_out
+                rows.tokens[number] = chunk.seq.tokens[start]
             token_seats.append(seat)
             positions.append(start)
             write_rows.append(tables[seat * width + start // page] * page + start % page)
-        rows.tokens = [-1] * len(chunks)
         rows.kv_lens = [start + 1 for start in positions]
         rows.cu_q = list(range(len(chunks) + 1))
         rows.logit_rows = rows.cu_q[:-1]

@@ -66,6 +66,8 @@ class Chunk(msgspec.Struct, gc=False):
     recomputed: int = 0
     #: See `scored`.
     score_start: int = 0
+    #: Its token does not count; see `Scheduler.sit_out`.
+    sits_out: bool = False
 
     @property
     def end(self) -> int:

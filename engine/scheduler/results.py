@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from jitney.engine.errors import ErrorInfo, RequestError
+from jitney.engine.errors import ErrorInfo
 from jitney.engine.scheduler.kv_pages import PagePool
 from jitney.engine.scheduler.plan import Chunk, Plan, StepResult
 from jitney.engine.scheduler.prompt_scores import PromptScores
@@ -66,6 +66,8 @@ class Results:
                 plan.recomputed += 1
             else:
                 fresh += 1
+            if chunk.sits_out:
+                continue
             try:
                 self._append(seq, result, row, now)
             except Exception:
@@ -100,7 +102,7 @@ class Results:
                 return
             if chunk.scored:
                 self._score(seq, chunk, entries)
-            if chunk.sample and not ended:
+            if chunk.sample and not ended and not chunk.sits_out:
                 self._append(seq, result, row, now)
             if chunk.pools and not ended:
                 self._pool(chunk, result, number, now)
@@ -153,6 +155,8 @@ class Results:
         seq.in_flight -= 1
         if seq.replay is not None:
             self._take_again(seq, seq.replay, token, now)
+            if seq.matcher is not None:
+                seq.matcher.take(seq.tokens, seq.n_prompt)
             return
         if token < 0:
             self._fail(seq)
@@ -203,12 +207,7 @@ class Results:
 
     def _match(self, seq: Sequence, matcher: Matcher, output: SequenceOutput) -> None:
         """Go on in the sequence's grammar, to whose end it may have come with this output."""
-        try:
-            matcher.take(seq.tokens, seq.n_prompt)
-        except RequestError as error:
-            if seq.finish is None:
-                self.state.end(seq, "error", error.info)
-            return
+        matcher.take(seq.tokens, seq.n_prompt)
         if matcher.complete:
             if seq.finish is None:
                 self.state.close(seq, "stop")

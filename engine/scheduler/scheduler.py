@@ -213,6 +213,20 @@ class Scheduler:
         """End an open sequence between two steps."""
         self.state.end(seq, reason, error)
 
+    def sit_out(self, chunk: Chunk) -> None:
+        """The token of a chunk of the newest plan does not count, since nobody knows yet by what it
+        is chosen. Its sequence has no row in a plan until that is known, and then the last one
+        again.
+        """
+        seq = chunk.seq
+        if not seq.seated:
+            return  # the token is stale anyway (`Replay`)
+        chunk.sits_out = True
+        seq.computed_high = max(seq.computed_high, seq.scheduled)
+        seq.scheduled -= 1
+        seq.in_flight -= 1
+        self.state.reorder()
+
     def plan(self, now: float) -> Plan | None:
         """The next step, or None if there is nothing to compute; ends whoever is past its deadline
         first.
@@ -531,9 +545,12 @@ class Scheduler:
                 if room < 0:
                     self.state.reorder()
                     continue
+            if seq.matcher is not None and seq.matcher.late:
+                self.state.reorder()
+                continue
             rows.append(seq)
             # Its pages are full: those of the prompt, and one for as many tokens since.
-            if start % page_size == 0:
+            if start % page_size == 0 and start == len(seq.pages) * page_size:
                 needy.append(seq)
         for seq in done:
             self.state.leave_early(seq)

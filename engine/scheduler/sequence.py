@@ -20,14 +20,17 @@ class Matcher(Protocol):
     """Where a sequence stands in its grammar (`engine.structured.matchers`)."""
 
     def take(self, tokens: list[int], start: int) -> None:
-        """Go on to the end of a sequence's tokens, whose output begins at `start`. Raises
-        RequestError if the grammar does not allow them, or is too complex to say.
-        """
+        """Go on to the end of a sequence's tokens, whose output begins at `start`."""
         ...
 
     @property
     def complete(self) -> bool:
         """The text is whole and nothing may follow it."""
+        ...
+
+    @property
+    def late(self) -> bool:
+        """Which tokens may come next is still being found out: steps go on without the sequence."""
         ...
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -60,9 +61,22 @@ def new_matcher(grammar: Grammar, trie: LLTokenizer) -> LLMatcher:
 
 def checked(grammar: Grammar, trie: LLTokenizer) -> Embedded:
     """The grammar as `new_matcher` takes it without another look at its schemas. Raises
-    RequestError for one that has no matcher.
+    RequestError for one that has no matcher, or matches no text.
     """
-    return _Compiler(trie).compiled(grammar)[0]
+    found, matcher = _Compiler(trie).compiled(grammar)
+    first_mask(matcher)
+    return found
+
+
+def first_mask(matcher: LLMatcher) -> np.ndarray:
+    """The tokens that a text begins with, int32 [at least ceil(V / 32)]; what the lexer finds out
+    for it, copies of the matcher know. Raises RequestError if there are none, or finding them takes
+    too much.
+    """
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise bad_grammar(matcher.get_error())
+    return np.frombuffer(mask, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

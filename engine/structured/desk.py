@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 
 from jitney.engine.errors import ErrorInfo, RequestError
 from jitney.engine.messages import GrammarWork
-from jitney.engine.scheduler.plan import MaskedRow, Plan
+from jitney.engine.scheduler.plan import Chunk, MaskedRow, Plan
 from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.structured.matchers import GrammarMatcher, Matchers, RuledMatcher
 from jitney.engine.types import EngineRequest, FinishReason, Grammar, SamplingParams
@@ -66,6 +66,8 @@ class _Masks(NamedTuple):
     #: int32 [rows, ceil(V / 32)].
     masks: np.ndarray
     endings: list[_Ending]
+    #: Whose mask is not known yet.
+    late: list[Chunk]
 
 
 class GrammarDesk:
@@ -131,31 +133,40 @@ class GrammarDesk:
 
     def masks(self, plan: Plan) -> _Masks:
         """The masks of a plan's rows, now that all tokens before them are known. Rows of sequences
-        that have ended get none.
+        that have ended get none, nor do those whose mask takes long.
         """
-        started = time.perf_counter()
         open_rows = [row for row in plan.masked if row.chunk.seq.finish is None]
+        self._begin([row.chunk.seq for row in open_rows])
         masks = self._matchers.masks(len(open_rows))
-        rows: list[MaskedRow] = []
-        endings: list[_Ending] = []
+        found = _Masks([], masks, [], [])
         for row in open_rows:
-            ending = self._fill(row.chunk.seq, masks, len(rows))
+            seq = row.chunk.seq
+            if _matcher_of(seq).late:
+                found.late.append(row.chunk)
+                continue
+            ending = self._fill(seq, masks, len(found.rows))
             if ending is None:
-                rows.append(row)
+                found.rows.append(row)
             else:
-                endings.append(ending)
-        self._matchers.count_masks(len(rows), time.perf_counter() - started)
-        return _Masks(rows, masks[: len(rows)], endings)
+                found.endings.append(ending)
+        return found._replace(masks=masks[: len(found.rows)])
+
+    def _begin(self, sequences: list[Sequence]) -> None:
+        """Have the masks of their next tokens computed, and wait for them a little."""
+        awaited = False
+        for seq in sequences:
+            matcher = _matcher_of(seq)
+            matcher.take(seq.tokens, seq.n_prompt)
+            awaited |= matcher.begin()
+        if awaited:
+            self._matchers.wait()
 
     def _fill(self, seq: Sequence, masks: np.ndarray, row: int) -> _Ending | None:
         """Write the mask of a sequence's next token, or say why it gets none."""
-        matcher = seq.matcher
-        assert isinstance(matcher, (GrammarMatcher, RuledMatcher))  # made here
         may_end = not seq.request.sampling.ignore_eos
         may_end = may_end and seq.n_output + 1 >= seq.request.sampling.min_tokens
         try:
-            matcher.take(seq.tokens, seq.n_prompt)
-            if self._matchers.fill(matcher, masks, row, may_end=may_end):
+            if self._matchers.fill(_matcher_of(seq), masks, row, may_end=may_end):
                 return None
         except RequestError as error:
             return _Ending(seq, "error", error.info)
@@ -175,6 +186,11 @@ class GrammarDesk:
     def take_work(self) -> GrammarWork | None:
         """See `Matchers.take_work`."""
         return self._matchers.take_work()
+
+
+def _matcher_of(seq: Sequence) -> GrammarMatcher | RuledMatcher:
+    assert isinstance(seq.matcher, (GrammarMatcher, RuledMatcher))  # made here
+    return seq.matcher
 
 
 def _token_trie(tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> LLTokenizer:

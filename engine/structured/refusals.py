@@ -8,6 +8,8 @@ from jitney.engine.errors import RequestError
 _MOST_REASON = 200
 #: How llguidance begins the account of a limit that was met.
 _LIMIT_WORDS = ("too many", "too large", "too big", "limit", "fuel", "toocomplex", "too complex")
+#: How llguidance says that no token may come.
+NO_TOKEN = "NoExtension"
 #: What llguidance says to those who call it, and what it means for those who write a schema.
 _SAID_OTHERWISE = {
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
@@ -24,7 +26,7 @@ def bad_grammar(reason: str) -> RequestError:
 
 def refused(what: str, reason: str, param: str | None = None) -> RequestError:
     """Something cannot be used, for a reason that llguidance or we give."""
-    line = " ".join(reason.split())
+    line = "it matches no text" if reason.startswith(NO_TOKEN) else " ".join(reason.split())
     code = "invalid_value"
     if any([words in line.lower() for words in _LIMIT_WORDS]):
         code = "grammar_too_complex"

@@ -121,6 +121,20 @@ def test_what_cannot_be_kept_to_is_refused_by_name(path: str, fields: dict[str, 
     assert not client.requests
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_grammar": 'root ::= s\ns ::= s "a"'}, "guided_grammar"),
+        ({"guided_grammar": "start: T\nT: /a/ & /b/"}, "guided_grammar"),
+        ({"guided_regex": r"a[^\s\S]"}, "guided_regex"),
+    ],
+)
+def test_a_grammar_that_matches_no_text_is_not_too_complex(fields: dict[str, Any], param: str):
+    reply, client = ask("/v1/completions", fields)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert reply.error["code"] is None and not client.requests
+
+
 def test_an_error_says_where_in_the_schema_it_is():
     inner = {"type": "object", "properties": {"x/y": {"uniqueItems": True}}}
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": inner}}}

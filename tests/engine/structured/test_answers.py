@@ -11,16 +11,19 @@ from typing import Any
 
 import jsonschema
 import pytest
+from fakes import watch
 from hypothesis import HealthCheck, given, settings
 from schemas import SCHEMAS
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.errors import RequestError
-from jitney.engine.structured import grammar
+from jitney.engine.structured import grammar, matchers
 from jitney.engine.types import Grammar
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
+#: Seconds after which a mask is late for good.
+LONG_S = 60.0
 #: More blanks than an indentation of eight levels by four has, or a second line without anything.
 MOST_BLANKS = re.compile(r"[ \t]{33}|\n[ \t]*\r?\n")
 
@@ -101,6 +104,28 @@ def test_answers_are_one_of_the_choices(llm: LLM):
 def test_answers_follow_a_grammar(llm: LLM, text: str):
     for finish, answer in answers(llm, grammar.grammar(text), n=4, max_tokens=60):
         assert finish == "length" or re.fullmatch(r"a[bc]+\.", answer), answer
+
+
+def test_rows_that_sit_out_are_computed_again(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """No step waits for masks: who has none gets the same token in a later step."""
+    wanted = Grammar("regex", "[a-f]{12}")
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "grammar": wanted, "frequency_penalty": 0.5},
+        {"seed": 3, "grammar": wanted, "logprobs": 2},
+        {"temperature": 0.0, "ignore_eos": True},
+    ]
+    params = [SamplingParams(max_tokens=14, **kind) for kind in kinds]
+
+    def generated() -> list[Any]:
+        completions = [answer.outputs[0] for answer in llm.generate(["a", "b", "c"], params)]
+        return [(completion.token_ids, completion.logprobs) for completion in completions]
+
+    monkeypatch.setattr(matchers, "_STEP_S", LONG_S)
+    expected = generated()
+    monkeypatch.setattr(matchers, "_STEP_S", 0.0)
+    plans = watch(llm.core)
+    assert generated() == expected
+    assert sum([chunk.sits_out for plan in plans for chunk in plan.chunks]) > 4
 
 
 def test_any_object(llm: LLM):

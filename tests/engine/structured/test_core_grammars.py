@@ -226,6 +226,16 @@ def test_a_bad_grammar_ends_its_request_alone():
     assert ends["good", 0].finish == "stop"
 
 
+@pytest.mark.parametrize(
+    ("text", "written"), [("start: s\ns: s /a/", 0), ("start: /b/ s\ns: s /a/", 1)]
+)
+def test_a_grammar_without_any_text_is_not_too_complex(text: str, written: int):
+    """From its beginning on, or from where an answer has come to."""
+    outputs = finish_with(core_with_grammars(), [held("bad", Grammar("lark", text))])
+    [end] = ends_of(outputs).values()
+    assert code_of(end) == "invalid_value" and len(tokens_of(outputs, "bad")) == written
+
+
 def test_aborted_while_its_grammar_is_compiled():
     core = core_with_grammars()
     assert core.grammars is not None
