@@ -135,9 +135,7 @@ def _read_adapter(name: str, folder: Path) -> Adapter:
     return Adapter(name, config.scale, tensors, modules)
 
 
-def _check_ranks(
-    rank: int, tensors: SafetensorsFolder, modules: dict[str, dict[str, str]]
-) -> None:
+def _check_ranks(rank: int, tensors: SafetensorsFolder, modules: dict[str, dict[str, str]]) -> None:
     """Raises ModelError for a tensor of another rank than the configuration says, whose scale
     would be wrong.
     """

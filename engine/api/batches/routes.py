@@ -64,13 +64,13 @@ async def _upload_file(host: RequestHost, request: Request) -> Response:
     batches = _batches(host)
     keeper = await batches.keeper()
     owner = Context.of(request.scope).tenant
-    await _check_room(keeper, host.settings.server, owner)
+    await keeper.do(BatchStore.check_room, owner, host.settings.server)
     id = new_id("file-")
     async with batches.uploading():
         upload = await _received(request, keeper.part(id), host.settings.server.file_limit)
         try:
             _check_purpose(upload)
-            await _check_room(keeper, host.settings.server, owner, upload.size)
+            await keeper.do(BatchStore.check_room, owner, host.settings.server, upload.size)
             file = StoredFile(id, owner, "batch", upload.name, upload.size, int(time.time()))
             await asyncio.to_thread(keeper.part(id).rename, keeper.path(id))
             await keeper.do(BatchStore.add_file, file)
@@ -100,21 +100,6 @@ def _check_purpose(upload: Upload) -> None:
             )
     if upload.fields.get("purpose") != "batch":
         raise RequestError('purpose must be "batch"', param="purpose")
-
-
-async def _check_room(
-    keeper: StoreKeeper, server: ServerSection, owner: str, size: int = 0
-) -> None:
-    """Raise HttpError if a key has as many files, or bytes of them, as it may have."""
-    count, taken = await keeper.do(BatchStore.usage, owner)
-    if count >= server.key_files:
-        raise _full(f"one key may have {server.key_files} files (key_files)")
-    if taken + size > server.key_file_bytes:
-        raise _full(f"one key's files may have {server.key_file_bytes} bytes (key_file_bytes)")
-
-
-def _full(reason: str) -> HttpError:
-    return HttpError(400, f"{reason}; delete some", code="storage_full", param="file")
 
 
 async def _list_files(host: RequestHost, request: Request) -> Response:
@@ -209,7 +194,7 @@ async def _check_batch(keeper: StoreKeeper, server: ServerSection, batch: Batch)
         raise HttpError(404, f"no file {id}", code="not_found", param="input_file_id")
     if file.purpose != "batch":
         raise RequestError('the file\'s purpose must be "batch"', param="input_file_id")
-    await _check_room(keeper, server, batch.owner)
+    await keeper.do(BatchStore.check_room, batch.owner, server)
     if await keeper.do(BatchStore.open_batches, batch.owner) >= server.key_batches:
         raise RequestError(
             f"one key may have {server.key_batches} batches under way (key_batches)",

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import orjson
 
-from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.execution import LineAnswer, LineExecutor, Reply
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineReader
@@ -27,7 +27,7 @@ from jitney.engine.api.batches.records import (
     StoredFile,
     new_id,
 )
-from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.batches.store import BatchStore, StorageFull
 from jitney.engine.api.batches.tasks import Tasks
 
 #: Lines of a batch that are taken from the store at once.
@@ -178,8 +178,19 @@ class BatchRunner:
         path = self._keeper.path(batch.input_file_id)
         raw = await asyncio.to_thread(line.read, path)
         turn = partial(self._places.taken, batch.owner)
-        answer = await self._executor.answer(raw, line.custom_id, batch.endpoint, batch.owner, turn)
-        await self._keeper.do(BatchStore.answer, batch.id, line.number, answer.outcome, answer.text)
+        most = self._host.settings.server.key_file_bytes
+        keep = partial(self._keeper.do, BatchStore.answer, batch.id, line.number)
+        try:
+            await self._keeper.do(BatchStore.check_bytes, batch.owner, most)
+            answer = await self._executor.answer(
+                raw, line.custom_id, batch.endpoint, batch.owner, turn
+            )
+            await keep(answer.outcome, answer.text, most)
+        except StorageFull as full:
+            request_id = uuid.uuid4().hex
+            reply = Reply.of_error(full, request_id, batch.endpoint)
+            answer = LineAnswer.of(line.custom_id, request_id, reply)
+            await keep(answer.outcome, answer.text)
 
     async def _end(self, id: str) -> None:
         """Write the files of a batch that is not worked on any more. A line without an answer means

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 
+from jitney.engine.api.batches.rows import while_short
 from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
@@ -98,10 +99,18 @@ class Deliveries:
     and runs on the store's thread.
     """
 
-    def __init__(self, table: str, more_of: Callable[[sqlite3.Row], JsonDict] | None = None):
-        """more_of: what is told of a row that is over, beside its id."""
+    def __init__(
+        self,
+        table: str,
+        more_of: Callable[[sqlite3.Row], JsonDict] | None = None,
+        long_column: str = "metadata",
+    ):
+        """more_of: what is told of a row that is over, beside its id. long_column: the longest of
+        what is told.
+        """
         self._table = table
         self._more_of = more_of
+        self._long_column = long_column
 
     def next_at(self, store: BatchStore) -> float | None:
         """When the next one is due; None if none is."""
@@ -109,9 +118,10 @@ class Deliveries:
         return at
 
     def due(self, store: BatchStore, now: float, limit: int) -> list[_Delivery]:
-        """Those that are to be told by now, at most so many."""
+        """Those that are to be told by now, at most so many, and fewer where they are long."""
         query = f"SELECT * FROM {self._table} WHERE told_at <= ? ORDER BY told_at LIMIT ?"
-        return [self._delivery(row) for row in store.db.execute(query, (now, limit))]
+        rows = store.db.execute(query, (now, limit))
+        return [self._delivery(row) for row in while_short(rows, self._long_column)]
 
     def _delivery(self, row: sqlite3.Row) -> _Delivery:
         more = {} if self._more_of is None else self._more_of(row)
