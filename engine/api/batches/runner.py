@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import BinaryIO
 
@@ -129,7 +130,7 @@ class BatchRunner:
             while not done and len(faults) < _MOST_FAULTS and total <= server.batch_lines:
                 if self._cancels[batch.id].is_set():
                     return []
-                group = await asyncio.to_thread(reader.next_group)
+                group = await self._keeper.on_disk(reader.next_group)
                 doubles = await self._keeper.do(BatchStore.add_lines, batch.id, group.lines)
                 faults += group.faults + [_double(line) for line in doubles]
                 total += len(group.lines)
@@ -176,7 +177,7 @@ class BatchRunner:
 
     async def _answer(self, batch: Batch, line: Line) -> None:
         path = self._keeper.path(batch.input_file_id)
-        raw = await asyncio.to_thread(line.read, path)
+        raw = await self._keeper.on_disk(line.read, path)
         turn = partial(self._places.taken, batch.owner)
         most = self._host.settings.server.key_file_bytes
         keep = partial(self._keeper.do, BatchStore.answer, batch.id, line.number)
@@ -223,10 +224,10 @@ async def _finish(keeper: StoreKeeper, batch: Batch, status: str) -> None:
         while lines := await keeper.do(BatchStore.answers, batch.id, after, _WRITTEN):
             after = lines[-1].number
             good = [line.answer for line in lines if line.outcome is LineOutcome.COMPLETED]
-            await asyncio.to_thread(output.write, good)
-            await asyncio.to_thread(errors.write, _bad(lines, status))
-        answered = await asyncio.to_thread(output.end)
-        refused = await asyncio.to_thread(errors.end)
+            await keeper.on_disk(output.write, good)
+            await keeper.on_disk(errors.write, _bad(lines, status))
+        answered = await keeper.on_disk(output.end)
+        refused = await keeper.on_disk(errors.end)
     except BaseException:
         output.drop()
         errors.drop()
@@ -284,5 +285,6 @@ class _ResultFile:
     def drop(self) -> None:
         """It is not wanted."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what is left in its buffer may have no room
+                self._file.close()
             self._part.unlink(missing_ok=True)

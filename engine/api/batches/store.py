@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 
 import orjson
@@ -129,6 +130,18 @@ _PLAIN = (
 _FILE_FIELDS = ("id", "owner", "purpose", "name", "size", "created_at")
 
 
+class StoreUnavailable(HttpError):
+    """The store cannot be read or written now: the disk is full, or what lies on it is damaged."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "files, batches and jobs cannot be read or written now; the server's log says why",
+            code="store_unavailable",
+            headers={"retry-after": "10"},
+        )
+
+
 class StorageFull(HttpError):
     """A key has as many files, or as many bytes of what is kept, as it may have."""
 
@@ -137,14 +150,20 @@ class StorageFull(HttpError):
 
 
 class BatchStore:
-    """The tables. Raises ConfigError for a file that a newer version has written."""
+    """The tables. Raises ConfigError for a file that a newer version has written, and
+    sqlite3.Error.
+    """
 
     def __init__(self, path: Path):
         self.db = sqlite3.connect(path, isolation_level=None)
-        self.db.row_factory = sqlite3.Row
-        self.db.execute("PRAGMA journal_mode = WAL")
-        self.db.execute("PRAGMA synchronous = NORMAL")
-        self._make_tables(path)
+        try:
+            self.db.row_factory = sqlite3.Row
+            self.db.execute("PRAGMA journal_mode = WAL")
+            self.db.execute("PRAGMA synchronous = NORMAL")
+            self._make_tables(path)
+        except BaseException:
+            self.db.close()
+            raise
         self._files = OwnedTable(self.db, "files")
         self._batches = OwnedTable(self.db, "batches")
 
@@ -154,6 +173,8 @@ class BatchStore:
             raise ConfigError(f"{path} was written by a newer version of Jitney")
         for number, tables in enumerate(_VERSIONS[version:], version + 1):
             self.db.executescript(f"BEGIN; {tables} PRAGMA user_version = {number}; COMMIT;")
+        if _columns_of(self.db) != _all_columns():
+            raise sqlite3.OperationalError("its tables are not those of its version")
 
     def close(self) -> None:
         self.db.close()
@@ -164,10 +185,11 @@ class BatchStore:
         self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self.db.execute("COMMIT")
         except BaseException:
-            self.db.execute("ROLLBACK")
+            if self.db.in_transaction:  # after some errors, a full disk, nothing is left to undo
+                self.db.execute("ROLLBACK")
             raise
-        self.db.execute("COMMIT")
 
     # Files.
 
@@ -304,9 +326,13 @@ class BatchStore:
     def finish(
         self, id: str, status: str, output: StoredFile | None, errors: StoredFile | None, now: int
     ) -> None:
-        """A batch is over: its answers are in these files, and its lines are forgotten."""
+        """A batch is over: its answers are in these files, and its lines are forgotten. Nothing
+        changes where it is not known any more: the store was damaged, and another one begun.
+        """
         with self.transaction():
             row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
+            if row is None:
+                return
             for name, file in (("output_file_id", output), ("error_file_id", errors)):
                 if file is not None:
                     self.add_file(file)
@@ -392,6 +418,20 @@ class BatchStore:
             WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
         rows = self.db.execute(query, (id, after, limit))
         return [_answered(row) for row in while_short(rows, "answer")]
+
+
+@cache
+def _all_columns() -> set[tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript("".join(_VERSIONS))
+        return _columns_of(db)
+
+
+def _columns_of(db: sqlite3.Connection) -> set[tuple[str, str]]:
+    """Tables and their columns."""
+    query = """SELECT tables.name, columns.name
+        FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns"""
+    return {(table, column) for table, column in db.execute(query)}
 
 
 def _file_of(row: sqlite3.Row) -> StoredFile:

@@ -26,7 +26,7 @@ import httpx
 import orjson
 
 from jitney.engine.api.batches.rows import while_short
-from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.batches.store import BatchStore, StoreUnavailable
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
 
@@ -210,6 +210,8 @@ class Webhooks:
             while True:
                 try:
                     await self._deliver_due(client)
+                except StoreUnavailable:
+                    await asyncio.sleep(_AGAIN_S)
                 except Exception:
                     _log.exception("ends could not be told; it is tried again")
                     await asyncio.sleep(_AGAIN_S)

@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import orjson
@@ -19,7 +19,7 @@ from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineRequest
 from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.service import Batches
-from jitney.engine.api.batches.store import StorageFull
+from jitney.engine.api.batches.store import StorageFull, StoreUnavailable
 from jitney.engine.api.batches.tasks import Tasks
 from jitney.engine.api.jobs.records import Job
 from jitney.engine.api.jobs.table import JOBS
@@ -37,9 +37,12 @@ class Jobs:
         self._runner: _JobRunner | None = None
 
     async def start(self) -> None:
-        """Go on with what an earlier server has left. After the start of batches."""
+        """Go on with what an earlier server has left. After the start of batches. What is wrong
+        with the store has been logged; whoever asks for it next tries again.
+        """
         if self._batches.is_open:
-            await self.runner()
+            with suppress(StoreUnavailable):
+                await self.runner()
 
     async def keeper(self) -> StoreKeeper:
         """What is known of jobs. Raises HttpError 503."""
