@@ -108,10 +108,16 @@ class StoreKeeper:
     def _run[T](self, method: Callable[[BatchStore], T]) -> T:
         """On the store's thread."""
         try:
+            return self._run_or_begin_anew(method)
+        except _TROUBLE as error:
+            raise self._trouble(error) from None
+
+    def _run_or_begin_anew[T](self, method: Callable[[BatchStore], T]) -> T:
+        try:
             return method(self._opened())
         except _TROUBLE as error:
             if not _is_damage(error):
-                raise self._trouble(error) from None
+                raise
             self._begin_anew(error)
             raise StoreUnavailable from None
 

@@ -5,6 +5,7 @@ else: 503 `store_unavailable`, never a bare 500, and the server starts.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import sqlite3
@@ -18,6 +19,7 @@ import pytest
 from api_fakes import FakeClient, Script, http_client, make_app, served, until
 from batch_process import serving_process
 
+from jitney.engine.api.batches import keeper
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import Batch, Line, StoredFile
 from jitney.engine.api.batches.store import BatchStore, StoreUnavailable
@@ -141,7 +143,7 @@ def test_any_byte_of_a_store_may_be_another(folder: Path):
     whole = (folder / DATABASE).read_bytes()
 
     async def look() -> None:
-        keeper = await StoreKeeper.open(folder)
+        kept = await StoreKeeper.open(folder)
         try:
             for method, arguments in (
                 (BatchStore.unfinished, ()),
@@ -153,11 +155,11 @@ def test_any_byte_of_a_store_may_be_another(folder: Path):
                 (JOBS.find, ("job_1", "me")),
             ):
                 try:
-                    await keeper.do(method, *arguments)
+                    await kept.do(method, *arguments)
                 except StoreUnavailable:
                     continue
         finally:
-            await keeper.close()
+            await kept.close()
 
     changed = [place for place, byte in enumerate(whole) if byte][::61]
     for place in changed:
@@ -174,25 +176,43 @@ def test_a_store_that_breaks_while_it_serves_is_begun_anew(tmp_path: Path):
     folder = tmp_path / "data"
 
     async def run() -> None:
-        keeper = await StoreKeeper.open(folder)
+        kept = await StoreKeeper.open(folder)
         for number in range(40):
-            await keeper.do(add, number, 200_000)
-        await keeper.do(lambda store: store.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").close())
+            await kept.do(add, number, 200_000)
+        await kept.do(lambda store: store.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").close())
         path = folder / DATABASE
         path.write_bytes(path.read_bytes()[:8192] + b"\xa5" * (path.stat().st_size - 8192))
         with pytest.raises(StoreUnavailable):
             for number in range(40):
-                await keeper.do(JOBS.begin, f"job_{number}", 5)
-        assert await keeper.do(JOBS.begin, "job_1", 5) is None
-        assert not await keeper.do(JOBS.finish, "job_1", "completed", b"{}", 5)
-        await keeper.do(BatchStore.finish, "batch_1", "completed", None, None, 5)
-        await keeper.do(add, 99)
-        assert [job.id for job in await keeper.do(JOBS.unfinished)] == ["job_99"]
-        await keeper.close()
+                await kept.do(JOBS.begin, f"job_{number}", 5)
+        assert await kept.do(JOBS.begin, "job_1", 5) is None
+        assert not await kept.do(JOBS.finish, "job_1", "completed", b"{}", 5)
+        await kept.do(BatchStore.finish, "batch_1", "completed", None, None, 5)
+        await kept.do(add, 99)
+        assert [job.id for job in await kept.do(JOBS.unfinished)] == ["job_99"]
+        await kept.close()
 
     asyncio.run(run())
     [aside] = folder.glob("damaged-*")
     assert (aside / DATABASE).stat().st_size > 40 * 200_000
+
+
+def test_a_damaged_store_that_cannot_be_moved_is_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The disk is full, too: there is no room for a folder to set it aside in."""
+    garbage(folder / DATABASE)
+
+    def no_room(**_: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper.tempfile, "mkdtemp", no_room)
+        with serving(folder) as http:
+            assert http.post(CHATS, json=CHAT).status_code == 200
+            assert all(unavailable(http.get(path)) for path in LISTS)
+            patch.undo()
+            assert http.get("/v1/jobs").status_code == 200 and finished(http)
 
 
 def test_a_newer_version_s_store_is_left_alone(folder: Path):
