@@ -7,9 +7,10 @@ full, learns the answers to a set of requests while nothing disturbs it, and the
 again beside each fault, on a server of its own each: clients that leave, the core killed and
 stopped in several phases, a compile cache that is broken, requests that make the step fail or the
 model's numbers infinite, connections that ask nothing, a receiver of webhooks that drips, a grammar
-whose masks take long, SIGTERM. Prints a table with a line for each: requests that did not get
-exactly the answer of before, the longest time that a stream was silent, the time until the server
-was ready again (or had ended), and what it holds afterwards, beside what it held before.
+whose masks take long, a store of jobs that is damaged or cannot grow, SIGTERM. Prints a table with
+a line for each: requests that did not get exactly the answer of before, the longest time that a
+stream was silent, the time until the server was ready again (or had ended), and what it holds
+afterwards, beside what it held before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -52,6 +54,10 @@ BROKEN = 8
 IDLE, WEBHOOKS, PROBES = 2000, 100, 50
 #: A grammar in GBNF by which one text can be read in very many ways.
 AMBIGUOUS = 'root ::= s\ns ::= s s | "a" | s s s | ""\n'
+#: The store of jobs, beside the compile cache.
+STORE = "batches.sqlite3"
+#: Bytes of a file while the disk is "full", and jobs that are tried then.
+FULL_BYTES, JOBS_REFUSED = 1 << 18, 8
 
 
 @dataclass
@@ -506,6 +512,55 @@ async def ambiguous_grammar(known: list[Answer], name: str, n: int, server: Serv
     return await beside(server, name, known, fault)
 
 
+async def job(server: Server) -> str:
+    """Begin a job: its id, or the code of why there is none."""
+    body = request(server.model, 0) | {"max_tokens": 4}
+    del body["stream"]
+    asked = {"endpoint": "/v1/completions", "body": body}
+    reply = (await server.client.post("/v1/jobs", json=asked)).json()
+    return reply["id"] if "id" in reply else reply["error"]["code"]
+
+
+def damage_store(cache: Path) -> None:
+    """Before the server starts, its store of jobs is no database."""
+    (cache / "data").mkdir(mode=0o700, exist_ok=True)
+    (cache / "data" / STORE).write_bytes(b"no database" * 1000)
+
+
+async def damaged_store(server: Server, known: list[Answer]) -> Row:
+    """Jobs are begun from the first request on: the store was set aside."""
+
+    async def fault(_: list[Answer]) -> float:
+        begun = await job(server)
+        if not begun.startswith("job_"):
+            raise SystemExit(f"damaged store: a job is answered {begun}")
+        return time.monotonic()
+
+    return await beside(server, "damaged store of jobs", known, fault)
+
+
+async def full_disk(server: Server, known: list[Answer], cache: Path) -> Row:
+    """Jobs are refused while none of the server's files may grow, and taken again afterwards.
+
+    A limit of the process needs no rights, unlike a small disk.
+    """
+
+    async def fault(_: list[Answer]) -> float:
+        while (cache / "data" / f"{STORE}-wal").stat().st_size <= FULL_BYTES:
+            await job(server)
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, unlimited[1]))
+        told = [await job(server) for _ in range(JOBS_REFUSED)]
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, unlimited)
+        told.append((await job(server))[:4])
+        if told != ["store_unavailable"] * JOBS_REFUSED + ["job_"]:
+            raise SystemExit(f"full disk: jobs are answered {told}")
+        return time.monotonic()
+
+    await job(server)
+    return await beside(server, "full disk, jobs refused", known, fault)
+
+
 async def told_to_stop(known: list[Answer], name: str, pieces: int, server: Server) -> Row:
     """SIGTERM after so many pieces of each stream on average; every stream must end with its whole
     answer, or with the error `draining`.
@@ -548,6 +603,7 @@ async def measure(args: argparse.Namespace) -> list[Row]:
         for trial in trials(args, known, folder / "cache"):
             if args.only not in trial.name:
                 continue
+            trial.prepare(folder / "cache")
             flags = (*dtype, "--record", "/dev/full", *trial.flags)
             async with serving(args.model, folder, *flags, program=trial.program) as server:
                 rows.append(await trial.fault(server))
@@ -563,6 +619,8 @@ class Trial:
     fault: Callable[[Server], Awaitable[Row]]
     program: tuple[str, ...] = SOUND
     flags: tuple[str, ...] = ()
+    #: Is called with the server's cache before it starts.
+    prepare: Callable[[Path], None] = lambda cache: None
 
 
 def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[Trial]:
@@ -585,6 +643,12 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
         webhook_trial(known, cache.parent),
         Trial(one, partial(ambiguous_grammar, known, one, 1)),
         Trial(many, partial(ambiguous_grammar, known[:3], many, 29)),
+        Trial(
+            "damaged store",
+            lambda server: damaged_store(server, known),
+            prepare=damage_store,
+        ),
+        Trial("full disk", lambda server: full_disk(server, known, cache)),
         Trial(stopped, partial(told_to_stop, known, stopped, 20)),
         Trial(cut, partial(told_to_stop, known, cut, 20), flags=("--drain-s", "0")),
     ]

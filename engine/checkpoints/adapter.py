@@ -21,6 +21,9 @@ _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 #: What a tensor is called: of which module of the model, and which half of its product.
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _HALVES = frozenset("AB")
+#: The largest float16: an adapter whose numbers or whose scale are larger has been damaged.
+_LARGEST = 65504.0
+_LARGEST_RANK = 1 << 16
 
 
 class _AdapterConfig(msgspec.Struct):
@@ -50,8 +53,13 @@ class _AdapterConfig(msgspec.Struct):
         """Raises ModelError naming what is not served."""
         if self.peft_type != "LORA":
             raise ModelError(f"peft_type is {self.peft_type or 'not given'}; only LORA is served")
-        if self.r < 1:
-            raise ModelError("r must be at least 1")
+        if not 1 <= self.r <= _LARGEST_RANK:
+            raise ModelError(f"{_CONFIG}: r must be at least 1 and at most {_LARGEST_RANK}")
+        if not abs(self.scale) <= _LARGEST:
+            raise ModelError(
+                f"{_CONFIG}: lora_alpha {self.lora_alpha:g} with r {self.r} scales by "
+                f"{self.scale:g}; it must be a finite number of at most {_LARGEST:g}"
+            )
         for name in ("use_dora", "fan_in_fan_out"):
             if getattr(self, name):
                 raise ModelError(f"{name} is not served")
@@ -87,7 +95,7 @@ class Adapter:
 
     def halves(self, module: str, outputs: int, inputs: int) -> tuple[np.ndarray, np.ndarray]:
         """Float32 [inputs, R] and [R, outputs], whose product is added to the matrix; the scale is
-        in the second. Raises ModelError for other shapes.
+        in the second. Raises ModelError for other shapes, and for numbers that are not finite.
         """
         a, b = (self._read(self.modules[module][half]) for half in "AB")
         rank = a.shape[0]
@@ -96,10 +104,24 @@ class Adapter:
                 f"adapter {self.name}: {module} has A {list(a.shape)} and B {list(b.shape)}; the "
                 f"model's matrix asks for [R, {inputs}] and [{outputs}, R]"
             )
-        return a.T, self.scale * b.T
+        with np.errstate(over="ignore"):
+            b = self.scale * b
+        self._check_numbers(module, "A", a)
+        self._check_numbers(module, "B", b)
+        return a.T, b.T
 
     def _read(self, name: str) -> np.ndarray:
         return self.tensors.read(name).astype(np.float32)
+
+    def _check_numbers(self, module: str, half: str, values: np.ndarray) -> None:
+        """Raises ModelError for one that is not finite: every row meets all adapters, and 0 times
+        NaN is NaN in the rows of all others.
+        """
+        if not (np.abs(values) <= _LARGEST).all():
+            raise ModelError(
+                f"adapter {self.name}: {_TENSORS}: {self.modules[module][half][:100]}, scaled by "
+                f"{self.scale:g}, holds numbers that are not finite, or larger than {_LARGEST:g}"
+            )
 
 
 def _read_adapter(name: str, folder: Path) -> Adapter:
@@ -108,7 +130,23 @@ def _read_adapter(name: str, folder: Path) -> Adapter:
     config = _config_of(folder)
     config.check()
     tensors = SafetensorsFolder(folder, shards=(_TENSORS,))
-    return Adapter(name, config.scale, tensors, _modules_of(tensors))
+    modules = _modules_of(tensors)
+    _check_ranks(config.r, tensors, modules)
+    return Adapter(name, config.scale, tensors, modules)
+
+
+def _check_ranks(rank: int, tensors: SafetensorsFolder, modules: dict[str, dict[str, str]]) -> None:
+    """Raises ModelError for a tensor of another rank than the configuration says, whose scale
+    would be wrong.
+    """
+    for halves in modules.values():
+        for half, name in halves.items():
+            shape = tensors.shapes[name]
+            stored = shape[0 if half == "A" else -1] if len(shape) == 2 else None
+            if stored != rank:
+                raise ModelError(
+                    f"{_TENSORS}: {name[:100]} has shape {list(shape)}, but {_CONFIG} says r {rank}"
+                )
 
 
 def _config_of(folder: Path) -> _AdapterConfig:

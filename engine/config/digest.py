@@ -56,6 +56,7 @@ _LEFT_OUT = frozenset(
         "file_limit",
         "key_files",
         "key_file_bytes",
+        "answer_limit",
         "key_batches",
         "key_jobs",
         "batch_lines",

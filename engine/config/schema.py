@@ -927,7 +927,19 @@ class ServerSection(Section):
         ),
     )
     key_file_bytes: int = Field(
-        default=4 << 30, ge=1024, le=1 << 50, description="bytes of all these files together"
+        default=4 << 30,
+        ge=1024,
+        le=1 << 50,
+        description=(
+            "bytes that one API key may have of all that is kept for it: these files, its jobs and "
+            "their answers, and the answers of batches that are not over"
+        ),
+    )
+    answer_limit: int = Field(
+        default=16 << 20,
+        ge=1024,
+        le=1 << 30,
+        description="most bytes of the answer of a job, or of a line of a batch",
     )
     key_batches: int = Field(
         default=100,

@@ -61,6 +61,7 @@ _AS_OF_A_SERVER = (
     "file_limit",
     "key_files",
     "key_file_bytes",
+    "answer_limit",
     "key_batches",
     "batch_lines",
     "webhook_prefixes",

@@ -98,7 +98,7 @@ class Results:
             broken = True
         try:
             if broken or not _all_finite(entries):
-                self._fail(seq)
+                self._fail_prompt(seq, chunk)
                 return
             if chunk.scored:
                 self._score(seq, chunk, entries)
@@ -263,6 +263,15 @@ class Results:
         self._withdraw(seq)
         if seq.finish is None:
             self.state.end(seq, "error", _NAN)
+
+    def _fail_prompt(self, seq: Sequence, chunk: Chunk) -> None:
+        """`_fail`; where a row of the prompt was not finite, its siblings have the same prompt and
+        end with it.
+        """
+        self._fail(seq)
+        if chunk.start < seq.n_prompt:
+            for sibling in self.state.open_of(seq.request_id):
+                self._fail(sibling)
 
     def _withdraw(self, seq: Sequence) -> None:
         """Let nobody find any page that may hold, or have caused, a row that was not finite.

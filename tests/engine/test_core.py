@@ -383,6 +383,22 @@ def test_a_nan_that_comes_after_the_end_leaves_no_page(way: str, kind: str):
     assert is_not_shared(core, prompt)
 
 
+@pytest.mark.parametrize("scores", [None, 2])
+@pytest.mark.parametrize("position", [0, 7, 29])
+def test_siblings_end_as_the_one_that_computes_their_prompt(
+    position: int, scores: int | None, caplog: pytest.LogCaptureFixture
+):
+    """Some of them have boarded behind its prompt by then, others wait."""
+    core = make_core(eos=(), seats=3, budget=64)
+    device_of(core).spoiled.add(("bad", position))
+    core.add(make_request("bad", [3] * 30, n=5, max_tokens=6, prompt_logprobs=scores))
+    outputs = core.run_until_idle()
+    ends = ends_of(outputs)
+    assert {code_of(ends["bad", index]) for index in range(5)} == {"nan_logits"}
+    assert not tokens_of(outputs, "bad") and not caplog.records
+    assert is_not_shared(core, [3] * 30)
+
+
 def test_a_prompt_row_that_is_not_finite_ends_its_request():
     """A row in the middle of a prompt, whose logits nobody takes; its neighbour goes on."""
     core = make_core(eos=(), budget=16)

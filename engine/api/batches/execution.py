@@ -35,28 +35,37 @@ _MOST_DOUBLINGS = 10
 type Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _LineAnswer:
-    """What a line brought, as a line of the output file or of the error file."""
-
-    outcome: LineOutcome
-    text: bytes
-
-
 @dataclass(slots=True)
-class _Reply:
+class Reply:
     """What a handler sends."""
 
+    #: Bytes that its body may have.
+    most_bytes: int
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict[str, str])
     body: bytearray = field(default_factory=bytearray)
 
     async def take(self, message: Message) -> None:
+        """Raises HttpError for a body that is too long."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = _texts(message["headers"])
         elif message["type"] == "http.response.body":
             self.body += message.get("body", b"")
+            if len(self.body) > self.most_bytes:
+                raise HttpError(
+                    400,
+                    f"the answer has more than {self.most_bytes} bytes (answer_limit); ask for "
+                    "fewer prompts, choices or log-probabilities at a time",
+                    code="answer_too_large",
+                )
+
+    @classmethod
+    def of_error(cls, error: Exception, request_id: str, path: str) -> Reply:
+        """An error as HTTP answers it."""
+        response: Response = ErrorReply.of(error, request_id).response(ErrorForm.of(path))
+        body = bytearray(response.body)
+        return cls(len(body), response.status_code, _texts(response.raw_headers), body)
 
     @property
     def wait_s(self) -> float:
@@ -73,6 +82,30 @@ class _Reply:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """What a line brought: a line of the output file if its answer is a 200, else one of the error
+    file.
+    """
+
+    outcome: LineOutcome
+    text: bytes
+
+    @classmethod
+    def of(cls, custom_id: str, request_id: str, reply: Reply) -> LineAnswer:
+        """Blocks."""
+        good = reply.status == 200
+        text = orjson.dumps(
+            {
+                "id": f"batch_req_{request_id}",
+                "custom_id": custom_id,
+                "response": reply.shown(request_id),
+                "error": None,
+            }
+        )
+        return cls(LineOutcome.COMPLETED if good else LineOutcome.FAILED, text)
+
+
 class LineExecutor:
     """Answers lines. background: nobody waits for them, so that they give way to other requests."""
 
@@ -83,7 +116,7 @@ class LineExecutor:
 
     async def answer(
         self, raw: bytes, custom_id: str, endpoint: str, owner: str, turn: Turn = nullcontext
-    ) -> _LineAnswer:
+    ) -> LineAnswer:
         """Answer a line, however long that takes. endpoint: see `LineRequest.read`; owner: digest
         of the key that the batch came with; turn: see `answered`.
         """
@@ -91,10 +124,10 @@ class LineExecutor:
         try:
             request = await asyncio.to_thread(LineRequest.read, raw, endpoint)
         except RequestError as error:
-            reply = _refusal(error, request_id, endpoint)
+            reply = Reply.of_error(error, request_id, endpoint)
         else:
             reply = await self.answered(request, request_id, owner, turn)
-        return await asyncio.to_thread(_written, custom_id, request_id, reply)
+        return await asyncio.to_thread(LineAnswer.of, custom_id, request_id, reply)
 
     def route(self, path: str, *, param: str = "url") -> HttpRoute:
         """The line of the table that a path names. Raises RequestError, blaming the field `param`,
@@ -107,14 +140,14 @@ class LineExecutor:
 
     async def answered(
         self, request: LineRequest, request_id: str, owner: str, turn: Turn = nullcontext
-    ) -> _Reply:
+    ) -> Reply:
         """What the route that a request names answers, however long that takes: a refusal of the
         moment is waited for. turn: is entered for each try, and left while it waits.
         """
         try:
             route = self.route(request.url)
         except RequestError as error:
-            return _refusal(error, request_id, request.url)
+            return Reply.of_error(error, request_id, request.url)
         tries = 0
         while True:
             async with turn():
@@ -135,11 +168,11 @@ class LineExecutor:
 
     async def _once(
         self, request: LineRequest, route: HttpRoute, request_id: str, owner: str
-    ) -> _Reply:
+    ) -> Reply:
         """One try. A refusal, or a failure, is a reply too."""
         context = Context(request_id, route, tenant=owner, background=self._background)
         scope = _scope_of(request, context)
-        reply = _Reply()
+        reply = Reply(self._host.settings.server.answer_limit)
         asked = request.whole_body if route.streams_unasked else request.body
         body = iter([{"type": "http.request", "body": asked, "more_body": False}])
 
@@ -156,7 +189,7 @@ class LineExecutor:
                 answer = await route.handler(self._host, Request(scope, receive))
                 await answer(scope, receive, reply.take)
         except Exception as error:
-            return _refusal(error, request_id, request.url)
+            return Reply.of_error(error, request_id, request.url)
         return reply
 
 
@@ -165,13 +198,6 @@ def _check_size(request: LineRequest, route: HttpRoute, host: RequestHost) -> No
     limit = route.body_limit or host.body_limit
     if limit is not None and len(request.body) > limit:
         raise HttpError(413, f"the body may have at most {limit} bytes")
-
-
-def _refusal(error: Exception, request_id: str, path: str) -> _Reply:
-    """An error as HTTP answers it."""
-    response: Response = ErrorReply.of(error, request_id).response(ErrorForm.of(path))
-    headers = _texts(response.raw_headers)
-    return _Reply(response.status_code, headers, bytearray(response.body))
 
 
 def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -193,17 +219,3 @@ def _scope_of(request: LineRequest, context: Context) -> Scope:
         "jitney": context,
         "jitney.identity": Identity(Role.USER, context.tenant),
     }
-
-
-def _written(custom_id: str, request_id: str, reply: _Reply) -> _LineAnswer:
-    """A line of the output file if its answer is a 200, else one of the error file. Blocks."""
-    good = reply.status == 200
-    text = orjson.dumps(
-        {
-            "id": f"batch_req_{request_id}",
-            "custom_id": custom_id,
-            "response": reply.shown(request_id),
-            "error": None,
-        }
-    )
-    return _LineAnswer(LineOutcome.COMPLETED if good else LineOutcome.FAILED, text)

@@ -4,10 +4,8 @@ not there.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -30,7 +28,7 @@ from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.records import Batch, StoredFile, new_id
 from jitney.engine.api.batches.service import Batches
-from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.batches.store import BatchStore, StoreUnavailable
 from jitney.engine.api.batches.upload import Upload
 from jitney.engine.api.batches.webhooks import check_webhook_url
 from jitney.engine.api.blocks import BlockAnswer
@@ -65,16 +63,21 @@ async def _upload_file(host: RequestHost, request: Request) -> Response:
     batches = _batches(host)
     keeper = await batches.keeper()
     owner = Context.of(request.scope).tenant
-    await _check_room(keeper, host.settings.server, owner)
+    await keeper.do(BatchStore.check_room, owner, host.settings.server)
     id = new_id("file-")
     async with batches.uploading(client_of(request.scope)):
-        upload = await _received(request, keeper.part(id), host.settings.server.file_limit)
+        upload = await _received(request, keeper, id, host.settings.server.file_limit)
         try:
             _check_purpose(upload)
-            await _check_room(keeper, host.settings.server, owner, upload.size)
+            await keeper.do(BatchStore.check_room, owner, host.settings.server, upload.size)
             file = StoredFile(id, owner, "batch", upload.name, upload.size, int(time.time()))
-            await asyncio.to_thread(keeper.part(id).rename, keeper.path(id))
+            await keeper.on_disk(keeper.part(id).rename, keeper.path(id))
             await keeper.do(BatchStore.add_file, file)
+        except StoreUnavailable:
+            # Only then: where the client has left, the file may be written down all the same.
+            keeper.path(id).unlink(missing_ok=True)
+            keeper.part(id).unlink(missing_ok=True)
+            raise
         except BaseException:
             keeper.part(id).unlink(missing_ok=True)
             raise
@@ -83,9 +86,9 @@ async def _upload_file(host: RequestHost, request: Request) -> Response:
     return json_answer(file.shown())
 
 
-async def _received(request: Request, path: Path, limit: int) -> Upload:
+async def _received(request: Request, keeper: StoreKeeper, id: str, limit: int) -> Upload:
     try:
-        return await Upload.receive(request, path, limit)
+        return await Upload.receive(request, keeper, keeper.part(id), limit)
     except ClientDisconnect:
         Context.of(request.scope).left = True
         raise HttpError(400, "the client left before its file was there", close=True) from None
@@ -101,21 +104,6 @@ def _check_purpose(upload: Upload) -> None:
             )
     if upload.fields.get("purpose") != "batch":
         raise RequestError('purpose must be "batch"', param="purpose")
-
-
-async def _check_room(
-    keeper: StoreKeeper, server: ServerSection, owner: str, size: int = 0
-) -> None:
-    """Raise HttpError if a key has as many files, or bytes of them, as it may have."""
-    count, taken = await keeper.do(BatchStore.usage, owner)
-    if count >= server.key_files:
-        raise _full(f"one key may have {server.key_files} files (key_files)")
-    if taken + size > server.key_file_bytes:
-        raise _full(f"one key's files may have {server.key_file_bytes} bytes (key_file_bytes)")
-
-
-def _full(reason: str) -> HttpError:
-    return HttpError(400, f"{reason}; delete some", code="storage_full", param="file")
 
 
 async def _list_files(host: RequestHost, request: Request) -> Response:
@@ -141,14 +129,14 @@ async def _file_content(host: RequestHost, request: Request) -> ASGIApp:
     keeper = await _batches(host).keeper()
     file = await _file(keeper, request)
     headers = {"content-type": "application/octet-stream", "x-content-type-options": "nosniff"}
-    return BlockAnswer(_blocks_of(keeper.path(file.id)), headers)
+    return BlockAnswer(_blocks_of(keeper, file.id), headers)
 
 
-async def _blocks_of(path: Path) -> AsyncGenerator[bytes]:
+async def _blocks_of(keeper: StoreKeeper, file_id: str) -> AsyncGenerator[bytes]:
     """The bytes of a file, as fast as they are taken."""
-    file = await asyncio.to_thread(path.open, "rb")
+    file = await keeper.on_disk(keeper.path(file_id).open, "rb")
     try:
-        while block := await asyncio.to_thread(file.read, _BLOCK):
+        while block := await keeper.on_disk(file.read, _BLOCK):
             yield block
     finally:
         file.close()
@@ -160,7 +148,7 @@ async def _delete_file(host: RequestHost, request: Request) -> Response:
     needed_by = await keeper.do(BatchStore.delete_file, file.id, file.owner)
     if needed_by:
         raise HttpError(400, f"batch {needed_by} still reads this file", code="file_in_use")
-    await asyncio.to_thread(keeper.path(file.id).unlink, missing_ok=True)
+    await keeper.on_disk(keeper.path(file.id).unlink, missing_ok=True)
     return json_answer({"id": file.id, "object": "file", "deleted": True})
 
 
@@ -210,7 +198,7 @@ async def _check_batch(keeper: StoreKeeper, server: ServerSection, batch: Batch)
         raise HttpError(404, f"no file {id}", code="not_found", param="input_file_id")
     if file.purpose != "batch":
         raise RequestError('the file\'s purpose must be "batch"', param="input_file_id")
-    await _check_room(keeper, server, batch.owner)
+    await keeper.do(BatchStore.check_room, batch.owner, server)
     if await keeper.do(BatchStore.open_batches, batch.owner) >= server.key_batches:
         raise RequestError(
             f"one key may have {server.key_batches} batches under way (key_batches)",

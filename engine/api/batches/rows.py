@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,8 @@ import orjson
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _LISTED = ", ".join(f"'{status}'" for status in _ENDED)
+#: Bytes of answers that are in memory at once.
+_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class OwnedTable:
     ENDED: ClassVar[tuple[str, ...]] = _ENDED
     #: Which rows are not over, for a query.
     OPEN: ClassVar[str] = f"status NOT IN ({_LISTED})"
+    #: Which rows may be forgotten: they are over, and nobody has to be told of it.
+    FORGETTABLE: ClassVar[str] = f"status IN ({_LISTED}) AND told_at IS NULL"
 
     #: It gives rows by name.
     db: sqlite3.Connection
@@ -54,7 +58,7 @@ class OwnedTable:
         """Of an owner's rows that are over, and told, keep the newest."""
         query = f"""DELETE FROM {self.name} WHERE number IN (
             SELECT number FROM {self.name}
-            WHERE owner = ? AND status IN ({_LISTED}) AND told_at IS NULL
+            WHERE owner = ? AND {self.FORGETTABLE}
             ORDER BY number DESC LIMIT -1 OFFSET ?)"""
         self.db.execute(query, (owner, keep))
 
@@ -83,3 +87,15 @@ class OwnedTable:
             WHERE owner = ? AND {behind} AND {condition} ORDER BY number {order} LIMIT ?"""
         rows = self.db.execute(query, [owner, *place, *values, limit + 1]).fetchall()
         return rows[:limit], len(rows) > limit
+
+
+def while_short(rows: sqlite3.Cursor, column: str) -> Iterator[sqlite3.Row]:
+    """The first row, and more until what they have in a column, long answers, is enough to hold in
+    memory at once.
+    """
+    taken = 0
+    for row in rows:
+        yield row
+        taken += len(row[column] or b"")
+        if taken >= _READ_BYTES:
+            return

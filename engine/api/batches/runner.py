@@ -8,12 +8,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import BinaryIO
 
 import orjson
 
-from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.execution import LineAnswer, LineExecutor, Reply
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineReader
@@ -27,7 +28,7 @@ from jitney.engine.api.batches.records import (
     StoredFile,
     new_id,
 )
-from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.batches.store import BatchStore, StorageFull
 from jitney.engine.api.batches.tasks import Tasks
 
 #: Lines of a batch that are taken from the store at once.
@@ -129,7 +130,7 @@ class BatchRunner:
             while not done and len(faults) < _MOST_FAULTS and total <= server.batch_lines:
                 if self._cancels[batch.id].is_set():
                     return []
-                group = await asyncio.to_thread(reader.next_group)
+                group = await self._keeper.on_disk(reader.next_group)
                 doubles = await self._keeper.do(BatchStore.add_lines, batch.id, group.lines)
                 faults += group.faults + [_double(line) for line in doubles]
                 total += len(group.lines)
@@ -176,10 +177,21 @@ class BatchRunner:
 
     async def _answer(self, batch: Batch, line: Line) -> None:
         path = self._keeper.path(batch.input_file_id)
-        raw = await asyncio.to_thread(line.read, path)
+        raw = await self._keeper.on_disk(line.read, path)
         turn = partial(self._places.taken, batch.owner)
-        answer = await self._executor.answer(raw, line.custom_id, batch.endpoint, batch.owner, turn)
-        await self._keeper.do(BatchStore.answer, batch.id, line.number, answer.outcome, answer.text)
+        most = self._host.settings.server.key_file_bytes
+        keep = partial(self._keeper.do, BatchStore.answer, batch.id, line.number)
+        try:
+            await self._keeper.do(BatchStore.check_bytes, batch.owner, most)
+            answer = await self._executor.answer(
+                raw, line.custom_id, batch.endpoint, batch.owner, turn
+            )
+            await keep(answer.outcome, answer.text, most)
+        except StorageFull as full:
+            request_id = uuid.uuid4().hex
+            reply = Reply.of_error(full, request_id, batch.endpoint)
+            answer = LineAnswer.of(line.custom_id, request_id, reply)
+            await keep(answer.outcome, answer.text)
 
     async def _end(self, id: str) -> None:
         """Write the files of a batch that is not worked on any more. A line without an answer means
@@ -212,10 +224,10 @@ async def _finish(keeper: StoreKeeper, batch: Batch, status: str) -> None:
         while lines := await keeper.do(BatchStore.answers, batch.id, after, _WRITTEN):
             after = lines[-1].number
             good = [line.answer for line in lines if line.outcome is LineOutcome.COMPLETED]
-            await asyncio.to_thread(output.write, good)
-            await asyncio.to_thread(errors.write, _bad(lines, status))
-        answered = await asyncio.to_thread(output.end)
-        refused = await asyncio.to_thread(errors.end)
+            await keeper.on_disk(output.write, good)
+            await keeper.on_disk(errors.write, _bad(lines, status))
+        answered = await keeper.on_disk(output.end)
+        refused = await keeper.on_disk(errors.end)
     except BaseException:
         output.drop()
         errors.drop()
@@ -273,5 +285,6 @@ class _ResultFile:
     def drop(self) -> None:
         """It is not wanted."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what is left in its buffer may have no room
+                self._file.close()
             self._part.unlink(missing_ok=True)

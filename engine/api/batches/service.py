@@ -15,11 +15,12 @@ from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.runner import BatchRunner
+from jitney.engine.api.batches.store import StoreUnavailable
 from jitney.engine.api.batches.webhooks import Deliveries, Webhooks
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.quotas import Shares
 from jitney.engine.api.routing import RouteTable
-from jitney.engine.errors import JitneyError, RequestError
+from jitney.engine.errors import ConfigError, RequestError
 
 _log = logging.getLogger("jitney.api")
 
@@ -119,6 +120,14 @@ class Batches:
         if folder is None or self._stopped:
             raise _unavailable("this server keeps no files")
         keeper = await _open_folder(folder)
+        try:
+            return await self._begun(keeper)
+        except BaseException:
+            await keeper.close()
+            raise
+
+    async def _begun(self, keeper: StoreKeeper) -> _Open:
+        """Go on with what the folder has."""
         settings = self._host.settings
         webhooks = Webhooks(
             keeper, settings.server.webhook_prefixes, settings.webhook_secret, self._queues
@@ -131,9 +140,12 @@ class Batches:
 async def _open_folder(folder: Path) -> StoreKeeper:
     try:
         return await StoreKeeper.open(folder)
-    except (JitneyError, OSError) as error:
+    except ConfigError as error:
         _log.warning("files cannot be kept: %s", error)
         raise _unavailable("files cannot be kept now; the server's log says why") from None
+    except OSError as error:
+        _log.warning("files cannot be kept in %s: %s", folder, error)
+        raise StoreUnavailable from None
 
 
 def _unavailable(message: str) -> HttpError:

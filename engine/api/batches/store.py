@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 
 import orjson
@@ -23,7 +24,9 @@ from jitney.engine.api.batches.records import (
     LineOutcome,
     StoredFile,
 )
-from jitney.engine.api.batches.rows import OwnedTable
+from jitney.engine.api.batches.rows import OwnedTable, while_short
+from jitney.engine.api.errors import HttpError
+from jitney.engine.config.schema import ServerSection
 from jitney.engine.errors import ConfigError
 
 _FIRST_TABLES = """
@@ -97,8 +100,16 @@ CREATE TABLE jobs (
 CREATE INDEX jobs_by_owner ON jobs (owner, number);
 CREATE INDEX jobs_to_tell ON jobs (told_at) WHERE told_at IS NOT NULL;
 """
+_ANSWER_BYTES = """
+ALTER TABLE batches ADD COLUMN answer_bytes INTEGER NOT NULL DEFAULT 0;
+UPDATE batches SET answer_bytes = (
+    SELECT COALESCE(SUM(LENGTH(answer)), 0) FROM lines WHERE batch_id = batches.id
+);
+"""
 #: What each version of the tables adds to the one before.
-_VERSIONS = (_FIRST_TABLES, _JOBS)
+_VERSIONS = (_FIRST_TABLES, _JOBS, _ANSWER_BYTES)
+#: Bytes of a job, as SQL.
+JOB_BYTES = "LENGTH(body) + COALESCE(LENGTH(answer), 0)"
 #: Columns of `batches` that are fields of `Batch` as they are.
 _PLAIN = (
     "id",
@@ -119,15 +130,40 @@ _PLAIN = (
 _FILE_FIELDS = ("id", "owner", "purpose", "name", "size", "created_at")
 
 
+class StoreUnavailable(HttpError):
+    """The store cannot be read or written now: the disk is full, or what lies on it is damaged."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "files, batches and jobs cannot be read or written now; the server's log says why",
+            code="store_unavailable",
+            headers={"retry-after": "10"},
+        )
+
+
+class StorageFull(HttpError):
+    """A key has as many files, or as many bytes of what is kept, as it may have."""
+
+    def __init__(self, reason: str, param: str | None = None):
+        super().__init__(400, f"{reason}; delete some files", code="storage_full", param=param)
+
+
 class BatchStore:
-    """The tables. Raises ConfigError for a file that a newer version has written."""
+    """The tables. Raises ConfigError for a file that a newer version has written, and
+    sqlite3.Error.
+    """
 
     def __init__(self, path: Path):
         self.db = sqlite3.connect(path, isolation_level=None)
-        self.db.row_factory = sqlite3.Row
-        self.db.execute("PRAGMA journal_mode = WAL")
-        self.db.execute("PRAGMA synchronous = NORMAL")
-        self._make_tables(path)
+        try:
+            self.db.row_factory = sqlite3.Row
+            self.db.execute("PRAGMA journal_mode = WAL")
+            self.db.execute("PRAGMA synchronous = NORMAL")
+            self._make_tables(path)
+        except BaseException:
+            self.db.close()
+            raise
         self._files = OwnedTable(self.db, "files")
         self._batches = OwnedTable(self.db, "batches")
 
@@ -137,6 +173,8 @@ class BatchStore:
             raise ConfigError(f"{path} was written by a newer version of Jitney")
         for number, tables in enumerate(_VERSIONS[version:], version + 1):
             self.db.executescript(f"BEGIN; {tables} PRAGMA user_version = {number}; COMMIT;")
+        if _columns_of(self.db) != _all_columns():
+            raise sqlite3.OperationalError("its tables are not those of its version")
 
     def close(self) -> None:
         self.db.close()
@@ -147,18 +185,43 @@ class BatchStore:
         self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self.db.execute("COMMIT")
         except BaseException:
-            self.db.execute("ROLLBACK")
+            if self.db.in_transaction:  # after some errors, a full disk, nothing is left to undo
+                self.db.execute("ROLLBACK")
             raise
-        self.db.execute("COMMIT")
 
     # Files.
 
-    def usage(self, owner: str) -> tuple[int, int]:
-        """Files that an owner has, and the bytes of all of them."""
-        query = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM files WHERE owner = ?"
-        count, size = self.db.execute(query, (owner,)).fetchone()
-        return count, size
+    def check_room(self, owner: str, server: ServerSection, size: int = 0) -> None:
+        """Raise StorageFull if an owner has as many files as it may have, or no room for one of
+        this size.
+        """
+        query = "SELECT COUNT(*) FROM files WHERE owner = ?"
+        [count] = self.db.execute(query, (owner,)).fetchone()
+        if count >= server.key_files:
+            raise StorageFull(f"one key may have {server.key_files} files (key_files)", "file")
+        self.check_bytes(owner, server.key_file_bytes, size, "file")
+
+    def check_bytes(self, owner: str, most: int, size: int = 0, param: str | None = None) -> None:
+        """Raise StorageFull, blaming a field, if an owner has no room for so many bytes more."""
+        taken = self.n_bytes(owner)
+        if taken + size > most or taken >= most:
+            raise StorageFull(
+                f"one key's files, jobs and answers may have {most} bytes (key_file_bytes)", param
+            )
+
+    def n_bytes(self, owner: str) -> int:
+        """Bytes that are kept for an owner: of files, of answers of batches that are not over, and
+        of jobs.
+        """
+        sums = (
+            "SELECT SUM(size) AS size FROM files WHERE owner = :owner",
+            "SELECT SUM(answer_bytes) FROM batches WHERE owner = :owner",
+            f"SELECT SUM({JOB_BYTES}) FROM jobs WHERE owner = :owner",
+        )
+        query = f"SELECT COALESCE(SUM(size), 0) FROM ({' UNION ALL '.join(sums)})"
+        return self.db.execute(query, {"owner": owner}).fetchone()[0]
 
     def add_file(self, file: StoredFile) -> None:
         self._files.insert({name: getattr(file, name) for name in _FILE_FIELDS})
@@ -256,29 +319,38 @@ class BatchStore:
             self.db.execute(
                 "UPDATE batches SET faults = ? WHERE id = ?", (orjson.dumps(faults), id)
             )
-            self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
+            self._forget_lines(id)
             self._batches.set_status(row, "failed", now)
             return True
 
     def finish(
         self, id: str, status: str, output: StoredFile | None, errors: StoredFile | None, now: int
     ) -> None:
-        """A batch is over: its answers are in these files, and its lines are forgotten."""
+        """A batch is over: its answers are in these files, and its lines are forgotten. Nothing
+        changes where it is not known any more: the store was damaged, and another one begun.
+        """
         with self.transaction():
             row = self.db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
+            if row is None:
+                return
             for name, file in (("output_file_id", output), ("error_file_id", errors)):
                 if file is not None:
                     self.add_file(file)
                     query = f"UPDATE batches SET {name} = ? WHERE id = ?"
                     self.db.execute(query, (file.id, id))
-            self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
+            self._forget_lines(id)
             self._batches.set_status(row, status, now)
 
     # Lines.
 
     def begin_lines(self, id: str) -> None:
         """Forget the lines of a batch whose file is about to be read, again perhaps."""
+        with self.transaction():
+            self._forget_lines(id)
+
+    def _forget_lines(self, id: str) -> None:
         self.db.execute("DELETE FROM lines WHERE batch_id = ?", (id,))
+        self.db.execute("UPDATE batches SET answer_bytes = 0 WHERE id = ?", (id,))
 
     def add_lines(self, id: str, lines: list[Line]) -> list[Line]:
         """Add lines; returns those whose custom_id the batch has already."""
@@ -312,22 +384,54 @@ class BatchStore:
             WHERE batch_id = ? AND outcome IS NULL AND number > ? ORDER BY number LIMIT ?"""
         return [Line(*row) for row in self.db.execute(query, (id, after, limit))]
 
-    def answer(self, id: str, number: int, outcome: LineOutcome, answer: bytes) -> bool:
-        """Keep a line's answer; False if it has one, or its batch is over."""
+    def answer(
+        self,
+        id: str,
+        number: int,
+        outcome: LineOutcome,
+        answer: bytes,
+        most_bytes: int | None = None,
+    ) -> bool:
+        """Keep a line's answer; False if it has one, or its batch is over. Raises StorageFull where
+        its owner would then have more than `most_bytes`.
+        """
         count = "completed" if outcome is LineOutcome.COMPLETED else "failed"
         query = """UPDATE lines SET outcome = ?, answer = ?
             WHERE batch_id = ? AND number = ? AND outcome IS NULL"""
         with self.transaction():
             if not self.db.execute(query, (int(outcome), answer, id, number)).rowcount:
                 return False
-            self.db.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (id,))
+            if most_bytes is not None:
+                query = "SELECT owner FROM batches WHERE id = ?"
+                [owner] = self.db.execute(query, (id,)).fetchone()
+                self.check_bytes(owner, most_bytes, len(answer))
+            query = f"""UPDATE batches
+                SET {count} = {count} + 1, answer_bytes = answer_bytes + ? WHERE id = ?"""
+            self.db.execute(query, (len(answer), id))
             return True
 
     def answers(self, id: str, after: int, limit: int) -> list[AnsweredLine]:
-        """All lines of a batch that come after one of the file, at most so many."""
+        """Lines of a batch that come after one of the file: at least one if there is any, at most
+        so many, and fewer where they are long.
+        """
         query = """SELECT number, custom_id, outcome, answer FROM lines
             WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
-        return [_answered(row) for row in self.db.execute(query, (id, after, limit))]
+        rows = self.db.execute(query, (id, after, limit))
+        return [_answered(row) for row in while_short(rows, "answer")]
+
+
+@cache
+def _all_columns() -> set[tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript("".join(_VERSIONS))
+        return _columns_of(db)
+
+
+def _columns_of(db: sqlite3.Connection) -> set[tuple[str, str]]:
+    """Tables and their columns."""
+    query = """SELECT tables.name, columns.name
+        FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns"""
+    return {(table, column) for table, column in db.execute(query)}
 
 
 def _file_of(row: sqlite3.Row) -> StoredFile:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from jitney.engine.api.batches.store import StoreUnavailable
+
 _log = logging.getLogger("jitney.api")
 
 #: Seconds before what could not be worked on is taken up again.
@@ -60,6 +62,8 @@ async def _until_done(id: str, work: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             return await work()
-        except Exception:
+        except* StoreUnavailable:
+            pass  # has been logged
+        except* Exception:
             _log.exception("%s could not be worked on; it is tried again", id)
         await asyncio.sleep(_AGAIN_S)

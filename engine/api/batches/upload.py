@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,19 +38,20 @@ class Upload:
     fields: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
-    async def receive(cls, request: Request, path: Path, limit: int) -> Upload:
+    async def receive(cls, request: Request, keeper: StoreKeeper, path: Path, limit: int) -> Upload:
         """Write the form's `file` to a path, which is removed again if anything goes wrong. Raises
-        RequestError, and HttpError 413 for a file of more than `limit` bytes.
+        RequestError, HttpError 413 for a file of more than `limit` bytes, and StoreUnavailable.
         """
-        file = await asyncio.to_thread(path.open, "wb")
+        file = await keeper.on_disk(path.open, "wb")
         try:
             form = _Form(_boundary(request), limit)
             async for block in _blocks(form, request):
-                await asyncio.to_thread(file.write, block)
-            await asyncio.to_thread(StoreKeeper.settle, file)
+                await keeper.on_disk(file.write, block)
+            await keeper.on_disk(StoreKeeper.settle, file)
             return form.whole()
         except BaseException:
-            file.close()
+            with suppress(OSError):  # what is left in its buffer has no room either
+                file.close()
             path.unlink(missing_ok=True)
             raise
 

@@ -21,13 +21,13 @@ import time
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import httpx
 import orjson
 
-from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.batches.store import BatchStore, StoreUnavailable
 from jitney.engine.errors import RequestError
 from jitney.engine.types import JsonDict
 
@@ -44,6 +44,8 @@ _AGAIN_S = 10.0
 _TIMEOUT_S = 10.0
 #: Messages that are sent at once, and those of one key to one receiver.
 _AT_ONCE, _OF_LANE = 64, 4
+#: From so many bytes on a message is long, and of what long ones hold in memory at once.
+_LONG_BYTES, _LONG_BYTES_AT_ONCE = 1 << 16, 32 << 20
 _SECRET_PREFIX = "whsec_"
 #: Segments of a path that are no names.
 _DOTS = {".", ".."}
@@ -102,26 +104,40 @@ class _Delivery:
 type _Lane = tuple[str, str]
 
 
+class _Sent(NamedTuple):
+    """A message that is being sent."""
+
+    lane: _Lane
+    #: Bytes of the longest thing in it.
+    size: int
+
+
 @dataclass(slots=True)
 class _UnderWay:
     """The messages that are being sent. Each key has a lane to each receiver, so that one that does
-    not answer keeps nobody else's waiting.
+    not answer keeps nobody else's waiting; long messages wait for other long ones only.
     """
 
-    #: Of each, by the id of its row.
-    lanes: dict[str, _Lane] = field(default_factory=dict[str, "_Lane"])
+    #: By the id of its row.
+    sent: dict[str, _Sent] = field(default_factory=dict[str, _Sent])
 
-    def take(self, id: str, lane: _Lane) -> bool:
-        """One more, if it is none of them and its lane has room."""
-        of_lane = sum(lane == other for other in self.lanes.values())
-        if self.is_full or id in self.lanes or of_lane >= _OF_LANE:
+    def take(self, id: str, message: _Sent) -> bool:
+        """One more, if it is none of them and there is room for it and in its lane."""
+        of_lane = sum(message.lane == other.lane for other in self.sent.values())
+        if self.is_full or id in self.sent or of_lane >= _OF_LANE:
             return False
-        self.lanes[id] = lane
+        if message.size > _LONG_BYTES and self._long_bytes >= _LONG_BYTES_AT_ONCE:
+            return False
+        self.sent[id] = message
         return True
 
     @property
     def is_full(self) -> bool:
-        return len(self.lanes) >= _AT_ONCE
+        return len(self.sent) >= _AT_ONCE
+
+    @property
+    def _long_bytes(self) -> int:
+        return sum(each.size for each in self.sent.values() if each.size > _LONG_BYTES)
 
 
 class Deliveries:
@@ -129,10 +145,18 @@ class Deliveries:
     and runs on the store's thread.
     """
 
-    def __init__(self, table: str, more_of: Callable[[sqlite3.Row], JsonDict] | None = None):
-        """more_of: what is told of a row that is over, beside its id."""
+    def __init__(
+        self,
+        table: str,
+        more_of: Callable[[sqlite3.Row], JsonDict] | None = None,
+        long_column: str = "metadata",
+    ):
+        """more_of: what is told of a row that is over, beside its id. long_column: the longest of
+        what is told.
+        """
         self._table = table
         self._more_of = more_of
+        self._long_column = long_column
 
     def next_at(self, store: BatchStore, now: float) -> float | None:
         """When the next one is due after now; None if none is."""
@@ -142,12 +166,14 @@ class Deliveries:
 
     def due(self, store: BatchStore, now: float, under_way: _UnderWay) -> list[_Delivery]:
         """Those that are to be told by now and for which there is room: they are under way."""
-        query = f"SELECT id, owner, webhook_url FROM {self._table} WHERE told_at <= ?"
+        query = f"SELECT id, owner, webhook_url, LENGTH({self._long_column}) FROM {self._table}"
         chosen: list[str] = []
-        for id, owner, url in store.db.execute(query + " ORDER BY told_at", (now,)):
+        rows = store.db.execute(query + " WHERE told_at <= ? ORDER BY told_at", (now,))
+        for id, owner, url, size in rows:
             if under_way.is_full:
                 break
-            if under_way.take(id, (owner, urlsplit(url).netloc.lower())):
+            lane = (owner, urlsplit(url).netloc.lower())
+            if under_way.take(id, _Sent(lane, size or 0)):
                 chosen.append(id)
         query = f"SELECT * FROM {self._table} WHERE id = ?"
         return [self._delivery(store.db.execute(query, (id,)).fetchone()) for id in chosen]
@@ -286,6 +312,8 @@ class Webhooks:
             while True:
                 try:
                     await self._begin_due(client, tasks)
+                except StoreUnavailable:
+                    await asyncio.sleep(_AGAIN_S)
                 except Exception:
                     _log.exception("ends could not be told; it is tried again")
                     await asyncio.sleep(_AGAIN_S)
@@ -296,10 +324,10 @@ class Webhooks:
         now = time.time()
         times: list[float] = []
         for queue in self._queues:
-            before = dict(self._under_way.lanes)
+            before = dict(self._under_way.sent)
             chosen = _UnderWay(before)
             for delivery in await self._keeper.do(queue.due, now, chosen):
-                self._under_way.lanes[delivery.id] = chosen.lanes[delivery.id]
+                self._under_way.sent[delivery.id] = chosen.sent[delivery.id]
                 tasks.create_task(self._deliver(client, queue, delivery))
             next_at = await self._keeper.do(queue.next_at, now)
             times += [] if next_at is None else [next_at]
@@ -318,7 +346,7 @@ class Webhooks:
             _log.exception("the end of %s could not be told; it is tried again", delivery.id)
             await asyncio.sleep(_AGAIN_S)
         finally:
-            del self._under_way.lanes[delivery.id]
+            del self._under_way.sent[delivery.id]
             self._changed.set()
 
     async def _try(self, client: httpx.AsyncClient, queue: Deliveries, delivery: _Delivery) -> None:

@@ -36,8 +36,8 @@ class JobResponse(Described):
     body: JsonDict
 
 
-class JobAnswer(Described):
-    """A job."""
+class JobSummary(Described):
+    """A job in a list: without its answer."""
 
     id: str
     object: Literal["job"]
@@ -52,6 +52,11 @@ class JobAnswer(Described):
     expires_at: int
     webhook_url: str | None
     metadata: dict[str, str] | None
+
+
+class JobAnswer(JobSummary):
+    """A job."""
+
     response: JobResponse | None
 
 
@@ -59,7 +64,7 @@ class JobList(Described):
     """GET /v1/jobs."""
 
     object: Literal["list"]
-    data: list[JobAnswer]
+    data: list[JobSummary]
     first_id: str | None
     last_id: str | None
     has_more: bool

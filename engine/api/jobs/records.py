@@ -49,6 +49,10 @@ class Job:
 
     def shown(self) -> JsonDict:
         """As clients see it."""
+        return self.summary() | {"response": self.response}
+
+    def summary(self) -> JsonDict:
+        """The same without its answer, for lists."""
         shown: JsonDict = {
             "id": self.id,
             "object": "job",
@@ -58,7 +62,6 @@ class Job:
             "expires_at": self.expires_at,
             "webhook_url": self.webhook_url or None,
             "metadata": self.metadata or None,
-            "response": self.response,
         }
         for status in _TIMED:
             shown[f"{status}_at"] = self.times.get(status)

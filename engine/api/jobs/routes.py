@@ -52,8 +52,15 @@ async def _create_job(host: RequestHost, request: Request) -> Response:
     job = _new_job(host, body, context.tenant)
     asked = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
     context.notes.ignored.extend(name for name in raw if name not in JobBody.model_fields)
-    most = host.settings.server.key_jobs
-    kept = await keeper.do(JOBS.add, job, asked, most_open=most, keep=_KEPT_JOBS)
+    server = host.settings.server
+    kept = await keeper.do(
+        JOBS.add,
+        job,
+        asked,
+        most_open=server.key_jobs,
+        keep=_KEPT_JOBS,
+        most_bytes=server.key_file_bytes,
+    )
     if kept is job:
         runner.begin(job)
     return _accepted(kept)
@@ -100,7 +107,7 @@ async def _list_jobs(host: RequestHost, request: Request) -> Response:
     query = read_query(request, PageQuery)
     owner = Context.of(request.scope).tenant
     jobs, more = await keeper.do(JOBS.page, owner, after=query.after, limit=query.limit)
-    return json_answer(listed([job.shown() for job in jobs], more=more))
+    return json_answer(listed([job.summary() for job in jobs], more=more))
 
 
 async def _show_job(host: RequestHost, request: Request) -> Response:

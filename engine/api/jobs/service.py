@@ -8,17 +8,18 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import orjson
 
-from jitney.engine.api.batches.execution import LineExecutor
+from jitney.engine.api.batches.execution import LineExecutor, Reply
 from jitney.engine.api.batches.host import RequestHost
 from jitney.engine.api.batches.keeper import StoreKeeper
 from jitney.engine.api.batches.lines import LineRequest
 from jitney.engine.api.batches.places import Places
 from jitney.engine.api.batches.service import Batches
+from jitney.engine.api.batches.store import StorageFull, StoreUnavailable
 from jitney.engine.api.batches.tasks import Tasks
 from jitney.engine.api.jobs.records import Job
 from jitney.engine.api.jobs.table import JOBS
@@ -36,9 +37,12 @@ class Jobs:
         self._runner: _JobRunner | None = None
 
     async def start(self) -> None:
-        """Go on with what an earlier server has left. After the start of batches."""
+        """Go on with what an earlier server has left. After the start of batches. What is wrong
+        with the store has been logged; whoever asks for it next tries again.
+        """
         if self._batches.is_open:
-            await self.runner()
+            with suppress(StoreUnavailable):
+                await self.runner()
 
     async def keeper(self) -> StoreKeeper:
         """What is known of jobs. Raises HttpError 503."""
@@ -114,6 +118,8 @@ class _JobRunner:
         self._keeper = keeper
         self._executor = executor
         self._on_end = on_end
+        #: Bytes that one key may have.
+        self._most_bytes = host.settings.server.key_file_bytes
         self._places = Places(host)
         self._tasks = Tasks(self._changed)
         #: Set, and forgotten, at a job's next change.
@@ -158,8 +164,14 @@ class _JobRunner:
 
     async def _work(self, job: Job) -> None:
         """One job to its end."""
-        status, answer = await self._outcome(job)
-        await self._keeper.do(JOBS.finish, job.id, status, answer, int(time.time()))
+        finish = partial(self._keeper.do, JOBS.finish, job.id)
+        try:
+            status, answer = await self._outcome(job)
+            await finish(status, answer, int(time.time()), self._most_bytes)
+        except StorageFull as full:
+            request_id = uuid.uuid4().hex
+            reply = Reply.of_error(full, request_id, job.endpoint)
+            await finish("failed", orjson.dumps(reply.shown(request_id)), int(time.time()))
         self._on_end()
 
     async def _outcome(self, job: Job) -> tuple[str, bytes | None]:
@@ -180,7 +192,7 @@ class _JobRunner:
             turns.release()
 
     async def _answer_in(self, turns: _Turns, job: Job) -> tuple[str, bytes | None]:
-        body = await self._keeper.do(JOBS.begin, job.id, int(time.time()))
+        body = await self._keeper.do(JOBS.begin, job.id, int(time.time()), self._most_bytes)
         if body is None:
             return "cancelled", None
         self._changed(job.id)

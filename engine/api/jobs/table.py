@@ -12,7 +12,7 @@ import sqlite3
 import orjson
 
 from jitney.engine.api.batches.rows import OwnedTable
-from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.batches.store import JOB_BYTES, BatchStore
 from jitney.engine.api.batches.webhooks import Deliveries
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jobs.records import Job, JobRequest
@@ -32,18 +32,27 @@ _PLAIN = (
 )
 #: All that a `Job` is made of, without what may be long and is not in it.
 _COLUMNS = ", ".join((*_PLAIN, "metadata", "times"))
+#: The same without its answer.
+_SUMMARY = _COLUMNS.replace("answer", "NULL AS answer")
 
 
 class _JobTable(Deliveries):
     """Every method is one transaction."""
 
     def add(
-        self, store: BatchStore, job: Job, asked: JobRequest, *, most_open: int, keep: int
+        self,
+        store: BatchStore,
+        job: Job,
+        asked: JobRequest,
+        *,
+        most_open: int,
+        keep: int,
+        most_bytes: int,
     ) -> Job:
         """Keep a new job, unless its owner has one that is called so: the job that is kept. Of the
         owner's jobs that are over, the newest `keep` stay. Raises RequestError for an owner with
-        `most_open` jobs under way, and HttpError 409 where the one that is called so was asked for
-        with other words.
+        `most_open` jobs under way, StorageFull where it would have more than `most_bytes`, and
+        HttpError 409 where the one that is called so was asked for with other words.
         """
         with store.transaction():
             known = self._find_repeated(store, job.owner, asked)
@@ -51,8 +60,26 @@ class _JobTable(Deliveries):
                 return known
             self._check_room(store, job.owner, most_open)
             self._rows(store).forget_ended(job.owner, keep)
+            self._make_room(store, job.owner, len(asked.body), most_bytes)
             self._insert(store, job, asked)
             return job
+
+    def _make_room(self, store: BatchStore, owner: str, size: int, most_bytes: int) -> None:
+        """Forget the oldest of an owner's jobs that are over until so many more bytes fit. Raises
+        StorageFull, and forgets none, where that is not enough.
+        """
+        query = f"""SELECT number, {JOB_BYTES} FROM jobs
+            WHERE owner = ? AND {OwnedTable.FORGETTABLE} ORDER BY number"""
+        missing = store.n_bytes(owner) + size - most_bytes
+        forgotten: list[tuple[int]] = []
+        if missing > 0:
+            for number, n_bytes in store.db.execute(query, (owner,)).fetchall():
+                if missing > 0:
+                    forgotten.append((number,))
+                    missing -= n_bytes
+        if missing > 0:
+            store.check_bytes(owner, most_bytes, size)
+        store.db.executemany("DELETE FROM jobs WHERE number = ?", forgotten)
 
     def _check_room(self, store: BatchStore, owner: str, most_open: int) -> None:
         if self._rows(store).n_open(owner) >= most_open:
@@ -100,35 +127,52 @@ class _JobTable(Deliveries):
         self, store: BatchStore, owner: str, *, after: str, limit: int
     ) -> tuple[list[Job], bool]:
         """At most so many of an owner's jobs, those behind `after`, the newest first, and whether
-        there are more.
+        there are more. None with its answer: together they may be longer than the memory.
         """
-        page, more = self._rows(store).page(owner, after=after, limit=limit, columns=_COLUMNS)
+        page, more = self._rows(store).page(owner, after=after, limit=limit, columns=_SUMMARY)
         return [_job_of(row) for row in page], more
 
     def unfinished(self, store: BatchStore) -> list[Job]:
         """The jobs that are not over, the oldest first."""
-        query = f"SELECT {_COLUMNS} FROM jobs WHERE {OwnedTable.OPEN} ORDER BY number"
+        query = f"SELECT {_SUMMARY} FROM jobs WHERE {OwnedTable.OPEN} ORDER BY number"
         return [_job_of(row) for row in store.db.execute(query)]
 
-    def begin(self, store: BatchStore, id: str, now: int) -> bytes | None:
-        """A job is taken up, again perhaps: the body of its request; None if it is over."""
+    def begin(
+        self, store: BatchStore, id: str, now: int, most_bytes: int | None = None
+    ) -> bytes | None:
+        """A job is taken up, again perhaps: the body of its request; None if it is over. Raises
+        StorageFull where no answer has room in `most_bytes` of its owner's.
+        """
         with store.transaction():
             row = store.db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
             if row is None or row["status"] in OwnedTable.ENDED:
                 return None
+            if most_bytes is not None:
+                self._make_room(store, row["owner"], 1, most_bytes)
             self._rows(store).set_status(row, "in_progress", now)
             return row["body"]
 
     def finish(
-        self, store: BatchStore, id: str, status: str, answer: bytes | None, now: int
+        self,
+        store: BatchStore,
+        id: str,
+        status: str,
+        answer: bytes | None,
+        now: int,
+        most_bytes: int | None = None,
     ) -> bool:
-        """A job is over; its request is forgotten. False if it was over already."""
+        """A job is over; its request is forgotten. False if it was over already. Raises StorageFull
+        where its answer has no room in `most_bytes` of its owner's.
+        """
         with store.transaction():
-            query = "SELECT id, webhook_url, status, times FROM jobs WHERE id = ?"
+            query = "SELECT id, owner, webhook_url, status, times FROM jobs WHERE id = ?"
             row = store.db.execute(query, (id,)).fetchone()
             if row is None or row["status"] in OwnedTable.ENDED:
                 return False
-            store.db.execute("UPDATE jobs SET answer = ?, body = x'' WHERE id = ?", (answer, id))
+            store.db.execute("UPDATE jobs SET body = x'' WHERE id = ?", (id,))
+            if answer is not None and most_bytes is not None:
+                self._make_room(store, row["owner"], len(answer), most_bytes)
+            store.db.execute("UPDATE jobs SET answer = ? WHERE id = ?", (answer, id))
             self._rows(store).set_status(row, status, now)
             return True
 
@@ -151,4 +195,4 @@ def _told_of(row: sqlite3.Row) -> JsonDict:
 
 
 #: Also of the ends that have to be told.
-JOBS = _JobTable("jobs", _told_of)
+JOBS = _JobTable("jobs", _told_of, "answer")

@@ -22,10 +22,10 @@ from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from webhook_receiver import dripping, receiving
 
-from jitney.engine.api.batches import webhooks
+from jitney.engine.api.batches import rows, webhooks
 from jitney.engine.api.batches.execution import LineExecutor
 from jitney.engine.api.batches.records import Batch, Line, LineOutcome, StoredFile
-from jitney.engine.api.batches.store import BatchStore
+from jitney.engine.api.batches.store import BatchStore, StorageFull
 from jitney.engine.api.batches.webhooks import _is_allowed
 from jitney.engine.api.errors import retry_after_s
 from jitney.engine.api.routes import ROUTES
@@ -651,6 +651,52 @@ def test_a_line_keeps_its_first_answer(tmp_path: Path):
     store.finish("b", "expired", None, None, 4)
     assert not store.answer("b", 1, LineOutcome.COMPLETED, b"late")
     assert not store.unfinished() and store.batch("b", "you") is None
+
+
+def test_answers_of_lines_count_in_the_bytes_of_their_key(tmp_path: Path):
+    store = stored(tmp_path)
+    before = store.n_bytes("me")
+    assert store.answer("b", 1, LineOutcome.COMPLETED, b"x" * 100, before + 100)
+    assert store.n_bytes("me") == before + 100
+    with pytest.raises(StorageFull):
+        store.answer("b", 2, LineOutcome.COMPLETED, b"x" * 100, before + 199)
+    assert [each.number for each in store.open_lines("b", 0, 9)] == [2, 3]
+    output = StoredFile("out", "me", "batch_output", "out", 101, 4)
+    store.finish("b", "completed", output, None, 4)
+    assert store.n_bytes("me") == before + 101, "they are in a file now"
+
+
+def test_answers_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rows, "_READ_BYTES", 150)
+    store = stored(tmp_path)
+    for number in (1, 2, 3):
+        store.answer("b", number, LineOutcome.COMPLETED, b"x" * 100)
+    assert [each.number for each in store.answers("b", 0, 9)] == [1, 2]
+    assert [each.number for each in store.answers("b", 2, 9)] == [3]
+
+
+def test_a_line_without_room_for_its_answer_fails_and_says_so(folder: Path):
+    engine = FakeClient(Script("some words " * 100), seats=1)
+    lines = [line(f"r{i}", CHATS, max_tokens=200) for i in range(40)]
+    limits: dict[str, Any] = {"key_file_bytes": 20_000, "answer_limit": 10_000}
+    with serving(folder, engine, **limits) as client:
+        batch = ended(client, begin(client, lines, endpoint=CHATS).id)
+        counts = batch.request_counts
+        assert batch.status == "completed" and counts and counts.completed and counts.failed
+        assert counts.completed + counts.failed == 40
+        for answer in answers(client, batch.error_file_id).values():
+            assert answer["response"]["body"]["error"]["code"] == "storage_full"
+
+
+def test_a_line_has_a_largest_answer(folder: Path):
+    engine = FakeClient(Script("some words " * 100))
+    lines = [line("short", CHATS), line("long", CHATS, n=9, max_tokens=200)]
+    with serving(folder, engine, answer_limit=2_000) as client:
+        batch = ended(client, begin(client, lines, endpoint=CHATS).id)
+        assert list(answers(client, batch.output_file_id)) == ["short"]
+        [answer] = answers(client, batch.error_file_id).values()
+        assert answer["custom_id"] == "long"
+        assert answer["response"]["body"]["error"]["code"] == "answer_too_large"
 
 
 def test_batches_that_are_over_are_forgotten_beyond_a_number(tmp_path: Path):

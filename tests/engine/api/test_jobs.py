@@ -19,7 +19,8 @@ from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
-from jitney.engine.api.batches import webhooks
+from jitney.engine.api.batches import rows, webhooks
+from jitney.engine.api.batches.records import Batch, Line, LineOutcome
 from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.jobs.records import Job, JobRequest
 from jitney.engine.api.jobs.table import JOBS
@@ -49,6 +50,12 @@ def serving(
 def asked(text: str = "hi", **fields: Any) -> dict[str, Any]:
     chat = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
     return {"endpoint": CHATS, "body": chat} | fields
+
+
+def lengthy(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    """What is asked with a long answer."""
+    job = asked(text)
+    return job | {"body": job["body"] | {"max_tokens": 200, "n": 9} | fields}
 
 
 def begin(http: httpx.Client, body: dict[str, Any] | None = None, **headers: str) -> dict[str, Any]:
@@ -324,9 +331,83 @@ def test_a_server_that_is_killed_goes_on_with_its_jobs(folder: Path):
     assert {job["status"] for job in jobs} == {"completed"}
 
 
+def test_an_answer_has_a_largest_size(folder: Path):
+    """One that is longer ends its job with an error, and is not kept in memory to its end."""
+    engine = FakeClient(Script("some words " * 400))
+    with serving(folder, engine, answer_limit=2000) as http:
+        job = ended(http, begin(http, lengthy())["id"])
+        assert (job["status"], job["response"]["status_code"]) == ("failed", 400)
+        assert job["response"]["body"]["error"]["code"] == "answer_too_large"
+        engine.script = Script("some words")
+        assert ended(http, begin(http)["id"])["status"] == "completed"
+
+
+def test_lists_have_no_answers(folder: Path):
+    """They are not read either: together they may be longer than the memory."""
+    with serving(folder, FakeClient(Script("some words"))) as http:
+        ids = [begin(http)["id"] for _ in range(3)]
+        jobs = [ended(http, id) for id in ids]
+        listed = http.get("/v1/jobs").json()["data"]
+        for job in jobs:
+            assert job.pop("response")["status_code"] == 200
+        assert listed == jobs[::-1]
+    store = BatchStore(folder / "batches.sqlite3")
+    page, _ = JOBS.page(store, page_owner(store), after="", limit=9)
+    assert len(page) == 3 and all(job.answer is None for job in page)
+
+
+def page_owner(store: BatchStore) -> str:
+    return store.db.execute("SELECT owner FROM jobs").fetchone()[0]
+
+
+def test_jobs_and_their_answers_count_in_the_bytes_of_their_key(folder: Path):
+    """The oldest that are over make room for new ones; where files are in the way, nothing does."""
+    engine = FakeClient(Script("some words " * 200))
+    with serving(folder, engine, key_file_bytes=12_000) as http:
+        ids = [begin(http, lengthy())["id"]]
+        size = len(json.dumps(ended(http, ids[0])["response"]))
+        assert 2_000 < size < 6_000
+        for _ in range(6):
+            ids.append(begin(http, lengthy())["id"])
+            assert ended(http, ids[-1])["status"] == "completed"
+        kept = [job["id"] for job in http.get("/v1/jobs").json()["data"]]
+        assert kept == ids[: -len(kept) - 1 : -1] and 2 <= len(kept) < 6
+        taken = size * len(kept)
+        form = {"purpose": (None, "batch"), "file": ("a", b"x" * 11_000)}
+        reply = http.post("/v1/files", files=form)
+        assert reply.json()["error"]["code"] == "storage_full", "answers count for files too"
+        room = 12_000 - taken - size // 2
+        form["file"] = ("a", b"x" * room)
+        assert http.post("/v1/files", files=form).status_code == 200
+
+
+def test_a_key_whose_files_take_all_bytes_has_no_job(folder: Path):
+    engine = FakeClient(Script("some words " * 200))
+    with serving(folder, engine, key_file_bytes=12_000) as http:
+        form = {"purpose": (None, "batch"), "file": ("a", b"x" * 11_000)}
+        file = http.post("/v1/files", files=form).json()["id"]
+        job = ended(http, begin(http, lengthy())["id"])
+        assert job["status"] == "failed", "it began with room for its body, but not for its answer"
+        assert job["response"]["body"]["error"]["code"] == "storage_full"
+        reply = http.post("/v1/jobs", json=asked("x" * 2_000))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "storage_full")
+        http.delete(f"/v1/files/{file}")
+        assert ended(http, begin(http, lengthy())["id"])["status"] == "completed"
+
+
+def test_what_is_to_be_told_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rows, "_READ_BYTES", 250)
+    store = BatchStore(tmp_path / "s.sqlite3")
+    for number in range(5):
+        _add(store, f"job_{number}")
+        assert JOBS.finish(store, f"job_{number}", "completed", b"9" * 100, 4)
+    assert len(JOBS.due(store, 9.0, 5)) == 3
+    assert len(JOBS.due(store, 9.0, 2)) == 2
+
+
 def _add(store: BatchStore, id: str) -> None:
     job = Job(id, "me", CHATS, {}, "https://example.org", 1, 9)
-    JOBS.add(store, job, JobRequest(b"{}", None, "d"), most_open=9, keep=0)
+    JOBS.add(store, job, JobRequest(b"{}", None, "d"), most_open=9, keep=0, most_bytes=1 << 30)
 
 
 def test_a_job_ends_once(tmp_path: Path):
@@ -348,9 +429,14 @@ def test_a_job_ends_once(tmp_path: Path):
     assert JOBS.find(store, "job_1", "me") is None
 
 
-def test_tables_of_before_get_the_table_of_jobs(tmp_path: Path):
+def test_tables_of_before_get_what_is_missing(tmp_path: Path):
     store = BatchStore(tmp_path / "s.sqlite3")
-    store.db.executescript("DROP TABLE jobs; PRAGMA user_version = 1")
+    store.add_batch(Batch("b", "me", CHATS, "file", "24h", {}, "", 1, 2))
+    store.add_lines("b", [Line(1, "one", 0, 1)])
+    assert store.answer("b", 1, LineOutcome.COMPLETED, b"12345")
+    store.db.executescript(
+        "DROP TABLE jobs; ALTER TABLE batches DROP COLUMN answer_bytes; PRAGMA user_version = 1"
+    )
     store.close()
     store = BatchStore(tmp_path / "s.sqlite3")
-    assert JOBS.unfinished(store) == []
+    assert JOBS.unfinished(store) == [] and store.n_bytes("me") == 5

@@ -97,6 +97,17 @@ def stored(**changes: str | None) -> Callable[[Path], None]:
     return change
 
 
+def holding(half: str, value: float) -> Callable[[Path], None]:
+    """One number of one tensor is another."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / TENSORS)
+        tensors[f"base_model.model.{MODULE}.lora_{half}.weight"][1, 2] = value
+        save_file(tensors, folder / TENSORS)
+
+    return change
+
+
 def empty(folder: Path) -> None:
     save_file({}, folder / TENSORS)
 
@@ -114,6 +125,12 @@ FIRST = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
         (told(rank_pattern={"q_proj": 2}), "rank_pattern is not served"),
         (told(r=0), "r must be at least 1"),
         (told(r="many"), "adapter_config.json: Expected `int`, got `str`"),
+        (told(r=64), f"{TENSORS}: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight has"),
+        (told(lora_alpha=float("nan")), f"{CONFIG}: lora_alpha nan with r 4 scales by nan"),
+        (told(lora_alpha=float("inf")), f"{CONFIG}: lora_alpha inf"),
+        (told(lora_alpha=-1e308), f"{CONFIG}: lora_alpha -1e+308"),
+        (told(lora_alpha=10**400), f"{CONFIG}: Number out of range"),
+        (told(r=10**400), f"{CONFIG}: r must be at least 1"),
         (stored(of=FIRST), "has only one half for model.layers.0.mlp.up_proj"),
         (stored(of=FIRST, to="lm_head.weight"), "holds lm_head.weight, which is no half of a"),
         (empty, "adapter_model.safetensors is empty"),
@@ -131,6 +148,20 @@ def test_what_is_not_served_is_refused_by_name(
         Adapter.read("fr", str(folder))
     assert str(raised.value).startswith("adapter fr: ")
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("half", ["A", "B"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_numbers_that_would_spoil_every_row_are_refused(
+    tmp_path: Path, config: ModelConfig, half: str, value: float
+):
+    folder = write_adapter(tmp_path / "fr", config, 1)
+    holding(half, value)(folder)
+    adapter = Adapter.read("fr", str(folder))
+    with pytest.raises(ModelError) as raised:
+        adapter.halves(MODULE, config.hidden_size, config.intermediate_size)
+    tensor = f"base_model.model.{MODULE}.lora_{half}.weight"
+    assert str(raised.value).startswith(f"adapter fr: {TENSORS}: {tensor}, ")
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path):

@@ -596,6 +596,27 @@ def test_what_is_known_of_a_prefix_serves_fewer_alternatives_only():
     assert rows == [30, 30, 30 - 24, 30 - 24]
 
 
+def test_a_prompt_that_is_scored_takes_fewer_rows_of_a_step_beside_others():
+    """Rows with log-probabilities take longer, and those who decode would wait for them."""
+    prompt = [(3 * i) % 40 for i in range(60)]
+    rows: dict[bool, list[int]] = {}
+    for beside in (False, True):
+        core = make_core(seats=4, pages=60, budget=31, eos=(), prefill_share=1.0)
+        if beside:
+            core.add(make_request("stream", [1], max_tokens=60, ignore_eos=True))
+            core.step()
+            core.step()
+        plans = watch(core)
+        core.add(make_request("scored", prompt, max_tokens=2, prompt_logprobs=1))
+        outputs = core.run_until_idle()
+        assert scores_of(outputs, "scored") == wanted_scores(prompt, 1)
+        chunks = [chunk for plan in plans for chunk in plan.prompt_chunks]
+        rows[beside] = [chunk.count for chunk in chunks if chunk.seq.request.id == "scored"]
+        assert sum(rows[beside]) == 60
+    assert rows[False] == [31, 29]
+    assert rows[True][:5] == [10] * 5
+
+
 def test_siblings_have_their_prompt_scored_once():
     core = make_core(seats=4, pages=60, budget=64, eos=())
     plans = watch(core)
