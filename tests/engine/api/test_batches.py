@@ -558,19 +558,33 @@ def test_a_receiver_that_drips_is_cut_off_and_asked_again(
             until(lambda: slow.came == slow.ended == 2, 10)
 
 
+def _sent(key: str, receiver: str, size: int = 100) -> webhooks._Sent:
+    return webhooks._Sent((key, receiver), size)
+
+
 def test_each_key_has_a_lane_to_each_receiver():
     under_way = webhooks._UnderWay()
-    lanes = [("ann", "slow"), ("ann", "fast"), ("bob", "slow")]
-    for lane in lanes:
-        begun = [under_way.take(f"{lane} {number}", lane) for number in range(10)]
+    for key, receiver in (("ann", "slow"), ("ann", "fast"), ("bob", "slow")):
+        message = _sent(key, receiver)
+        begun = [under_way.take(f"{key} {receiver} {number}", message) for number in range(10)]
         assert begun == [True] * webhooks._OF_LANE + [False] * (10 - webhooks._OF_LANE)
-    [first, *_] = under_way.lanes
-    del under_way.lanes[first]
-    assert not under_way.take("('ann', 'slow') 1", ("ann", "slow")), "it is being sent"
-    assert under_way.take(first, ("ann", "slow"))
+    [first, *_] = under_way.sent
+    del under_way.sent[first]
+    assert not under_way.take("ann slow 1", _sent("ann", "slow")), "it is being sent"
+    assert under_way.take(first, _sent("ann", "slow"))
     for number in range(webhooks._AT_ONCE):
-        under_way.take(f"{number}", ("ann", f"{number}"))
-    assert under_way.is_full and len(under_way.lanes) == webhooks._AT_ONCE
+        under_way.take(f"{number}", _sent("ann", f"{number}"))
+    assert under_way.is_full and len(under_way.sent) == webhooks._AT_ONCE
+
+
+def test_long_messages_wait_for_long_ones_and_short_ones_do_not():
+    under_way = webhooks._UnderWay()
+    size = webhooks._LONG_BYTES_AT_ONCE // 2
+    begun = [under_way.take(f"{n}", _sent("ann", f"{n}", size)) for n in range(4)]
+    assert begun == [True, True, False, False]
+    assert under_way.take("short", _sent("bob", "fast"))
+    del under_way.sent["0"]
+    assert under_way.take("3", _sent("ann", "3", size))
 
 
 def test_where_ends_may_be_told():
