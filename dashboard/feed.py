@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from jitney.dashboard import sse
 from jitney.dashboard.latency import Latencies
 from jitney.dashboard.notes import Notes
-from jitney.dashboard.snapshot import PageCells, Snapshot, seat_columns
+from jitney.dashboard.snapshot import PageCells, Recent, Snapshot, seat_columns
 from jitney.dashboard.sse import Delta, Note
 from jitney.dashboard.view import View
 from jitney.dashboard.viewers import TooManyViewers, Viewer
@@ -27,6 +28,7 @@ from jitney.engine.api.access import EVERYBODY, Identity
 from jitney.engine.errors import RequestError
 from jitney.engine.messages import SequenceEvent
 from jitney.engine.process.client import EngineClient
+from jitney.engine.telemetry.device_use import DeviceUse
 from jitney.engine.types import JsonDict
 
 _log = logging.getLogger("jitney.dashboard")
@@ -267,7 +269,7 @@ class _Sampler:
         self._asking: asyncio.Task[None] | None = None
         #: When the pages were asked for, the percentiles renewed, and a key frame sent.
         self._asked = self._renewed = self._sent_key_frame = -np.inf
-        self._latency: JsonDict = {}
+        self._recent = Recent()
         self._histograms: JsonDict | None = None
 
     async def run(self) -> None:
@@ -302,10 +304,12 @@ class _Sampler:
             self._histograms = Latencies.between(history, now - _HISTOGRAM_S, now).histograms()
         if now - self._renewed >= _RENEW_S:
             self._renewed = now
-            self._latency = Latencies.between(history, now - _RECENT_S, now).summary()
+            latency = Latencies.between(history, now - _RECENT_S, now).summary()
+            use = DeviceUse.of(self.client.info, history.records, now)
+            self._recent = Recent(latency, msgspec.to_builtins(use))
 
     def _snapshot(self, records: np.ndarray, now: float) -> Snapshot:
-        snapshot = Snapshot.of(self.client, records, self._latency, now)
+        snapshot = Snapshot.of(self.client, records, self._recent, now)
         snapshot.histograms = self._histograms
         if self._runs:
             snapshot.seats = seat_columns(self.client.history)

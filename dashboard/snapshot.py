@@ -101,6 +101,16 @@ class PageCells:
 
 
 @dataclass(slots=True)
+class Recent:
+    """Figures of the last seconds, which are renewed more seldom than snapshots are taken."""
+
+    #: See `Latencies.summary`.
+    latency: JsonDict = field(default_factory=dict)
+    #: See `telemetry.device_use.DeviceUse`.
+    device: JsonDict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Snapshot:
     """The engine at one moment; the fields are those of `sse.KeyFrame`."""
 
@@ -125,11 +135,9 @@ class Snapshot:
     ready_at: float = 0.0
 
     @classmethod
-    def of(
-        cls, client: EngineClient, records: np.ndarray, latency: JsonDict, now: float
-    ) -> Snapshot:
+    def of(cls, client: EngineClient, records: np.ndarray, recent: Recent, now: float) -> Snapshot:
         """The engine now, but for seats, pages and histograms. records: the steps since the
-        snapshot before; latency: see `Latencies.summary`; now: time.monotonic().
+        snapshot before; now: time.monotonic().
         """
         history = client.history
         snapshot = cls(
@@ -137,7 +145,7 @@ class Snapshot:
             step=history.records.last_step,
             state=client.state,
             last_step_age_s=round(client.last_step_age(), 1),
-            metrics=_metrics(client, records, latency),
+            metrics=_metrics(client, records, recent),
             n_events=history.n_life,
             outages=msgspec.to_builtins(list(history.outages)),
         )
@@ -254,10 +262,8 @@ def _page_runs(before: np.ndarray, now: np.ndarray) -> list[list[int]]:
     return np.stack((places[starts], counts, states[starts]), axis=1).tolist()
 
 
-def _metrics(client: EngineClient, records: np.ndarray, latency: JsonDict) -> Metrics:
-    """The engine's numbers now. records: the steps since the snapshot before; latency: see
-    `Latencies.summary`.
-    """
+def _metrics(client: EngineClient, records: np.ndarray, recent: Recent) -> Metrics:
+    """The engine's numbers now. records: the steps since the snapshot before."""
     counters = client.counters
     history = client.history
     step_s = sum(histogram.total for histogram in counters.step_seconds.values())
@@ -284,7 +290,8 @@ def _metrics(client: EngineClient, records: np.ndarray, latency: JsonDict) -> Me
         "step_s": round(step_s, 6),
         "gap_s": round(counters.host_gap_seconds.total, 6),
         "longest_step_s": _longest_step(records),
-        "latency": latency,
+        "latency": recent.latency,
+        "device": recent.device,
     }
 
 

@@ -121,6 +121,7 @@ class Metrics(TypedDict):
     gap_s: float  # of them, those in which the device had nothing to do
     longest_step_s: float | None  # of the steps since the frame before; null for none
     latency: JsonDict  # wait, ttft, itl -> {p50, p95, p99} of the last seconds, or null
+    device: JsonDict  # `telemetry.device_use.DeviceUse`; empty before it was looked at
 
 
 class KeyFrame(TypedDict):

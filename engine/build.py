@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -36,6 +37,7 @@ from jitney.engine.config.schema import AUTO, Config, EngineSection
 from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.executor.autotuning import programs_folder
+from jitney.engine.executor.ceiling import ceiling_or_none
 from jitney.engine.executor.hosts import Follower, JoinedRunner, LeadingRunner
 from jitney.engine.executor.memory import (
     GIB,
@@ -51,7 +53,7 @@ from jitney.engine.executor.threads import use_processors
 from jitney.engine.hosts.link import FirstHost, Hosts, OtherHost
 from jitney.engine.joined import JoinedCore
 from jitney.engine.loading.adapters import load_adapters
-from jitney.engine.loading.describe import count_parameters, describe_weights
+from jitney.engine.loading.describe import count_parameters, describe_step, describe_weights
 from jitney.engine.loading.load import WeightStorage, load_model, load_shapes
 from jitney.engine.loading.quantising import choose_kv_dtype, load_kv_scales
 from jitney.engine.machine import cpu_name
@@ -62,6 +64,7 @@ from jitney.engine.scheduler.buckets import Buckets
 from jitney.engine.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.scheduler.limits import SchedulerLimits
 from jitney.engine.scheduler.scheduler import Scheduler
+from jitney.engine.step_cost import DeviceCeiling, StepCost
 from jitney.engine.types import (
     DeviceInfo,
     EngineInfo,
@@ -99,6 +102,8 @@ _CANARY_LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
 _CANARY_TOKENS = 4096
 #: Most rows of a step of the canary's core: more would hold up the steps that serve.
 _CANARY_ROWS = 64
+#: Bytes of weights from which on it is measured what the device can do at most.
+_LEAST_MEASURED_BYTES = 16 << 20
 #: Settings that only decoders are served with.
 _NOT_OF_ENCODERS = (
     "weights",
@@ -243,12 +248,35 @@ def _build(config: Config, source: ModelSource, progress: _Report, hosts: Hosts 
     if config.engine.canary_every:
         alone = _core_alone(setup, model, kernels)
     _lay_out(model, kernels, setup.mesh)
+    ceiling = _measure_ceiling(setup, model, kernels)  # before the KV pool takes the memory
     runner = _make_runner(setup, model, kernels)
     _compile(setup, runner, progress)
     if setup.device.platform == "cpu":
         _keep_freed_memory()
     info = _describe(setup, model, kernels, runner, proofs, defaults)
+    info = msgspec.structs.replace(info, step_cost=_step_cost(setup, model), ceiling=ceiling)
     return _Built(setup, runner, alone, info)
+
+
+def _step_cost(setup: _Setup, model: Model) -> StepCost | None:
+    """None of an encoder, and of engines that share experts: their steps read what others ask."""
+    if setup.is_encoder or setup.settings.data_parallel > 1:
+        return None
+    local = setup.local
+    kv_numbers = local.n_layers * 2 * local.n_kv_heads * local.head_dim * len(setup.devices)
+    return describe_step(model, setup.source.config, kv_numbers * setup.kv_dtype.itemsize)
+
+
+def _measure_ceiling(setup: _Setup, model: Model, kernels: KernelSet) -> DeviceCeiling | None:
+    """None for a small model, whose steps launch programs more than they read or multiply."""
+    held = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
+    if held < _LEAST_MEASURED_BYTES or setup.is_encoder:
+        return None
+    ceiling = ceiling_or_none(kernels, setup.dtype, len(setup.devices))
+    narrow = {"int8": kernels.int8, "fp8": kernels.fp8}
+    if ceiling and any(narrow.get(one.packed.scheme) for one in model.linears()):
+        return msgspec.structs.replace(ceiling, operations_s=None)
+    return ceiling
 
 
 def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import msgspec
 
 from jitney.engine.errors import ContextOverflow, ErrorInfo, RequestError
+from jitney.engine.step_cost import DeviceCeiling, StepCost
 
 #: What JSON can say, before anybody has looked at it.
 type JsonValue = dict[str, JsonValue] | list[JsonValue] | str | int | float | bool | None
@@ -713,6 +714,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kernels: KernelsInfo
     sizes: EngineSizes
     queue: QueueInfo
+    #: What a step reads and computes, all devices together; None: not known of this model.
+    step_cost: StepCost | None = None
+    #: The most that was measured of these devices; None: it was not.
+    ceiling: DeviceCeiling | None = None
 
     @property
     def request_limits(self) -> RequestLimits:

@@ -2,6 +2,7 @@
 
 import {Charts, chartTable} from "./charts.js";
 import {$, count, legend, reducedMotion, say, sum} from "./dom.js";
+import {showDevice} from "./device.js";
 import {Drawer} from "./drawer.js";
 import {setUpEngines} from "./engines.js";
 import {Lab} from "./lab.js";
@@ -220,6 +221,7 @@ function show() {
   showPages();
   showNotes($("notes"), engine.notes, engine.frame.t);
   showCanary(engine.info, metrics.canary);
+  showDevice($("device"), metrics.device);
   requests.frame(past(), engine.serving);
   lab.frame();
   fillTables();

@@ -73,7 +73,7 @@ class _GenerationEndpoint(Endpoint[Service]):
         try:
             # Kept in the request, so that from here on `receive` waits for the client's leaving.
             await request.body()
-            with self.service.generating(), self.service.quotas.open(context.tenant):
+            with self.service.generating(context), self.service.quotas.open(context.tenant):
                 answering = self._answer(request, send)
                 if context.background:
                     answering = self.service.until_drain(answering)

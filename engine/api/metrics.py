@@ -6,6 +6,7 @@ Every label has few values: route templates, status classes, finish reasons, led
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
@@ -25,6 +26,7 @@ from prometheus_client.samples import Sample
 
 from jitney.engine.config.digest import short
 from jitney.engine.process import counters as engine
+from jitney.engine.telemetry.device_use import WINDOW_S, DeviceUse
 from jitney.engine.types import EngineInfo, EngineState, KernelProof
 
 if TYPE_CHECKING:
@@ -218,6 +220,33 @@ _HISTOGRAMS = {
     "host_gap_seconds": "time the device waited for the host before a step",
     "seat_fill_ratio": "seats taken of all seats, per step",
 }
+#: Of the device, over the last seconds: name -> what it is, and where it is read.
+_DEVICE: dict[str, tuple[str, Callable[[DeviceUse], float | None]]] = {
+    "busy_share": (
+        f"share of the last {WINDOW_S:g} s in which a step ran",
+        attrgetter("busy"),
+    ),
+    "bandwidth_share": (
+        "bytes that steps read and write over their time, of the most that was measured at start; "
+        "absent where that is not known",
+        attrgetter("bandwidth"),
+    ),
+    "operations_share": (
+        "operations of steps over their time, of the most that was measured at start; absent where "
+        "that is not known",
+        attrgetter("operations"),
+    ),
+    "bytes_per_second": ("bytes that steps read and write over their time", attrgetter("bytes_s")),
+    "operations_per_second": ("operations of steps over their time", attrgetter("operations_s")),
+    "ceiling_bytes_per_second": (
+        "the most bytes a second, measured at start",
+        attrgetter("ceiling_bytes_s"),
+    ),
+    "ceiling_operations_per_second": (
+        "the most operations a second, measured at start",
+        attrgetter("ceiling_operations_s"),
+    ),
+}
 _VERSION = {"version": version("jitney")}
 #: What the engine says of itself.
 _BUILD = ("model", "platform", "device", "kernels", "dtype")
@@ -280,7 +309,18 @@ def _histograms(client: EngineClient) -> Iterator[Metric]:
         yield _histogram(name, text, getattr(client.counters, name))
 
 
-_PARTS = (_gauges, _counters, _labelled, _build, _histograms)
+def _device(client: EngineClient) -> Iterator[Metric]:
+    """What is not known has no sample."""
+    use = DeviceUse.of(client.info, client.history.records, time.monotonic())
+    for name, (text, value) in _DEVICE.items():
+        family = GaugeMetricFamily(f"jitney_device_{name}", text, labels=())
+        number = value(use)
+        if number is not None:
+            family.add_metric((), number)
+        yield family
+
+
+_PARTS = (_gauges, _counters, _labelled, _build, _histograms, _device)
 
 
 def _step_seconds(client: EngineClient) -> Metric:

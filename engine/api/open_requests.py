@@ -1,8 +1,9 @@
-"""How many requests are open, and when none is: what a drain waits for."""
+"""How many requests are open: too many for more to be read, or none, which a drain waits for."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self._count = 0
+        self._by_tenant = Counter[str]()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -19,14 +21,28 @@ class OpenRequests:
         """Returns when no request is open."""
         await self._idle.wait()
 
+    def are_too_many(self, tenant: str, most: int) -> bool:
+        """Whether one more of this tenant is not even to be read, where `most` are enough to keep
+        all seats and the queue full. A tenant with less than its share of the open ones may come
+        beyond that, up to as many again.
+        """
+        if self._count < most:
+            return False
+        share = self._count / len(self._by_tenant.keys() | {tenant})
+        return self._count >= 2 * most or self._by_tenant[tenant] >= share
+
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """One more, as long as this lasts."""
+    def one(self, tenant: str = "") -> Iterator[None]:
+        """One more of a tenant, as long as this lasts."""
         self._count += 1
+        self._by_tenant[tenant] += 1
         self._idle.clear()
         try:
             yield
         finally:
             self._count -= 1
+            self._by_tenant[tenant] -= 1
+            if not self._by_tenant[tenant]:
+                del self._by_tenant[tenant]
             if not self._count:
                 self._idle.set()

@@ -31,6 +31,7 @@ from jitney.engine.structured.setup import CheckedGrammar, CheckerSetup
 from jitney.engine.types import EngineInfo, Grammar, JsonDict
 
 if TYPE_CHECKING:
+    from jitney.engine.api.context import Context
     from jitney.engine.api.grammars import Grammars
     from jitney.engine.api.own_requests import OwnRequests
     from jitney.engine.api.tracing import Tracing
@@ -42,6 +43,9 @@ _log = logging.getLogger("jitney.api")
 
 #: Characters that a chat template may add of its own.
 _TEMPLATE_CHARS = 1 << 16
+#: Requests that may be read and rendered beyond those that can sit and wait, and the least seconds
+#: after which one that was not read may come again.
+_MOST_READ, _LEAST_RETRY_S = 64, 1.0
 #: Seconds that it may take to see what a chat template accepts; one that takes longer is asked for
 #: no more than users and assistants that alternate.
 _PROBING_S = 10.0
@@ -217,9 +221,22 @@ class Service:
         """Let go of the threads; a tokenisation that still runs is not waited for."""
         self._threads.close()
 
-    def generating(self) -> AbstractContextManager[None]:
-        """Counts one open generation request, which `drained` waits for."""
-        return self._open.one()
+    def generating(self, context: Context) -> AbstractContextManager[None]:
+        """Counts one open generation request, which `drained` waits for. Raises RequestError
+        queue_full at once where more are open than can sit and wait: to render and tokenise what
+        the engine will refuse takes the time of those that it has.
+        """
+        info = self.client.info
+        if info is not None and not context.background:
+            most = info.sizes.seats + info.queue.max_waiting_requests + _MOST_READ
+            if self._open.are_too_many(context.tenant, most):
+                wait = max(_LEAST_RETRY_S, self.client.counters.predicted_wait)
+                raise RequestError(
+                    f"{most} requests are open or being read already; retry in {wait:.1f} s",
+                    code="queue_full",
+                    retry_after=wait,
+                )
+        return self._open.one(context.tenant)
 
     @property
     def own_places(self) -> int:

@@ -34,16 +34,13 @@ if TYPE_CHECKING:
     from jitney.engine.checkpoints.model_config import ModelConfig
     from jitney.engine.executor.runner import Runner
     from jitney.engine.llm import LLM
+    from jitney.engine.step_cost import DeviceCeiling
 
 #: Contexts of decode rows, where the engine's context and its pages allow them.
 _CONTEXTS = (64, 384, 1024)
 #: Where a prompt chunk with a long past starts.
 _LATE = 768
 _GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
-#: Bytes of the array whose copying tells the bandwidth, and the side of the square product that
-#: tells the rate, on a CPU and on anything faster, where smaller ones would time the launch.
-_COPY_BYTES = {True: 1 << 28, False: 1 << 30}
-_PRODUCT_SIDE = {True: 2048, False: 8192}
 _IDEAL = Assumptions(bandwidth=1.0, flops=1.0, overhead_s=0.0, hop_s=0.0)
 #: What of the engine stands in the report.
 _FACTS = (
@@ -229,45 +226,6 @@ def _launch(runner: Runner, plan: Plan) -> tuple[Any, float]:
     return launched, time.perf_counter()
 
 
-def _copy_bandwidth() -> float:
-    """Bytes/s that an addition over a large array reads and writes."""
-    import jax
-    import jax.numpy as jnp
-
-    size = _COPY_BYTES[jax.default_backend() == "cpu"]
-    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = jnp.zeros(size // 4, jnp.float32)
-    return 2 * size / _least_seconds(add_one, x, 8)
-
-
-def _least_seconds(step: Callable[[Any], Any], x: Any, turns: int) -> float:
-    """Of x = step(x), so many times after one that does not count."""
-    import jax
-
-    x = jax.block_until_ready(step(x))
-    least = np.inf
-    for _ in range(turns):
-        started = time.perf_counter()
-        x = jax.block_until_ready(step(x))
-        least = min(least, time.perf_counter() - started)
-    return least
-
-
-def _product_rate(dtype: str) -> float:
-    """Operations/s of a product of two large matrices."""
-    import jax
-    import jax.numpy as jnp
-
-    side = _PRODUCT_SIDE[jax.default_backend() == "cpu"]
-    ones = jnp.ones((side, side), dtype)
-
-    @jax.jit
-    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(dtype)
-
-    return 2 * side**3 / _least_seconds(lambda _: multiply(ones, ones), ones, 5)
-
-
 def _measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
     """The least time that the measured bandwidth and rate allow."""
     number = "f32" if dtype == "float32" else "bf16"
@@ -305,6 +263,8 @@ def measure(
 ) -> JsonDict:
     """The whole report, ready for JSON; "table" is what `StepTable.load` reads. Raises ConfigError
     if the pool is too small for any step."""
+    from jitney.engine.executor.ceiling import measure_ceiling
+
     core, info = llm.core, llm.info
     pool = core.scheduler.pool
     room = pool.capacity * pool.page_size // 2
@@ -318,18 +278,24 @@ def measure(
     source = f"bench step: {info.model.name} {info.formats.dtype}, {kernels}"
     measured = [(timing.case.bucket, timing.work, timing.seconds) for timing in timings]
     table = StepTable.from_repeats(measured, host, source)
-    return _report_of(info, config, timings, table)
+    ceiling = measure_ceiling(runner.program.kernels, info.formats.dtype)
+    return _report_of(info, config, timings, table, ceiling)
 
 
 def _report_of(
-    info: EngineInfo, config: ModelConfig, timings: Sequence[_StepTiming], table: StepTable
+    info: EngineInfo,
+    config: ModelConfig,
+    timings: Sequence[_StepTiming],
+    table: StepTable,
+    ceiling: DeviceCeiling,
 ) -> JsonDict:
-    bandwidth, rate = _copy_bandwidth(), _product_rate(info.formats.dtype)
-    floor = _measured_floor(config, info.formats.dtype, bandwidth, rate)
+    rate = ceiling.operations_s
+    assert rate is not None  # `measure_ceiling` multiplies
+    floor = _measured_floor(config, info.formats.dtype, ceiling.bytes_s, rate)
     shown = info.flat()
     return {
         **{name: shown[name] for name in _FACTS},
-        "copy_bytes_s": bandwidth,
+        "read_bytes_s": ceiling.bytes_s,
         "product_flops_s": rate,
         "cases": [_row_of(timing, table, floor) for timing in timings],
         "table": table.contents(),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jitney.engine.errors import ConfigError, ModelError
+from jitney.engine.step_cost import StepCost
 from jitney.engine.types import Pooling
 
 type Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -224,6 +225,27 @@ class ModelConfig:
     def vocab_share(self) -> int:
         """Rows of the embedding, and columns of the output head, that one device holds."""
         return self.vocab_size // self.shards
+
+    def step_cost(self, *, weight_bytes: float, head_bytes: float, kv_bytes: float) -> StepCost:
+        """Of a decoder's steps. weight_bytes: of one number of the layers' matrices; head_bytes: of
+        the whole output head; kv_bytes: of a position's keys and values, all layers.
+        """
+        experts = self.experts or ExpertsConfig(1, 1, renormalised=True)
+        outputs = self.qkv_size + self.n_heads * self.head_dim
+        if self.experts is not None:
+            outputs += experts.n_experts  # the routers
+        return StepCost(
+            n_layers=self.n_layers,
+            shared_weights=self.n_layers * self.hidden_size * outputs,
+            expert_weights=self.n_layers * self.hidden_size * 3 * self.intermediate_size,
+            n_experts=experts.n_experts,
+            n_chosen=experts.n_chosen,
+            weight_bytes=weight_bytes,
+            head_weights=self.vocab_size * self.hidden_size,
+            head_bytes=head_bytes,
+            attention_width=self.n_layers * self.n_heads * self.head_dim,
+            kv_bytes=kv_bytes,
+        )
 
     def with_ends(self, *ids: int) -> ModelConfig:
         """And these tokens end a generation, too."""

@@ -62,6 +62,7 @@ _COMMANDS = Commands(
         "plan": "size a deployment: memory, batch size, cost, replicas, buckets",
         "dashboard": "the page for one or several engines elsewhere",
         "top": "watch an engine's seats in the terminal",
+        "diagnose": "say why a running server is slow, and the one thing to change",
         "config": "settings in force, and how those of two files or servers differ",
         "doctor": "say what this machine has and whether Jitney runs on it",
     },

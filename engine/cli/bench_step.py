@@ -134,8 +134,8 @@ def _cells(case: JsonObject) -> list[str]:
 def _notes(report: JsonObject) -> Iterator[str]:
     """How to read the table, what else was measured, and how well the table fits."""
     yield _HOW_TO_READ
-    copied, multiplied = report["copy_bytes_s"] / 1e9, report["product_flops_s"] / 1e9
-    yield f"copying {copied:.1f} GB/s, matrix products {multiplied:,.0f} GFLOP/s"
+    read, multiplied = report["read_bytes_s"] / 1e9, report["product_flops_s"] / 1e9
+    yield f"reading {read:.1f} GB/s, matrix products {multiplied:,.0f} GFLOP/s"
     yield _host_note(report["table"]["host"])
     for kind, error in report["table"]["errors"].items():
         off = f"median error {error['median']:.1%}, of the sum {error['total']:+.1%}"

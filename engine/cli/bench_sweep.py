@@ -93,6 +93,8 @@ _LATENCIES = {
     "e2e_p50_s": "e2e p50",
     "e2e_p99_s": "e2e p99",
 }
+#: Columns of what one in a thousand is slower than, by a run's figures.
+_TAILS = {"ttft_s": "TTFT p99.9", "itl_s": "ITL p99.9"}
 #: And of the speeds.
 _SPEEDS = {"output_tok_s": "output tok/s", "req_s": "req/s"}
 #: What of an engine in this process stands in the report.
@@ -383,11 +385,13 @@ def _curve_table(report: JsonObject, knee: int | None) -> Table:
 
 
 def _cells(axis: str, point: JsonObject) -> dict[str, str]:
-    from jitney.engine.report.tables import duration, number, queue
+    from jitney.engine.report.tables import duration, number, quantile_cell, queue
 
     cells = _place_cells(axis, point)
     cells |= {head: number(point[name]) for name, head in _SPEEDS.items()}
     cells |= {head: duration(point[name]) for name, head in _LATENCIES.items()}
+    for name, head in _TAILS.items():
+        cells[head] = quantile_cell(point["figures"][name] or {}, "p999")
     if axis != "concurrency":
         cells["queue"] = queue(point["figures"]["backlog"], grew="grew")
     return cells

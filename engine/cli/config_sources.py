@@ -6,27 +6,17 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-import httpx
 import msgspec
 
 from jitney.engine.checkpoints.sources import ModelSource
+from jitney.engine.cli.asking import Refused, ask
 from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.config.digest import ConfigReport, configuration_digest
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config
-from jitney.engine.errors import ConfigError, JitneyError, ModelError
+from jitney.engine.errors import ModelError
 
-_TIMEOUT_S = 10.0
-#: What a status means to who asked.
-_REFUSALS = {
-    401: "an API key is needed: set JITNEY_ENGINE_KEY, or give --key-file",
-    403: "an administrator's key is needed",
-    404: "it does not tell its settings; is this a Jitney engine of this version?",
-}
-
-
-class _Untold(JitneyError):
-    """A server does not tell its settings."""
+_NOT_TOLD = "it does not tell its settings; is this a Jitney engine of this version?"
 
 
 def settings_here(file: str | None) -> ConfigReport:
@@ -38,7 +28,7 @@ def settings_here(file: str | None) -> ConfigReport:
 
 def settings_of(place: str, key: str) -> ConfigReport:
     """Of a file alone, or of the server at a URL. key: an administrator's, empty if it needs none.
-    Raises ConfigError and Untold.
+    Raises ConfigError and Refused.
     """
     if "://" in place:
         return _asked(place, key)
@@ -68,22 +58,7 @@ def _report(layered: Layered) -> ConfigReport:
 
 
 def _asked(url: str, key: str) -> ConfigReport:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    address = url.rstrip("/") + "/config"
     try:
-        answer = httpx.get(address, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{url!r} is not a URL: {error}") from None
-    except httpx.HTTPError as error:
-        raise _Untold(f"{url} does not answer: {str(error) or type(error).__name__}") from None
-    if answer.status_code != 200:
-        why = _REFUSALS.get(answer.status_code, f"it answers {answer.status_code}")
-        raise _Untold(f"{url}: {why}")
-    return _read(url, answer.content)
-
-
-def _read(url: str, answer: bytes) -> ConfigReport:
-    try:
-        return msgspec.json.decode(answer, type=ConfigReport)
+        return msgspec.json.decode(ask(url, "/config", key, {404: _NOT_TOLD}), type=ConfigReport)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise _Untold(f"{url}: {_REFUSALS[404]}") from None
+        raise Refused(f"{url}: {_NOT_TOLD}") from None

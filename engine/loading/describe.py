@@ -8,10 +8,12 @@ import jax
 from flax import nnx
 
 from jitney.engine.checkpoints.gguf import GGUFFile
+from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.models.layers import Linear
 from jitney.engine.models.protocol import Model
+from jitney.engine.step_cost import StepCost
 
 
 def describe_weights(model: Model, source: ModelSource | None = None) -> str:
@@ -27,6 +29,23 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
     if stored and made:
         return f"{kind}, {made} {stored}"
     return kind
+
+
+def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCost:
+    """What a decoder's steps read and compute, with its matrices as they are stored, on all devices
+    together. config: of the whole model. kv_bytes: of a position's keys and values, all layers.
+    """
+    stored = sum(
+        array.nbytes for linear in model.linears() for array in linear.packed if array is not None
+    )
+    table = config.vocab_size * config.hidden_size
+    numbers = config.step_cost(weight_bytes=0.0, head_bytes=0.0, kv_bytes=0.0).layer_weights
+    if config.tie_embeddings:
+        head_bytes = table * model.dtype.itemsize
+    else:
+        numbers += table  # the head is a matrix like any other
+        head_bytes = table * stored / numbers
+    return config.step_cost(weight_bytes=stored / numbers, head_bytes=head_bytes, kv_bytes=kv_bytes)
 
 
 def count_parameters(model: Model) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from jitney.engine.report.page import Table
 from jitney.engine.telemetry.cost import Bill, CostLine
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
+from jitney.engine.telemetry.summary import quantile_of
 from jitney.engine.types import JsonObject
 
 _QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
@@ -33,6 +34,8 @@ LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
     Bill.idle: "no step running"
 }
 _NOTHING = CostLine(0, 0)
+#: What stands for a percentile of too few values.
+_TOO_FEW = "–"
 CROSS_TITLE = "Error of the prediction: learned from -> predicted"
 #: What the table of errors across policies shows: names among `accuracy.COMPARED`, and their heads.
 _CROSS_FIGURES = {
@@ -78,8 +81,17 @@ def _latency_cells(run: JsonObject) -> dict[str, str]:
     for name, label in _LATENCIES.items():
         spread = run[name] or {}
         for quantile, shown in _QUANTILES.items():
-            cells[f"{label} {shown}"] = duration(spread.get(quantile))
+            cells[f"{label} {shown}"] = quantile_cell(spread, quantile)
     return cells
+
+
+def quantile_cell(spread: JsonObject, quantile: str) -> str:
+    """A percentile of `summary.spread`; a dash where there are too few values for it, empty where
+    there is none.
+    """
+    if not spread:
+        return ""
+    return duration(quantile_of(spread, quantile)) or _TOO_FEW
 
 
 def queue(backlog: JsonObject | None, grew: str = "grew: p99 is the run's length") -> str:

@@ -22,13 +22,12 @@ from jitney.engine.scheduler.buckets import Bucket
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.devices import Accelerator
 from jitney.engine.simulation.step_table import HostTimes
+from jitney.engine.step_cost import StepCost
 
 #: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights.
 _BYTES = {"f32": 4.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128}
 #: Which unit multiplies weights of a format, where not bfloat16's: narrow weights are widened.
 _UNITS = {"f32": "f32"}
-#: Prompt rows that read a key together.
-_QUERY_BLOCK = 128
 #: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
 #: mostly per row.
 _ASSUMED_HOST = HostTimes(before=6e-5, before_per_row=2.2e-6, after=2e-5, after_per_row=1.4e-6)
@@ -152,8 +151,7 @@ _USUAL = Assumptions()
 class ModelCost:
     """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. The
     embedding, and a head tied to it, stay bfloat16 (float32 if the weights are) when matrices are
-    quantised; norms are left out, attention is counted over the whole context even where the model
-    has a window. What is worked out once is kept: a simulation asks for it in every step."""
+    quantised. What is worked out once is kept: a simulation asks for it in every step."""
 
     config: ModelConfig
     weights: str = "bf16"
@@ -171,41 +169,16 @@ class ModelCost:
         return [f"{kind} {name}" for name, kind in formats.items() if _BYTES[kind] < _BYTES["bf16"]]
 
     @cached_property
+    def step(self) -> StepCost:
+        """Of each step."""
+        return self.config.step_cost(
+            weight_bytes=_BYTES[self.weights], head_bytes=self.head_bytes, kv_bytes=self.kv_bytes
+        )
+
+    @cached_property
     def layer_weights(self) -> int:
         """Numbers in the matrices of all layers."""
-        return self._attention_weights + self._experts.n_experts * self._feed_forward_weights
-
-    @cached_property
-    def _experts(self) -> ExpertsConfig:
-        """One feed-forward for every row is a mixture of one."""
-        return self.config.experts or ExpertsConfig(1, 1, renormalised=True)
-
-    @cached_property
-    def _attention_weights(self) -> int:
-        """With a mixture's routers."""
-        c = self.config
-        outputs = c.qkv_size + c.n_heads * c.head_dim
-        if c.experts is not None:
-            outputs += c.experts.n_experts
-        return c.n_layers * c.hidden_size * outputs
-
-    @cached_property
-    def _feed_forward_weights(self) -> int:
-        """Of a mixture: of one expert in each layer."""
-        return self.config.n_layers * self.config.hidden_size * 3 * self.config.intermediate_size
-
-    @cached_property
-    def row_weights(self) -> int:
-        """Numbers in the layers' matrices that one row is multiplied with."""
-        return self._attention_weights + self._experts.n_chosen * self._feed_forward_weights
-
-    def read_weights(self, rows: int) -> float:
-        """Numbers in the layers' matrices that so many rows read: of a mixture, the experts that
-        any of them chose, if each chooses by chance.
-        """
-        missed = (1 - self._experts.n_chosen / self._experts.n_experts) ** rows
-        read = self._experts.n_experts * (1 - missed)
-        return self._attention_weights + read * self._feed_forward_weights
+        return self.step.layer_weights
 
     @cached_property
     def table_weights(self) -> int:
@@ -246,27 +219,14 @@ class ModelCost:
         return c.n_layers * 2 * c.n_kv_heads * c.head_dim * _BYTES[self.kv]
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
-        """(weights read, KV read and written) in a step; of the embedding only the rows are read,
-        which is nothing.
-        """
-        weights = self.read_weights(rows) * _BYTES[self.weights] + self.head_bytes
-        positions = work.keys + work.pairs / _QUERY_BLOCK + rows
-        return weights, positions * self.kv_bytes
+        """(weights read, KV read and written) in a step: see `StepCost`."""
+        weights, kv = self.step.read_bytes(rows, work.keys, work.pairs)
+        return float(weights), float(kv)
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
-        """(in the layers' products, in output head and attention) of a step. The last layer's
-        feed-forward is computed for the rows that logits are wanted of.
-        """
-        attention = 4.0 * self._attention_width * (work.keys + work.pairs)
-        last = self._experts.n_chosen * self._feed_forward_weights / self.config.n_layers
-        layers = self.row_weights * rows - last * max(0, rows - logit_rows)
-        return 2.0 * layers, 2.0 * self.table_weights * logit_rows + attention
-
-    @cached_property
-    def _attention_width(self) -> int:
-        """Numbers of all heads of all layers."""
-        c = self.config
-        return c.n_layers * c.n_heads * c.head_dim
+        """(in the layers' products, in output head and attention) of a step: see `StepCost`."""
+        layers, rest = self.step.operations(rows, logit_rows, work.keys + work.pairs)
+        return float(layers), float(rest)
 
 
 @dataclass(frozen=True, slots=True)

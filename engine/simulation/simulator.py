@@ -304,8 +304,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def weighted_spread(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:
-    """Percentiles (linear between neighbours, as numpy's), mean and most of values [n] that stand
-    counts [n] times.
+    """Percentiles (linear between neighbours, as numpy's), mean, most and number of values [n] that
+    stand counts [n] times.
     """
     if not len(values):
         return None
@@ -315,6 +315,7 @@ def weighted_spread(values: np.ndarray, counts: np.ndarray) -> dict[str, float] 
     figures = dict(zip(QUANTILES, points.tolist(), strict=True))
     figures["mean"] = float(np.average(values, weights=counts))
     figures["max"] = float(values[-1])
+    figures["n"] = int(counts.sum())
     return figures
 
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from jitney.engine.records import ROW_KINDS
 from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.types import JsonDict
+from jitney.engine.types import JsonDict, JsonObject
 
+#: Values from which on one in a thousand of them is not simply the largest.
+_ENOUGH_FOR_P999 = 1000
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
 
 
@@ -117,8 +119,8 @@ def token_gaps(requests: Iterable[RequestRecord]) -> np.ndarray:
 
 
 def spread(values: Iterable[float | None] | np.ndarray) -> dict[str, float] | None:
-    """Percentiles, mean and most of the values that are known, of an array [n] f8 all; None if none
-    is.
+    """Percentiles, mean, most and number of the values that are known, of an array [n] f8 all; None
+    if none is.
     """
     if not isinstance(values, np.ndarray):
         values = np.array([value for value in values if value is not None], np.float64)
@@ -128,7 +130,15 @@ def spread(values: Iterable[float | None] | np.ndarray) -> dict[str, float] | No
     figures = dict(zip(QUANTILES, points, strict=True))
     figures["mean"] = float(values.mean())
     figures["max"] = float(values.max())
+    figures["n"] = len(values)
     return figures
+
+
+def quantile_of(spread: JsonObject, quantile: str) -> float | None:
+    """A percentile of `spread`, one of QUANTILES; None where there are too few values for it."""
+    if quantile == "p999" and spread.get("n", 0) < _ENOUGH_FOR_P999:
+        return None
+    return spread.get(quantile)
 
 
 def _seat_fill(seated_s: float | None, seats: int, seconds: float) -> float | None:

@@ -53,6 +53,33 @@ def test_a_delta_moves_what_it_does_not_name(parts):
     ]
 
 
+def test_the_device_says_its_shares_and_what_is_not_known(parts):
+    shown = parts("""async () => {
+        const {showDevice} = await import("/dashboard/assets/device.js");
+        const list = document.createElementNS("http://www.w3.org/1999/xhtml", "dl");
+        const read = () => [...list.querySelectorAll("dd")].map((one) =>
+            [one.textContent, one.querySelector("meter").hidden]);
+        const known = {busy: 0.5, bytes_s: 5e9, operations_s: 2e11, ceiling_bytes_s: 20e9, ceiling_operations_s: 1e12,
+                       bandwidth: 0.25, operations: 0.2};
+        const told = [];
+        for (const use of [known, {...known, bandwidth: null, ceiling_bytes_s: null},
+                           {busy: 0, bytes_s: null, ceiling_bytes_s: 20e9}, undefined]) {
+            showDevice(list, use);
+            told.push(read());
+        }
+        return told;
+    }""")
+    known, alone, idle, nothing = shown
+    assert known == [
+        ["50\u00a0%", False],
+        ["25\u00a0% of 20.0\u00a0GB/s", False],
+        ["20\u00a0% of 1.00\u00a0TFLOP/s", False],
+    ]
+    assert alone[1][0].startswith("5.00\u00a0GB/s, share unknown") and alone[1][1]
+    assert idle[1] == ["no step of late", True] and idle[2][0].startswith("unknown")
+    assert [hidden for _, hidden in nothing] == [True] * 3
+
+
 def test_what_deltas_rebuild_equals_the_next_key_frame(parts, client):
     """The engine moves while the page listens; then it stands still, and the next key frame must
     say nothing new.

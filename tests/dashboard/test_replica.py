@@ -37,7 +37,7 @@ class Mirror(FakeClient):
             progress=None,
             seats=snapshot.seat_columns(self.history),
             pages=snapshot.PageCells.of(core.scheduler.pool.states().tobytes()),
-            metrics=snapshot._metrics(self, records[-1:], {}),
+            metrics=snapshot._metrics(self, records[-1:], snapshot.Recent()),
             n_events=self.history.n_life,
         )
 

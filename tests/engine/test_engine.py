@@ -17,8 +17,10 @@ from oracle import VOCAB, oracle_logprobs, prompt
 from programs import await_use
 
 from jitney.engine import LLM, SamplingParams
+from jitney.engine import build as building
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.errors import RequestError
+from jitney.engine.executor import ceiling
 from jitney.engine.executor.runner import Runner
 from jitney.engine.loading.load import load_model
 from jitney.engine.models.protocol import Model
@@ -633,3 +635,24 @@ def test_an_engine_says_whether_rows_of_padding_are_multiplied(
     engine = when_used("tiny-random", **{**SETTINGS, **settings})
     assert engine.info.sizes.padding_is_free == is_free
     assert engine.core.scheduler.buckets.padding_is_free == is_free
+
+
+@pytest.mark.parametrize("weights", ["plain", "int8"])
+def test_an_engine_says_what_its_steps_cost_and_the_device_can_do(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Products of rows rounded to int8 are not those that were measured."""
+    monkeypatch.setattr(building, "_LEAST_MEASURED_BYTES", 0)
+    monkeypatch.setattr(ceiling, "_READ_BYTES", {True: 1 << 20, False: 1 << 20})
+    monkeypatch.setattr(ceiling, "_PRODUCT", {True: (16, 128), False: (16, 128)})
+    engine = when_used("tiny-random", **SETTINGS, weights=weights)
+    cost, most = engine.info.step_cost, engine.info.ceiling
+    rounds = weights == "int8" and engine.core.runner.program.kernels.int8 is not None  # type: ignore[attr-defined]
+    engine.close()
+    assert cost is not None and most is not None and most.bytes_s > 0
+    assert (most.operations_s is None) == rounds
+    assert (1 if weights == "int8" else 4) <= cost.weight_bytes < 5
+
+
+def test_nothing_is_measured_for_a_small_model(llm: LLM):
+    assert llm.info.step_cost is not None and llm.info.ceiling is None

@@ -11,7 +11,7 @@ from jitney.engine.types import EngineInfo
 _GROUPS = {
     name: {field.encode_name for field in msgspec.structs.fields(kind)}
     for name, kind in get_type_hints(EngineInfo).items()
-    if name not in ("version", "config_digest")
+    if name not in ("version", "config_digest", "step_cost", "ceiling")
 }
 _FAKE: dict[str, Any] = dict(
     model="fake",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,11 +26,12 @@ from jitney.engine.bench.compare import (
 from jitney.engine.bench.offline import OfflineBench, OfflineRun
 from jitney.engine.bench.policies_page import _held_seats, _seat_timeline, case_lines
 from jitney.engine.bench.saved import write_recording, write_records
-from jitney.engine.bench.sweep import _knee, knee_of
+from jitney.engine.bench.sweep import _knee, knee_of, point_of
 from jitney.engine.bench.text import _prompt_ids, prose
 from jitney.engine.cli import main
 from jitney.engine.cli.bench_flags import TrafficArguments, _repeated_tokens
 from jitney.engine.cli.bench_policies import _COMMAND, _cases_from, _draw, _set_rates
+from jitney.engine.cli.bench_sweep import _curve_table
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
@@ -56,6 +58,7 @@ from jitney.engine.simulation.workload import (
 )
 from jitney.engine.telemetry.cost import Bill
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
+from jitney.engine.telemetry.summary import spread
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -478,6 +481,20 @@ def test_recordings_and_records_come_back(tmp_path: Path):
         sorted(t.e2e_s or 0.0 for t in run.requests)
     )
     assert {line.finish for line in lines} == {"length"}
+
+
+def test_a_sweep_shows_one_in_a_thousand_where_a_thousand_came():
+    def point(rate: float, n: int) -> dict[str, Any]:
+        waits = spread(np.arange(float(n)))
+        figures = dict.fromkeys(("output_tok_s", "req_s", "goodput_req_s", "seat_fill"), 1.0)
+        figures |= dict.fromkeys(("ttft_s", "itl_s", "e2e_s"), waits) | {"backlog": None}
+        return {"rate": rate, "figures": figures} | point_of(figures)
+
+    table = _curve_table({"axis": "rate", "points": [point(1, 1001), point(2, 100)]}, None)
+    enough, few = (dict(zip(table.heads, row, strict=True)) for row in table.rows)
+    assert (enough["TTFT p99.9"], few["TTFT p99.9"]) == ("999.00 s", "–")
+    assert (enough["ITL p99.9"], few["ITL p99.9"]) == ("999.00 s", "–")
+    assert enough["TTFT p99"] and few["TTFT p99"]
 
 
 def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture[str]):

@@ -19,6 +19,7 @@ from jitney.engine.bench.step import StepCase, _cases, _measured_floor
 from jitney.engine.bench.step_parts import _part_cases, measure_parts
 from jitney.engine.checkpoints.families import tiny_config
 from jitney.engine.cli.bench_step import _DECODING, _show
+from jitney.engine.executor import ceiling
 from jitney.engine.scheduler.buckets import Bucket, Buckets
 from jitney.engine.scheduler.plan import StepWork
 from jitney.engine.simulation.step_table import StepTable
@@ -86,8 +87,8 @@ def report() -> dict:
         pages=80,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(step._COPY_BYTES, True, 1 << 22)
-        patch.setitem(step._PRODUCT_SIDE, True, 128)
+        patch.setitem(ceiling._READ_BYTES, True, 1 << 20)
+        patch.setitem(ceiling._PRODUCT, True, (16, 128))
         before = greedy_answer(llm)
         made = step.measure(llm, tiny_config(), repeats=3, seconds=20)
         made["parts"] = measure_parts(llm, tiny_config(), 3)
@@ -115,7 +116,7 @@ def test_what_is_written_is_what_a_simulation_reads(report: dict, tmp_path: Path
     assert {case["bucket"] for case in report["cases"]} == {"decode-4", "mixed-16"}
     # Of a step of four sequences: beside other work all of it may seem to be theirs.
     assert table.host.before + 4 * table.host.before_per_row > 0 and "tiny-random" in table.source
-    assert np.isfinite(report["copy_bytes_s"]) and report["product_flops_s"] > 0
+    assert np.isfinite(report["read_bytes_s"]) and report["product_flops_s"] > 0
 
 
 def test_the_report_fits_a_terminal(report: dict, capsys):

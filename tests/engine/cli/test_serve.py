@@ -373,6 +373,23 @@ def test_streams_go_on_through_the_death_of_the_core(
     assert resumed == sum(n_open)
 
 
+def test_a_core_that_dies_in_a_drain_is_replaced_and_answers_end_as_in_peace(cache: Path):
+    begun = threading.Semaphore(0)
+    with Serving(cache, "--drain-s", "170") as serving, ThreadPoolExecutor(4) as pool:
+        serving.ready()
+        alone = streamed(serving.url, KINDS[0], threading.Semaphore())
+        running = [pool.submit(streamed, serving.url, KINDS[0], begun) for _ in range(4)]
+        for _ in range(100):
+            assert begun.acquire(timeout=SILENCE_S)
+        serving.process.send_signal(signal.SIGTERM)
+        serving.wait_for(lambda: serving.status("/readyz") == 503)
+        os.kill(serving.core(), signal.SIGKILL)
+        answers = [each.result(timeout=2 * SILENCE_S) for each in running]
+        assert [answer[0][:2] for answer in answers] == [alone[0][:2]] * 4
+        assert serving.process.wait(60) == 0
+        assert any("killed by SIGKILL" in line for line in serving.err)
+
+
 #: Bodies that are refused, and one that is too large to be read.
 BAD_BODIES = (b"", b"{", b"[" * 100_000, b'{"n": -1}', b"\xff", b"x" * (9 << 20))
 

@@ -371,11 +371,11 @@ def test_published_mixtures_have_their_number_of_weights(name: str, all_weights:
     cost = ModelCost(config)
     assert sum(leaf.size for leaf in leaves) == pytest.approx(all_weights, rel=1e-3)
     assert cost.parameters == pytest.approx(all_weights, rel=1e-3)
-    assert cost.row_weights + 2 * cost.table_weights == pytest.approx(met, rel=5e-3)
+    assert cost.step.row_weights + 2 * cost.table_weights == pytest.approx(met, rel=5e-3)
 
 
 def test_few_rows_read_few_experts():
     cost = ModelCost(SHAPES["qwen3-30b-a3b"])
-    assert cost.read_weights(1) == pytest.approx(cost.row_weights)
-    assert cost.read_weights(8) < 0.5 * cost.layer_weights
-    assert cost.read_weights(512) == pytest.approx(cost.layer_weights, rel=1e-6)
+    assert cost.step.read_weights(1) == pytest.approx(cost.step.row_weights)
+    assert cost.step.read_weights(8) < 0.5 * cost.layer_weights
+    assert cost.step.read_weights(512) == pytest.approx(cost.layer_weights, rel=1e-6)

@@ -32,6 +32,7 @@ from jitney.engine.types import EngineRequest, Whole
 #: 8 seats, answers of 35 tokens on average, 50 ms a step.
 CAPACITY = 8 / (35 * 0.05)
 TABLE = constant_table(0.05)
+_BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_predicted_wait_s")
 
 
 def shape(**limits: Any) -> EngineShape:
@@ -64,6 +65,22 @@ def test_who_comes_back_when_told_to_is_taken(ten_times: CrowdRun):
 def test_who_was_let_in_waits_no_longer_than_a_full_queue(ten_times: CrowdRun):
     """64 may wait, which is 14 s of work."""
     assert ten_times.first_token_s(0.99) < 1.1 * 64 / CAPACITY
+
+
+def test_at_default_bounds_a_first_token_comes_within_the_bound_and_the_seats_stay_full():
+    """256 may wait, or 60 s by prediction; answers here are so long that the latter is the less."""
+    settings = EngineSection()
+    limits = {name: getattr(settings, name) for name in _BOUNDS}
+    arrivals = [
+        msgspec.structs.replace(arrival, n_output=3 * arrival.n_output)
+        for arrival in open_loop(10 / 3, 240.0)
+    ]
+    run = crowd(arrivals, shape(**limits), TABLE)
+    assert run.turned_away > 1000
+    assert 0.5 * settings.max_predicted_wait_s < run.first_token_s(0.99)
+    assert run.first_token_s(0.99) < 1.1 * settings.max_predicted_wait_s
+    last = max(record.end for record in run.served)
+    assert len(run.served) / last > 0.9 * CAPACITY / 3
 
 
 def test_seats_are_not_kept_empty_for_those_who_were_told(ten_times: CrowdRun):

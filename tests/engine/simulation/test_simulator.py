@@ -481,6 +481,7 @@ def test_weighted_percentiles_are_numpys(pairs: list[tuple[float, int]]):
         spread[q] for q in ("p50", "p90", "p99", "p999")
     ] == pytest.approx(expected)
     assert (spread["mean"], spread["max"]) == (pytest.approx(all_of_them.mean()), all_of_them.max())
+    assert spread["n"] == len(all_of_them)
     assert weighted_spread(np.array([]), np.array([])) is None
 
 

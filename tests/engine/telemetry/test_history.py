@@ -4,6 +4,7 @@ step.
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
 from typing import Any
 
@@ -173,6 +174,28 @@ def test_old_trips_are_forgotten():
     while watched.core.has_work:
         watched.step()
     assert watched.history.find("old", 0) is None and watched.history.find("new", 0) is not None
+
+
+def test_what_is_kept_grows_no_more_once_its_time_is_full():
+    """A request every ten seconds for an hour: what has no largest number goes by age."""
+    watched = Watched()
+    kept: list[dict[str, int]] = []
+    for number in range(360):
+        watched.clock.now += 10.0
+        watched.add(f"r{number}", [1, 2], max_tokens=3, ignore_eos=True)
+        watched.run()
+        if number in (119, 239, 359):
+            parts = vars(watched.history)
+            kept.append(
+                {
+                    name: len(part)
+                    for name, part in parts.items()
+                    if isinstance(part, dict | list | set | deque)
+                    and getattr(part, "maxlen", None) is None
+                }
+            )
+    assert kept[0]["_records"] <= History.keep_s / 10 + 1
+    assert kept[0] == kept[1] == kept[2]
 
 
 def test_tokens_are_kept_only_if_asked_for():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jitney.engine.records import STEP_DTYPE
+from jitney.engine.report.tables import quantile_cell
 from jitney.engine.telemetry.request_record import RequestRecord, Stay
-from jitney.engine.telemetry.summary import Slo, spread, summarise
+from jitney.engine.telemetry.summary import Slo, quantile_of, spread, summarise
 
 
 def request(
@@ -102,6 +103,15 @@ def test_percentiles_are_numpys():
     for name, q in (("p50", 50), ("p90", 90), ("p99", 99), ("p999", 99.9)):
         assert found[name] == pytest.approx(np.percentile(values, q))
     assert spread([None, None]) is None
+
+
+def test_one_in_a_thousand_is_told_of_a_thousand_values():
+    many, few = spread(np.arange(1000.0)), spread(np.arange(999.0))
+    assert many is not None and few is not None
+    assert quantile_of(many, "p999") == many["p999"] == pytest.approx(998.001)
+    assert quantile_of(few, "p999") is None and quantile_of(few, "p99") == few["p99"]
+    assert quantile_cell(many, "p999") == "998.00 s" and quantile_cell(few, "p999") == "–"
+    assert quantile_cell({}, "p999") == "", "nothing was measured"
 
 
 def test_steps_tell_rows_padding_and_pages():

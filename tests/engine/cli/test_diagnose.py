@@ -1,0 +1,107 @@
+"""`jitney diagnose` over HTTP: one engine, a fleet, and who may not ask."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from api_fakes import FakeClient, Script, make_app, served
+from fleet_engines import FakeEngine, engines, fleet_of, toml
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jitney.engine.api.settings import digest_key
+from jitney.engine.cli import diagnose as command
+from jitney.engine.cli import main
+from jitney.engine.records import STEP_DTYPE
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command, "_EVERY_S", 0.05)
+    monkeypatch.delenv("JITNEY_ENGINE_KEY", raising=False)
+
+
+def out_of_pages() -> FakeClient:
+    """All its pages are held, and a sequence is put back with every step."""
+    client = FakeClient(Script("abc"), seats=4, pages=10)
+    record = np.zeros(1, STEP_DTYPE)
+    for name, value in dict(
+        bucket_tokens=4, decode=4, device_s=0.01, seats=4, seats_busy=2, pages_used=10, preempted=1
+    ).items():
+        record[name] = value
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.wait(0.01):
+            client.counters.observe_step(record[0])
+
+    client.stop = stop.set  # type: ignore[attr-defined]
+    threading.Thread(target=work, daemon=True).start()
+    return client
+
+
+def test_what_a_server_shows_is_answered_complaint_by_complaint(capsys):
+    client = out_of_pages()
+    with served(make_app(client)) as (url, _):
+        assert main(["diagnose", url, "--seconds", "0.3"]) == 0
+        shown = capsys.readouterr().out
+        assert main(["diagnose", url.removeprefix("http://"), "--seconds", "0.3", "--json"]) == 0
+    client.stop()  # type: ignore[attr-defined]
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["findings"]["memory"]["name"] == "sequences are put back"
+    assert report["findings"]["latency"]["name"] == "pages run out"
+    assert report["figures"]["page_share"] == 1 and report["figures"]["bandwidth"] is None
+    assert report["findings"]["memory"]["cause"] in shown and "100% of the pages" in shown
+
+
+def test_a_key_is_needed_where_there_are_keys(capsys, monkeypatch: pytest.MonkeyPatch):
+    app = make_app(FakeClient(Script("abc")), admin_keys=(digest_key("secret"),))
+    with served(app) as (url, _):
+        assert main(["diagnose", url, "--seconds", "0.1"]) == 1
+        assert "JITNEY_ENGINE_KEY" in capsys.readouterr().err
+        monkeypatch.setenv("JITNEY_ENGINE_KEY", "secret")
+        assert main(["diagnose", url, "--seconds", "0.1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["http://127.0.0.1:1"], 1, "does not answer"),
+        (["http://127.0.0.1:port"], 2, "not a URL"),
+        (["--seconds", "0"], 2, "--seconds"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(words: list[str], status: int, said: str, capsys):
+    assert main(["diagnose", *words]) == status
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["<html>hello</html>", "up 1\n", "jitney_seats many\n"])
+def test_what_is_no_server_of_ours_is_told_so(text: str, capsys):
+    async def metrics(request: Request) -> Response:
+        return Response(text)
+
+    with served(Starlette(routes=[Route("/metrics", metrics)])) as (url, _):
+        assert main(["diagnose", url, "--seconds", "0.1"]) == 1
+    error = capsys.readouterr().err
+    assert "is this a Jitney server?" in error and error.count("\n") == 1
+
+
+def test_each_engine_of_a_fleet_is_watched_and_told_apart(tmp_path: Path, capsys):
+    with (
+        engines(FakeEngine(), FakeEngine()) as fakes,
+        fleet_of(tmp_path, toml([fake.url for fake in fakes])) as fleet,
+    ):
+        fleet.wait_ready(*(fake.name for fake in fakes))
+        assert main(["diagnose", fleet.url, "--seconds", "0.1", "--json"]) == 0
+    reports = json.loads(capsys.readouterr().out)
+    assert [report["engine"].split(", ")[1] for report in reports] == [one.name for one in fakes]
+    for report in reports:
+        assert report["note"].startswith("the fleet says: ready") and report["figures"]["up"] == 1
