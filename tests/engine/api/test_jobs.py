@@ -19,7 +19,7 @@ from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
-from jitney.engine.api.batches import rows, webhooks
+from jitney.engine.api.batches import webhooks
 from jitney.engine.api.batches.records import Batch, Line, LineOutcome
 from jitney.engine.api.batches.store import BatchStore
 from jitney.engine.api.jobs.records import Job, JobRequest
@@ -396,13 +396,17 @@ def test_a_key_whose_files_take_all_bytes_has_no_job(folder: Path):
 
 
 def test_what_is_to_be_told_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows, "_READ_BYTES", 250)
+    monkeypatch.setattr(webhooks, "_LONG_BYTES", 50)
+    monkeypatch.setattr(webhooks, "_LONG_BYTES_AT_ONCE", 150)
     store = BatchStore(tmp_path / "s.sqlite3")
-    for number in range(5):
+    for number in range(3):
         _add(store, f"job_{number}")
         assert JOBS.finish(store, f"job_{number}", "completed", b"9" * 100, 4)
-    assert len(JOBS.due(store, 9.0, 5)) == 3
-    assert len(JOBS.due(store, 9.0, 2)) == 2
+    under_way = webhooks._UnderWay()
+    assert [each.id for each in JOBS.due(store, 9.0, under_way)] == ["job_0", "job_1"]
+    assert not JOBS.due(store, 9.0, under_way)
+    del under_way.sent["job_0"]
+    assert [each.id for each in JOBS.due(store, 9.0, under_way)] == ["job_0"]
 
 
 def _add(store: BatchStore, id: str) -> None:
