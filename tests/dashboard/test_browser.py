@@ -264,10 +264,10 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
             raise AssertionError(f"never told: {text}")
 
         top, bottom = box["y"] + 8, box["y"] + box["height"] - 23
-        ready = "it was killed by SIGKILL. Restart 1 was ready after"
+        ready = "it was killed by SIGKILL; restart 1: streams flowed again after"
         point_until(lambda columns: columns[len(columns) // 2], top, ready)
         holds_text(page, "time-read", "Requests that went on: 4; that were lost: 0.")
-        died = "it was killed by SIGKILL; requests that go on in the next one: 4"
+        died = "it was killed by SIGKILL. Restart 1: streams flowed again after"
         point_until(lambda columns: columns[0] - 1, bottom, died)
     assert open_page.problems == []
 
@@ -424,10 +424,29 @@ def test_seats_that_are_free_while_a_prompt_is_read_are_no_waste(client, open_pa
         holds_text(page, "why", "A seat is free while 2 wait")
         holds_text(page, "why", "a prompt of 40 tokens (30 to go)")
         assert page.locator("#why").is_visible()
+        blank_becomes(page, client, 2, [0xFD, 0xF4, 0xDE], prefill=20)
         client.seat(1, "decode", "req-b", index=1, n_prompt=40, n_output=2, max_tokens=9)
         client.step(waiting=2, seats_busy=3)
         page.wait_for_selector("#why", state="hidden")
+        blank_becomes(page, client, 2, [0xF7, 0xE4, 0xF0], prefill=0, recomputed=0)
     assert open_page.problems == []
+
+
+def blank_becomes(page, client, seat: int, colour: list[int], **rows: int) -> None:
+    """Steps with such rows, while two wait, until a free seat's line in the timeline ends so."""
+    ends_so = """([seat, colour]) => {
+        const canvas = document.getElementById("timeline"), pen = canvas.getContext("2d");
+        const y = Math.round((seat + 0.3) * 18 * devicePixelRatio), from = canvas.width - 60;
+        const {data} = pen.getImageData(from, y, 60, 1);
+        const is = (x) => colour.every((value, i) => data[4 * x + i] === value);
+        return [...Array(60).keys()].some(is);
+    }"""
+    for _ in range(80):
+        client.step(waiting=2, seats_busy=3, **rows)
+        page.wait_for_timeout(100)
+        if page.evaluate(ends_so, [seat, colour]):
+            return
+    raise AssertionError(f"no blank of {colour}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
