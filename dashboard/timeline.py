@@ -108,7 +108,7 @@ class _OwnRows:
 
     def any(self) -> np.ndarray:
         """bool[steps]: they had rows in it."""
-        return sum(self.counts.values(), np.zeros(len(self.number), np.int64)) > 0
+        return np.add.reduce(list(self.counts.values())) > 0
 
     def add(self, request: RequestRecord) -> None:
         for chunk in list(request.chunks):

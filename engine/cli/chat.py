@@ -58,7 +58,7 @@ class _Conversation:
         self._params = params
         self._adapter = adapter
         self._opening = [_said("system", system)] if system else []
-        self.clear()
+        self._messages = list(self._opening)
 
     def clear(self) -> None:
         """Forget all but the instructions."""
@@ -102,7 +102,7 @@ def _converse(conversation: _Conversation) -> None:
         elif command == "/help":
             say(_HELP)
         else:
-            say(f"no command {command}{did_you_mean(command, _COMMANDS)}. {_HELP}")
+            say(f"no command {command}{did_you_mean(command, _COMMANDS)}\n{_HELP}")
 
 
 def _lines() -> Iterator[str]:

@@ -200,7 +200,13 @@ KEY_FLAG = Flag.of(
 class _HelpAll(argparse.Action):
     """Print the help with every flag in it."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
         argparse.ArgumentParser.print_help(parser)
         parser.exit()
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.segment import Segment
 
 #: Control characters of both sets, but tab and line feed -> as they are shown.
 _SHOWN = {

@@ -432,6 +432,32 @@ def test_seats_that_are_free_while_a_prompt_is_read_are_no_waste(client, open_pa
     assert open_page.problems == []
 
 
+@pytest.mark.parametrize(
+    ("policy", "held", "reason"),
+    [
+        ("static", 2, "under static batching a batch boards together"),
+        ("continuous", 10, "KV pages are short, 0 of 10 are left"),
+        ("continuous", 2, ""),
+    ],
+)
+def test_other_reasons_for_free_seats_are_said_where_they_are_known(
+    client, open_page, policy: str, held: int, reason: str
+):
+    page = open_page.page
+    full = type(client)(policy=policy)
+    full.seat(0, "decode", "req-a", n_prompt=5, n_output=8, max_tokens=16)
+    full.states = bytes([0, *[1] * held, *[0] * (10 - held)])
+    full.step(waiting=2, seats_busy=1, prefill=0, recomputed=0)
+    with visit(page, full):
+        holds_text(page, "headline", "1 of 4 seats taken, 2 waiting")
+        if reason:
+            holds_text(page, "why", f"3 seats are free while 2 wait: {reason}")
+        else:
+            page.wait_for_timeout(1500)
+            assert page.locator("#why").is_hidden()
+    assert open_page.problems == []
+
+
 def blank_becomes(page, client, seat: int, colour: list[int], **rows: int) -> None:
     """Steps with such rows, while two wait, until a free seat's line in the timeline ends so."""
     ends_so = """([seat, colour]) => {
