@@ -25,7 +25,7 @@ from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.report import ReportData
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
-from jitney.dashboard.timeline import Window, Work, record_columns
+from jitney.dashboard.timeline import Window, Work, own_columns, record_columns
 from jitney.dashboard.view import View
 from jitney.engine.api.access import Identity
 from jitney.engine.api.blocks import BlockAnswer
@@ -46,7 +46,7 @@ _HZ = 10.0
 #: Parts of a timeline, at most.
 _MAX_BINS = 600
 #: Of requests that are listed.
-_STATES = ("all", "open", "waiting", "prefill", "decode", "finished")
+_STATES = ("all", "open", "waiting", "prefill", "decode", "finished", "refused")
 #: Numbers of a query: beyond every limit, and most digits of one.
 _ANY = 2**62
 _MOST_DIGITS = 18
@@ -137,13 +137,16 @@ class Dashboard(PageRoutes):
 
     async def step_records(self, request: Request) -> BlockAnswer:
         """Step records after step `from` up to step `to` (default: all that are kept), at most
-        `timeline._MAX_RECORDS`.
+        `timeline._MAX_RECORDS`; to a user its own rows of them, and totals of all steps.
         """
         query = _Query(request)
         after = query.whole("from", -1)
         until = query.whole("to", 2**62)
-        work = record_columns(self.client.history, after, until, time.monotonic())
-        return await self._answer(work)
+        history, now = self.client.history, time.monotonic()
+        identity = Identity.of(request.scope)
+        if identity.is_admin:
+            return await self._answer(record_columns(history, after, until, now))
+        return await self._answer(own_columns(history, after, until, now, identity))
 
     async def timeline(self, request: Request) -> BlockAnswer:
         """Bins and stays between two times, see `Window.timeline`."""

@@ -315,6 +315,7 @@ def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngin
         pages=info.sizes.pages,
         seat_buckets=info.sizes.seat_buckets,
         token_buckets=info.sizes.token_buckets,
+        machine=info.device.name,
         on_device=info.device.platform != "cpu",
         padding_is_free=info.sizes.padding_is_free,
     )

@@ -8,55 +8,64 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jitney.dashboard.snapshot import Snapshot
-from jitney.dashboard.sse import Note
+from jitney.dashboard.sse import Note, with_note
 from jitney.engine.types import JsonDict
 
-#: Preemptions and refusals are counted over so many seconds.
+#: Preemptions are counted over so many seconds.
 _WINDOW_S = 5.0
 #: Seconds until the same burst is worth another note.
 _QUIET_S = 30.0
-#: Refusals within the window that are worth a note, and preemptions on a few seats.
-_MANY_REFUSALS = 10
+#: Preemptions within the window that are worth a note, on a few seats.
 _FEW_PREEMPTIONS = 4
 #: Notes that are kept.
 _KEPT = 20
-
-
-_BURSTS = {
-    "preemption_storm": "sequences lose their seats for lack of KV pages: fewer seats, shorter "
-    "contexts or more pages would compute less twice",
-    "rejections": "requests are being refused because too many wait",
-}
+_STORM = (
+    "sequences lose their seats for lack of KV pages: fewer seats, shorter contexts or more pages "
+    "would compute less twice"
+)
 _KERNELS_OUT = (
     "kernels taken out, because they were wrong here: {}; the slower reference serves in their "
     "place, and answers are right"
 )
-_OUTAGE = (
-    "{cause}; requests that go on in the next one: {n_resumed}, that ended with an error: {n_lost}"
-)
+#: Why requests are turned away, by the code of the answer.
+_WHY = {
+    "queue_full": "too many wait (max_waiting_requests, max_waiting_tokens, max_predicted_wait_s)",
+    "rate_limit": "a key has as much as it may have at a time or in a minute",
+    "too_many_attempts": "wrong API keys are tried",
+    "restarting": "the engine starts again",
+    "loading": "the model is being loaded",
+    "draining": "the server stops",
+    "sleeping": "the engine sleeps",
+    "engine_dead": "the engine is dead",
+}
 
 
 class Notes:
     """Finds notes, and keeps the newest, oldest first (`kept`)."""
 
     def __init__(self) -> None:
-        self.kept: deque[Note] = deque(maxlen=_KEPT)
+        self.kept: list[Note] = []
         self._before: Snapshot | None = None
-        #: By note code: (t, total) of the snapshots within the window.
-        self._totals: dict[str, deque[tuple[float, int]]] = {}
-        #: By note code: when its last note was written.
-        self._noted: dict[str, float] = {}
+        #: (t, total) of the preemptions of the snapshots within the window.
+        self._preemptions: deque[tuple[float, int]] = deque()
+        #: When the last note of a storm of them was written.
+        self._storm_at = -np.inf
         #: When the engine got ready whose proof was told of.
         self._proof_of = -np.inf
+        #: What was told of outages and refusals, by code and beginning.
+        self._told: dict[tuple[str, float], Note] = {}
 
     def compare(self, now: Snapshot, records: np.ndarray) -> list[Note]:
-        """New notes. records: the steps since the snapshot before."""
+        """New notes, and those that are renewed. records: the steps since the snapshot before. The
+        first snapshot tells of what happened before anybody looked.
+        """
         before, self._before = self._before, now
-        bursts = self._bursts(now)  # the first time it is what the counting starts from
-        new = self._kernels_out(now)
+        new = [*self._kernels_out(now), *self._renewed(now), *_accidents(before, now)]
         if before is not None:
-            new += [*_compiles(now, records), *_accidents(before, now), *bursts]
-        self.kept.extend(new)
+            new += _compiles(now, records)
+        new += self._storms(now)
+        for note in new:
+            self.kept = with_note(self.kept, note, _KEPT)
         return new
 
     def _kernels_out(self, now: Snapshot) -> list[Note]:
@@ -69,32 +78,24 @@ class Notes:
         message = _KERNELS_OUT.format(", ".join(now.kernels_out))
         return [_note(now.ready_at, "error", "kernels_out", message)]
 
-    def _bursts(self, now: Snapshot) -> list[Note]:
-        refused = sum(now.metrics["rejected"].values())
-        totals = (
-            ("preemption_storm", now.metrics["preemptions"], _many_preemptions(now)),
-            ("rejections", refused, _MANY_REFUSALS),
-        )
-        bursts = [code for code, total, many in totals if self._is_burst(code, now.t, total, many)]
-        return [_note(now.t, "warn", code, _BURSTS[code]) for code in bursts]
+    def _renewed(self, now: Snapshot) -> list[Note]:
+        """Of outages and refusals, each from its beginning on, what was not told yet."""
+        notes = [_outage_note(outage) for outage in now.outages]
+        notes += [_refusals_note(refusals) for refusals in now.refusals]
+        told, self._told = self._told, {(note["code"], note["t"]): note for note in notes}
+        return [note for what, note in self._told.items() if told.get(what) != note]
 
-    def _is_burst(self, code: str, t: float, total: int, many: int) -> bool:
-        """True if the total has grown by `many` within the window, and no note said so a moment
-        ago.
-        """
-        quiet_for = t - self._noted.get(code, -np.inf)
-        if self._growth(code, t, total) < many or quiet_for < _QUIET_S:
-            return False
-        self._noted[code] = t
-        return True
-
-    def _growth(self, code: str, t: float, total: int) -> int:
-        """Of a total within the window."""
-        totals = self._totals.setdefault(code, deque())
-        totals.append((t, total))
-        while totals[0][0] < t - _WINDOW_S:
-            totals.popleft()
-        return total - totals[0][1]
+    def _storms(self, now: Snapshot) -> list[Note]:
+        """That many lost their seats within the window, unless a note said so a moment ago."""
+        recent = self._preemptions
+        recent.append((now.t, now.metrics["preemptions"]))
+        while recent[0][0] < now.t - _WINDOW_S:
+            recent.popleft()
+        growth = recent[-1][1] - recent[0][1]
+        if growth < _many_preemptions(now) or now.t - self._storm_at < _QUIET_S:
+            return []
+        self._storm_at = now.t
+        return [_note(now.t, "warn", "preemption_storm", _STORM)]
 
 
 def _many_preemptions(now: Snapshot) -> int:
@@ -117,13 +118,11 @@ def _compile_message(record: np.void) -> str:
     )
 
 
-def _accidents(before: Snapshot, now: Snapshot) -> list[Note]:
-    notes = _outages(before, now)
+def _accidents(before: Snapshot | None, now: Snapshot) -> Iterator[Note]:
     for code, counter in _ACCIDENTS.items():
-        more = counter(now) - counter(before)
+        more = counter(now) - (0 if before is None else counter(before))
         if more > 0:
-            notes.append(_note(now.t, "error", code, _ACCIDENT_MESSAGES[code].format(more)))
-    return notes
+            yield _note(now.t, "error", code, _ACCIDENT_MESSAGES[code].format(more))
 
 
 #: How often each accident has happened.
@@ -140,30 +139,48 @@ _ACCIDENT_MESSAGES = {
 }
 
 
-def _outages(before: Snapshot, now: Snapshot) -> list[Note]:
-    """That the engine's process is gone, and that another one is ready."""
-    known = {outage["began"]: outage for outage in before.outages}
-    notes = []
-    for outage in now.outages:
-        notes += _outage_notes(outage, known.get(outage["began"]), now.t)
-    return notes
-
-
-def _outage_notes(outage: JsonDict, seen: JsonDict | None, t: float) -> Iterator[Note]:
-    """seen: what was known of it before."""
-    if seen is None:
-        yield _note(t, "error", "outage", _OUTAGE.format_map(outage))
-    was_over = seen is not None and seen["ready"] is not None
-    if outage["ready"] is not None and not was_over:
-        yield _note(t, "warn", "restarted", _restart_message(outage))
-
-
-def _restart_message(outage: JsonDict) -> str:
-    seconds = outage["ready"] - outage["began"]
-    return (
-        f"restart {outage['restart']}: the engine was ready again after {seconds:.1f} s; "
-        f"requests that went on: {outage['n_resumed']}"
+def _outage_note(outage: JsonDict) -> Note:
+    """From the core's end until streams flow again."""
+    message = (
+        f"{outage['cause']}. {_back(outage)} Requests that went on: {outage['n_resumed']}; that "
+        f"ended with an error: {outage['n_lost']}"
     )
+    return _note(outage["began"], "error", "outage", message)
+
+
+def _back(outage: JsonDict) -> str:
+    """How far it is over."""
+    restart, ready, flowing = outage["restart"], outage["ready"], outage["flowing"]
+    if ready is None:
+        return f"Restart {restart} is under way."
+    back = f"another engine was there after {ready - outage['began']:.1f} s"
+    if flowing is not None:
+        seconds = flowing - outage["began"]
+        return f"Restart {restart}: streams flowed again after {seconds:.1f} s ({back})."
+    return (
+        f"Restart {restart}: {back} and computes again what streams had; "
+        f"{outage['n_flowing']} of {outage['n_streams']} go on."
+    )
+
+
+def _refusals_note(refusals: JsonDict) -> Note:
+    """How many were turned away since it began, and why."""
+    counts = sorted(refusals["counts"].items(), key=lambda item: -item[1])
+    total = sum(count for _, count in counts)
+    reasons = "; ".join(f"{count} x {name}{_why(name)}" for name, count in counts)
+    requests = "request was" if total == 1 else "requests were"
+    seconds = refusals["newest"] - refusals["began"]
+    within = f" within {seconds:.0f} s" if seconds >= 1 else ""
+    message = f"{total} {requests} turned away{within}: {reasons}"
+    if refusals["retry_s"] is not None:
+        message += f"; the newest was told to come again in {refusals['retry_s']:.1f} s"
+    return _note(refusals["began"], "warn", "refusals", message)
+
+
+def _why(name: str) -> str:
+    """name: "429 queue_full"."""
+    reason = _WHY.get(name.partition(" ")[2])
+    return f" ({reason})" if reason else ""
 
 
 def _note(t: float, level: str, code: str, message: str) -> Note:

@@ -5,6 +5,7 @@ they may need.
 from __future__ import annotations
 
 import contextlib
+import re
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from functools import cache
@@ -19,6 +20,8 @@ _CONNECT_S = 5.0
 #: Seconds without a word on a feed, whose frames come once a second at least.
 _SILENCE_S = 10.0
 _PATH = "/dashboard"
+#: What makes an address of text without a scheme: localhost, or a dot or colon in its host.
+_ADDRESS = re.compile(r"^(?:localhost(?=$|[:/])|[^/]*[.:])")
 #: Most bytes of an event of a feed that is read: a key frame of thousands of seats has a tenth.
 _MOST_EVENT_BYTES = 8 << 20
 
@@ -31,19 +34,34 @@ def _base_of(url: str) -> str:
     """The dashboard's URL from an engine's. Raises ConfigError; a URL with a key in it is
     refused.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    _check_parts(parts)
+    parts = _parts_of(url)
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path.removesuffix(_PATH)}{_PATH}"
 
 
-def _check_parts(parts: SplitResult) -> None:
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{parts.geturl()!r} is not the URL of an engine: give http://HOST:PORT")
+def _parts_of(url: str) -> SplitResult:
+    """Raises ConfigError."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        is_right = _has_address(parts, url)
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ConfigError(f"{url!r} is not the URL of an engine: give http://HOST:PORT")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
             "an engine's URL is http://HOST:PORT; a key comes from the environment or a file"
         )
+    return parts
+
+
+def _has_address(parts: SplitResult, url: str) -> bool:
+    """Whether it says where to ask. A single word is taken for a mistake, not for a machine's name.
+    Raises ValueError for a port that is no number.
+    """
+    is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable()
+    is_word = "://" not in url and not _ADDRESS.search(url)
+    return is_http and not is_word and (parts.port is not None or not parts.netloc.endswith(":"))
 
 
 class _EventTooLong(JitneyError):

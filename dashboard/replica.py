@@ -16,6 +16,7 @@ from jitney.dashboard.sse import (
     Note,
     PageChanges,
     SeatLists,
+    with_note,
 )
 from jitney.engine.types import JsonDict
 
@@ -83,7 +84,7 @@ class ReplicaView:
             case "delta":
                 self._apply_delta(data)
             case "note":
-                self.notes = [*self.notes, data][-_MAX_NOTES:]
+                self.notes = with_note(self.notes, data, _MAX_NOTES)
 
     def _apply_key_frame(self, frame: KeyFrame) -> None:
         for name in ("t", "step", "n_events", "notes", *_STATE):

@@ -10,6 +10,7 @@ from typing import NamedTuple, SupportsFloat
 import numpy as np
 
 from jitney.engine.api.access import EVERYBODY, Identity
+from jitney.engine.api.errors import status_of
 from jitney.engine.telemetry.history import History
 from jitney.engine.telemetry.request_record import ComputedChunk, RequestRecord, Stay
 from jitney.engine.types import JsonDict
@@ -30,8 +31,12 @@ _NEVER = 2**62
 
 
 def _row(request: RequestRecord) -> JsonDict:
-    """What the table shows of a sequence; times on the server's monotonic clock, seconds."""
+    """What the table shows of a sequence; times on the server's monotonic clock, seconds. One that
+    was refused has the state "refused", and the status that it was answered with.
+    """
     same = {name: getattr(request, name) for name in _SAME}
+    if request.refused:
+        same["state"], same["status"] = "refused", status_of(request.code)
     times = {shown: _t(getattr(request, name)) for shown, name in _TIMES.items()}
     return {"request": request.request_id, **same, **times}
 
@@ -47,6 +52,7 @@ _SAME = (
     "priority",
     "finish",
     "code",
+    "message",
     "preemptions",
     "cached_tokens",
 )
@@ -58,6 +64,7 @@ _TIMES = {
     "queued_s": "queue_s",
     "ttft_s": "ttft_s",
     "e2e_s": "e2e_s",
+    "retry_s": "retry_s",
 }
 
 
@@ -90,7 +97,7 @@ def listing(
 class _Wanted(NamedTuple):
     """Which sequences a listing shows."""
 
-    #: "all", "open" or a state of a record.
+    #: "all", "open", "refused" or a state of a record.
     state: str
     #: Those before this number.
     cursor: int
@@ -118,6 +125,8 @@ def _is_in(request: RequestRecord, state: str) -> bool:
         return True
     if state == "open":
         return request.finished is None
+    if state == "refused" or request.refused:
+        return request.refused and state == "refused"
     return request.state == state
 
 
@@ -143,9 +152,11 @@ def detail(history: History, request: RequestRecord, now: float) -> _Work:
 
 def _phases(request: RequestRecord, now: float) -> list[JsonDict]:
     """queue, prefill and decode in order, again after each preemption; `to` is null for the one
-    that goes on.
+    that goes on. None for one that was refused, which never waited.
     """
     result = []
+    if request.refused:
+        return result
     since = request.arrival
     for stay in request.stays:
         result += [_queue(since, stay.start), *_stay_phases(stay)]
@@ -308,9 +319,12 @@ class Steps:
         queue, preemption: waiting for a first seat, and again after losing it, with what had to be
         computed again. compile: steps that compiled a program. prefill: its own prompt.
         shared_prefill: what steps with prompt rows of others took longer than steps without, while
-        it decoded. host_gap: the device had nothing to do. decode: the rest.
+        it decoded. host_gap: the device had nothing to do. decode: the rest. None for one that was
+        refused.
         """
         request = self.request
+        if request.refused:
+            return []
         seconds = _seconds_by_cause(request, self, self.now).items()
         found = [_cause(code, value, request) for code, value in seconds if value > _LEAST_S]
         return sorted(found, key=lambda cause: -cause["seconds"])

@@ -129,6 +129,8 @@ class Snapshot:
     histograms: JsonDict | None = None
     notes: list[Note] = field(default_factory=list)
     outages: list[JsonDict] = field(default_factory=list)
+    #: Times in which requests were turned away, oldest first (`history._Refusals`); for `Notes`.
+    refusals: list[JsonDict] = field(default_factory=list)
     #: Kernels that the proof at start took out, and when the engine that found them wrong got
     #: ready; for `Notes`.
     kernels_out: list[str] = field(default_factory=list)
@@ -148,6 +150,7 @@ class Snapshot:
             metrics=_metrics(client, records, recent),
             n_events=history.n_life,
             outages=msgspec.to_builtins(list(history.outages)),
+            refusals=msgspec.to_builtins(list(history.refusals)),
         )
         if client.state in ("loading", "restarting"):
             snapshot.progress = msgspec.to_builtins(client.progress)

@@ -10,6 +10,7 @@ have an id; a viewer that comes back sends the last one as Last-Event-ID.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Required, TypedDict
 
@@ -20,7 +21,7 @@ from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE, RowKind
 from jitney.engine.types import EngineInfo, JsonDict
 
 #: Rises with every change that an older page would not understand.
-_FEED_VERSION = 3
+_FEED_VERSION = 4
 #: A seat's or a page's state is its place in these.
 SEAT_STATES = ("free", "prefill", "decode", "held")
 PAGE_STATES = ("free", "held", "shared", "cached")
@@ -137,7 +138,7 @@ class KeyFrame(TypedDict):
     metrics: Metrics
     histograms: JsonDict | None  # wait, ttft, itl -> {bounds (seconds), counts}
     notes: list[Note]  # the newest, oldest first
-    outages: list[JsonDict]  # `history.Outage`, oldest first
+    outages: list[JsonDict]  # `history._Outage`, oldest first
     n_events: int  # events of sequences since the server's start
 
 
@@ -166,14 +167,23 @@ class _Events(TypedDict):
 
 
 class Note(TypedDict):
-    """Something that a person should know of."""
+    """Something that a person should know of. One of the same code and time as one before takes its
+    place: what it tells of goes on.
+    """
 
     level: str  # "warn" or "error"
-    # "compile", "outage", "restarted", "nan", "canary", "dead", "kernels_out", "preemption_storm",
-    # "rejections"
+    # "compile", "outage", "refusals", "nan", "canary", "dead", "kernels_out", "preemption_storm"
     code: str
     message: str
-    t: float
+    t: float  # when it began
+
+
+def with_note(notes: Sequence[Note], note: Note, most: int) -> list[Note]:
+    """The notes and this one, in the place of the one that it renews; the newest `most` of them."""
+    what = note["code"], note["t"]
+    if what in [(one["code"], one["t"]) for one in notes]:
+        return [note if (one["code"], one["t"]) == what else one for one in notes]
+    return [*notes, note][-most:]
 
 
 class _Bye(TypedDict):

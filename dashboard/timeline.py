@@ -21,6 +21,8 @@ from jitney.engine.types import JsonDict
 _MAX_STAYS = 20_000
 #: Most step records in one answer.
 _MAX_RECORDS = 4096
+#: Beyond every step's number.
+_NEWEST = 2**62
 #: Most steps in one trace.
 _MAX_TRACED = 50_000
 #: Records of steps that are copied, and requests, stays, bins and steps that are told of, between
@@ -68,6 +70,61 @@ def record_columns(history: History, after: int, until: int, now: float) -> Work
     }
 
 
+def own_columns(history: History, after: int, until: int, now: float, identity: Identity) -> Work:
+    """As `record_columns`, for somebody who is no administrator: the rows of its own requests, in
+    the steps in which it had any, and totals of all steps that are kept, whosever they were.
+    """
+    kept = yield from _copied(history, -1, history.records.last_step)
+    records, ready = kept
+    rows = _OwnRows(records["step"].astype(np.int64))
+    for place, record in enumerate([*history.ended(now - History.keep_s), *history.open()]):
+        if identity.may_see(record.tenant):
+            rows.add(record)
+        if place % _TOLD == 0:
+            yield
+    number = rows.number
+    places = np.flatnonzero(rows.any() & (number > after) & (number <= until))
+    shown = places[-_MAX_RECORDS:]
+    columns = {name: counts[shown].tolist() for name, counts in rows.counts.items()}
+    columns |= {"step": number[shown].tolist(), "ready": _column(ready[shown])}
+    return {
+        "t": round(now, 4),
+        "row_kinds": list(rows.counts),
+        "left_out": len(places) - len(shown),
+        "columns": columns,
+        "totals": {name: int(records[name].sum()) for name in (*ROW_KINDS, *_SUMMED)}
+        | {"steps": len(records)},
+    }
+
+
+class _OwnRows:
+    """Rows of some requests, by step and kind."""
+
+    def __init__(self, number: np.ndarray):
+        #: int64[steps]: ascending numbers of the steps that are kept.
+        self.number = number
+        kinds = ("prefill", "recomputed", "decode")
+        self.counts = {kind: np.zeros(len(number), np.int64) for kind in kinds}
+
+    def any(self) -> np.ndarray:
+        """bool[steps]: they had rows in it."""
+        return np.add.reduce(list(self.counts.values())) > 0
+
+    def add(self, request: RequestRecord) -> None:
+        for chunk in list(request.chunks):
+            self._add("prefill", chunk.step, chunk.step, chunk.count - chunk.recomputed)
+            self._add("recomputed", chunk.step, chunk.step, chunk.recomputed)
+        for stay in request.stays:
+            if stay.first_step >= 0:
+                last = stay.last_step if stay.end is not None else _NEWEST
+                self._add("decode", stay.first_step + 1, last, 1)
+
+    def _add(self, kind: str, first: int, last: int, rows: int) -> None:
+        """So many rows in each of the steps from `first` to `last`."""
+        low, high = np.searchsorted(self.number, (first, last + 1))
+        self.counts[kind][low:high] += rows
+
+
 def _copied(
     history: History, after: int, until: int
 ) -> Generator[None, None, tuple[np.ndarray, np.ndarray]]:
@@ -105,10 +162,13 @@ class Window:
         return cls(history, min(start, end - 1e-3), end)
 
     def timeline(self, bins: int, now: float, *, identity: Identity = EVERYBODY) -> Work:
-        """All of it in `bins` equal parts, with the stays in seats that touch this time, as
-        `identity` may see it.
+        """All of it in `bins` equal parts (for a user none shorter than a second), with the stays
+        in seats that touch this time, as `identity` may see it.
         """
         history = self.history
+        if not identity.is_admin:
+            # A bin of one step would tell everybody's rows in it.
+            bins = max(1, min(bins, round(self.end - self.start)))
         stays = yield from self.stays()
         left_out = max(0, len(stays) - _MAX_STAYS)
         columns = yield from stay_columns(stays[left_out:], identity)

@@ -38,6 +38,7 @@ from jitney.engine.core import EngineCore
 from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.executor.autotuning import programs_folder
 from jitney.engine.executor.ceiling import ceiling_or_none
+from jitney.engine.executor.fits import context_of
 from jitney.engine.executor.hosts import Follower, JoinedRunner, LeadingRunner
 from jitney.engine.executor.memory import (
     GIB,
@@ -325,6 +326,14 @@ def _setup_on(
     if len(devices) > 1:
         mesh = make_mesh(devices, engine.data_parallel)
     dtype = choose_dtype(config.model.dtype, devices[0].platform)
+    context = context_of(config, source.config)
+    if model.encoder is not None and context < model.context_length:
+        _log.info(
+            "texts of at most %d tokens are read, of the model's %d: token_budget or context "
+            "bounds them",
+            context,
+            model.context_length,
+        )
     if config.engine.canary_every and source.config.experts is not None and dtype != jnp.float32:
         raise ConfigError(
             f"canary_every cannot judge a mixture of experts in {jnp.dtype(dtype).name}: rounding "
@@ -337,7 +346,7 @@ def _setup_on(
         mesh=mesh,
         dtype=dtype,
         kv_dtype=choose_kv_dtype(config.engine.kv_dtype, dtype, devices[0]),
-        context=_choose_context(config, source.config),
+        context=context,
         hosts=hosts,
     )
 
@@ -723,30 +732,6 @@ def _cpu_multiplies_bfloat16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def _choose_context(config: Config, model: ModelConfig) -> int:
-    """Tokens a sequence may have; more than the model was trained for is refused. A text of an
-    encoder is computed in one step, so it has no more than a step has rows.
-    """
-    wanted, budget = config.model.context, config.engine.token_budget
-    if wanted > model.context_length:
-        raise ConfigError(f"context {wanted} is more than the model's {model.context_length}")
-    if model.encoder is None:
-        return wanted or model.context_length
-    if wanted > budget:
-        raise ConfigError(
-            f"context {wanted} is more than token_budget {budget}: an encoder computes a text in "
-            "one step; set token_budget to as much"
-        )
-    context = wanted or min(model.context_length, budget)
-    if context < model.context_length:
-        _log.info(
-            "texts of at most %d tokens are read, of the model's %d: token_budget bounds them",
-            context,
-            model.context_length,
-        )
-    return context
-
-
 def _sized_runner(
     settings: EngineSection,
     sizes: StateSizes,
@@ -782,18 +767,25 @@ def _log_pool(n_pages: int, sizes: StateSizes, page_bytes: int, n_devices: int) 
     if n_devices > 1:
         devices = f" on each of {n_devices} devices"
     _log.info(
-        "KV pool: %d pages of %d tokens = %d tokens in %.2f GiB%s; %d sequences of the whole "
-        "context (%d), or %d tokens for each of %d seats",
+        "KV pool: %d pages of %d tokens = %d tokens in %.2f GiB%s; %.3g times the whole context "
+        "(%d), or %d tokens for each of %d seats",
         n_pages - 1,
         sizes.page_size,
         tokens,
         n_pages * page_bytes / GIB,
         devices,
-        tokens // sizes.context_length,
+        tokens / sizes.context_length,
         sizes.context_length,
         tokens // sizes.seats,
         sizes.seats,
     )
+    if tokens < sizes.context_length:
+        _log.warning(
+            "no sequence can have the whole context of %d tokens: the KV pool holds %d; give more "
+            "(pages, memory_gib), or a smaller context",
+            sizes.context_length,
+            tokens,
+        )
 
 
 def _describe(

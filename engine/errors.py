@@ -6,6 +6,9 @@ addresses of this machine unless the reader is the one who typed them.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -143,3 +146,11 @@ class RequestError(JitneyError):
         if self.info.overflow is not None:
             return RequestError.too_long(self.info.overflow, param)
         return RequestError(str(self), code=self.info.code, param=param)
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """What to add to the complaint about a word that is none of these; nothing if none is like
+    it.
+    """
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

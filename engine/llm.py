@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from jitney.engine import messages
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.platforms import prepare_platform
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
+from jitney.engine.executor.fits import check_fits
 from jitney.engine.text.detokenizer import TextDelta, TextStream
 from jitney.engine.text.tokenizer import Tokenizer
 from jitney.engine.types import (
@@ -106,6 +105,7 @@ class LLM:
 
         revision = config.model.revision or None
         source = ModelSource.resolve(config.model.id, revision=revision, progress=report)
+        check_fits(config, source.config)
         self.tokenizer = Tokenizer.load(source, config.model.chat_template)
         self.core, self.info = build_engine(config, source, on_progress)
         # A call hands over all its prompts before the first step.
@@ -165,7 +165,7 @@ class LLM:
         """What the model recommends, as `generation_config` and the settings of [sampling] say.
         Parameters made by hand are taken as they are: what they leave out has the defaults of
         SamplingParams."""
-        return msgspec.structs.replace(SamplingParams(), **self.info.model.sampling_defaults)
+        return SamplingParams(**SamplingParams.fields_with(self.info.model.sampling_defaults, {}))
 
     def chat(
         self,

@@ -52,6 +52,8 @@ _MAX_STOP_CHARS = 256
 #: Most tokens of a banned word.
 _MAX_WORD_TOKENS = 256
 _MAX_INT = 2**31 - 1
+#: Temperatures too small to divide by.
+_GREEDY_BELOW = 1e-5
 
 
 class Range(NamedTuple):
@@ -165,10 +167,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """What each field is annotated with, by its name."""
         return _declared(cls)
 
+    @classmethod
+    def fields_with(cls, defaults: Mapping[str, float], given: JsonDict) -> JsonDict:
+        """The fields that a request gives, over a model's defaults. At temperature 0 a default
+        repetition penalty is left out: greedy means the model's own likeliest token.
+        """
+        fields: JsonDict = {**defaults, **given}
+        is_greedy = fields.get("temperature", 1.0) < _GREEDY_BELOW
+        if is_greedy and "repetition_penalty" not in given:
+            fields.pop("repetition_penalty", None)
+        return fields
+
     @property
     def greedy(self) -> bool:
         """True when no randomness is wanted (temperature 0, or too small to divide by)."""
-        return self.temperature < 1e-5
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def penalised(self) -> bool:

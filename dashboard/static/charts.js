@@ -126,10 +126,13 @@ export class Charts {
 
   /** Plotly, once. */
   load() {
-    this.ready ??= plotly().then((Plotly) => {
-      this.Plotly = Plotly;
-      this.refresh();
-    });
+    this.ready ??= plotly().then(
+      (Plotly) => {
+        this.Plotly = Plotly;
+        this.refresh();
+      },
+      () => Object.keys(CHARTS).forEach((id) => $(id).classList.add("failed")),
+    );
   }
 
   draw(id, moment, now) {

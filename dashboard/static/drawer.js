@@ -3,6 +3,7 @@
 import {$, make, percent, seconds, table} from "./dom.js";
 import {ask} from "./feed.js";
 import {drawCadence} from "./cadence.js";
+import {stateInWords} from "./requests.js";
 
 const EVERY_MS = 1000;
 const CAUSE = {
@@ -77,6 +78,9 @@ export class Drawer {
 
   show(detail) {
     const opened = [...this.body.querySelectorAll("details[open]")].map((one) => one.className);
+    if (detail.state === "refused") {
+      return this.body.replaceChildren(make("p", {class: "verdict"}, refusal(detail)), facts(detail));
+    }
     this.body.replaceChildren(
       make("p", {class: "verdict"}, verdict(detail)),
       facts(detail),
@@ -94,6 +98,11 @@ export class Drawer {
     }
     drawCadence(this.body.querySelector("canvas"), detail);
   }
+}
+
+/** Why one never boarded, in the words that its client was given. */
+function refusal({status, message, code, e2e_s: after}) {
+  return `Refused (${status}) after ${seconds(after)}: ${message || code}.`;
 }
 
 const total = (detail) => detail.causes.reduce((all, cause) => all + cause.seconds, 0);
@@ -121,7 +130,7 @@ function facts(detail) {
   const {padding_share: padding} = shared;
   const cached = detail.cached_tokens ? `, ${detail.cached_tokens} from the cache` : "";
   const pairs = [
-    ["State", detail.finish ? `${detail.state}: ${detail.code || detail.finish}` : detail.state],
+    ["State", detail.finish ? `${stateInWords(detail)}: ${detail.code || detail.finish}` : detail.state],
     ["Waited", seconds(detail.queued_s)],
     ["First token after", seconds(detail.ttft_s)],
     ["In all", seconds(detail.e2e_s)],

@@ -78,7 +78,8 @@ export class Engine {
     return this.outages.at(-1)?.ready === null;
   }
 
-  /** The times without an engine, oldest first: {began, cause, restart, n_resumed, n_lost, ready}. */
+  /** The times without an engine, oldest first: {began, cause, restart, n_resumed, n_lost, n_streams, n_flowing, ready,
+   *  flowing}. */
   get outages() {
     return this.frame?.outages ?? [];
   }
@@ -136,8 +137,11 @@ export class Engine {
     this.pages.counts = counts;
   }
 
+  /** One of the same code and time as one before takes its place. */
   addNote(note) {
-    this.notes = [...this.notes, note].slice(-MOST_NOTES);
+    const at = this.notes.findIndex(({code, t}) => code === note.code && t === note.t);
+    const notes = at < 0 ? [...this.notes, note] : this.notes.with(at, note);
+    this.notes = notes.slice(-MOST_NOTES);
   }
 
   /** How many seats are in this state. */

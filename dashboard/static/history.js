@@ -114,6 +114,17 @@ export class History {
     }
   }
 
+  /** Whether somebody waited in a second, and whether prompts were read meanwhile. A step counts in the second in which
+   *  it is done: where none was, the next one tells what went on; of what is not known, neither. */
+  waits(second) {
+    const bin = this.bins.get(second);
+    const told = bin?.steps ? bin : this.bins.get(second + 1);
+    if (!bin?.waiting || !told?.steps) {
+      return {waited: false, read: false};
+    }
+    return {waited: true, read: told.rows.prefill + told.rows.recomputed > 0};
+  }
+
   /** The whole seconds of the `span` before t, oldest first: [seconds before t, bin or undefined]. */
   seconds(t, span) {
     const now = Math.floor(t);

@@ -1,10 +1,17 @@
-// What the engine had to say: compiles while serving, restarts, preemption storms, refusals.
+// What the engine had to say: compiles while serving, outages, preemption storms, refusals. All of it stands in the
+// notes; on the first screen stands what nobody has marked as seen yet.
 
-import {make} from "./dom.js";
+import {$, make, say} from "./dom.js";
 import {ago} from "./status.js";
 
 const SHOWN = 8;
 const SIGN = {info: "·", warn: "!", error: "▲"};
+/** Notes that stand at the top of the page anyway, for as long as they are true. */
+const ELSEWHERE = ["kernels_out", "dead"];
+/** Incidents shown at a time, and names of seen ones that are kept in this browser. */
+const MOST = 4;
+const MOST_SEEN = 200;
+const STORE = "jitney-seen";
 
 export function showNotes(element, notes, t) {
   const newest = notes.slice(-SHOWN).reverse();
@@ -28,4 +35,67 @@ function noteLine(note, t) {
     ` ${note.message} `,
     make("span", {class: "faint"}, `${note.code}, ${when}`),
   );
+}
+
+/** The incidents on the first screen: each stays, and tells how it goes on, until somebody marks it as seen. */
+export class Incidents {
+  constructor() {
+    this.element = $("incidents");
+    this.lines = new Map(); // by name: {line, text}
+    this.seen = remembered();
+  }
+
+  /** run: of the server, whose notes these are; clock(t): a moment as the time of day. */
+  show(notes, run, clock) {
+    const name = (note) => `${run} ${note.code} ${note.t}`;
+    const open = notes.filter(
+      (note) => !ELSEWHERE.includes(note.code) && !this.seen.includes(name(note)),
+    );
+    const shown = new Map(open.slice(-MOST).map((note) => [name(note), note]));
+    for (const [known, {line}] of this.lines) {
+      if (!shown.has(known)) {
+        line.remove();
+        this.lines.delete(known);
+      }
+    }
+    for (const [one, note] of shown) {
+      const known = this.lines.get(one) ?? this.newLine(one, note);
+      say(known.text, `${SIGN[note.level] ?? "·"} ${clock(note.t)}: ${note.message}.`);
+    }
+    this.element.hidden = !shown.size;
+  }
+
+  newLine(name, note) {
+    const text = make("span");
+    const button = make("button", {type: "button", class: "plain"}, "Seen");
+    const line = make("li", {class: note.level}, text, button);
+    button.addEventListener("click", () => {
+      this.seen = [...this.seen, name].slice(-MOST_SEEN);
+      remember(this.seen);
+      line.remove();
+      this.lines.delete(name);
+      this.element.hidden = !this.lines.size;
+    });
+    this.element.prepend(line);
+    this.lines.set(name, {line, text});
+    return this.lines.get(name);
+  }
+}
+
+/** Browsers may refuse to keep anything: then it is for as long as the page is open. */
+function remembered() {
+  try {
+    const kept = JSON.parse(localStorage.getItem(STORE));
+    return Array.isArray(kept) ? kept : [];
+  } catch {
+    return [];
+  }
+}
+
+function remember(names) {
+  try {
+    localStorage.setItem(STORE, JSON.stringify(names));
+  } catch {
+    // see above
+  }
 }

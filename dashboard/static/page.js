@@ -6,9 +6,10 @@ import {showDevice} from "./device.js";
 import {Drawer} from "./drawer.js";
 import {setUpEngines} from "./engines.js";
 import {Lab} from "./lab.js";
-import {showNotes} from "./notes.js";
+import {Incidents, showNotes} from "./notes.js";
 import {PageMap, pageLegend} from "./pages.js";
 import {drawQueue} from "./queue.js";
+import {IDLE, WASTE, WHILE_READING} from "./raster.js";
 import {Requests} from "./requests.js";
 import {SeatGrid, goneMoment, momentOf, seatLegend, seatTable} from "./seats.js";
 import {
@@ -19,6 +20,7 @@ import {
   showFigures,
   showState,
   stateOf,
+  whyIdle,
 } from "./status.js";
 import {setUpBar, showBar} from "./timebar.js";
 import {Timeline, steer} from "./timeline.js";
@@ -28,6 +30,8 @@ import {Watcher} from "./watcher.js";
 
 /** Milliseconds between two pictures for those who want little to move. */
 const STILL_MS = 950;
+/** Milliseconds that seats must be free while somebody waits until it is worth a word: each boarding takes a moment. */
+const IDLE_MS = 1000;
 
 let watcher = null;
 let moment = null;
@@ -35,12 +39,14 @@ let scheduled = false;
 let shownAt = 0;
 let playedAt = 0;
 let standalone = false;
+let idleSince = null;
 
 const view = new View(schedule);
 const drawer = new Drawer($("drawer"), () => watcher.base, showStay);
 const grid = new SeatGrid($("seats"), $("seat-read"), pick);
 const pages = new PageMap($("pages"), $("page-read"));
 const charts = new Charts();
+const incidents = new Incidents();
 const requests = new Requests($("requests"), () => watcher.base, pick);
 const lab = new Lab($("lab"), () => watcher.base);
 let timeline = null;
@@ -189,6 +195,42 @@ function summary() {
   };
 }
 
+/** Why seats are free while somebody waits, now. */
+function idleReason(now) {
+  const {engine} = watcher;
+  const free = past() || moment.gone ? 0 : now.seats - now.taken;
+  if (!free || !now.waiting) {
+    return "";
+  }
+  const reading = [];
+  moment.state.forEach((state, i) => {
+    if (moment.states[state] === "prefill") {
+      reading.push([moment.end(i) - moment.reached(i), moment.end(i)]);
+    }
+  });
+  const pages = engine.pages?.counts ?? null;
+  return whyIdle({free, waiting: now.waiting, reading, policy: now.policy, pages});
+}
+
+function showWhy(now, t) {
+  const reason = idleReason(now);
+  idleSince = reason ? (idleSince ?? t) : null;
+  const shown = reason && t - idleSince >= IDLE_MS;
+  $("why").hidden = !shown;
+  if (shown) {
+    say($("why"), reason);
+  }
+}
+
+/** How the idle seats of a second are painted. */
+function idleKind(second) {
+  const {waited, read} = watcher.history?.waits(second) ?? {};
+  if (!waited) {
+    return IDLE;
+  }
+  return read ? WHILE_READING : WASTE;
+}
+
 /** Who sits where at the moment shown. */
 function shownMoment() {
   const {engine, recorder, stays} = watcher;
@@ -206,6 +248,8 @@ function show() {
   const untouched = state === "ready" && sum(metrics.steps) === 0 && now.taken === 0;
   say($("headline"), headline(engine.frame, now));
   showFigures(now);
+  showWhy(now, performance.now());
+  incidents.show(engine.notes, engine.hello.run, (t) => view.clock(t));
   $("empty").hidden = !untouched;
   const wait = past() ? null : (metrics.predicted_wait_s ?? null);
   drawQueue($("queue"), $("queue-text"), now.waiting ?? 0, wait);
@@ -214,6 +258,7 @@ function show() {
   $("seats").setAttribute("aria-label", `Seats: ${seated}`);
   timeline.version = watcher.pastLoads;
   timeline.origin = view.origin;
+  timeline.idleKind = idleKind;
   timeline.outages = engine.outages;
   timeline.incidents = engine.notes;
   timeline.draw(engine.seatCount, engine.frame.t);
@@ -315,7 +360,9 @@ legend($("seat-legend"), seatLegend);
 legend($("time-legend"), [
   ["stays", "one sequence, generating"],
   ["stays-read", "reading its prompt"],
-  ["idle", "idle"],
+  ["idle", "idle, nobody waits"],
+  ["idle-read", "free while prompts are read"],
+  ["idle-waste", "idle while somebody waits: waste"],
   ["unknown", "not known"],
 ]);
 setUpBar(view, step);

@@ -7,7 +7,11 @@ import {pixel} from "./dom.js";
 /** Pixels between two passengers of a seat. */
 const APART = 1;
 /** Seconds before the last painting that may still change: an end is heard of a little after it. */
-const UNSETTLED_S = 0.8;
+const UNSETTLED_S = 1.2;
+/** Kinds of idle seats: nobody waits; somebody waits, and prompts are read; somebody waits, and nothing is in the way. */
+export const IDLE = 0;
+export const WHILE_READING = 1;
+export const WASTE = 2;
 
 export class Raster {
   constructor() {
@@ -31,15 +35,17 @@ export class Raster {
     const hues = Array.from({length: HUES}, (_, i) => `hue-${i}`);
     this.decode = hues.map((name) => pixel(name));
     this.stripe = hues.map((name) => pixel(name, "stripe", 0.45));
-    this.idle = pixel("idle");
+    this.idle = ["idle", "idle-read", "idle-waste"].map((name) => pixel(name));
+    this.hatch = pixel("waiting", "idle-waste", 0.6);
     this.grid = pixel("idle-line");
     this.unknown = [pixel("idle"), pixel("line")];
     this.painted = null;
   }
 
   /** Make the pixels show `stays` in [right - span, right] seconds of the engine's clock, which is at `now`.
-   *  row: pixels a seat. Another `key` says that stays of the past have changed. */
-  paint(stays, {right, span, row, seats, now, key}) {
+   *  row: pixels a seat. idleKind(second): of the idle seats of a second; null: nobody waits. Another `key` says that
+   *  stays of the past have changed. */
+  paint(stays, {right, span, row, seats, now, key, idleKind = null}) {
     const scale = this.width / span;
     const edge = Math.floor(right * scale);
     const what = `${key} ${scale} ${row} ${seats}`;
@@ -56,14 +62,18 @@ export class Raster {
       row,
       seats,
       now,
+      idleKind,
     });
     this.painted = {what, edge};
   }
 
   /** All columns from `start` on. left, edge: column numbers of both ends since time 0. */
-  paintColumns(stays, start, {left, edge, scale, row, seats, now}) {
+  paintColumns(stays, start, {left, edge, scale, row, seats, now, idleKind}) {
     const known = Math.floor(stays.knownFrom * scale) - left;
-    this.paintIdle(start, Math.max(start, Math.min(this.width, known)), {left, row, seats});
+    const kinds = Uint8Array.from({length: this.width}, (_, x) =>
+      x >= start && idleKind ? idleKind(Math.floor((left + x) / scale)) : IDLE,
+    );
+    this.paintIdle(start, Math.max(start, Math.min(this.width, known)), {left, row, seats, kinds});
     const column = (t) => Math.floor(t * scale) - left;
     stays.each((left + start - 1) / scale, (edge + 1) / scale, (i) => {
       if (stays.seat[i] >= seats) {
@@ -79,18 +89,19 @@ export class Raster {
     });
   }
 
-  /** Idle seats from `known` on; before it nobody looked, which is not the same. */
-  paintIdle(start, known, {left, row, seats}) {
+  /** Idle seats from `known` on; before it nobody looked, which is not the same. kinds: by column. */
+  paintIdle(start, known, {left, row, seats, kinds}) {
     for (let y = 0; y < this.height; y++) {
       const line = y * this.width;
       const seat = Math.floor(y / row);
       const lowest = row > 5 && y % row === row - 1;
-      if (known < this.width) {
-        this.pixels.fill(
-          seat < seats && lowest ? this.grid : this.idle,
-          line + known,
-          line + this.width,
-        );
+      for (let x = known; x < this.width; x++) {
+        const kind = kinds[x];
+        const hatched = kind === WASTE && (x + left + y) % 8 === 0;
+        this.pixels[line + x] = hatched ? this.hatch : this.idle[kind];
+      }
+      if (known < this.width && seat < seats && lowest) {
+        this.pixels.fill(this.grid, line + known, line + this.width);
       }
       for (let x = start; x < known; x++) {
         this.pixels[line + x] = this.unknown[(x + left + y) % 6 < 2 ? 1 : 0];

@@ -12,7 +12,7 @@ const COLUMNS = [
     (row) => row.request,
     (row) => (row.index ? `${row.request} (${row.index})` : row.request),
   ],
-  ["State", (row) => row.state, (row) => row.state],
+  ["State", (row) => row.state, stateInWords],
   ["Seat", (row) => row.seat, (row) => (row.seat < 0 ? "" : row.seat)],
   ["Prompt", (row) => row.n_prompt, (row) => row.n_prompt],
   ["Output", (row) => row.n_output, (row) => `${row.n_output} / ${row.max_tokens}`],
@@ -22,6 +22,14 @@ const COLUMNS = [
   ["Preempted", (row) => row.preemptions, (row) => row.preemptions || ""],
   ["End", (row) => row.finish, (row) => row.code || row.finish],
 ];
+
+/** What became of a sequence: of one that was refused also the answer's status, and when its client may come again. */
+export function stateInWords({state, status, retry_s: retry}) {
+  if (state !== "refused") {
+    return state;
+  }
+  return `refused (${status})${retry ? `, retry in ${seconds(retry)}` : ""}`;
+}
 
 const isUnknown = (value) => value === null || value === undefined;
 
@@ -42,7 +50,7 @@ export class Requests {
       element,
       base,
       onPick,
-      rows: [],
+      rows: null, // not asked yet
       sort: null,
       falling: false,
       asked: false,
@@ -61,7 +69,7 @@ export class Requests {
   }
 
   reset() {
-    this.rows = [];
+    this.rows = null;
     this.askedAt = 0;
     this.show();
   }
@@ -110,8 +118,8 @@ export class Requests {
   }
 
   sorted() {
-    if (this.sort === null) {
-      return this.rows;
+    if (this.sort === null || !this.rows) {
+      return this.rows ?? [];
     }
     const value = COLUMNS[this.sort][1];
     const sign = this.falling ? -1 : 1;
@@ -125,13 +133,17 @@ export class Requests {
       body.deleteRow(-1);
     }
     rows.forEach((row, i) => this.showRow(body.rows[i] ?? this.newRow(), row));
-    const note = rows.length
-      ? `${rows.length} newest. Enter or a click tells why one was slow.`
-      : "None is known yet.";
-    say($("request-note"), this.trouble || note);
+    say($("request-note"), this.trouble || this.note(rows.length));
     if (body.rows.length && !body.querySelector("tr[tabindex='0']")) {
       body.rows[0].tabIndex = 0;
     }
+  }
+
+  note(count) {
+    if (!this.rows) {
+      return "Asked for when they are on the screen.";
+    }
+    return count ? `${count} newest. Enter or a click tells why one was slow.` : "There are none.";
   }
 
   newRow() {

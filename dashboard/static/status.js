@@ -98,13 +98,57 @@ function restarting(frame) {
   return `The engine died ${ago(Math.max(0, frame.t - outage.began))}. Restart ${outage.restart}: ${far}`;
 }
 
+/** An outage in a few words: it is over once streams flow again, not when another engine is there. */
+export function restartInWords({began, restart, ready, flowing, n_streams: all, n_flowing: some}) {
+  if (ready === null) {
+    return `restart ${restart} under way`;
+  }
+  const back = `engine back after ${seconds(ready - began)}`;
+  if (flowing === null) {
+    return `restart ${restart}: ${back}, ${some} of ${all} streams go on`;
+  }
+  return `restart ${restart}: streams flowed again after ${seconds(flowing - began)} (${back})`;
+}
+
 /** An outage in one sentence. */
-export function outageInWords({began, cause, restart, n_resumed: resumed, n_lost: lost, ready}) {
-  const back =
-    ready === null
-      ? `Restart ${restart} is under way.`
-      : `Restart ${restart} was ready after ${seconds(ready - began)}.`;
-  return `No engine: ${cause}. ${back} Requests that went on: ${count(resumed)}; that were lost: ${count(lost)}.`;
+export function outageInWords(outage) {
+  const {cause, n_resumed: resumed, n_lost: lost} = outage;
+  const back = restartInWords(outage);
+  return (
+    `No engine: ${cause}; ${back}. ` +
+    `Requests that went on: ${count(resumed)}; that were lost: ${count(lost)}.`
+  );
+}
+
+/** Whether an engine is back whose streams do not all go on yet. */
+const recovers = (frame) => {
+  const outage = frame?.outages?.at(-1);
+  return frame?.state === "ready" && outage && outage.ready !== null && outage.flowing === null;
+};
+
+/** Why so many seats are free while so many wait; "" where nothing is known. reading: for each prompt that is being
+ *  read [tokens to go, tokens in all]; policy; pages: counts by state, or null. */
+export function whyIdle({free, waiting, reading, policy, pages}) {
+  const seats = free === 1 ? "A seat is free" : `${count(free)} seats are free`;
+  const head = `${seats} while ${count(waiting)} wait: `;
+  if (policy && policy !== "continuous") {
+    return `${head}under ${policy} batching a batch boards together.`;
+  }
+  if (reading.length) {
+    return `${head}${readingInWords(reading)} That is no waste.`;
+  }
+  const left = pages ? pages.free + pages.cached : Infinity;
+  if (left < 0.05 * sum(pages ?? {})) {
+    return `${head}KV pages are short, ${count(left)} of ${count(sum(pages))} are left.`;
+  }
+  return "";
+}
+
+function readingInWords(reading) {
+  const [left, all] = reading.reduce((most, one) => (one[0] > most[0] ? one : most));
+  const size = all ? ` of ${count(all)} tokens (${count(left)} to go)` : "";
+  const others = reading.length > 1 ? `, and ${count(reading.length - 1)} more` : "";
+  return `the steps are full with reading a prompt${size}${others}.`;
 }
 
 /** The pill, the line of trouble and the progress bar. */
@@ -127,7 +171,7 @@ function troubleOf(frame, silent) {
   if (frame && quiet(frame)) {
     return `The engine has been silent for ${count(frame.last_step_age_s)} s.`;
   }
-  if (frame?.state === "restarting" && frame.outages?.length) {
+  if ((frame?.state === "restarting" && frame.outages?.length) || recovers(frame)) {
     return outageInWords(frame.outages.at(-1));
   }
   return deadWhy(frame);

@@ -2,7 +2,7 @@
 
 import {$, colour, make, onWidth, pen, resize, seconds, short, table} from "./dom.js";
 import {Raster} from "./raster.js";
-import {outageInWords} from "./status.js";
+import {outageInWords, restartInWords} from "./status.js";
 
 const GUTTER = 34;
 const AXIS = 20;
@@ -15,9 +15,9 @@ const MARK = 10;
 const TICKS = [0.2, 0.5, 1, 2, 5, 10, 20, 60, 120];
 
 /** What can be written on an outage, the longest first. */
-function outageTitles({cause, restart, ready, began}) {
-  const back = ready === null ? "under way" : `ready after ${seconds(ready - began)}`;
-  return [`${cause}; restart ${restart} ${back}`, `restart ${restart} ${back}`, "no engine"];
+function outageTitles(outage) {
+  const back = restartInWords(outage);
+  return [`${outage.cause}; ${back}`, back, `restart ${outage.restart}`, "no engine"];
 }
 
 export class Timeline {
@@ -32,6 +32,7 @@ export class Timeline {
     this.origin = 0; // added to the stays' times, gives those that `describe` tells
     this.chosen = null;
     this.outages = []; // see Engine.outages
+    this.idleKind = null; // (second) => how idle seats of that second are painted, see Raster
     this.incidents = []; // notes of the feed: {t, level, code, message}
     onWidth(canvas.parentElement, (width) => {
       this.width = width;
@@ -69,7 +70,8 @@ export class Timeline {
     }
     this.drawAxes();
     this.raster.size(Math.round((this.width - GUTTER) * ratio), seats * row);
-    this.raster.paint(this.stays, {right, span, row, seats, now, key: this.version});
+    const {idleKind} = this;
+    this.raster.paint(this.stays, {right, span, row, seats, now, idleKind, key: this.version});
     this.canvas.getContext("2d").putImageData(this.raster.image, Math.round(GUTTER * ratio), 0);
     this.outline();
     this.drawOutages();

@@ -9,7 +9,7 @@ import {momentOf} from "./seats.js";
 import {KEPT_S, Stays} from "./stays.js";
 
 /** The version of the feed that this page reads. */
-const FEED_VERSION = 3;
+const FEED_VERSION = 4;
 /** Seconds that may pass until the server answers: it keeps no more than KEPT_S. */
 const SLACK_S = 10;
 

@@ -229,6 +229,11 @@ def _retry_headers(pause_s: float) -> dict[str, str]:
     }
 
 
+def status_of(code: str) -> int:
+    """The HTTP status of a request's error, by its code."""
+    return _CODES.get(code, _CODES["internal_error"])[0]
+
+
 def retry_after_s(headers: Mapping[str, str], default: float) -> float:
     """Seconds after which a refusal wants its client to come again. headers: lower case, of any
     server; default: where they do not say.

@@ -72,6 +72,10 @@ class RequestObserver(Protocol):
         """Why no request can be served now, or None."""
         ...
 
+    def turned_away(self, reply: ErrorReply) -> None:
+        """A client was told to come again: 429, or 503 by a route that generates."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorMiddleware:
@@ -112,8 +116,10 @@ class ErrorMiddleware:
                     "request %s failed after its answer began", context.request_id, exc_info=error
                 )
                 raise
-            answer = ErrorReply.of(error, context.request_id).response(context.error_form)
-            await answer(scope, receive, send_marked)
+            reply = ErrorReply.of(error, context.request_id)
+            if _turns_away(reply.status, context):
+                self.service.turned_away(reply)
+            await reply.response(context.error_form)(scope, receive, send_marked)
         finally:
             self._record(scope, context)
 
@@ -136,6 +142,12 @@ class ErrorMiddleware:
             context.completion_tokens,
             f" session={context.session_id}" if context.session_id else "",
         )
+
+
+def _turns_away(status: int, context: Context) -> bool:
+    """Lines of batches are asked again by whoever sent them here, so nobody is turned away."""
+    generates = context.route is not None and context.route.generates
+    return (status == 429 or (status == 503 and generates)) and not context.background
 
 
 def _template(scope: Scope, context: Context) -> tuple[str, int]:

@@ -310,13 +310,11 @@ class RequestBuilder[B: GenerationBody]:
         """
         body, info = self.body, self.service.info
         info.request_limits.check_writes()
-        fields: JsonDict = dict(info.model.sampling_defaults)
-        for name in _SAMPLING_FIELDS:
-            value = getattr(body, name)
-            if value is not None:
-                fields[name] = value
+        given = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
         if body.repeat_penalty is not None:
-            fields["repetition_penalty"] = body.repeat_penalty
+            given["repetition_penalty"] = body.repeat_penalty
+        given = {name: value for name, value in given.items() if value is not None}
+        fields = SamplingParams.fields_with(info.model.sampling_defaults, given)
         fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
         fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
         fields["grammar"] = self._wanted_grammar

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jitney.engine.api.chat_templates import ChatTemplates, RenderedTooLong
 from jitney.engine.api.disconnect import until
-from jitney.engine.api.errors import HttpError
+from jitney.engine.api.errors import ErrorReply, HttpError, retry_after_s
 from jitney.engine.api.metrics import ServerMetrics
 from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.quotas import Quotas
@@ -295,6 +295,11 @@ class Service:
         info, tokenizer = self.client.info, self.tokenizer
         assert info is not None and tokenizer is not None  # `unready` has just checked
         return info, tokenizer
+
+    def turned_away(self, reply: ErrorReply) -> None:
+        """See `middleware.RequestObserver`: the page tells of it."""
+        retry_s = retry_after_s(reply.headers, 0.0) or None
+        self.client.history.turned_away(reply.status, reply.code or "", retry_s)
 
     @property
     def info(self) -> EngineInfo:

@@ -32,7 +32,7 @@ from jitney.engine.checkpoints.model_config import EncoderConfig, ModelConfig
 from jitney.engine.checkpoints.pooling_config import folder_pooling, gguf_pooling, read_pooling
 from jitney.engine.checkpoints.safetensors import lacks_head
 from jitney.engine.checkpoints.turn_ends import turn_ends
-from jitney.engine.errors import ModelError
+from jitney.engine.errors import ModelError, did_you_mean
 from jitney.engine.types import JsonObject, JsonValue, Pooling
 
 _log = logging.getLogger("jitney.core")
@@ -114,6 +114,7 @@ class ModelSource:
         raise ModelError(
             f"no model {model!r}: give {_DEFAULT_MODEL}, a model folder, a .gguf file, "
             "a Hugging Face repository id (owner/name) or tiny-random"
+            f"{did_you_mean(model, (_DEFAULT_MODEL, 'tiny-random'))}"
         )
 
     @classmethod

@@ -89,5 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    print(f"jitney: {error}", file=sys.stderr)
+    from jitney.engine.report.terminal import visible
+
+    print(visible(f"jitney: {error}"), file=sys.stderr)
     return status

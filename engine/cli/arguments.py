@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.presets import preset, runs_on_device
 from jitney.engine.config.schema import Config
-from jitney.engine.errors import ConfigError
+from jitney.engine.errors import ConfigError, did_you_mean
 from jitney.engine.types import JsonDict, JsonObject
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class Arguments(Namespace):
         unknown = ", ".join(word for word in names if word not in known)
         if unknown or not names:
             what = unknown or "nothing"
-            raise ConfigError(f"{self.flag_of(name)}: {what} is none of {', '.join(known)}")
+            hint = did_you_mean(unknown, known)
+            raise ConfigError(f"{self.flag_of(name)}: {what} is none of {', '.join(known)}{hint}")
         return names
 
     def numbers_of[N: (int, float)](self, name: str, kind: type[N], default: str = "") -> list[N]:

@@ -13,6 +13,7 @@ import msgspec
 from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Flag, FlagGroup
 from jitney.engine.errors import ConfigError
+from jitney.engine.report.terminal import console
 from jitney.engine.simulation.workload import (
     WORKLOADS,
     Arrival,
@@ -287,16 +288,15 @@ def progress() -> Iterator[NamedWatch]:
 
 
 def _bars() -> Progress:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    shown = console(stderr=True)
     return Progress(
         TextColumn("{task.description:<12}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
+        console=shown,
+        disable=not shown.is_terminal,
         refresh_per_second=2,
     )

@@ -16,6 +16,7 @@ from jitney.engine.cli.arguments import Arguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup, say
 from jitney.engine.errors import ConfigError
 from jitney.engine.report.page import write_text
+from jitney.engine.report.terminal import visible
 from jitney.engine.types import JsonDict, JsonObject
 
 _ENGINES = {
@@ -153,7 +154,7 @@ def _deliver(args: Arguments, report: JsonObject) -> None:
     if args.markdown:
         write_text("--markdown", args.markdown, table)
     if args.write_report(report):
-        print("\n".join([table, *_remarks(report)]))
+        print(visible("\n".join([table, *_remarks(report)])))
 
 
 def _remarks(report: JsonObject) -> list[str]:

@@ -18,6 +18,7 @@ from jitney.engine.cli.bench_flags import TrafficArguments, progress, traffic_li
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
+from jitney.engine.report.terminal import visible
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.types import JsonDict, JsonObject
@@ -203,7 +204,7 @@ def _deliver(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> N
 def _print_report(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
     from jitney.engine.report.tables import figures_table, ledger_table
 
-    print("\n".join(_summary(report)))
+    print(visible("\n".join(_summary(report))))
     figures_table({"measured": report["figures"]}).print()
     if online.bill is not None:
         ledger = ledger_table(online.bill, args.price_per_hour)

@@ -17,6 +17,7 @@ from jitney.engine.cli.bench_serve import ENOUGH_FOR_P99, EndpointArguments
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.errors import ConfigError
 from jitney.engine.machine import cpu_name
+from jitney.engine.report.terminal import visible
 from jitney.engine.simulation.workload import Arrival
 from jitney.engine.telemetry.backlog import QueueGrowth
 from jitney.engine.types import JsonDict, JsonObject
@@ -315,7 +316,7 @@ def _deliver(args: TrafficArguments, report: JsonDict, knee: int | None) -> None
         title = f"Throughput and latency over {axis}"
         Page(title, summary, _sections(report, table, knee)).write(args.html)
     if args.write_report(report):
-        print("\n".join(summary))
+        print(visible("\n".join(summary)))
         table.print()
 
 

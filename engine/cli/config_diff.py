@@ -11,6 +11,7 @@ from jitney.engine.cli.config_show import NO_DIGEST
 from jitney.engine.cli.config_sources import settings_of
 from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
 from jitney.engine.config.digest import ConfigReport, Difference, SettingValue, short
+from jitney.engine.report.terminal import console
 from jitney.engine.types import JsonDict
 
 _A = Flag("a", {"metavar": "A", "help": "a TOML file, or the URL of a running server"})
@@ -63,19 +64,18 @@ def _as_json(a: ConfigReport, b: ConfigReport, found: list[Difference]) -> JsonD
 def _print(
     places: tuple[str, str], reports: tuple[ConfigReport, ConfigReport], found: list[Difference]
 ) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
+    shown = console(highlight=False)
     for letter, place, report in zip("AB", places, reports, strict=True):
         digest = short(report.config_digest) or NO_DIGEST
         line = f"{letter}: {place}, Jitney {report.version}, configuration {digest}"
-        console.print(line, markup=False, soft_wrap=True)
+        shown.print(line, markup=False, soft_wrap=True)
     if found:
-        console.print(_table(found))
+        shown.print(_table(found))
     elif _others_differ(*reports):
-        console.print("The settings are the same; the files of the model or the version differ.")
+        shown.print("The settings are the same; the files of the model or the version differ.")
     else:
-        console.print("They do not differ.")
+        shown.print("They do not differ.")
 
 
 def _table(found: list[Difference]):

@@ -10,6 +10,7 @@ import msgspec
 from jitney.engine.cli.config_sources import settings_here, settings_of
 from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
 from jitney.engine.config.digest import ConfigReport
+from jitney.engine.report.terminal import console
 
 _PLACE = Flag.of(
     "place",
@@ -44,7 +45,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _print(report: ConfigReport) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -54,7 +54,7 @@ def _print(report: ConfigReport) -> None:
         part = "" if setting.counted else "no part"
         cells = (name, json.dumps(setting.value), setting.origin, part)
         table.add_row(*map(escape, cells))
-    console = Console(highlight=False)
+    shown = console(highlight=False)
     digest = report.config_digest or NO_DIGEST
-    console.print(f"Jitney {report.version}, configuration {digest}", markup=False, soft_wrap=True)
-    console.print(table)
+    shown.print(f"Jitney {report.version}, configuration {digest}", markup=False, soft_wrap=True)
+    shown.print(table)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from jitney.engine.errors import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Commands:
             parser.print_help()
             parser.exit(2)
         if args.command not in self.table:
-            parser.error(f"no command {args.command!r}{suggestion(args.command, self.table)}")
+            parser.error(f"no command {args.command!r}{did_you_mean(args.command, self.table)}")
         return args.command
 
     def _make_parser(self) -> argparse.ArgumentParser:
@@ -66,9 +67,3 @@ class Commands:
         lines = [f"  {command:<10}{text}" for command, text in self.table.items()]
         hint = f"`{self.program} COMMAND --help` lists the command's flags."
         return "\n".join(["commands:", *lines, "", hint])
-
-
-def suggestion(word: str, words: Iterable[str]) -> str:
-    """What to add to the complaint about an unknown word."""
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

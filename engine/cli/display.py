@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.config.schema import Config
 from jitney.engine.messages import Progress
+from jitney.engine.report.terminal import console, visible
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -44,15 +45,20 @@ def make_display(log_level: str = "info") -> Display:
     return _Bars(level) if sys.stderr.isatty() else _Lines(level)
 
 
+class _Formatter(logging.Formatter):
+    """Shows control characters, which names and messages from elsewhere may hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 class _Lines:
     """One log line when a stage starts and one when it ends: a log file wants no bars."""
 
     def __init__(self, level: str = "INFO") -> None:
-        logging.basicConfig(
-            level=level,
-            stream=sys.stderr,
-            format="%(asctime)s %(name)s %(levelname)s %(message)s",
-        )
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logging.basicConfig(level=level, handlers=[handler])
         _quiet_libraries()
         self._stage = ""
         self._is_done = False
@@ -88,16 +94,15 @@ class _Bars:
     """One bar per stage."""
 
     def __init__(self, level: str) -> None:
-        from rich.console import Console
         from rich.logging import RichHandler
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
 
-        console = Console(stderr=True)
+        shown = console(stderr=True)
         logging.basicConfig(
             level=level,
             format="%(message)s",
-            handlers=[RichHandler(console=console, show_path=False, markup=False)],
+            handlers=[RichHandler(console=shown, show_path=False, markup=False)],
         )
         _quiet_libraries()
         self._bars = RichProgress(
@@ -106,7 +111,7 @@ class _Bars:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[detail]}"),
-            console=console,
+            console=shown,
         )
         self._tasks: dict[str, TaskID] = {}
         self._bars.start()

@@ -25,6 +25,7 @@ from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, cache_dir, compilation_cache_dir
 from jitney.engine.errors import JitneyError
 from jitney.engine.executor.memory import claim_memory
+from jitney.engine.report.terminal import visible
 from jitney.engine.types import KernelProof
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _show(findings: list[_Finding], *, as_json: bool) -> None:
         print(json.dumps(report, indent=2))
         return
     for finding in findings:
-        print(f"{_MARKS[finding.ok]:<5} {finding.name:<18} {finding.value}")
+        print(visible(f"{_MARKS[finding.ok]:<5} {finding.name:<18} {finding.value}"))
 
 
 def _examine(config: Config) -> Iterator[_Finding]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from jitney.engine.cli.display import Display
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
+from jitney.engine.executor.fits import check_fits
 from jitney.engine.messages import Progress
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ class Equipment:
         self.grammars: Grammars | None = None
 
     async def find_model(self) -> ModelSource:
-        """The model's files, fetched if need be. Raises ModelError, or ConfigError for an adapter
-        that is called as the model is.
+        """The model's files, fetched if need be. Raises ModelError, or ConfigError for settings
+        that do not fit the model and for an adapter that is called as it is.
         """
         source = await _in_thread(self._find_model)
+        check_fits(self.config, source.config)
         names = self.config.server.served_model_name or (source.name,)
         for name in names:
             if name in self.config.model.adapter_folders:

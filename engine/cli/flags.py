@@ -10,14 +10,18 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jitney.engine.cli.arguments import Arguments
-from jitney.engine.cli.dispatch import suggestion
 from jitney.engine.config.layers import NOTHING, Setting, settings
 from jitney.engine.config.presets import GOALS
 from jitney.engine.config.schema import Config
+from jitney.engine.errors import did_you_mean
+from jitney.engine.report.terminal import visible
 from jitney.engine.types import JsonDict, JsonObject
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 #: Seconds between two lines of progress.
 _REPORT_S = 10.0
@@ -27,8 +31,23 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
 _NO_DEFAULT = (None, "", (), [])
 
 
+#: Settings whose flags the short help shows: what most people set, and little else.
+_USUAL = frozenset(
+    (
+        *("model", "revision", "dtype", "weights", "context", "adapters"),
+        *("max_seats", "pages", "memory_gib", "kv_dtype", "policy", "order", "tensor_parallel"),
+        *("platform", "threads", "max_waiting_requests", "max_predicted_wait_s"),
+        *("generation_config", "default_temperature"),
+        *("host", "port", "api_key_file", "admin_key_file", "served_model_name", "insecure"),
+        *("ssl_certfile", "ssl_keyfile", "allowed_hosts", "cors_origins", "drain_s", "log_level"),
+    )
+)
+
+
 class _Parser(argparse.ArgumentParser):
-    """argparse without guessing at abbreviations, which suggests the flag that was meant."""
+    """argparse without guessing at abbreviations, which suggests the flag or the value that was
+    meant, and whose short help leaves out settings that are rarely changed.
+    """
 
     def __init__(self, command: str, description: str, usage: str | None = None):
         super().__init__(
@@ -37,13 +56,30 @@ class _Parser(argparse.ArgumentParser):
             description=description,
             allow_abbrev=False,
         )
+        #: Flags that only the long help shows.
+        self.rare: list[argparse.Action] = []
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """The short help, which names the long one."""
+        if self.rare:
+            for action in self.rare:
+                action.help = argparse.SUPPRESS
+            self.epilog = f"{self.prog} --help-all lists {len(self.rare)} more flags."
+        super().print_help(file)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
 
     def parse[A: Arguments](self, arguments: Sequence[str], kind: type[A]) -> A:
         """The parsed flags; an unknown one ends the program with status 2 and a suggestion."""
         args, unknown = self.parse_known_args([_dashed(word) for word in arguments], kind())
         if unknown:
             word = unknown[0].partition("=")[0]
-            self.error(f"{word} is unknown{suggestion(word, self._option_string_actions)}")
+            self.error(f"{word} is unknown{did_you_mean(word, self._option_string_actions)}")
         return args
 
 
@@ -159,6 +195,26 @@ KEY_FLAG = Flag.of(
     "",
     metavar="FILE",
 )
+
+
+class _HelpAll(argparse.Action):
+    """Print the help with every flag in it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        argparse.ArgumentParser.print_help(parser)
+        parser.exit()
+
+
+_HELP_ALL = Flag(
+    "--help-all",
+    {"action": _HelpAll, "nargs": 0, "help": "show every flag and exit", "dest": argparse.SUPPRESS},
+)
 _ANY_SETTINGS = (
     Flag("model_word", {"nargs": "?", "metavar": "MODEL", "help": "the same as --model"}),
     Flag.of("--config", "read settings from a TOML file; flags override them", metavar="FILE"),
@@ -175,7 +231,7 @@ def _add_settings(
 
     leave_out: names of settings that mean nothing to this command.
     """
-    _add_flags(parser, _ANY_SETTINGS)
+    _add_flags(parser, (_HELP_ALL, *_ANY_SETTINGS))
     for section in sections:
         _add_section(parser, section, leave_out)
 
@@ -185,11 +241,13 @@ def _add_section(parser: _Parser, section: str, leave_out: Sequence[str]) -> Non
     for setting in settings().values():
         is_shown = not setting.secret and setting.name not in leave_out
         if setting.section == section and is_shown:
-            _add(group, setting)
+            action = _add(group, setting)
+            if setting.name not in _USUAL:
+                parser.rare.append(action)
 
 
-def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    group.add_argument(
+def _add(group: argparse._ArgumentGroup, setting: Setting) -> argparse.Action:
+    return group.add_argument(
         setting.flag,
         dest=setting.name,
         default=argparse.SUPPRESS,
@@ -232,7 +290,7 @@ class _Joined(argparse.Action):
 
 def say(message: str) -> None:
     """A line of progress, on standard error and at once."""
-    print(message, file=sys.stderr, flush=True)
+    print(visible(message), file=sys.stderr, flush=True)
 
 
 def progress_reporter(what: str) -> Callable[[int, int], None]:

@@ -12,6 +12,7 @@ from jitney.engine.cli.display import Display, make_display
 from jitney.engine.cli.equipment import Equipment
 from jitney.engine.config.schema import Config
 from jitney.engine.process.supervisor import ProcessClient
+from jitney.engine.report.terminal import visible
 
 _log = logging.getLogger("jitney")
 
@@ -58,11 +59,11 @@ class _Followed:
         info = await self._client.wait_ready()
         self._display.close()
         engine = self._config.engine
-        print(
+        line = (
             f"Host {engine.host_id} of {engine.n_hosts} follows {engine.coordinator}: "
-            f"{info.model.name}, {info.kernels.label} kernels on {info.device.name}",
-            flush=True,
+            f"{info.model.name}, {info.kernels.label} kernels on {info.device.name}"
         )
+        print(visible(line), flush=True)
         await self._client.until("dead")
         if self._client.dismissed:
             _log.info("%s", self._client.failure)

@@ -13,7 +13,8 @@ from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.config.layers import NOTHING
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, ErrorInfo, RequestError
-from jitney.engine.types import JsonDict, SamplingParams
+from jitney.engine.report.terminal import visible_on_terminal
+from jitney.engine.types import SamplingParams
 
 if TYPE_CHECKING:
     from jitney.engine.llm import Completion
@@ -61,7 +62,7 @@ class SamplingArguments(Arguments):
         """
         values = {name: getattr(self, name) for name in _MODEL_DEFAULTED}
         given = {name: value for name, value in values.items() if value is not None}
-        fields: JsonDict = dict(defaults) | given
+        fields = SamplingParams.fields_with(defaults, given)
         params = SamplingParams(
             n=n, max_tokens=self.max_tokens, seed=self.seed, stop=tuple(self.stop), **fields
         )
@@ -122,7 +123,7 @@ def _raise_first(errors: Iterable[ErrorInfo | None]) -> None:
 
 
 def _show_text(prompt: str, sequence: Completion) -> None:
-    print(sequence.text)
+    print(visible_on_terminal(sequence.text))
 
 
 def _show_json(prompt: str, sequence: Completion) -> None:

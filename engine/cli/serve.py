@@ -34,6 +34,7 @@ from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.platforms import check_platform
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.hosts.environment import placed
+from jitney.engine.report.terminal import visible
 from jitney.engine.types import JsonDict
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ class _Server:
         _put_aside()
         self.display.close()
         for line in _greeting(self.config, self.url, info, tokenizer):
-            print(line, flush=True)
+            print(visible(line), flush=True)
         await self.client.until("dead")
         if not self.client.dismissed:
             await self.client.wait_ready()  # raises the reason

@@ -17,6 +17,7 @@ from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.dashboard.sse import Note, decode
 from jitney.engine.cli.flags import KEY_FLAG, Command, Flag, FlagGroup
 from jitney.engine.config.digest import short
+from jitney.engine.report.terminal import console
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.types import JsonDict
 
@@ -75,7 +76,7 @@ async def _once(url: str, key: str) -> None:
         await _until_known(watched)
     finally:
         await watched.engine.close()
-    Console(highlight=False).print(watched.picture())
+    console(highlight=False).print(watched.picture())
 
 
 async def _until_known(watched: _Watched) -> None:
@@ -94,7 +95,7 @@ async def _watch(url: str, key: str) -> None:
     from rich.live import Live
 
     watched = _Watched(url, key)
-    live = Live(auto_refresh=False, screen=sys.stdout.isatty())
+    live = Live(auto_refresh=False, screen=sys.stdout.isatty(), console=console())
     try:
         while True:
             trouble = await _draw_feed(watched, live)

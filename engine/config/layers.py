@@ -6,7 +6,6 @@ Every error is one line that says where the bad value stands and what is accepte
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jitney.engine.config.schema import Config, Section
-from jitney.engine.errors import ConfigError
+from jitney.engine.errors import ConfigError, did_you_mean
 
 _ENV_PREFIX = "JITNEY_"
 #: Names with the prefix that are not settings of one run.
@@ -104,7 +103,9 @@ class Setting:
             return self._parsed(text)
         except (KeyError, ValueError):
             expected = _EXPECTED[self.kind]
-            raise ConfigError(f"{where}: must be {expected}, not {_short(text)}") from None
+            words = _BOOLEANS if self.kind is bool else ()
+            hint = did_you_mean(text.strip().lower(), words)
+            raise ConfigError(f"{where}: must be {expected}, not {_short(text)}{hint}") from None
 
     def _parsed(self, text: str) -> _Parsed:
         if self.kind is bool:
@@ -283,11 +284,8 @@ def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[Setting, object, 
 
 def unknown_word(name: str, known: list[str]) -> str:
     """The complaint about a name that is none of those known, with the one that was meant."""
-    hint = f"known: {', '.join(known)}"
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        hint = f"did you mean {close[0]}?"
-    return f"{_short(name)} is unknown; {hint}"
+    hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+    return f"{_short(name)} is unknown{hint}"
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
@@ -302,6 +300,9 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
             where = origins.get(places.get((section, rest[0]), ""), rest[0])
             if item["type"] != "value_error":
                 message += f", not {_short(repr(item['input']))}"
+            if item["type"] == "literal_error":
+                setting = settings()[places[section, rest[0]]]
+                message += did_you_mean(str(item["input"]), setting.choices)
         lines.append(f"{where}: {message}")
     return "; ".join(lines)
 

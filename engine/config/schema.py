@@ -705,8 +705,8 @@ class SamplingSection(Section):
         le=10.0,
         json_schema_extra={"name": "default_repetition_penalty"},
         description=(
-            "repetition_penalty of a request that names none, 1 is off; -1: as generation_config "
-            "says, else 1"
+            "repetition_penalty of a request that names none and is not greedy, 1 is off; -1: as "
+            "generation_config says, else 1"
         ),
     )
 

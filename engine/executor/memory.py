@@ -144,14 +144,14 @@ def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
 
 
 def _free_host_bytes(share: float) -> int:
-    free = _available_host_bytes()
+    free = available_host_bytes()
     if share:
         return int(share * free)
     return min(int(_CPU_SHARE * free), _CPU_MOST)
 
 
-def _available_host_bytes() -> int:
-    """MemAvailable of /proc/meminfo."""
+def available_host_bytes() -> int:
+    """Memory of this machine that is free: MemAvailable of /proc/meminfo."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -174,7 +174,7 @@ def _page_count(*, wanted: int, limit_bytes: int, page_bytes: int, useful: int) 
     fit = min(limit_bytes // page_bytes, useful)
     if fit < 2:
         raise ConfigError(
-            f"no memory left for KV pages ({max(limit_bytes, 0) / GIB:.2f} GiB free): use a "
-            "smaller model, fewer seats or more memory"
+            f"no memory left for KV pages ({max(limit_bytes, 0) / GIB:.2g} GiB, and a page takes "
+            f"{page_bytes / GIB:.2g}): use a smaller model, fewer seats or more memory"
         )
     return int(fit)

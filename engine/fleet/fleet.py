@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from jitney.engine.api.errors import HttpError
+from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.api.open_requests import OpenRequests
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.api.slices import Slices
@@ -173,6 +173,11 @@ class Fleet:
         if longest == 0:
             return self.settings.server.body_limit or None
         return self.settings.body_limit(longest)
+
+    def turned_away(self, reply: ErrorReply) -> None:
+        """See `RequestObserver`: the metrics count answers by their class, and engines tell of
+        their own.
+        """
 
     @property
     def most_of_key(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitney.engine.errors import ConfigError
+from jitney.engine.report.terminal import console
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -34,12 +35,10 @@ class Table:
 
     def print(self, title: str = "") -> None:
         """On standard output."""
-        from rich.console import Console
-
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=_PIPED_WIDTH)
-        console.print(self._rich(title))
+        shown = console()
+        if not shown.is_terminal:
+            shown = console(width=_PIPED_WIDTH)
+        shown.print(self._rich(title))
 
     def _rich(self, title: str) -> RichTable:
         from rich.box import SIMPLE_HEAD

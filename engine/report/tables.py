@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jitney.engine.report.page import Table
+from jitney.engine.report.terminal import console
 from jitney.engine.telemetry.cost import Bill, CostLine
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
 from jitney.engine.telemetry.summary import quantile_of
@@ -229,11 +230,9 @@ def _curve_cell(waits: Mapping[str, float | None]) -> str:
 
 def print_lines(lines: Iterable[str]) -> None:
     """On standard output, wrapped at the terminal's width."""
-    from rich.console import Console
-
-    console = Console()
+    shown = console()
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        shown.print(line, highlight=False, markup=False)
 
 
 def number(value: float | None) -> str:

@@ -48,6 +48,8 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     #: Rows that its programs were compiled for, empty if it does not tell.
     seat_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
+    #: The machine, in words.
+    machine: str = ""
     #: On a GPU or TPU.
     on_device: bool = False
     #: See `Buckets`.
@@ -148,7 +150,7 @@ def _work(job: ReplayJob) -> JsonDict:
         "verdict": verdict_of(
             {name: run["figures"] for name, run in policies.items()},
             off,
-            PolicyErrors.shipped().learned_from(job.recorded),
+            PolicyErrors.shipped().learned_from(job.recorded, job.engine.machine),
         ),
     }
 

@@ -65,9 +65,13 @@ class PolicyErrors(msgspec.Struct, frozen=True):
         """Those that come with the package."""
         return msgspec.json.decode(_FILE.read_bytes(), type=cls)
 
-    def learned_from(self, policy: str) -> ErrorsElsewhere:
-        """Those of predictions by the steps of a run under that policy."""
+    def learned_from(self, policy: str, machine: str = "") -> ErrorsElsewhere:
+        """Those of predictions by the steps of a run under that policy. machine: the one that the
+        predictions are of, in the same words; empty: not known.
+        """
         where = f"{self.machine}, {self.date}"
+        if machine and machine != self.machine:
+            where = f"another machine, not on this one: {where}"
         return ErrorsElsewhere(where, self.speed_errors.get(policy, {}))
 
 

@@ -32,11 +32,10 @@ _KEEP_SAMPLES = 8192
 _FINISHES = ("stop", "length", "abort", "deadline", "error")
 #: Policies whose batch keeps a seat until its slowest sequence is done.
 _HOLDING = ("static", "dynamic")
-#: Errors of the engine, not of a request that it refused.
-_ENGINE_ERRORS = ("engine_dead", "internal_error", "request_failed")
-
-#: Outages that are kept.
+#: Outages that are kept, and times in which requests were turned away; seconds without another one
+#: after which such a time is over.
 _KEEP_OUTAGES = 64
+_KEEP_REFUSALS, _CALM_S = 20, 30.0
 
 #: Called with a record when it has ended; must not wait.
 _Listener = Callable[[RequestRecord], None]
@@ -111,6 +110,8 @@ class RequestRecords:
                 if self._keeps or not record.stays or record.stays[-1].first_token is None:
                     self._take_tokens(record, output, step, now)
             if output.finish is not None:
+                if output.error is not None:
+                    record.message, record.retry_s = output.error.message, output.error.retry_after
                 self._end(record, output.finish, output.error_code, step, now)
         for event in report.events:
             self._take_event(event)
@@ -228,8 +229,25 @@ class _Outage(msgspec.Struct):
     #: Requests that were open and go on in the next core, and those that ended with an error.
     n_resumed: int
     n_lost: int
-    #: When another core was ready; None: not yet, or never.
+    #: Streams that were under way, and those of them that have gone on since, or ended.
+    n_streams: int = 0
+    n_flowing: int = 0
+    #: When another core was ready, and when the last of the streams had gone on in it; None: not
+    #: yet, or never.
     ready: float | None = None
+    flowing: float | None = None
+
+
+class _Refusals(msgspec.Struct):
+    """A time in which requests were turned away. Times as those of the history's clock."""
+
+    #: When the first one and the newest one were.
+    began: float
+    newest: float
+    #: Answers by status and code, such as "429 queue_full".
+    counts: dict[str, int] = {}
+    #: Seconds after which the newest one was told to come again; None: it was told of none.
+    retry_s: float | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -268,6 +286,9 @@ class History(RequestRecords):
     ready_at: float = 0.0
     #: Oldest first.
     outages: deque[_Outage] = field(default_factory=_newest(_KEEP_OUTAGES))
+    refusals: deque[_Refusals] = field(default_factory=_newest(_KEEP_REFUSALS))
+    #: Streams that a lost core has stopped, by request and index, until they go on or end.
+    _stopped: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
     #: The policy keeps seats of sequences that have ended.
     _holds: bool = False
     #: Ended requests, by their end.
@@ -308,6 +329,7 @@ class History(RequestRecords):
         self.ready_at = self.clock()
         if self.outages and self.outages[-1].ready is None:
             self.outages[-1].ready = self.ready_at
+            self._look_at_streams(self.ready_at)
         self.seats = [None] * info.sizes.seats
         self.adapters = info.model.adapters
         self.held.clear()
@@ -320,9 +342,37 @@ class History(RequestRecords):
         if last is not None and last.ready is None:
             last.cause, last.restart = cause, last.restart + 1
             last.n_lost += n_lost
+            last.n_streams = last.n_flowing + len(self._stopped)
             return
         restart = 1 if last is None else last.restart + 1
-        self.outages.append(_Outage(self.clock(), cause, restart, n_resumed, n_lost))
+        n_streams = len(self._stopped)
+        self.outages.append(_Outage(self.clock(), cause, restart, n_resumed, n_lost, n_streams))
+
+    def turned_away(self, status: int, code: str, retry_s: float | None) -> None:
+        """A request was answered 429 or 503. code: of the error; retry_s: seconds after which the
+        client was told to come again, if it was.
+        """
+        now, name = self.clock(), f"{status} {code}".strip()
+        if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
+            self.refusals.append(_Refusals(now, now))
+        refusals = self.refusals[-1]
+        refusals.newest, refusals.retry_s = now, retry_s
+        refusals.counts[name] = refusals.counts.get(name, 0) + 1
+
+    def _goes_on(self, record: RequestRecord, t: float) -> None:
+        """A stream has a token again, or has ended."""
+        stream = (record.request_id, record.index)
+        if stream in self._stopped:
+            self._stopped.discard(stream)
+            if self.outages:
+                self.outages[-1].n_flowing += 1
+            self._look_at_streams(t)
+
+    def _look_at_streams(self, t: float) -> None:
+        """Whether all streams flow again."""
+        outage = self.outages[-1] if self.outages else None
+        if outage is not None and outage.ready is not None and outage.flowing is None:
+            outage.flowing = None if self._stopped else t
 
     def core_lost(self, code: str) -> None:
         """The core is gone: every open request ends with this error."""
@@ -339,6 +389,8 @@ class History(RequestRecords):
         step, t = self.records.last_step, self.clock()
         for record in list(self.open()):
             seat = record.seat
+            if record.n_output:
+                self._stopped.add((record.request_id, record.index))
             if seat >= 0:
                 super()._preempt(record, step + 1, t)
                 self._add_event("preempted", record, step, t, seat, "engine_died")
@@ -365,6 +417,13 @@ class History(RequestRecords):
             record = self.find(rows.request_id, rows.index)
             if record is not None:
                 record.chunks.append(ComputedChunk(step, rows.start, rows.count, rows.recomputed))
+
+    def _take_tokens(
+        self, record: RequestRecord, output: SequenceOutput, step: int, now: float
+    ) -> None:
+        super()._take_tokens(record, output, step, now)
+        if self._stopped:
+            self._goes_on(record, now)
 
     def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
         self.cached_tokens += record.cached_tokens
@@ -409,6 +468,7 @@ class History(RequestRecords):
         seat = record.seat
         super()._end(record, finish, code, step, t)
         self._count_end(record, finish, code)
+        self._goes_on(record, t)
         self._vacate(seat, record)
         event = "aborted" if finish == "abort" else "finished"
         self._add_event(event, record, step, t, seat, code or finish)
@@ -416,7 +476,7 @@ class History(RequestRecords):
         self._forget(t)
 
     def _count_end(self, record: RequestRecord, finish: str, code: str) -> None:
-        if finish == "error" and not record.stays and code not in _ENGINE_ERRORS:
+        if record.refused:
             self.rejected[code] += 1
         else:
             self.finished[finish] += 1

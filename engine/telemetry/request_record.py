@@ -16,6 +16,8 @@ import msgspec
 _RequestState = Literal["waiting", "prefill", "decode", "finished"]
 #: Ends that gave the client what it asked for.
 _SERVED = ("stop", "length")
+#: Errors of the engine, not of a request that it refused.
+_ENGINE_ERRORS = ("engine_dead", "internal_error", "request_failed")
 
 
 class ComputedChunk(NamedTuple):
@@ -98,8 +100,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     finished: float | None = None
     #: Why: a FinishReason, or the kind of a client's error; empty while it goes on.
     finish: str = ""
-    #: The error's code, if it ended with one.
+    #: The error's code and message, if it ended with one, and the seconds after which a client was
+    #: told to come again; None: it was told of none.
     code: str = ""
+    message: str = ""
+    retry_s: float | None = None
     #: In order of time; of them the last one may still last.
     stays: list[Stay] = []
     #: Prompt chunks that steps computed, in order; kept by a server's `History` alone.
@@ -122,7 +127,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         Without stays, chunks and tokens.
         """
         record = msgspec.structs.replace(
-            self, request_id="", tenant="", stays=[], chunks=[], tokens=None
+            self, request_id="", tenant="", message="", stays=[], chunks=[], tokens=None
         )
         if self.finished is None:
             record.finished = t
@@ -133,6 +138,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     def served(self) -> bool:
         """True when it ended as its client wished."""
         return self.finish in _SERVED
+
+    @property
+    def refused(self) -> bool:
+        """True when it was not let in: it ended with an error of its own before it had a seat."""
+        return self.finish == "error" and not self.stays and self.code not in _ENGINE_ERRORS
 
     @property
     def stay(self) -> Stay | None:

@@ -4,6 +4,7 @@ happens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,11 @@ from page_browser import (
 
 from jitney.dashboard import Dashboard
 from jitney.engine.api.settings import ServerSettings, digest_key
-from jitney.engine.messages import CanaryFinding, Progress
+from jitney.engine.errors import ErrorInfo
+from jitney.engine.messages import CanaryFinding, Progress, StepReport
 from jitney.engine.ports import free_port
 from jitney.engine.telemetry.row_kinds import ROW_KIND_TABLE
-from jitney.engine.types import KernelProof, Seat
+from jitney.engine.types import EngineRequest, KernelProof, SamplingParams, Seat, SequenceOutput
 
 MARKUP = "<img src=x onerror=alert(1)>"
 
@@ -231,7 +233,7 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
         state(page, "restarting")
         holds_text(page, "headline", "The engine died ")
         holds_text(page, "headline", "Restart 1: loading: weights 108 of 182")
-        holds_text(page, "trouble", "No engine: it was killed by SIGKILL. Restart 1 is under way.")
+        holds_text(page, "trouble", "No engine: it was killed by SIGKILL; restart 1 under way.")
         assert figures(page)["Seats taken"] == "– of 4"
         table_is(page, "seat-table", [["0", "gone"], ["1", "gone"], ["2", "gone"], ["3", "gone"]])
         assert colour_at(page, 0) == colour_at(page, 2) == [0xFD, 0xEA, 0xDD]
@@ -242,7 +244,7 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
         page.wait_for_timeout(700)
         assert page.locator("#trouble").is_hidden()
         assert colour_at(page, 0) == colour_at(page, 2) == [0xFF, 0xFF, 0xFF]
-        holds_text(page, "notes", "restart 1: the engine was ready again after")
+        holds_text(page, "notes", "Restart 1: streams flowed again after")
         box = page.locator("#timeline").bounding_box()
         reds = """() => {
             const canvas = document.getElementById("timeline"), pen = canvas.getContext("2d");
@@ -262,10 +264,10 @@ def test_an_engine_that_died_is_shown_as_gone_and_its_time_in_red(client, open_p
             raise AssertionError(f"never told: {text}")
 
         top, bottom = box["y"] + 8, box["y"] + box["height"] - 23
-        ready = "it was killed by SIGKILL. Restart 1 was ready after"
+        ready = "it was killed by SIGKILL; restart 1: streams flowed again after"
         point_until(lambda columns: columns[len(columns) // 2], top, ready)
         holds_text(page, "time-read", "Requests that went on: 4; that were lost: 0.")
-        died = "it was killed by SIGKILL; requests that go on in the next one: 4"
+        died = "it was killed by SIGKILL. Restart 1: streams flowed again after"
         point_until(lambda columns: columns[0] - 1, bottom, died)
     assert open_page.problems == []
 
@@ -311,22 +313,166 @@ def test_a_browser_at_the_root_gets_the_page_and_a_program_where_it_is(client, o
         page.goto("about:blank")
 
 
-def test_a_chart_says_that_it_is_on_its_way(client, open_page):
+SHOWN = """() => getComputedStyle(document.getElementById("chart-rate"), "::before").content"""
+
+
+def test_what_is_not_there_never_claims_to_be_on_its_way(client, open_page):
+    """Charts and requests are drawn and asked for where they can be seen."""
     page = open_page.page
     waiting = []
     page.route("**/plotly.min.js", lambda route: waiting.append(route))
     with visit(page, client):
-        shown = (
-            """() => getComputedStyle(document.getElementById("chart-rate"), "::before").content"""
-        )
-        assert "being loaded" in page.evaluate(shown)
+        shown = SHOWN
+        assert "on the screen" in page.evaluate(shown) and "load" not in page.evaluate(shown)
+        says(page, "headline", "3 of 4 seats taken, 2 waiting, continuous")
+        assert "on the screen" in page.text_content("#request-note")
         until(lambda: page.wait_for_timeout(50) or bool(waiting), 10)  # nobody scrolled to it
         for route in waiting:
             route.continue_()
         page.locator("#chart-rate").scroll_into_view_if_needed()
         page.wait_for_selector("#chart-rate .scatterlayer .trace", state="attached")
         assert page.evaluate(shown) == "none"
+        page.locator("#requests").scroll_into_view_if_needed()
+        holds_text(page, "request-note", "4 newest")
+        page.select_option("#request-state", "refused")
+        says(page, "request-note", "There are none.")
     assert open_page.problems == []
+
+
+def test_a_chart_that_cannot_be_drawn_says_so(client, open_page):
+    page = open_page.page
+    page.route("**/plotly.min.js", lambda route: route.fulfill(status=404))
+    with visit(page, client):
+        page.wait_for_selector("#chart-rate.failed", state="attached")
+        assert "could not be loaded" in page.evaluate(SHOWN)
+    assert all("404" in problem or "plotly" in problem for problem in open_page.problems)
+
+
+def test_an_incident_stays_on_the_first_screen_until_it_was_seen(client, open_page):
+    page = open_page.page
+    incidents = page.locator("#incidents li")
+    with endpoint(client) as url:
+        page.goto(url + "/dashboard")
+        state(page, "live")
+        assert page.locator("#incidents").is_hidden()
+        client.history.turned_away(429, "queue_full", 2.5)
+        holds_text(page, "incidents", "1 request was turned away: 1 x 429 queue_full")
+        for _ in range(38):
+            client.history.turned_away(429, "queue_full", 3.5)
+        holds_text(page, "incidents", "39 requests were turned away")
+        client.history.outage_began("killed by SIGKILL", n_resumed=0, n_lost=2)
+        client.history.core_ready(client.info)
+        holds_text(page, "incidents", "killed by SIGKILL")
+        assert incidents.count() == 2
+        box = page.locator("#incidents").bounding_box()
+        assert box and box["y"] + box["height"] < page.viewport_size["height"]
+        page.reload()
+        state(page, "live")
+        holds_text(page, "incidents", "39 requests were turned away")
+        incidents.filter(has_text="turned away").get_by_role("button", name="Seen").click()
+        client.history.turned_away(429, "queue_full", 1.5)
+        holds_text(page, "notes", "40 requests were turned away")
+        assert incidents.count() == 1 and "SIGKILL" in incidents.inner_text()
+        incidents.get_by_role("button", name="Seen").focus()
+        press(page, "Enter")
+        page.wait_for_selector("#incidents", state="hidden")
+        page.reload()
+        state(page, "live")
+        holds_text(page, "notes", "40 requests were turned away")
+        assert page.locator("#incidents").is_hidden()
+        page.goto("about:blank")
+    assert open_page.problems == []
+
+
+def test_an_engine_that_is_back_says_how_many_streams_go_on(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        client.history.seats_lost()
+        client.history.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
+        client.history.core_ready(client.info)
+        holds_text(page, "trouble", "0 of 2 streams go on")
+        state(page, "live")
+        for seat, stream in enumerate(("req-a", MARKUP)):
+            client.seat(seat, "decode", stream, n_prompt=5, n_output=12, max_tokens=16)
+        page.wait_for_selector("#trouble", state="hidden")
+        holds_text(page, "incidents", "streams flowed again after")
+    assert open_page.problems == []
+
+
+def test_a_refused_request_is_called_so_in_its_row_and_in_its_story(client, open_page):
+    client.history.submit(
+        EngineRequest(id="full-0", prompt=[1], sampling=SamplingParams(), arrival=time.monotonic())
+    )
+    error = ErrorInfo("queue_full", "too many <b>wait</b>", retry_after=2.5)
+    output = SequenceOutput(request_id="full-0", index=0, finish="error", error=error)
+    client.history.take(StepReport([output]))
+    page = open_page.page
+    with visit(page, client):
+        page.locator("#requests").scroll_into_view_if_needed()
+        table_is(page, "requests", [["full-0", "refused (429), retry in 2.50 s"]])
+        page.locator("#requests tbody tr").first.click()
+        page.wait_for_selector("#drawer[open] .verdict")
+        story = page.text_content("#drawer .body")
+        assert "Refused (429)" in story and "too many <b>wait</b>" in story
+        assert "waiting for a seat" not in story and page.locator("#drawer .causes").count() == 0
+    assert open_page.problems == []
+
+
+def test_seats_that_are_free_while_a_prompt_is_read_are_no_waste(client, open_page):
+    page = open_page.page
+    with visit(page, client):
+        holds_text(page, "why", "A seat is free while 2 wait")
+        holds_text(page, "why", "a prompt of 40 tokens (30 to go)")
+        assert page.locator("#why").is_visible()
+        blank_becomes(page, client, 2, [0xFD, 0xF4, 0xDE], prefill=20)
+        client.seat(1, "decode", "req-b", index=1, n_prompt=40, n_output=2, max_tokens=9)
+        client.step(waiting=2, seats_busy=3)
+        page.wait_for_selector("#why", state="hidden")
+        blank_becomes(page, client, 2, [0xF7, 0xE4, 0xF0], prefill=0, recomputed=0)
+    assert open_page.problems == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "held", "reason"),
+    [
+        ("static", 2, "under static batching a batch boards together"),
+        ("continuous", 10, "KV pages are short, 0 of 10 are left"),
+        ("continuous", 2, ""),
+    ],
+)
+def test_other_reasons_for_free_seats_are_said_where_they_are_known(
+    client, open_page, policy: str, held: int, reason: str
+):
+    page = open_page.page
+    full = type(client)(policy=policy)
+    full.seat(0, "decode", "req-a", n_prompt=5, n_output=8, max_tokens=16)
+    full.states = bytes([0, *[1] * held, *[0] * (10 - held)])
+    full.step(waiting=2, seats_busy=1, prefill=0, recomputed=0)
+    with visit(page, full):
+        holds_text(page, "headline", "1 of 4 seats taken, 2 waiting")
+        if reason:
+            holds_text(page, "why", f"3 seats are free while 2 wait: {reason}")
+        else:
+            page.wait_for_timeout(1500)
+            assert page.locator("#why").is_hidden()
+    assert open_page.problems == []
+
+
+def blank_becomes(page, client, seat: int, colour: list[int], **rows: int) -> None:
+    """Steps with such rows, while two wait, until a free seat's line in the timeline ends so."""
+    ends_so = """([seat, colour]) => {
+        const canvas = document.getElementById("timeline"), pen = canvas.getContext("2d");
+        const y = Math.round((seat + 0.3) * 18 * devicePixelRatio), from = canvas.width - 60;
+        const {data} = pen.getImageData(from, y, 60, 1);
+        const is = (x) => colour.every((value, i) => data[4 * x + i] === value);
+        return [...Array(60).keys()].some(is);
+    }"""
+    for _ in range(80):
+        client.step(waiting=2, seats_busy=3, **rows)
+        page.wait_for_timeout(100)
+        if page.evaluate(ends_so, [seat, colour]):
+            return
+    raise AssertionError(f"no blank of {colour}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

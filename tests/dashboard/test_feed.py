@@ -20,9 +20,12 @@ from jitney.dashboard import snapshot, sse, timeline
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.viewers import _QUEUE, TooManyViewers, Viewer
 from jitney.engine.errors import RequestError
-from jitney.engine.messages import Progress
+from jitney.engine.messages import Progress, SequenceEvent, StepReport
 from jitney.engine.records import ROW_KINDS
-from jitney.engine.types import KernelProof, Seat
+from jitney.engine.types import KernelProof, Seat, SequenceOutput
+
+#: A request of the scripted engine, which has a stream under way.
+MARKUP = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,7 @@ def test_hello_says_what_runs(client):
         hello["needs_key"] is True
         and hello["shows_text"] is False
         and hello["hz"] == 10.0
-        and hello["version"] == 3
+        and hello["version"] == 4
     )
     assert hello["seat_states"] == ["free", "prefill", "decode", "held"]
 
@@ -367,26 +370,58 @@ def test_notes_of_what_steps_did(client, fields, code):
     )
 
 
-def test_notes_of_refusals_and_of_the_end(client):
+def test_notes_of_the_end(client):
     async def session() -> list[tuple[str, Any]]:
         with Feed(client, hz=100).viewer() as viewer:
             await take(viewer, 2)
-            client.history.rejected = {"queue_full": 25}
             client.history.outage_began("killed by SIGKILL", n_resumed=3, n_lost=1)
             client.state = "dead"
-            return await take(viewer, 5)
+            return await take(viewer, 4)
 
     events = asyncio.run(session())
-    assert [data["code"] for name, data in events if name == "note"] == [
-        "outage",
-        "dead",
-        "rejections",
-    ]
+    assert [data["code"] for name, data in events if name == "note"] == ["outage", "dead"]
     told = next(data for name, data in events if name == "note")["message"]
-    assert told == (
-        "killed by SIGKILL; requests that go on in the next one: 3, that ended with an error: 1"
-    )
+    assert "killed by SIGKILL" in told and "went on: 3" in told and "an error: 1" in told
     assert [name for name, _ in events][-2:] == ["key_frame", "bye"]
+
+
+def test_refusals_are_told_from_the_first_with_their_number_and_reason(client):
+    """One note that is renewed; another one after a calm time; who comes later knows them all."""
+    clock = [1000.0]
+    client.history.clock = lambda: clock[0]
+
+    async def next_note(viewer: Viewer) -> dict[str, Any]:
+        while True:
+            ((name, data),) = await take(viewer, 1)
+            if name == "note":
+                return data
+
+    async def session() -> list[dict[str, Any]]:
+        notes = []
+        with Feed(client, hz=100).viewer() as viewer:
+            await take(viewer, 2)
+            for seconds, status, code, number in (
+                (0.0, 429, "queue_full", 1),
+                (4.0, 429, "queue_full", 38),
+                (29.0, 503, "restarting", 2),
+                (31.0, 429, "rate_limit", 1),
+            ):
+                clock[0] += seconds
+                for _ in range(number):
+                    client.history.turned_away(status, code, 2.5)
+                notes.append(await asyncio.wait_for(next_note(viewer), 30))
+        return notes
+
+    first, more, other, later = asyncio.run(session())
+    assert {note["code"] for note in (first, more, other, later)} == {"refusals"}
+    assert first["t"] == more["t"] == other["t"] == 1000.0 and later["t"] == 1064.0
+    assert first["message"].startswith("1 request") and "429 queue_full" in first["message"]
+    assert "2.5 s" in first["message"]
+    assert more["message"].startswith("39 requests") and "39 x 429 queue_full" in more["message"]
+    assert "39 x 429 queue_full" in other["message"] and "2 x 503 restarting" in other["message"]
+    assert later["message"].startswith("1 request") and "429 rate_limit" in later["message"]
+    kept = watch(Feed(client), 2)[1][1]["notes"]
+    assert kept == [other, later]
 
 
 def test_kernels_taken_out_are_told_once_for_each_engine(client):
@@ -414,28 +449,55 @@ def test_kernels_taken_out_are_told_once_for_each_engine(client):
     assert len(watch(feed, 2)[1][1]["notes"]) == 2, "who looks later finds them too"
 
 
+async def until_notes(viewer: Viewer, number: int) -> list[tuple[str, Any]]:
+    """All events until so many notes have come, and the frame behind them."""
+    events: list[tuple[str, Any]] = []
+    async with asyncio.timeout(20):
+        while sum(name == "note" for name, _ in events) < number:
+            events += await take(viewer, 1)
+        return events + await take(viewer, 1)
+
+
+def goes_on(client, stream: str, seat: int) -> None:
+    """A stream boards again and has its next token."""
+    boards = SequenceEvent("seated", stream, 0, seat, 3, 0.0, 0, 0)
+    client.history.take(StepReport([], events=[boards]))
+    client.history.take(StepReport([SequenceOutput(request_id=stream, index=0, tokens=[1])]))
+
+
 def test_an_outage_is_told_from_its_begin_to_its_end(client):
-    """A core that dies before it is ready makes it longer; who comes later knows it too."""
+    """A core that dies before it is ready makes it longer, and it is over when streams flow again;
+    who comes later knows it too.
+    """
 
     async def session() -> list[tuple[str, Any]]:
         with Feed(client, hz=100).viewer() as viewer:
             await take(viewer, 2)
             client.state = "restarting"
+            client.history.seats_lost()
             client.history.outage_began("killed by SIGKILL", n_resumed=3, n_lost=0)
-            events = await take(viewer, 2)
+            events = await until_notes(viewer, 1)
             client.history.outage_began("ended with status 1", n_resumed=3, n_lost=1)
             client.history.core_ready(client.info)
             client.state = "ready"
-            return events + await take(viewer, 2)
+            events += await until_notes(viewer, 1)
+            for seat, stream in enumerate(("req-a", MARKUP)):
+                goes_on(client, stream, seat)
+                events += await until_notes(viewer, 1)
+            return events
 
     events = asyncio.run(session())
-    notes = [data["code"] for name, data in events if name == "note"]
-    assert notes == ["outage", "restarted"]
+    notes = [data for name, data in events if name == "note"]
+    assert [note["code"] for note in notes] == ["outage"] * 4
+    assert len({note["t"] for note in notes}) == 1, "each takes the place of the one before"
+    assert ["streams flowed again" in note["message"] for note in notes] == [False] * 3 + [True]
+    assert "0 of 2 go on" in notes[1]["message"] and "1 of 2 go on" in notes[2]["message"]
     (began,) = next(data["outages"] for name, data in events if "outages" in data)
-    (ended,) = events[-1][1]["outages"]
+    (ended,) = [data["outages"] for name, data in events if "outages" in data][-1]
     assert (began["cause"], began["restart"], began["ready"]) == ("killed by SIGKILL", 1, None)
     assert (ended["cause"], ended["restart"], ended["n_lost"]) == ("ended with status 1", 2, 1)
-    assert ended["began"] == began["began"] <= ended["ready"]
+    assert ended["began"] == began["began"] <= ended["ready"] <= ended["flowing"]
+    assert (began["flowing"], ended["n_streams"], ended["n_flowing"]) == (None, 2, 2)
     assert watch(Feed(client), 2)[1][1]["outages"] == [ended]
     now = ended["ready"]
     shown = at_once(timeline.Window(client.history, now - 9, now).timeline(9, now))

@@ -146,6 +146,8 @@ def test_a_seat_that_is_not_named_goes_on():
 def test_notes_and_unknown_events():
     replica = ReplicaView()
     for number in range(30):
-        replica.apply("note", number)
+        replica.apply("note", {"code": "x", "t": number, "message": "began"})
+    replica.apply("note", {"code": "x", "t": 20, "message": "goes on"})
     replica.apply("something new", {})
-    assert replica.notes == list(range(10, 30)) and replica.info == {}
+    assert [note["t"] for note in replica.notes] == list(range(10, 30)) and replica.info == {}
+    assert [note["t"] for note in replica.notes if note["message"] == "goes on"] == [20]

@@ -10,16 +10,19 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from api_fakes import FakeClient
-from fakes import FakeClock
+from fakes import FakeClock, make_request
 from history_fakes import Watched, random_run
 from page_fakes import get, page
 from sliced_work import at_once
 
 from jitney.dashboard import latency, request_detail, timeline
+from jitney.engine.api.access import Identity
+from jitney.engine.api.routing import Role
+from jitney.engine.errors import ErrorInfo
 from jitney.engine.messages import StepReport
 from jitney.engine.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.telemetry.history import History
-from jitney.engine.types import EngineRequest, SamplingParams
+from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
 
 def serve(watched: Watched):
@@ -183,6 +186,61 @@ def test_listing_pages_through_all_and_filters():
     assert [row["request"] for row in waiting] == ["new", "new"]
     assert len(get(app, "/requests?state=finished&limit=1000").json()["requests"]) == len(seen) - 2
     assert get(app, "/requests?state=open").json()["requests"] == waiting
+
+
+def refused(watched: Watched, name: str, error: ErrorInfo) -> None:
+    """A request that the engine does not let in."""
+    watched.history.submit(make_request(name, [1, 2], arrival=watched.clock()))
+    output = SequenceOutput(request_id=name, index=0, finish="error", error=error)
+    watched.history.take(StepReport([output]))
+
+
+def test_a_refused_request_is_said_to_be_refused_and_never_to_have_waited():
+    watched = Watched()
+    watched.add("served", [1, 2], max_tokens=2, ignore_eos=True)
+    watched.run()
+    refused(watched, "full", ErrorInfo("queue_full", "too many wait", retry_after=2.25))
+    refused(watched, "wrong", ErrorInfo("invalid_value", "no"))
+    app = serve(watched)
+    rows = {row["request"]: row for row in get(app, "/requests").json()["requests"]}
+    told = {
+        name: (row["state"], row.get("status"), row["retry_s"], row["message"])
+        for name, row in rows.items()
+    }
+    assert told == {
+        "served": ("finished", None, None, ""),
+        "full": ("refused", 429, 2.25, "too many wait"),
+        "wrong": ("refused", 400, None, "no"),
+    }
+    detail = get(app, "/request/full").json()
+    assert (detail["state"], detail["causes"], detail["phases"]) == ("refused", [], [])
+    for state, names in (("finished", ["served"]), ("refused", ["wrong", "full"])):
+        listed = get(app, f"/requests?state={state}").json()["requests"]
+        assert [row["request"] for row in listed] == names
+
+
+def test_ones_own_rows_are_those_of_the_steps():
+    """Where all requests are one user's, its rows are all there are."""
+    watched = Watched(seats=3, budget=8)
+    for number in range(6):
+        prompt = list(range(1, 4 + 5 * number))
+        watched.add(f"r{number}", prompt, max_tokens=3 + number, ignore_eos=True)
+    watched.run()
+    identity = Identity(Role.USER, "")
+    own = at_once(timeline.own_columns(watched.history, -1, 2**62, watched.clock(), identity))
+    records = watched.history.records.since(-1)
+    shown = own["columns"]
+    by_step = {record["step"]: record for record in records}
+    for place, step in enumerate(shown["step"]):
+        record = by_step[step]
+        for kind in ("prefill", "recomputed", "decode"):
+            assert shown[kind][place] == record[kind], (step, kind)
+    for kind in ("prefill", "decode"):
+        assert sum(shown[kind]) == records[kind].sum() > 0
+    assert own["totals"]["padding"] == records["padding"].sum()
+    stranger = Identity(Role.USER, "somebody else")
+    none = at_once(timeline.own_columns(watched.history, -1, 2**62, watched.clock(), stranger))
+    assert none["columns"]["step"] == [] and none["totals"] == own["totals"]
 
 
 @pytest.mark.parametrize(

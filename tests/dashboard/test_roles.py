@@ -21,7 +21,7 @@ from jitney.engine.api.app import create_app
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
-from jitney.engine.messages import SequenceEvent, StepReport
+from jitney.engine.messages import PromptChunk, SequenceEvent, StepReport
 from jitney.engine.types import EngineRequest, SamplingParams, SequenceOutput
 
 ANN, BEN, ROOT = "ann's key", "ben's key", "the operator's key"
@@ -209,6 +209,35 @@ def test_of_others_a_user_sees_that_seats_are_taken(shared):
     assert "ben" not in line.text
     (slots,) = ask_as(app_of(shared), ANN, "/slots")
     assert "ben" not in slots.text and "req-" not in slots.text
+
+
+def test_of_steps_a_user_sees_totals_and_its_own_rows(shared):
+    for number in range(3):
+        shared.step(prefill=7, cached_tokens=5, waiting=2)
+        name = ("ann-0", "ben-0", "ann-0")[number]
+        chunk = PromptChunk(name, 0, 0, 4 + number, 0)
+        shared.history.take(StepReport([], chunks=[chunk]))
+    mine, everything = (
+        ask_as(app_of(shared), ANN, "/frames")[0],
+        ask_as(app_of(shared), ROOT, "/frames")[0],
+    )
+    told, steps = mine.json(), everything.json()["columns"]
+    assert set(told["columns"]) == {"step", "ready", "prefill", "recomputed", "decode"}
+    first = steps["step"][-3]
+    prefill = dict(zip(told["columns"]["step"], told["columns"]["prefill"], strict=True))
+    assert (prefill[first], prefill[first + 2]) == (4, 6) and not prefill.get(first + 1)
+    assert told["totals"]["prefill"] == sum(steps["prefill"]) and "pairs" not in mine.text
+    (later,) = ask_as(app_of(shared), ANN, f"/frames?from={first}")
+    assert min(later.json()["columns"]["step"]) > first
+    assert later.json()["totals"] == told["totals"]
+
+
+def test_bins_of_a_users_timeline_are_not_steps(shared):
+    (mine,) = ask_as(app_of(shared), ANN, "/timeline?from=-1e9&bins=600")
+    now = mine.json()["now"]
+    (mine,) = ask_as(app_of(shared), ANN, f"/timeline?from={now - 3}&to={now}&bins=600")
+    (all_of_it,) = ask_as(app_of(shared), ROOT, f"/timeline?from={now - 3}&to={now}&bins=600")
+    assert len(mine.json()["bins"]["t"]) == 3 and len(all_of_it.json()["bins"]["t"]) == 600
 
 
 def feed_of(app, key: str, chunks: int) -> tuple[list[tuple[str, Any]], bytes]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from api_fakes import EOS, FakeClient, Script, call, http_client, make_app, run, score, served
@@ -424,6 +425,30 @@ def test_a_field_that_is_not_given_has_the_models_default():
             assert ask(path, body | fields, client).status == 200
             sampling = client.requests[-1].sampling
             assert (sampling.temperature, sampling.top_p, sampling.top_k) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "temperature", "penalty"),
+    [
+        ({}, 0.2, 1.05),
+        ({"temperature": 0}, 0.0, 1.0),
+        ({"temperature": 1e-6}, 1e-6, 1.0),
+        ({"temperature": 0, "repetition_penalty": 1.05}, 0.0, 1.05),
+        ({"temperature": 0, "repetition_penalty": None}, 0.0, 1.0),
+        ({"temperature": 0, "repeat_penalty": 1.3}, 0.0, 1.3),
+        ({"temperature": 0.1}, 0.1, 1.05),
+    ],
+)
+def test_greedy_is_the_models_own_likeliest_token(
+    fields: dict[str, Any], temperature: float, penalty: float
+):
+    """A default penalty would make it another."""
+    client = FakeClient(sampling_defaults={"temperature": 0.2, "repetition_penalty": 1.05})
+    for path, body in ((COMPLETIONS, PROMPT), (CHATS, CHAT)):
+        assert ask(path, body | fields, client).status == 200
+        sampling = client.requests[-1].sampling
+        assert (sampling.temperature, sampling.repetition_penalty) == (temperature, penalty)
+        assert sampling.plain == (temperature < 0.1 and penalty == 1.0)
 
 
 def test_truncation_keeps_the_end_of_the_prompt():

@@ -123,6 +123,40 @@ def test_one_refused_prompt_ends_its_siblings():
     )
 
 
+def test_answers_that_turn_clients_away_are_counted_by_their_reason():
+    """By the engine, a key's limit, and a state in which nobody is served; other refusals are the
+    client's own affair, and lines of batches are tried again.
+    """
+
+    async def scenario() -> None:
+        full = Script(error=ErrorInfo("queue_full", "full", retry_after=2.25))
+        client = FakeClient(full)
+        history = client.history
+        app = make_app(client, key_max_concurrent=2)
+        path, background = "/v1/completions", {"x-jitney-background": "1"}
+        assert (await call(app, path, PROMPT)).status == 429
+        assert (await call(app, path, PROMPT | {"temperature": 9})).status == 400
+        assert (await call(app, "/v1/nothing", PROMPT)).status == 404
+        assert (await call(app, path, PROMPT, headers=background)).status == 429
+        assert [dict(one.counts) for one in history.refusals] == [{"429 queue_full": 1}]
+        assert history.refusals[0].retry_s == 2.25
+        client.scripts = [Script("x" * 50, hang=True)]
+        streams = [asyncio.create_task(call(app, path, PROMPT)) for _ in range(2)]
+        while len(client.open) < 2:
+            await asyncio.sleep(0)
+        assert (await call(app, path, PROMPT)).status == 429
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        client.state = "restarting"
+        assert (await call(app, path, PROMPT)).status == 503
+        assert (await call(app, "/readyz", method="GET")).status == 503
+        (refusals,) = history.refusals
+        assert refusals.counts == {"429 queue_full": 1, "429 rate_limit": 1, "503 restarting": 1}
+
+    run(scenario())
+
+
 def test_a_submit_that_fails_half_way_ends_what_was_submitted():
     class Shy(FakeClient):
         def submit(self, request, listener):

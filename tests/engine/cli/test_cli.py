@@ -19,13 +19,13 @@ from typing import Any, cast
 import pytest
 
 from jitney.engine.cli import _COMMANDS, main
-from jitney.engine.cli.chat import _converse
+from jitney.engine.cli.chat import _Conversation, _converse
 from jitney.engine.cli.display import _Lines
 from jitney.engine.cli.listen import AcceptedKeys, base_url, listen
 from jitney.engine.cli.serve import _curl_line
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
-from jitney.engine.errors import ConfigError
+from jitney.engine.errors import ConfigError, RequestError
 from jitney.engine.messages import Progress
 from jitney.engine.types import ModelInfo, SamplingParams
 
@@ -172,7 +172,7 @@ def test_every_setting_is_in_the_help(
     monkeypatch.setenv("COLUMNS", "300")  # help that is not folded
 
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     text = " ".join(capsys.readouterr().out.split())
     for setting in settings().values():
         assert (setting.flag in text) != setting.secret
@@ -314,10 +314,152 @@ def test_a_chat_remembers_and_starts_over(
     typed = iter(["one", "two", "/new", "three", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     parrot = Parrot()
-    _converse(cast(Any, parrot), SamplingParams(), "be brief")
+    _converse(_Conversation(cast(Any, parrot), SamplingParams(), "be brief"))
     assert capsys.readouterr().out == "you said one\nyou said two\nyou said three\n"
     assert [[m["content"] for m in heard] for heard in parrot.heard] == [
         ["be brief", "one"],
         ["be brief", "one", "you said one", "two"],
         ["be brief", "three"],
     ]
+
+
+def test_what_is_meant_for_the_chat_program_is_not_sent_to_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Model:
+        def __init__(self) -> None:
+            self.heard: list[list[str]] = []
+
+        def chat_ids(self, messages):
+            return [message["content"] for message in messages]
+
+        def stream(self, said, params, adapter):
+            if "too long" in said:
+                raise RequestError("no room", code="context_length_exceeded")
+            self.heard.append(said)
+            yield "aha"
+
+    typed = iter(
+        ["one", "/help", "/cleer", "too long", "two", "/clear", " /etc is a folder", "/exit", "x"]
+    )
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    model = Model()
+    _converse(_Conversation(cast(Any, model), SamplingParams()))
+    assert model.heard == [["one"], ["one", "aha", "two"], ["/etc is a folder"]]
+    assert next(typed) == "x"  # nothing is read after /exit
+    told = capsys.readouterr().err
+    assert "did you mean /clear?" in told and "no room" in told
+    assert told.count("Ctrl-D ends") == 2  # for /help and for what it does not know
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggested"),
+    [
+        (["serve", "--policy", "continous"], "continuous"),
+        (["serve", "--log-level", "warnin"], "warning"),
+        (["serve", "--insecure=tru"], ""),
+        (["bench", "policies", "--policies", "statik"], "static"),
+        (["serve", "smollm2-135", "--port", "0"], "smollm2-135m"),
+    ],
+)
+def test_a_value_that_is_nearly_right_is_suggested(
+    arguments: list[str], suggested: str, capsys: pytest.CaptureFixture[str]
+):
+    try:
+        status = main(arguments)
+    except SystemExit as ended:
+        status = ended.code
+    assert status
+    err = capsys.readouterr().err
+    assert f"; did you mean {suggested}?" in err if suggested else "did you mean" not in err
+
+
+def test_a_choice_that_is_nearly_right_is_suggested(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["serve", "--for", "latencyy"])
+    assert "did you mean latency?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--context", "99999"], ["context 99999", "8192"]),
+        (["--memory-gib", "0.0001"], ["memory_gib 0.0001", "32 seats", "max_seats"]),
+        (["--memory-gib", "1e6", "--max-seats", "1024", "--token-budget", "2048"], ["GiB free"]),
+        (["--pages", "2"], ["pages 2", "at least pages 33"]),
+        (["--pages", "1000000000"], ["pages 1000000000", "GiB free"]),
+        (["--tensor-parallel", "7"], ["tensor_parallel 7 does not divide"]),
+        (["--tensor-parallel", "3"], ["tensor_parallel 3 needs 3 devices here"]),
+    ],
+)
+def test_what_cannot_fit_the_model_is_said_before_anything_is_loaded(
+    flags: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The core's process is not even started."""
+    from jitney.engine.checkpoints.sources import ModelSource
+    from jitney.engine.process.supervisor import ProcessClient
+
+    async def no_core(client: ProcessClient) -> None:
+        raise AssertionError("the core was started")
+
+    built_in = ModelSource.of_shapes("smollm2-135m")
+    monkeypatch.setattr(ModelSource, "resolve", lambda *_, **__: built_in)
+    monkeypatch.setattr(ProcessClient, "start", no_core)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    given = ["serve", "smollm2-135m", "--port", "0", "--no-measured-sizes", *flags]
+    assert main(given) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("jitney: ")
+    for word in words:
+        assert word in err
+
+
+def test_the_short_help_names_the_long_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from jitney.engine.cli.flags import _USUAL
+    from jitney.engine.config.layers import settings
+
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    short = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["serve", "--help-all"])
+    long = capsys.readouterr().out
+    assert "--help-all" in short and 2 * len(short) < len(long)
+    assert set(settings()) >= _USUAL
+    for setting in settings().values():
+        assert (f"\n  {setting.flag}" in short) == (setting.name in _USUAL)
+
+
+@pytest.mark.parametrize("word", ["notaurl", "host:port", "http:/x"])
+def test_a_page_of_no_address_is_refused(word: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["dashboard", word, "--port", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"jitney: {word!r} is not the URL of an engine")
+
+
+@pytest.mark.parametrize("text", ["\x1b]0;mine\x07\x1b[2J", "a\x9b31mb", "x\x7f\r"])
+def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureFixture[str]):
+    from jitney.engine.cli.flags import say
+    from jitney.engine.report.page import Table
+
+    def shown() -> str:
+        out, err = capsys.readouterr()
+        return out + err
+
+    foreign = {character for character in text if not character.isprintable()}
+    say(text)
+    escaped = shown()
+    Table(["name"], [[text]]).print(text)
+    table = shown()
+    assert main(["top", f"http://{text}"]) != 0
+    for printed in (escaped, table, shown()):
+        assert not foreign & set(printed)
+    for character in foreign:
+        assert f"\\x{ord(character):02x}" in escaped

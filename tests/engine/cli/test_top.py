@@ -12,6 +12,7 @@ import stat
 import numpy as np
 import pytest
 from api_fakes import ByteTokenizer, FakeClient, served
+from engine_infos import changed
 from rich.console import Console
 
 from jitney.dashboard import Dashboard
@@ -71,6 +72,17 @@ def test_once_prints_the_seats(capsys):
         "2 of 8 seats taken, 3 waiting" in printed and "fake" in printed and "continuous" in printed
     )
     assert "   0  ▅»······" in printed
+
+
+def test_a_name_that_would_take_over_the_terminal_is_shown_instead(capsys):
+    client = busy_client()
+    client.info = changed(client.info, model="\x1b]0;owned\x07\x1b[2Jm\x9b31m")
+    client.history.turned_away(429, "\x1b[31mfull", None)
+    with served(app_of(client)) as (url, _):
+        assert main(["top", url, "--once"]) == 0
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\x9b"} & set(printed)
+    assert "\\x1b]0;owned" in printed and "\\x9b31m" in printed and "\\x1b[31mfull" in printed
 
 
 def test_once_signs_in_with_a_key_from_the_environment_or_a_file(capsys, monkeypatch, tmp_path):

@@ -147,7 +147,7 @@ def test_the_names_of_kernels_stand_in_the_help_and_in_the_error(
     capsys: pytest.CaptureFixture[str],
 ):
     with contextlib.suppress(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     text = "".join(capsys.readouterr().out.split())
     assert "--kernelsauto|reference|native|triton|flashinfer|pallas" in text
     assert main(["serve", "--kernels", "cuda"]) == 2

@@ -185,5 +185,5 @@ def test_auto_and_numbers_in_every_layer(tmp_path, capsys: pytest.CaptureFixture
     with pytest.raises(ConfigError, match="--prefill-share: must be a number or auto"):
         load_config(flags={"prefill_share": "all"})
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     assert "--prefill-share" in capsys.readouterr().out

@@ -197,6 +197,10 @@ def test_the_errors_that_are_shipped_are_the_published_ones():
     assert known.errors["static"] == pytest.approx(0.0335, abs=1e-4)
     assert set(known.errors) == set(POLICIES)
     assert PolicyErrors.shipped().learned_from("other").errors == {}
+    here = PolicyErrors.shipped().learned_from("continuous", PolicyErrors.shipped().machine)
+    there = PolicyErrors.shipped().learned_from("continuous", "A CPU, 2 cores")
+    assert here == known and there.errors == known.errors
+    assert "not on this one" in there.where and known.where in there.where
 
 
 def test_a_recording_under_one_policy_says_the_error_of_predicting_others(

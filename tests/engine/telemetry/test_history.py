@@ -163,6 +163,60 @@ def test_requests_that_another_core_goes_on_with_wait_meanwhile():
         assert record.stays[0].end is not None and record.stays[0].end <= record.stays[1].start
 
 
+def test_an_outage_is_over_when_its_streams_flow_again():
+    """Another engine has to compute again what each stream had."""
+    watched = Watched(budget=8)
+    history = watched.history
+    for name in ("a", "b", "waits"):
+        prompt = list(range(1, 9)) if name != "waits" else [1] * 40
+        watched.add(name, prompt, max_tokens=9, ignore_eos=True)
+    while not all(watched.outputs_of(name, 0) for name in ("a", "b")):
+        watched.step()
+    had = {name: [watched.outputs_of(name, 0)] for name in ("a", "b")}
+    assert not watched.outputs_of("waits", 0), "no stream of it is under way"
+    history.seats_lost()
+    history.outage_began("killed", n_resumed=3, n_lost=0)
+    (outage,) = history.outages
+    history.core_ready(INFO)
+    assert outage.ready is not None and outage.flowing is None
+    watched.core = make_core(clock=watched.clock, budget=8)
+    for name in ("a", "b"):
+        record = history.find(name, 0)
+        assert record is not None
+        again = make_request(name, list(range(1, 9)), max_tokens=9, ignore_eos=True)
+        watched.core.add(msgspec.structs.replace(again, resumed=had[name]))
+    flowed: dict[str, float] = {}
+    while len(flowed) < 2:
+        assert outage.flowing is None and (outage.n_streams, outage.n_flowing) == (2, len(flowed))
+        watched.step()
+        for name in ("a", "b"):
+            if len(watched.outputs_of(name, 0)) > len(had[name][0]):
+                flowed.setdefault(name, history.records.last_ready)
+    assert outage.flowing == max(flowed.values()) > outage.ready
+
+
+def test_an_outage_without_streams_is_over_with_the_next_engine():
+    history = History(clock=FakeClock(1.0))
+    history.core_ready(INFO)
+    history.seats_lost()
+    history.outage_began("killed", n_resumed=0, n_lost=0)
+    history.core_ready(INFO)
+    assert history.outages[0].flowing == history.outages[0].ready is not None
+
+
+def test_a_stream_that_ends_meanwhile_is_not_waited_for():
+    watched = Watched()
+    watched.add("a", [1, 2, 3], max_tokens=9, ignore_eos=True)
+    while not watched.outputs_of("a", 0):
+        watched.step()
+    watched.history.seats_lost()
+    watched.history.outage_began("killed", n_resumed=1, n_lost=0)
+    watched.history.core_ready(INFO)
+    assert watched.history.outages[0].flowing is None
+    watched.history.core_lost("engine_dead")
+    assert watched.history.outages[0].flowing is not None
+
+
 def test_old_trips_are_forgotten():
     watched = Watched()
     watched.add("old", [1], max_tokens=1)
