@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +61,17 @@ class _Connection(Protocol):
 
     def close(self) -> None:
         """Close it once what was written has left."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """Digest of the key of its newest request; empty: it had none."""
+        ...
+
+    def leave(self) -> None:
+        """Close it at once between two requests, or behind an answer that is able to say why it
+        ends (`Context.end`) or has not begun; another answer is broken off.
+        """
         ...
 
 
@@ -125,6 +137,12 @@ class Connections:
 
     def closed(self, connection: _Connection) -> None:
         self._open.pop(connection, None)
+
+    def close_of(self, keys: Collection[str]) -> None:
+        """Keys are not accepted any more: close their connections, see `_Connection.leave`."""
+        for connection in list(self._open):
+            if connection.key in keys:
+                connection.leave()
 
     def hurry(self) -> None:
         """The server is about to stop: who does not read is not waited for."""

@@ -82,6 +82,7 @@ class Generation:
         self._n_submitted = 0
 
     async def __aenter__(self) -> Generation:
+        self._context.end = self._end_with
         try:
             for number, request in enumerate(self.request.engine_requests):
                 self._client.submit(request, partial(self._hear, number))
@@ -253,8 +254,15 @@ class Generation:
         if choice.queued_s is not None:
             self._metrics.work.observe(max(0.0, whole_s - choice.queued_s))
 
+    def _end_with(self, error: Exception) -> None:
+        """Give up the engine's work; whoever asks for deltas is told the error."""
+        self._news.fail(error)
+        for request in self.request.engine_requests[: self._n_submitted]:
+            self._client.abort(request.id)
+
     def _end(self) -> None:
         """Abort what is open, and listen no more."""
+        self._context.end = None
         self._context.completion_tokens = self.completion_tokens
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
         for number, request in enumerate(self.request.engine_requests[: self._n_submitted]):

@@ -23,6 +23,7 @@ from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.equipment import Equipment
 from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup, say
 from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_key_file
+from jitney.engine.cli.reload import LIVE, FreshSettings, Reloader
 from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.kept_sizes import KeptSizes
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
+    from jitney.engine.api.access import ApiKeys
     from jitney.engine.api.connections import Connections
     from jitney.engine.api.settings import ServerSettings
     from jitney.engine.api.tracing import Tracing
@@ -75,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = _COMMAND.parser()
     add_vllm_flags(parser)
     args = parser.parse(arguments, Arguments)
-    layered = args.load_layers()
+    layered = given = args.load_layers()
     chosen = [] if args.goal is None else [_filled_in(args.goal, layered)]
     layered = replace(layered, config=placed(layered.config, os.environ))
     measures = KeptSizes.are_for(layered)
@@ -90,7 +92,20 @@ def run(arguments: Sequence[str]) -> int:
     if layered.config.engine.follows:
         return _start_following(layered.config, chosen)
     measure = partial(_measured, layered) if measures and kept is None else None
-    return _start(layered, chosen, measure)
+    return _start(layered, chosen, partial(_reread, args, given), measure)
+
+
+def _reread(args: Arguments, given: Layered) -> FreshSettings:
+    """The settings as file, environment and flags have them now. given: as they had them at the
+    start. Raises ConfigError.
+    """
+    fresh = args.load_layers().config
+    changed: list[str] = []
+    for name, place in settings().items():
+        before = getattr(getattr(given.config, place.section), place.key)
+        if name not in LIVE and getattr(getattr(fresh, place.section), place.key) != before:
+            changed.append(name)
+    return FreshSettings(fresh.server, changed)
 
 
 def _say_all(lines: Iterable[str]) -> None:
@@ -127,7 +142,12 @@ def _start_following(config: Config, chosen: Sequence[str]) -> int:
     return follow(config)
 
 
-def _start(layered: Layered, chosen: Sequence[str], measure: _Measure | None) -> int:
+def _start(
+    layered: Layered,
+    chosen: Sequence[str],
+    reread: Callable[[], FreshSettings],
+    measure: _Measure | None,
+) -> int:
     """Check what can be checked at once (platform, keys, port), say what was chosen for the user,
     then load and serve. A setting that is refused is one line, and the only one.
     """
@@ -139,7 +159,7 @@ def _start(layered: Layered, chosen: Sequence[str], measure: _Measure | None) ->
     raise_descriptor_limit()
     with contextlib.closing(listen(section.host, section.port)) as bound:
         display = make_display(section.log_level)
-        server = _Server(layered, keys, bound, display, measure)
+        server = _Server(layered, keys, bound, display, reread, measure)
         _say_all(chosen)
         return asyncio.run(server.serve())
 
@@ -161,8 +181,10 @@ class _Server:
         keys: AcceptedKeys,
         bound: socket.socket,
         display: Display,
+        reread: Callable[[], FreshSettings],
         measure: _Measure | None = None,
     ):
+        from jitney.engine.api.access import ApiKeys
         from jitney.engine.api.connections import Connections
         from jitney.engine.process.supervisor import ProcessClient
 
@@ -179,12 +201,22 @@ class _Server:
         #: Makes spans for OpenTelemetry, if that is asked for.
         self.tracing = self._make_tracing() if config.server.otel else None
         settings = limits(config, keys)
-        self.app = _build_app(config, settings, self.client)
-        self.app.state.service.tracing = self.tracing
-        self.app.state.service.layered = layered
+        accepted = ApiKeys(settings)
+        self.app = _build_app(config, settings, self.client, accepted)
+        service = self.app.state.service
+        service.tracing = self.tracing
+        service.layered = layered
         self.equipment = Equipment(config, self.client, display)
         self.connections = Connections(settings)
         self.web = web_server(config, settings, self.app, self.connections)
+        self.reload = service.reload = Reloader(
+            config.server,
+            reread,
+            accepted,
+            self.connections,
+            service.own_requests,
+            tls=lambda: self.web.config.ssl,
+        )
         #: Numbers of the signals that came, but one that said nothing new.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         #: One has come; and an engine that shares experts with this one had one before.
@@ -231,6 +263,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._take_signal, number)
+        self.reload.listen(self._take_signal)
 
     def _take_signal(self, number: int) -> None:
         """The first one begins a drain and the second one ends it; where others began the drain,
@@ -342,7 +375,9 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
     )
 
 
-def _build_app(config: Config, settings: ServerSettings, client: ProcessClient) -> Starlette:
+def _build_app(
+    config: Config, settings: ServerSettings, client: ProcessClient, keys: ApiKeys
+) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
     from jitney.dashboard import Dashboard
     from jitney.engine.api.app import create_app
@@ -352,10 +387,10 @@ def _build_app(config: Config, settings: ServerSettings, client: ProcessClient) 
         return tokenizer.decode(ids) if tokenizer is not None else ""
 
     shown = decode if config.server.dashboard_show_text else None
-    page = Dashboard(client, settings, engine=lambda: client.config.engine, decode=shown)
+    page = Dashboard(client, settings, engine=lambda: client.config.engine, decode=shown, keys=keys)
     own = settings.with_page(_DASHBOARD)
     routes = page.mounted(_DASHBOARD)
-    app = create_app(client, None, own, config.model.id, extra_routes=routes)
+    app = create_app(client, None, own, config.model.id, extra_routes=routes, keys=keys)
     return app
 
 
