@@ -20,6 +20,7 @@ import uvicorn
 from engine_infos import engine_info
 from server_settings import server_settings
 
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.protocol import http_protocol
@@ -332,6 +333,7 @@ def make_app(
     client: FakeClient | None = None,
     model: str = "m",
     tokenizer: ByteTokenizer | None = None,
+    keys: ApiKeys | None = None,
     **settings: Any,
 ):
     app = create_app(
@@ -339,6 +341,7 @@ def make_app(
         tokenizer or ByteTokenizer(),  # type: ignore[arg-type]
         server_settings(**settings),
         model,
+        keys=keys,
     )
     if tokenizer is None:
         app.state.service._abilities = _BYTE_ABILITIES  # else the first chat takes longer

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -29,6 +32,7 @@ from jitney.engine.cli.reload import FreshSettings, Reloader
 from jitney.engine.cli.serve import _reread, limits, web_server
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
+from jitney.engine.errors import ConfigError
 
 PROMPT = {"model": "m", "prompt": "Hi", "max_tokens": 200}
 SLOW = Script("x" * 200, delay_s=0.05)
@@ -420,3 +424,63 @@ def test_who_cannot_read_again_says_so():
             return await web.post("/admin/reload")
 
     assert asyncio.run(ask()).status_code == 404
+
+
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_a_signal_reads_again_unless_the_terminal_is_gone(
+    monkeypatch: pytest.MonkeyPatch, has_terminal: bool
+):
+    """The end of a terminal is told by the same signal."""
+    terminal = iter([has_terminal, False])
+    monkeypatch.setattr("jitney.engine.cli.reload._has_terminal", lambda: next(terminal))
+    read, stopped = asyncio.Event(), asyncio.Event()
+
+    def read_again() -> FreshSettings:
+        loop.call_soon_threadsafe(read.set)
+        raise ConfigError("no")
+
+    async def scene() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        nothing: Any = None
+        reloader = Reloader(ServerSection(), read_again, nothing, nothing, nothing, lambda: None)
+        reloader.listen(lambda number: stopped.set())
+        os.kill(os.getpid(), signal.SIGHUP)
+        async with asyncio.timeout(20):
+            await (stopped if has_terminal else read).wait()
+        loop.remove_signal_handler(signal.SIGHUP)
+
+    loop: Any = None
+    asyncio.run(scene())
+    assert (read.is_set(), stopped.is_set()) == (not has_terminal, has_terminal)
+
+
+def test_an_engine_of_a_fleet_reads_its_keys_again_when_it_is_told_them():
+    program = """
+import os, runpy, signal, jitney.engine.cli as cli
+
+def main():
+    tell = lambda *_: print(os.environ["JITNEY_ADMIN_KEYS"], flush=True)
+    signal.signal(signal.SIGHUP, tell)
+    tell()
+    while True:
+        signal.pause()
+
+cli.main = main
+runpy.run_module("jitney.engine.cli.fleet_engine", run_name="__main__")
+"""
+    environ = os.environ | {"JITNEY_ADMIN_KEYS": "before"}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+    ) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        assert engine.stdout.readline() == "before\n"
+        engine.stdin.write("root,fleet\n")
+        engine.stdin.flush()
+        assert engine.stdout.readline() == "root,fleet\n"
+        engine.stdin.close()
+        assert engine.wait(20) == -signal.SIGTERM

@@ -63,7 +63,8 @@ def fleet_over(folder: Path, engine: FakeEngine) -> Iterator[Program]:
         write(folder / name, key)
     port = free_port()
     (folder / "fleet.toml").write_text(
-        f'[fleet]\nport = {port}\npoll_s = 0.05\ndata_dir = "data"\nengine_key_file = "engine.key"\n'
+        f'[fleet]\nport = {port}\npoll_s = 0.05\ndata_dir = "data"\n'
+        'engine_key_file = "engine.key"\n'
         f'api_key_file = "{folder}/users"\nadmin_key_file = "{folder}/admins"\n'
         f'[models.m]\nurls = ["{engine.url}"]\n'
     )
