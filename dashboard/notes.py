@@ -31,6 +31,10 @@ _KERNELS_OUT = (
     "kernels taken out, because they were wrong here: {}; the slower reference serves in their "
     "place, and answers are right"
 )
+_DISK_FULL = (
+    "a disk that files, batches, jobs or the record of traffic are written to is full; the log "
+    "names it, and other answers go on"
+)
 _OUTAGE = (
     "{cause}; requests that go on in the next one: {n_resumed}, that ended with an error: {n_lost}"
 )
@@ -48,12 +52,14 @@ class Notes:
         self._noted: dict[str, float] = {}
         #: When the engine got ready whose proof was told of.
         self._proof_of = -np.inf
+        #: When the disk got full that was told of.
+        self._full_at = -np.inf
 
     def compare(self, now: Snapshot, records: np.ndarray) -> list[Note]:
         """New notes. records: the steps since the snapshot before."""
         before, self._before = self._before, now
         bursts = self._bursts(now)  # the first time it is what the counting starts from
-        new = self._kernels_out(now)
+        new = [*self._kernels_out(now), *self._full_disk(now)]
         if before is not None:
             new += [*_compiles(now, records), *_accidents(before, now), *bursts]
         self.kept.extend(new)
@@ -68,6 +74,13 @@ class Notes:
         self._proof_of = now.ready_at
         message = _KERNELS_OUT.format(", ".join(now.kernels_out))
         return [_note(now.ready_at, "error", "kernels_out", message)]
+
+    def _full_disk(self, now: Snapshot) -> list[Note]:
+        """That a disk got full, once for each time."""
+        if now.disk_full_at <= self._full_at:
+            return []
+        self._full_at = now.disk_full_at
+        return [_note(self._full_at, "error", "disk_full", _DISK_FULL)]
 
     def _bursts(self, now: Snapshot) -> list[Note]:
         refused = sum(now.metrics["rejected"].values())

@@ -168,8 +168,8 @@ class Note(TypedDict):
     """Something that a person should know of."""
 
     level: str  # "warn" or "error"
-    # "compile", "outage", "restarted", "nan", "canary", "dead", "kernels_out", "preemption_storm",
-    # "rejections"
+    # "compile", "outage", "restarted", "nan", "canary", "dead", "kernels_out", "disk_full",
+    # "preemption_storm", "rejections"
     code: str
     message: str
     t: float

@@ -150,6 +150,10 @@ async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket, 
         return await _Serving(config, keys, bound, fleet, parts, engines, read).run()
 
 
+def _ignore() -> None:
+    """The log says it."""
+
+
 class _Serving:
     """One run: the endpoint, the engines, and the order in which they come and go."""
 
@@ -237,6 +241,8 @@ class _Serving:
         """Answer probes at once, start the engines, serve, drain. Raises JitneyError if an engine
         cannot be started.
         """
+        from jitney.engine.api.disk_watch import watch_disks
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.signals.put_nowait, number)
@@ -244,13 +250,14 @@ class _Serving:
         web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
         work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
+        watching = asyncio.create_task(watch_disks([self.config.data_dir], _ignore))
         try:
             await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()  # the reason, as an exception
             return await self._drain() if stop.done() else 1
         finally:
-            for task in (work, stop):
+            for task in (work, stop, watching):
                 task.cancel()
             await self._close(web)
 

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.arguments import Arguments
@@ -246,8 +247,10 @@ class _Server:
         web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
         work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
-        collecting = asyncio.create_task(_collect_regularly())
-        listening = asyncio.create_task(self._stop_with_others())
+        beside = [
+            asyncio.create_task(work)
+            for work in (_collect_regularly(), self._stop_with_others(), self._watch_disks())
+        ]
         try:
             await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
             status = await self._drain() if stop.done() else 1
@@ -255,7 +258,7 @@ class _Server:
                 work.result()  # the reason, as an exception
             return status
         finally:
-            for task in (work, stop, collecting, listening):
+            for task in (work, stop, *beside):
                 task.cancel()
             await self._close(web)
 
@@ -281,6 +284,16 @@ class _Server:
             _log.info("an engine that shares experts with this one stops, and all stop together")
             self._ends_with_others = True
             self.signals.put_nowait(signal.SIGTERM)
+
+    async def _watch_disks(self) -> None:
+        """Those that are written to while requests are answered; never returns."""
+        from jitney.engine.api.disk_watch import watch_disks
+
+        server = self.config.server
+        folders = [server.data_folder]
+        if server.record:
+            folders.append(Path(server.record).absolute().parent)
+        await watch_disks(folders, self.client.history.disk_full)
 
     async def _close(self, web: asyncio.Task[None]) -> None:
         self.display.close()

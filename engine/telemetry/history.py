@@ -6,6 +6,7 @@ for whoever looks later: the same, with events and step records, bounded in numb
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections import Counter, deque
@@ -268,6 +269,8 @@ class History(RequestRecords):
     ready_at: float = 0.0
     #: Oldest first.
     outages: deque[_Outage] = field(default_factory=_newest(_KEEP_OUTAGES))
+    #: When a disk that the server writes to was last found full.
+    disk_full_at: float = -math.inf
     #: The policy keeps seats of sequences that have ended.
     _holds: bool = False
     #: Ended requests, by their end.
@@ -323,6 +326,10 @@ class History(RequestRecords):
             return
         restart = 1 if last is None else last.restart + 1
         self.outages.append(_Outage(self.clock(), cause, restart, n_resumed, n_lost))
+
+    def disk_full(self) -> None:
+        """A disk that the server writes to is full."""
+        self.disk_full_at = self.clock()
 
     def core_lost(self, code: str) -> None:
         """The core is gone: every open request ends with this error."""

@@ -389,18 +389,19 @@ def test_notes_of_refusals_and_of_the_end(client):
     assert [name for name, _ in events][-2:] == ["key_frame", "bye"]
 
 
+async def next_note(viewer: Viewer) -> dict[str, Any]:
+    while True:
+        ((name, data),) = await take(viewer, 1)
+        if name == "note":
+            return data
+
+
 def test_kernels_taken_out_are_told_once_for_each_engine(client):
     wrong = KernelProof(kernel="attention", error=0.7, limit=0.01)
     client.info = changed(client.info, proofs=[wrong])
     client.history.core_ready(client.info)
     ready_at = client.history.ready_at
     feed = Feed(client, hz=100)
-
-    async def next_note(viewer: Viewer) -> dict[str, Any]:
-        while True:
-            ((name, data),) = await take(viewer, 1)
-            if name == "note":
-                return data
 
     async def session() -> list[dict[str, Any]]:
         with feed.viewer() as viewer:
@@ -412,6 +413,21 @@ def test_kernels_taken_out_are_told_once_for_each_engine(client):
     assert [note["code"] for note in notes] == ["kernels_out", "kernels_out"]
     assert notes[0]["t"] == pytest.approx(ready_at, abs=1e-3) and "attention" in notes[0]["message"]
     assert len(watch(feed, 2)[1][1]["notes"]) == 2, "who looks later finds them too"
+
+
+def test_a_full_disk_is_told_of_each_time_that_it_gets_full(client):
+    client.history.disk_full()
+    feed = Feed(client, hz=100)
+
+    async def session() -> list[dict[str, Any]]:
+        with feed.viewer() as viewer:
+            (_, (_, key_frame)) = await take(viewer, 2)
+            client.history.disk_full_at += 1.0
+            return [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
+
+    notes = asyncio.run(session())
+    assert [(note["level"], note["code"]) for note in notes] == [("error", "disk_full")] * 2
+    assert len(watch(feed, 2)[1][1]["notes"]) == 2
 
 
 def test_an_outage_is_told_from_its_begin_to_its_end(client):

@@ -208,8 +208,7 @@ class FakeClient:
         finally:
             self.open.discard(request.id)
 
-    @staticmethod
-    def _vector(request: EngineRequest) -> SequenceOutput:
+    def _vector(self, request: EngineRequest) -> SequenceOutput:
         """A vector of two numbers, which tells how long the prompt was."""
         vector = np.array([1, len(request.prompt)], np.float32)
         return SequenceOutput(
