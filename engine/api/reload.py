@@ -33,13 +33,6 @@ class KeyNews(Described):
     batches_cancelled: int
 
 
-class AdapterNews(Described):
-    """Names of adapters. Requests for a removed one that were open finish."""
-
-    added: list[str]
-    removed: list[str]
-
-
 class ReloadAnswer(Described):
     """POST /admin/reload."""
 
@@ -48,7 +41,6 @@ class ReloadAnswer(Described):
     certificate: FileNews
     #: The key that a fleet asks engines of `urls` with.
     engine_key: FileNews
-    adapters: AdapterNews
     #: Settings that were changed and count only at the next start.
     needs_restart: list[str]
 
@@ -85,7 +77,7 @@ RELOAD_ROUTES = (
         "/admin/reload",
         ("POST",),
         _reload,
-        "read keys, certificate and adapters again, as they are configured now",
+        "read keys and certificate again, as they are configured now",
         role=Role.ADMIN,
         answer=ReloadAnswer,
     ),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_key_file
-from jitney.engine.cli.reload import LIVE, FreshSettings, Reloader, Taken
+from jitney.engine.cli.reload import LIVE, FreshSettings, Reloader
 from jitney.engine.config.extras import how_to_install
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from jitney.engine.api.access import ApiKeys
     from jitney.engine.api.connections import Connections
+    from jitney.engine.api.reload import FileNews
     from jitney.engine.fleet.build import FleetParts
     from jitney.engine.fleet.config import FleetConfig
     from jitney.engine.fleet.fleet import Fleet
@@ -192,7 +193,7 @@ class _Serving:
             connections,
             own,
             tls=lambda: self.web.config.ssl,
-            on_keys=lambda keys: engines.accept(keys.admins),
+            on_taken=lambda _, keys: engines.accept(keys.admins),
         )
         #: Numbers of the signals that came.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
@@ -227,15 +228,15 @@ class _Serving:
             )
         return FreshSettings(fresh.server, changed, partial(self._take_engine_key, key))
 
-    async def _take_engine_key(self, key: str) -> Taken:
+    async def _take_engine_key(self, key: str) -> FileNews:
         """Ask engines of `urls` with this key from now on."""
         if not key:
-            return Taken()
+            return "none"
         if key == self._engine_key:
-            return Taken(engine_key="unchanged")
+            return "unchanged"
         self._engine_key = key
         self.parts.use_key(key)
-        return Taken(engine_key="replaced")
+        return "replaced"
 
     async def run(self) -> int:
         """Answer probes at once, start the engines, serve, drain. Raises JitneyError if an engine

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jitney.engine.api.access import ApiKeys
     from jitney.engine.api.connections import Connections
     from jitney.engine.api.own_requests import OwnRequests
-    from jitney.engine.api.reload import AdapterNews, FileNews, KeyNews, ReloadAnswer
+    from jitney.engine.api.reload import FileNews, KeyNews, ReloadAnswer
 
 _log = logging.getLogger("jitney")
 
@@ -40,22 +40,8 @@ LIVE = frozenset(
 _WEBHOOK_SECRET = "webhook_secret_file"
 
 
-def _no_adapters() -> AdapterNews:
-    from jitney.engine.api.reload import AdapterNews
-
-    return AdapterNews(added=[], removed=[])
-
-
-@dataclass(slots=True)
-class Taken:
-    """What a kind of server took over beside keys and certificate."""
-
-    engine_key: FileNews = "none"
-    adapters: AdapterNews = field(default_factory=_no_adapters)
-
-
-async def _nothing_more() -> Taken:
-    return Taken()
+async def _nothing_more() -> FileNews:
+    return "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +51,8 @@ class FreshSettings:
     server: ServerSection
     #: Settings that differ from those of the start and count only at the next one.
     needs_restart: list[str]
-    #: Takes over what else this kind of server can. Raises JitneyError, and then has changed
-    #: nothing.
-    take: Callable[[], Awaitable[Taken]] = _nothing_more
+    #: Takes over the key that engines are asked with.
+    take_engine_key: Callable[[], Awaitable[FileNews]] = _nothing_more
 
 
 @dataclass(eq=False)
@@ -85,8 +70,8 @@ class Reloader:
     own: OwnRequests
     #: Of the listening socket; None: it speaks no TLS.
     tls: Callable[[], ssl.SSLContext | None]
-    #: Hears which keys are accepted from now on.
-    on_keys: Callable[[AcceptedKeys], None] | None = None
+    #: Hears of the settings and the keys that count from now on.
+    on_taken: Callable[[FreshSettings, AcceptedKeys], None] | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Digest of the certificate's files, and the secret of webhooks, as they count now.
     _certificate: bytes = field(init=False)
@@ -106,15 +91,16 @@ class Reloader:
             needs_restart = list(fresh.needs_restart)
             if await asyncio.to_thread(_webhook_secret, fresh.server) != self._secret:
                 needs_restart.append(_WEBHOOK_SECRET)
-            taken = await fresh.take()
             certificate = await asyncio.to_thread(self._take_certificate, fresh.server)
+            engine_key = await fresh.take_engine_key()
             keys = await self._take_keys(accepted)
+            if self.on_taken is not None:
+                self.on_taken(fresh, accepted)
         answer = ReloadAnswer(
             status="reloaded",
             keys=keys,
             certificate=certificate,
-            engine_key=taken.engine_key,
-            adapters=taken.adapters,
+            engine_key=engine_key,
             needs_restart=sorted(set(needs_restart)),
         )
         _log.info("read again: %s", _in_words(answer))
@@ -158,8 +144,6 @@ class Reloader:
             [digest_key(key) for key in accepted.users],
             [digest_key(key) for key in accepted.admins],
         )
-        if self.on_keys is not None:
-            self.on_keys(accepted)
         lost = changes.removed | changes.demoted
         self.connections.close_of(lost)
         requests_ended = self.keys.revoke(lost)
@@ -233,7 +217,7 @@ def _webhook_secret(server: ServerSection) -> str:
 
 def _in_words(answer: ReloadAnswer) -> str:
     """One line for the log."""
-    keys, adapters = answer.keys, answer.adapters
+    keys = answer.keys
     words = [
         f"keys: {keys.added} added, {keys.removed} removed, {keys.changed} changed",
         f"{keys.requests_ended} requests ended, {keys.jobs_cancelled} jobs and "
@@ -242,9 +226,6 @@ def _in_words(answer: ReloadAnswer) -> str:
     ]
     if answer.engine_key != "none":
         words.append(f"engine key: {answer.engine_key}")
-    for verb, names in (("added", adapters.added), ("removed", adapters.removed)):
-        if names:
-            words.append(f"adapters {verb}: {', '.join(names)}")
     if answer.needs_restart:
         words.append(f"at the next start only: {', '.join(answer.needs_restart)}")
     return "; ".join(words)

@@ -57,6 +57,8 @@ _YOUNG_OBJECTS, _COLLECT_S = 2000, 60.0
 #: Seconds that answers get to leave after the engine has stopped.
 _FAREWELL_S = 2
 _DASHBOARD = "/dashboard"
+#: Where settings come from that were read again.
+_REREAD = "read again"
 
 #: Times this machine's steps. -> the settings, with sizes by what they take.
 _Measure = Callable[[Display], Awaitable[Layered]]
@@ -217,6 +219,7 @@ class _Server:
             self.connections,
             service.own_requests,
             tls=lambda: self.web.config.ssl,
+            on_taken=self._show_taken,
         )
         #: Numbers of the signals that came, but one that said nothing new.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
@@ -284,6 +287,18 @@ class _Server:
             _log.info("an engine that shares experts with this one stops, and all stop together")
             self._ends_with_others = True
             self.signals.put_nowait(signal.SIGTERM)
+
+    def _show_taken(self, fresh: FreshSettings, keys: AcceptedKeys) -> None:
+        """The settings that count now are those that /config shows."""
+        service = self.app.state.service
+        before: Layered = service.layered
+        now = {name: getattr(fresh.server, name) for name in LIVE}
+        changed = {
+            name: value
+            for name, value in now.items()
+            if value != getattr(before.config.server, name)
+        }
+        service.layered = before.with_values(changed, _REREAD)
 
     async def _watch_disks(self) -> None:
         """Those that are written to while requests are answered; never returns."""
