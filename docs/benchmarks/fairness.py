@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import tempfile
 import time
@@ -87,13 +88,28 @@ def show(name: str, times: list[float]) -> None:
     print(f"| {name} | {len(times)} | {p50:.0f} | {p90:.0f} | {worst:.0f} |", flush=True)
 
 
+def show_servers_view(record: Path, asks: int) -> None:
+    """record: the server's. The modest key came first."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    own = [line for line in lines if line["tenant"] == "tenant-1" and line["ttft_s"] is not None]
+    for name, part in (("alone", own[WARM_UP : WARM_UP + asks]), ("beside", own[-asks:])):
+        queue, first = (
+            1000 * float(np.median([line[field] for line in part]))
+            for field in ("queue_s", "ttft_s")
+        )
+        print(
+            f"{name}, at the server: seat after {queue:.0f} ms, first token after {first:.0f} (p50)"
+        )
+
+
 async def measure(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="jitney-fairness-") as name:
         folder = Path(name)
         keys = folder / "keys"
         keys.write_text(f"{MODEST}\n{GREEDY}\n")
         keys.chmod(0o600)
-        flags = ["--api-key-file", str(keys)]
+        record = folder / "record.jsonl"
+        flags = ["--api-key-file", str(keys), "--record", str(record)]
         if args.order:
             flags += ["--order", args.order]
         async with serving(args.model, folder, *flags) as server:
@@ -110,6 +126,7 @@ async def measure(args: argparse.Namespace) -> None:
             show(f"beside {args.streams} streams of another", beside)
             ratio = float(np.median(beside) / np.median(alone))
             print(f"\n{ratio:.2f} times as long (p50)")
+        show_servers_view(record, args.asks)
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ type _RoleOf = Callable[[Scope], Role]
 
 
 @dataclass(frozen=True, slots=True)
-class KeyChanges:
+class _KeyChanges:
     """How a new set of keys differs from the one before. Digests."""
 
     added: frozenset[str]
@@ -123,13 +123,13 @@ class ApiKeys:
     def needed(self) -> bool:
         return bool(self._roles)
 
-    def replace(self, users: Collection[str], admins: Collection[str]) -> KeyChanges:
+    def replace(self, users: Collection[str], admins: Collection[str]) -> _KeyChanges:
         """Accept these keys, by digest, and no others from now on. Open requests go on until
         `revoke`.
         """
         before, self._roles = self._roles, _roles_of(users, admins)
         both = before.keys() & self._roles.keys()
-        return KeyChanges(
+        return _KeyChanges(
             added=frozenset(self._roles.keys() - before.keys()),
             removed=frozenset(before.keys() - self._roles.keys()),
             demoted=frozenset(key for key in both if self._roles[key] < before[key]),
