@@ -27,7 +27,7 @@ from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
 from jitney.dashboard.timeline import Window, Work, own_columns, record_columns
 from jitney.dashboard.view import View
-from jitney.engine.api.access import Identity
+from jitney.engine.api.access import ApiKeys, Identity
 from jitney.engine.api.blocks import BlockAnswer
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.jsonio import LongJson, in_pieces
@@ -68,6 +68,7 @@ class Dashboard(PageRoutes):
 
     hz: frames a second. engine: tells what the engine is started with, for the policy lab,
     which is closed without it. decode: token ids to text, if prompts and answers may be shown.
+    keys: the accepted ones; None: those of the settings.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Dashboard(PageRoutes):
         hz: float = _HZ,
         engine: SettingsNow | None = None,
         decode: _Decode | None = None,
+        keys: ApiKeys | None = None,
     ):
-        super().__init__(settings)
+        super().__init__(settings, keys)
         self.client = client
         self.decode = decode
         self.slices = Slices(_MOST_ANSWERS)

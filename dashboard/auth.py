@@ -96,7 +96,13 @@ def page_middleware(
     """What stands before the routes of a page, outermost first."""
     return [
         Middleware(_PageGuard, cors_origins),
-        Middleware(AccessControl, partial(_role_of, lines), sessions.of_request, _not_signed_in),
+        Middleware(
+            AccessControl,
+            keys=sessions.keys,
+            role_of=partial(_role_of, lines),
+            identify=sessions.of_request,
+            missing=_not_signed_in,
+        ),
     ]
 
 

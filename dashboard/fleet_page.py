@@ -15,6 +15,7 @@ from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.passing import nothing_here, passed_route
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.types import JsonDict
@@ -54,9 +55,13 @@ class FleetPage(PageRoutes):
     index = "fleet.html"
 
     def __init__(
-        self, fleet: FleetView, settings: ServerSettings, rollouts: _Rollouts | None = None
+        self,
+        fleet: FleetView,
+        settings: ServerSettings,
+        rollouts: _Rollouts | None = None,
+        keys: ApiKeys | None = None,
     ):
-        super().__init__(settings)
+        super().__init__(settings, keys)
         self.fleet = fleet
         self.rollouts = rollouts
         fleet.signed_in = self.sessions.needed

@@ -38,6 +38,10 @@ _WHY = {
     "sleeping": "the engine sleeps",
     "engine_dead": "the engine is dead",
 }
+_DISK_FULL = (
+    "a disk that files, batches, jobs or the record of traffic are written to is full; the log "
+    "names it, and other answers go on"
+)
 
 
 class Notes:
@@ -54,13 +58,20 @@ class Notes:
         self._proof_of = -np.inf
         #: What was told of outages and refusals, by code and beginning.
         self._told: dict[tuple[str, float], Note] = {}
+        #: When the disk got full that was told of.
+        self._full_at = -np.inf
 
     def compare(self, now: Snapshot, records: np.ndarray) -> list[Note]:
         """New notes, and those that are renewed. records: the steps since the snapshot before. The
         first snapshot tells of what happened before anybody looked.
         """
         before, self._before = self._before, now
-        new = [*self._kernels_out(now), *self._renewed(now), *_accidents(before, now)]
+        new = [
+            *self._kernels_out(now),
+            *self._renewed(now),
+            *self._full_disk(now),
+            *_accidents(before, now),
+        ]
         if before is not None:
             new += _compiles(now, records)
         new += self._storms(now)
@@ -84,6 +95,13 @@ class Notes:
         notes += [_refusals_note(refusals) for refusals in now.refusals]
         told, self._told = self._told, {(note["code"], note["t"]): note for note in notes}
         return [note for what, note in self._told.items() if told.get(what) != note]
+
+    def _full_disk(self, now: Snapshot) -> list[Note]:
+        """That a disk got full, once for each time."""
+        if now.disk_full_at <= self._full_at:
+            return []
+        self._full_at = now.disk_full_at
+        return [_note(self._full_at, "error", "disk_full", _DISK_FULL)]
 
     def _storms(self, now: Snapshot) -> list[Note]:
         """That many lost their seats within the window, unless a note said so a moment ago."""

@@ -109,10 +109,12 @@ class PageRoutes:
     #: The file at "/".
     index = "index.html"
 
-    def __init__(self, settings: ServerSettings):
-        """settings: allowed_hosts, cors_origins and keys count here."""
-        self.keys = ApiKeys(settings)
-        self.sessions = Sessions(self.keys.needed)
+    def __init__(self, settings: ServerSettings, keys: ApiKeys | None = None):
+        """settings: allowed_hosts, cors_origins and keys count here. keys: the accepted ones; None:
+        those of the settings.
+        """
+        self.keys = keys or ApiKeys(settings)
+        self.sessions = Sessions(self.keys)
         self._settings = settings
         self.files = _PageFiles()
 

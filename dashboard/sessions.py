@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from jitney.engine.api.access import EVERYBODY, NOBODY, Identity
+from jitney.engine.api.access import EVERYBODY, NOBODY, ApiKeys, Identity
 from jitney.engine.api.settings import digest_key
 
 _COOKIE = "jitney_session"
@@ -27,16 +27,22 @@ _Clock = Callable[[], float]
 
 
 class Sessions:
-    """Open sessions, in memory alone: a restart of the server ends them all.
+    """Open sessions, in memory alone: a restart of the server ends them all, and so does the
+    removal of their key.
 
-    needed: False where everybody may look. clock: seconds.
+    keys: without any, everybody may look. clock: seconds.
     """
 
-    def __init__(self, needed: bool, clock: _Clock = time.monotonic):
-        self.needed = needed
+    def __init__(self, keys: ApiKeys, clock: _Clock = time.monotonic):
+        self.keys = keys
         self._clock = clock
         #: By digest of the session id: when it ends, and whose it is; oldest first.
         self._open: dict[str, tuple[float, Identity]] = {}
+
+    @property
+    def needed(self) -> bool:
+        """False where everybody may look."""
+        return self.keys.needed
 
     def open(self, identity: Identity) -> str:
         """A new session id."""
@@ -58,7 +64,7 @@ class Sessions:
         if not session:
             return NOBODY
         end, identity = self._open.get(digest_key(session), (0.0, NOBODY))
-        return identity if self._clock() < end else NOBODY
+        return self.keys.current(identity) if self._clock() < end else NOBODY
 
     def begin(self, identity: Identity, request: Request, response: Response) -> None:
         """A new session for whoever sent the request, in a cookie that scripts cannot read and

@@ -5,6 +5,7 @@ of the feed, and two of them a delta (`jitney.dashboard.sse` explains both).
 from __future__ import annotations
 
 import base64
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,8 @@ class Snapshot:
     #: Kernels that the proof at start took out, and when the engine that found them wrong got
     #: ready; for `Notes`.
     kernels_out: list[str] = field(default_factory=list)
+    #: See `History`.
+    disk_full_at: float = -math.inf
     ready_at: float = 0.0
 
     @classmethod
@@ -151,6 +154,7 @@ class Snapshot:
             n_events=history.n_life,
             outages=msgspec.to_builtins(list(history.outages)),
             refusals=msgspec.to_builtins(list(history.refusals)),
+            disk_full_at=history.disk_full_at,
         )
         if client.state in ("loading", "restarting"):
             snapshot.progress = msgspec.to_builtins(client.progress)

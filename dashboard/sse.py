@@ -172,7 +172,8 @@ class Note(TypedDict):
     """
 
     level: str  # "warn" or "error"
-    # "compile", "outage", "refusals", "nan", "canary", "dead", "kernels_out", "preemption_storm"
+    # "compile", "outage", "refusals", "nan", "canary", "dead", "kernels_out", "disk_full",
+    # "preemption_storm"
     code: str
     message: str
     t: float  # when it began

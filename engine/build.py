@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import platform
 import sys
@@ -28,7 +29,7 @@ from jitney.engine.canary import CanaryCore
 from jitney.engine.checkpoints.model_config import ModelConfig
 from jitney.engine.checkpoints.sampling_defaults import sampling_defaults
 from jitney.engine.checkpoints.sources import ModelSource
-from jitney.engine.config.cache_folder import open_compilation_cache
+from jitney.engine.config.cache_folder import open_compilation_cache, why_no_room
 from jitney.engine.config.digest import configuration_digest
 from jitney.engine.config.layers import settings
 from jitney.engine.config.platforms import check_devices
@@ -95,6 +96,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 #: A pool of at least this share of what fits is not worth compiling the largest step a second time
 #: for.
 _ENOUGH = 0.97
+#: Room for the compiled programs of a model: those of the default one on a CPU are some 10 MB.
+_PROGRAM_BYTES = 64 << 20
 #: Largest difference of two log-probabilities that rounding explains to a canary, by dtype of the
 #: activations.
 _CANARY_LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
@@ -187,6 +190,13 @@ class _Setup:
         except ModelError as error:
             _log.warning("%s: no vectors of texts are made (--embedding-pooling off)", error)
             return "off"
+
+    @property
+    def dimensions(self) -> tuple[int, ...] | None:
+        """Lengths that vectors may be cut to; empty: any; None: none. Raises ModelError."""
+        if self.pooling in ("off", "classify"):
+            return None
+        return self.source.stated_dimensions()
 
     def sizes(self, n_pages: int = 1) -> StateSizes:
         """What the engine's arrays are sized by."""
@@ -665,7 +675,11 @@ def _keep_programs(settings: EngineSection, device: Any) -> None:
     if programs is not None:
         update = jax.config.update
         update("jax_compilation_cache_dir", str(programs_folder(programs, device)))
-        update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        reason = why_no_room(programs, _PROGRAM_BYTES)
+        if reason:
+            _log.warning("NEW COMPILED PROGRAMS ARE NOT KEPT: %s", reason)
+        # A program that took less is read, but not written.
+        update("jax_persistent_cache_min_compile_time_secs", math.inf if reason else 0.0)
         update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
@@ -832,6 +846,7 @@ def _model_info(setup: _Setup, model: Model, defaults: dict[str, int | float]) -
         sampling_defaults=defaults,
         embedding_pooling=setup.pooling,
         embedding_size=1 if setup.pooling == "classify" else setup.source.config.hidden_size,
+        embedding_dimensions=setup.dimensions,
         encoder=setup.is_encoder,
         adapters=tuple(setup.config.model.adapter_folders),
     )

@@ -612,6 +612,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: What vectors of texts are made of, off or a `Pooling`; and how many numbers one has.
     embedding_pooling: str = "off"
     embedding_size: int = 0
+    #: Lengths that a vector may be cut to, by the model's files; empty: any; None: none.
+    embedding_dimensions: tuple[int, ...] | None = None
     #: It reads a whole text in one step and writes none: it makes vectors of texts, or scores pairs
     #: of them. No keys and values are kept.
     encoder: bool = False

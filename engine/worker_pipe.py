@@ -24,7 +24,7 @@ class WorkerPipe:
 
     def __init__(self):
         # They reach the whole process group; whoever started this one decides when it ends.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         self._requests = sys.stdin.buffer
         self._answers = sys.stdout.buffer

@@ -6,14 +6,17 @@ administrator; where it has one, nobody is without a key of `admin_keys`.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jitney.engine.api.context import Context
 from jitney.engine.api.errors import HttpError
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
@@ -41,6 +44,8 @@ class Identity:
     tenant: str = ""
     #: An administrator's key brought it for this client (`engine.api.tenants`).
     passed_on: bool = False
+    #: Digest of the key that the request shows, whoever it is for; empty where there is none.
+    key: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, scope: Scope) -> Identity:
@@ -67,18 +72,105 @@ type _Identify = Callable[[Scope], Identity]
 type _RoleOf = Callable[[Scope], Role]
 
 
+@dataclass(frozen=True, slots=True)
+class _KeyChanges:
+    """How a new set of keys differs from the one before. Digests."""
+
+    added: frozenset[str]
+    removed: frozenset[str]
+    #: They were administrators' keys and are users' now.
+    demoted: frozenset[str]
+    #: They were users' keys and are administrators' now.
+    promoted: frozenset[str]
+
+
+@dataclass(eq=False, slots=True)
+class _Admitted:
+    """A request that was let in and is not answered yet."""
+
+    key: str
+    #: None for a page that has no endpoint around it.
+    context: Context | None
+    #: Runs it.
+    task: asyncio.Task[object] | None
+    #: It was cancelled because its key is not accepted any more.
+    revoked: bool = False
+
+    def revoke(self) -> None:
+        """End it: by its own answer, where that can say why (`Context.end`), else by a
+        cancellation.
+        """
+        if self.context is not None and self.context.end is not None:
+            self.context.end(_key_removed())
+        elif self.task is not None:
+            self.revoked = True
+            self.task.cancel()
+
+
 class ApiKeys:
-    """The accepted keys. clock: seconds, for how often wrong ones come."""
+    """The accepted keys, and the open requests that showed them. Lives on one event loop.
+
+    clock: seconds, for how often wrong keys come.
+    """
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic):
-        #: By digest. A key that stands in both lists is an administrator's.
-        self._roles = dict.fromkeys(settings.api_keys, Role.USER)
-        self._roles |= dict.fromkeys(settings.admin_keys, Role.ADMIN)
+        #: By digest.
+        self._roles = _roles_of(settings.api_keys, settings.admin_keys)
         self._guesses = _Guesses(clock)
+        self._admitted: set[_Admitted] = set()
 
     @property
     def needed(self) -> bool:
         return bool(self._roles)
+
+    def replace(self, users: Collection[str], admins: Collection[str]) -> _KeyChanges:
+        """Accept these keys, by digest, and no others from now on. Open requests go on until
+        `revoke`.
+        """
+        before, self._roles = self._roles, _roles_of(users, admins)
+        both = before.keys() & self._roles.keys()
+        return _KeyChanges(
+            added=frozenset(self._roles.keys() - before.keys()),
+            removed=frozenset(before.keys() - self._roles.keys()),
+            demoted=frozenset(key for key in both if self._roles[key] < before[key]),
+            promoted=frozenset(key for key in both if self._roles[key] > before[key]),
+        )
+
+    def revoke(self, keys: Collection[str]) -> int:
+        """End the open requests that showed one of these keys, but not the one that asks for it:
+        streams with an error, others with a 401. -> how many.
+        """
+        own = asyncio.current_task()
+        ended = [each for each in self._admitted if each.key in keys and each.task is not own]
+        for each in ended:
+            each.revoke()
+        return len(ended)
+
+    @contextmanager
+    def admitting(self, scope: Scope) -> Iterator[None]:
+        """While a request is answered. Raises HttpError 401 where its key was removed before its
+        answer began; an answer that had begun breaks off.
+        """
+        key = Identity.of(scope).key
+        if not key:
+            yield
+            return
+        admitted = _Admitted(key, scope.get("jitney"), asyncio.current_task())
+        self._admitted.add(admitted)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not admitted.revoked or admitted.task is None:
+                raise
+            admitted.task.uncancel()
+            if admitted.context is None or not admitted.context.status:
+                raise _key_removed() from None
+        finally:
+            self._admitted.discard(admitted)
+
+    def current(self, identity: Identity) -> Identity:
+        """The same identity, or nobody's where its key was removed or has another role now."""
+        return identity if self._roles.get(identity.key) is identity.role else NOBODY
 
     def of_request(self, scope: Scope) -> Identity:
         """By the header 'Authorization: Bearer KEY', or where there is none, by 'x-api-key: KEY',
@@ -99,7 +191,7 @@ class ApiKeys:
         # Every digest is compared in full, whichever matches: how long it takes says nothing.
         matches = [known for known in self._roles if hmac.compare_digest(digest, known)]
         if matches:
-            return Identity(self._roles[digest], digest)
+            return Identity(self._roles[digest], digest, key=digest)
         wait = self._guesses.wait(address, key)
         if wait > 0:
             raise HttpError(
@@ -117,6 +209,17 @@ class ApiKeys:
             headers={"www-authenticate": "Bearer"},
             close=True,
         )
+
+
+def _roles_of(users: Collection[str], admins: Collection[str]) -> dict[str, Role]:
+    """A key that stands in both lists is an administrator's."""
+    return dict.fromkeys(users, Role.USER) | dict.fromkeys(admins, Role.ADMIN)
+
+
+def _key_removed() -> HttpError:
+    return HttpError(
+        401, "this API key was removed while it was in use", code="key_removed", close=True
+    )
 
 
 def key_of(scope: Scope) -> bytes:
@@ -160,18 +263,22 @@ class AccessControl:
     """Lets a request in, or not, by the role that its route needs; who sent it is in the scope from
     then on (`Identity.of`).
 
-    missing: how to show who one is, for those who did not.
+    keys: whose open requests these are. missing: how to show who one is, for those who did not.
     """
 
     app: ASGIApp
+    keys: ApiKeys
     role_of: _RoleOf
     identify: _Identify
     missing: Callable[[], HttpError]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self._check(scope)
-        await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self._check(scope)
+        with self.keys.admitting(scope):
+            await self.app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         needed = self.role_of(scope)

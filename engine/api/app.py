@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.edge import application
@@ -37,13 +38,14 @@ def create_app(
     extra_routes: Sequence[BaseRoute] = (),
     *,
     routes: Sequence[HttpRoute] = ROUTES,
+    keys: ApiKeys | None = None,
 ) -> Starlette:
     """The application; `app.state.service` is its `Service`.
 
     tokenizer may be None while the model is being fetched; set `app.state.service.tokenizer` when
     it is there. `app.state.service.begin_drain()` refuses new requests, `await
     app.state.service.drained()` waits for the open ones. extra_routes stand behind the same keys
-    and limits.
+    and limits. keys: the accepted ones; None: those of the settings.
     """
     service = Service(client, tokenizer, settings, model_name)
     service.openapi = document(tuple(routes))
@@ -57,7 +59,7 @@ def create_app(
         service.close()
 
     all_routes = [*(_starlette_route(route, service) for route in routes), *extra_routes]
-    app = application(service, settings, table, all_routes, lifespan)
+    app = application(service, settings, table, all_routes, lifespan, keys)
     app.state.service = service
     return app
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +65,17 @@ class _Connection(Protocol):
 
     def give_way(self) -> None:
         """Close it at once where nothing waits."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """Digest of the key of its newest request; empty: it had none."""
+        ...
+
+    def leave(self) -> None:
+        """Close it at once between two requests, or behind an answer that is able to say why it
+        ends (`Context.end`) or has not begun; another answer is broken off.
+        """
         ...
 
 
@@ -177,6 +189,12 @@ class Connections:
             connection.drop()
         else:
             connection.give_way()
+
+    def close_of(self, keys: Collection[str]) -> None:
+        """Keys are not accepted any more: close their connections, see `_Connection.leave`."""
+        for connection in list(self._open):
+            if connection.key in keys:
+                connection.leave()
 
     def hurry(self) -> None:
         """The server is about to stop: who does not read is not waited for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -84,6 +84,9 @@ class Context:
     session_id: str = ""
     #: Of OpenTelemetry; None where it is off.
     span: Span | None = None
+    #: Ends the answer early with an error that the answer itself tells; None while nothing does,
+    #: and the request is cancelled instead.
+    end: Callable[[Exception], None] | None = None
     #: Written while the request is read; sent with the answer's headers.
     notes: Notes = field(default_factory=Notes)
 

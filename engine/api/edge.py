@@ -41,11 +41,14 @@ def application(
     table: RouteTable,
     routes: Sequence[BaseRoute],
     lifespan: _Lifespan,
+    keys: ApiKeys | None = None,
 ) -> Starlette:
-    """Routes behind the edge. table: those of them that it knows by their lines."""
+    """Routes behind the edge. table: those of them that it knows by their lines. keys: the accepted
+    ones; None: those of the settings.
+    """
     app = Starlette(
         routes=routes,
-        middleware=_edge(observer, settings, table),
+        middleware=_edge(observer, settings, table, keys or ApiKeys(settings)),
         exception_handlers={HTTPException: partial(_answer_unrouted, table)},
         lifespan=lifespan,
     )
@@ -54,7 +57,7 @@ def application(
 
 
 def _edge(
-    observer: RequestObserver, settings: ServerSettings, table: RouteTable
+    observer: RequestObserver, settings: ServerSettings, table: RouteTable, keys: ApiKeys
 ) -> list[Middleware]:
     """What every request passes before a handler sees it, outermost first."""
     return [
@@ -64,8 +67,9 @@ def _edge(
         Middleware(_SiteGuard, settings=settings),
         Middleware(
             AccessControl,
+            keys=keys,
             role_of=partial(_role_of, settings),
-            identify=partial(_identify, ApiKeys(settings)),
+            identify=partial(_identify, keys),
             missing=_no_key,
         ),
         Middleware(_ClientShares, shares=_shares(settings)),

@@ -23,7 +23,7 @@ from jitney.engine.api.schema import GenerationBody, Label, ModelBody, prompt_li
 from jitney.engine.api.service import Service
 from jitney.engine.api.slices import Pieces
 from jitney.engine.errors import RequestError
-from jitney.engine.types import EngineInfo, JsonValue
+from jitney.engine.types import EngineInfo, JsonValue, ModelInfo
 
 #: Inputs of one request, as OpenAI has it.
 _MOST_INPUTS = 2048
@@ -40,7 +40,7 @@ _Input = (
 
 
 def _inputs(value: JsonValue) -> list[str | list[int]]:
-    return prompt_list(value, _MOST_INPUTS, "input")
+    return prompt_list(value, _MOST_INPUTS, "input", empty_texts=True)
 
 
 class EmbeddingsBody(ModelBody):
@@ -52,7 +52,8 @@ class EmbeddingsBody(ModelBody):
     input: Annotated[list[str | list[int]], PlainValidator(_inputs, json_schema_input_type=_Input)]
     #: base64: of float32 numbers, the low byte first. None: float.
     encoding_format: Literal["float", "base64"] | None = None
-    #: Numbers of a vector: as many as the model's hidden state has, no fewer.
+    #: Numbers of a vector; fewer than the model makes only where its files say that it was trained
+    #: for that. None: all.
     dimensions: Annotated[int, Field(ge=1)] | None = None
     #: Of longer inputs, the last so many tokens are read; None: they are refused.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -122,7 +123,8 @@ async def _embeddings(service: Service, request: Request) -> ASGIApp:
     fields = body.model_dump(exclude=_OWN_FIELDS, exclude_none=True)
     shared = GenerationBody.model_validate(fields)
     builder = RequestBuilder(service, shared, Context.of(request))
-    wanted = await builder.embeddings(body.input, body.add_special_tokens is not False)
+    special = body.add_special_tokens is not False
+    wanted = await builder.embeddings(body.input, special, body.dimensions)
     return GenerationAnswer(service, wanted, _format_of(body))
 
 
@@ -146,13 +148,27 @@ def check_vectors(info: EngineInfo, dimensions: int | None) -> None:
             code="unsupported_parameter",
             param="model",
         )
-    if dimensions not in (None, info.model.embedding_size):
-        raise RequestError(
-            f"dimensions must be {info.model.embedding_size}, as many as the model has: no model "
-            "here is trained for shorter vectors",
-            code="unsupported_parameter",
-            param="dimensions",
+    if dimensions is not None:
+        _check_dimensions(info.model, dimensions)
+
+
+def _check_dimensions(model: ModelInfo, dimensions: int) -> None:
+    """Raises RequestError for shorter vectors than the model was trained for."""
+    size, shorter = model.embedding_size, model.embedding_dimensions
+    if dimensions == size or (shorter is not None and dimensions in (shorter or range(1, size))):
+        return
+    if shorter is None:
+        allowed = (
+            f"{size}, as many as the model makes: its config.json does not say that it was trained "
+            "for shorter vectors (is_matryoshka, matryoshka_dimensions)"
         )
+    elif shorter:
+        allowed = f"one of {', '.join(map(str, (*shorter, size)))}"
+    else:
+        allowed = f"1 to {size}"
+    raise RequestError(
+        f"dimensions must be {allowed}", code="unsupported_parameter", param="dimensions"
+    )
 
 
 EMBEDDING_ROUTES = (

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from jitney.engine.api.choices import Choice, ChoiceDelta, Deltas, PromptEcho
 from jitney.engine.api.context import Context
 from jitney.engine.api.generation_request import GenerationRequest
@@ -82,12 +84,10 @@ class Generation:
         self._n_submitted = 0
 
     async def __aenter__(self) -> Generation:
+        self._context.end = self._end_with
         try:
-            for number, request in enumerate(self.request.engine_requests):
-                self._client.submit(request, partial(self._hear, number))
-                self._n_submitted += 1
-                if self._tracing is not None:
-                    self._tracing.submitted(request, self._context)
+            for _ in range(self.request.first_group):
+                self._submit_next()
             if self.request.echo:
                 await self._make_echoes()
         except BaseException:
@@ -97,6 +97,17 @@ class Generation:
         for request in self.request.engine_requests:
             self._metrics.prompt_lengths.observe(len(request.prompt))
         return self
+
+    def _submit_next(self) -> None:
+        """Give the engine the next of the engine requests, if there is one. Raises RequestError."""
+        number = self._n_submitted
+        if number == len(self.request.engine_requests):
+            return
+        request = self.request.engine_requests[number]
+        self._client.submit(request, partial(self._hear, number))
+        self._n_submitted += 1
+        if self._tracing is not None:
+            self._tracing.submitted(request, self._context)
 
     async def _make_echoes(self) -> None:
         """While the engine reads the prompts."""
@@ -192,6 +203,8 @@ class Generation:
         delta = self._accept(choice, output)
         if delta is not None:
             self._news.put((choice, delta))
+        if choice.finish is not None:
+            self._submit_next()
 
     def _accept(self, choice: Choice, output: SequenceOutput) -> ChoiceDelta | None:
         if output.tokens:
@@ -206,7 +219,7 @@ class Generation:
         if output.prompt_logprobs is not None:
             self.echoes[number].logprobs = output.prompt_logprobs
         if output.embedding is not None:
-            self.embeddings[number] = output.embedding
+            self.embeddings[number] = _cut(output.embedding, self.request.dimensions)
         if output.index == 0 and output.cached_tokens:
             self._metrics.cached_tokens.inc(output.cached_tokens - self.cached_tokens[number])
             self.cached_tokens[number] = output.cached_tokens
@@ -253,8 +266,15 @@ class Generation:
         if choice.queued_s is not None:
             self._metrics.work.observe(max(0.0, whole_s - choice.queued_s))
 
+    def _end_with(self, error: Exception) -> None:
+        """Give up the engine's work; whoever asks for deltas is told the error."""
+        self._news.fail(error)
+        for request in self.request.engine_requests[: self._n_submitted]:
+            self._client.abort(request.id)
+
     def _end(self) -> None:
         """Abort what is open, and listen no more."""
+        self._context.end = None
         self._context.completion_tokens = self.completion_tokens
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
         for number, request in enumerate(self.request.engine_requests[: self._n_submitted]):
@@ -357,6 +377,16 @@ class _Mailbox[T]:
     def _wake(self) -> None:
         if self._taker is not None and not self._taker.done():
             self._taker.set_result(None)
+
+
+def _cut(vector: bytes, dimensions: int | None) -> bytes:
+    """The first numbers of a vector of float32, of length 1 again; all: as they are."""
+    whole = np.frombuffer(vector, np.float32)
+    if dimensions is None or dimensions >= whole.size:
+        return vector
+    numbers = whole[:dimensions]
+    length = float(np.linalg.norm(numbers))
+    return (numbers / length if length else numbers).astype(np.float32).tobytes()
 
 
 def _bad_end(error: ErrorInfo | None, finish: str) -> RequestError:

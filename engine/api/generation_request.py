@@ -64,8 +64,19 @@ class GenerationRequest:
     tokens_as_ids: bool = False
     #: Whether thoughts are shown.
     shows_reasoning: bool = True
+    #: Prompts that are with the engine at a time, in their order; None: all.
+    in_flight: int | None = None
+    #: Numbers of each vector, which is cut and brought to length 1 again; None: all that the model
+    #: makes.
+    dimensions: int | None = None
+
+    @property
+    def first_group(self) -> int:
+        """Prompts that the engine is given at once."""
+        together = len(self.engine_requests)
+        return together if self.in_flight is None else min(self.in_flight, together)
 
     @property
     def sequences(self) -> int:
-        """That are generated for all prompts."""
-        return len(self.engine_requests) * self.sampling.n
+        """That are open at a time, of all prompts."""
+        return self.first_group * self.sampling.n

@@ -38,7 +38,8 @@ _ERRORS = {
     404: "there is no such model, file, batch or job, or it is somebody else's",
     405: "the route does not take this method",
     408: "head or body did not arrive in time",
-    409: "the Idempotency-Key of a job was used for another one",
+    409: "the Idempotency-Key of a job was used for another one, or a file that was to be read "
+    "again is not sound",
     413: "the body is too large",
     415: "the body is not JSON in UTF-8, or not a form where one is wanted",
     429: "too many requests; Retry-After says when to come again",

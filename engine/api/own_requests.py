@@ -4,7 +4,7 @@ and lie in one store.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from jitney.engine.api.batches.host import RequestHost
@@ -29,6 +29,15 @@ class OwnRequests:
         yield
         await self.jobs.close()
         await self.batches.close()
+
+    async def cancel_of(self, owners: Collection[str]) -> tuple[int, int]:
+        """Cancel what was left by keys, by digest, that are not accepted any more. -> (jobs,
+        batches). Raises HttpError 503.
+        """
+        if not owners or not self.batches.is_open:
+            return 0, 0
+        jobs, batches = await self.jobs.runner(), await self.batches.runner()
+        return await jobs.cancel_of(owners), await batches.cancel_of(owners)
 
     def stop(self) -> None:
         """The server is about to stop: what is being computed is given up, and is taken up again at

@@ -23,7 +23,9 @@ import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jitney.engine.api.access import Identity
 from jitney.engine.api.connections import Connections
+from jitney.engine.api.context import Context
 from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.api.http_connection import HttpConnection
 from jitney.engine.api.middleware import HeaderLimits
@@ -190,6 +192,25 @@ class _BoundedProtocol(H11Protocol):
         poll = select.poll()
         poll.register(self._bare.get_extra_info("socket"), events)
         return bool(poll.poll(0))
+
+    @property
+    def key(self) -> str:
+        identity: Identity | None = self._noted("jitney.identity")
+        return "" if identity is None else identity.key
+
+    def leave(self) -> None:
+        cycle = self.cycle
+        has_begun = cycle is not None and cycle.response_started and not cycle.response_complete
+        context: Context | None = self._noted("jitney")
+        if has_begun and (context is None or context.end is None):
+            self.drop()
+        else:
+            self.shutdown()
+
+    def _noted(self, name: str) -> Any:
+        """What our application has written into the scope of the newest request; None: nothing."""
+        scope: Any = {} if self.cycle is None else self.cycle.scope
+        return scope.get(name)
 
     def drop(self) -> None:
         self._bare.abort()

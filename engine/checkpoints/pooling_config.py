@@ -55,6 +55,23 @@ def gguf_pooling(metadata: JsonObject) -> Pooling | None:
     return _OF_GGUF[kind]
 
 
+def folder_dimensions(folder: Path) -> tuple[int, ...] | None:
+    """Lengths that the vectors of a folder's model may be cut to, as its config.json says it:
+    `matryoshka_dimensions`, or any where only `is_matryoshka` is true, by the names that vLLM reads
+    too (Matryoshka representation learning, arXiv 2205.13147). None: it says nothing. Raises
+    ModelError.
+    """
+    config = read_json(folder, "config.json")
+    listed = config.get("matryoshka_dimensions")
+    if listed is None:
+        return () if config.get("is_matryoshka") is True else None
+    if not isinstance(listed, list) or not all(type(size) is int and size > 0 for size in listed):
+        raise ModelError(
+            f"config.json: matryoshka_dimensions must list lengths, found {str(listed)[:60]!r}"
+        )
+    return tuple(sorted(set(listed)))
+
+
 def _stated(folder: Path, known: Mapping[str, Pooling]) -> Pooling | None:
     """What the files of a folder say, one of `known`'s values by its names."""
     modules: dict[str, JsonObject] = {}

@@ -29,7 +29,12 @@ from jitney.engine.checkpoints.gguf import GGUFFile
 from jitney.engine.checkpoints.gguf_config import config_of
 from jitney.engine.checkpoints.hf_config import read_hf_config
 from jitney.engine.checkpoints.model_config import EncoderConfig, ModelConfig
-from jitney.engine.checkpoints.pooling_config import folder_pooling, gguf_pooling, read_pooling
+from jitney.engine.checkpoints.pooling_config import (
+    folder_dimensions,
+    folder_pooling,
+    gguf_pooling,
+    read_pooling,
+)
 from jitney.engine.checkpoints.safetensors import lacks_head
 from jitney.engine.checkpoints.turn_ends import turn_ends
 from jitney.engine.errors import ModelError, did_you_mean
@@ -170,6 +175,12 @@ class ModelSource:
                 return gguf_pooling(GGUFFile(self.path).metadata)
             case "tiny":
                 return None
+
+    def stated_dimensions(self) -> tuple[int, ...] | None:
+        """Lengths that vectors of texts may be cut to by the model's own files; empty: any; None:
+        they do not say. Raises ModelError.
+        """
+        return folder_dimensions(Path(self.path)) if self.kind == "hf" else None
 
     def identity(self, adapters: Mapping[str, str] = _NO_ADAPTERS) -> str:
         """SHA-256 (hexadecimal) of the files that make the model, whatever it is called and

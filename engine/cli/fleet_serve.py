@@ -8,13 +8,15 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.flags import Command, Flag, FlagGroup
 from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_key_file
+from jitney.engine.cli.reload import LIVE, FreshSettings, Reloader
 from jitney.engine.config.extras import how_to_install
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     import uvicorn
     from ray.serve import Application
 
+    from jitney.engine.api.access import ApiKeys
+    from jitney.engine.api.connections import Connections
+    from jitney.engine.api.reload import FileNews
     from jitney.engine.fleet.build import FleetParts
     from jitney.engine.fleet.config import FleetConfig
     from jitney.engine.fleet.fleet import Fleet
@@ -34,6 +39,9 @@ _log = logging.getLogger("jitney")
 _FAREWELL_S = 3.0
 #: Where the page of all engines is.
 _PAGE = "/dashboard"
+_ENGINE_KEY_FILE = "engine_key_file"
+#: The fleet's file as it is now. Raises ConfigError.
+type _Read = Callable[[], FleetConfig]
 _COMMAND = Command(
     "fleet serve",
     "Serve the models of a fleet.toml: engines that are started here and engines elsewhere, behind "
@@ -69,10 +77,11 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     given = {name: getattr(args, name) for name in ("host", "port")}
     flags = {name: value for name, value in given.items() if value is not None}
-    config = FleetConfig.read(args.file, os.environ, flags)
+    read = partial(FleetConfig.read, args.file, os.environ, flags)
+    config = read()
     check_tls(config.server)
     keys = AcceptedKeys.of(config.server)
-    return _start_on_ray(config, keys) if args.on == "ray" else _start(config, keys)
+    return _start_on_ray(config, keys) if args.on == "ray" else _start(config, keys, read)
 
 
 def _start_on_ray(config: FleetConfig, keys: AcceptedKeys) -> int:
@@ -118,26 +127,32 @@ def ray_application(args: dict[str, str]) -> Application:
 def _engine_key(config: FleetConfig) -> str:
     """That engines of `urls` are asked with; empty: the client's own."""
     key_file = config.fleet.engine_key_file
-    return read_key_file(str(config.path(key_file))) if key_file else ""
+    if not key_file:
+        return ""
+    return read_key_file(str(config.path(key_file)), _ENGINE_KEY_FILE)
 
 
-def _start(config: FleetConfig, keys: AcceptedKeys) -> int:
+def _start(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
     from jitney.engine.cli.descriptors import raise_descriptor_limit
     from jitney.engine.cli.display import make_display
 
     raise_descriptor_limit()
     make_display(config.server.log_level).close()
     with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        return asyncio.run(_serve(config, keys, bound))
+        return asyncio.run(_serve(config, keys, bound, read))
 
 
-async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket) -> int:
+async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket, read: _Read) -> int:
     from jitney.engine.fleet.build import open_fleet
     from jitney.engine.fleet.local import LocalEngines
 
     async with open_fleet(config, _engine_key(config)) as (fleet, parts):
         engines = LocalEngines(config, parts, keys.users, keys.admins)
-        return await _Serving(config, keys, bound, fleet, parts, engines).run()
+        return await _Serving(config, keys, bound, fleet, parts, engines, read).run()
+
+
+def _ignore() -> None:
+    """The log says it."""
 
 
 class _Serving:
@@ -151,45 +166,99 @@ class _Serving:
         fleet: Fleet,
         parts: FleetParts,
         engines: LocalEngines,
+        read: _Read,
     ):
+        from jitney.engine.api.access import ApiKeys
+        from jitney.engine.api.connections import Connections
+        from jitney.engine.cli.serve import limits
+
         self.config = config
         self.bound = bound
         self.fleet = fleet
         self.parts = parts
         self.engines = engines
-        self.web = self._web_server(keys)
+        self._read = read
+        #: As its file is configured now.
+        self._engine_key = parts.key
+        settings = limits(Config(server=config.server), keys)
+        self._settings = replace(settings, data_dir=config.data_dir)
+        accepted, connections = ApiKeys(settings), Connections(settings)
+        self.web = self._web_server(accepted, connections)
+        own = fleet.own_requests
+        assert own is not None  # the ingress has made them
+        self.reload = fleet.reload = Reloader(
+            config.server,
+            self._reread,
+            accepted,
+            connections,
+            own,
+            tls=lambda: self.web.config.ssl,
+            on_taken=lambda _, keys: engines.accept(keys.admins),
+        )
         #: Numbers of the signals that came.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
-    def _web_server(self, keys: AcceptedKeys) -> uvicorn.Server:
-        from jitney.engine.api.connections import Connections
-        from jitney.engine.cli.serve import limits, web_server
+    def _web_server(self, accepted: ApiKeys, connections: Connections) -> uvicorn.Server:
+        from jitney.engine.cli.serve import web_server
         from jitney.engine.fleet.ingress import create_ingress
         from jitney.engine.fleet.page import fleet_page_routes
 
-        config = Config(server=self.config.server)
-        settings = replace(limits(config, keys), data_dir=self.config.data_dir)
-        page = fleet_page_routes(self.fleet, settings, _PAGE, self.config.fleet.price_per_hour)
-        app = create_ingress(self.fleet, settings.with_page(_PAGE), extra_routes=page)
-        return web_server(config, settings, app, Connections(settings))
+        settings, price = self._settings, self.config.fleet.price_per_hour
+        page = fleet_page_routes(self.fleet, settings, _PAGE, price, accepted)
+        own = settings.with_page(_PAGE)
+        app = create_ingress(self.fleet, own, extra_routes=page, keys=accepted)
+        return web_server(Config(server=self.config.server), settings, app, connections)
+
+    def _reread(self) -> FreshSettings:
+        """The fleet's file as it is now. Raises ConfigError."""
+        fresh, before = self._read(), self.config
+        sections = ((fresh.server, before.server), (fresh.fleet, before.fleet))
+        changed = [
+            name
+            for new, old in sections
+            for name in type(new).model_fields
+            if name not in LIVE | {_ENGINE_KEY_FILE} and getattr(new, name) != getattr(old, name)
+        ]
+        if fresh.models != before.models:
+            changed.append("models")
+        key = _engine_key(fresh)
+        if bool(key) != bool(self._engine_key):
+            raise ConfigError(
+                f"{_ENGINE_KEY_FILE}: engines get a key of the fleet's, or lose it, at a start only"
+            )
+        return FreshSettings(fresh.server, changed, partial(self._take_engine_key, key))
+
+    async def _take_engine_key(self, key: str) -> FileNews:
+        """Ask engines of `urls` with this key from now on."""
+        if not key:
+            return "none"
+        if key == self._engine_key:
+            return "unchanged"
+        self._engine_key = key
+        self.parts.use_key(key)
+        return "replaced"
 
     async def run(self) -> int:
         """Answer probes at once, start the engines, serve, drain. Raises JitneyError if an engine
         cannot be started.
         """
+        from jitney.engine.api.disk_watch import watch_disks
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.signals.put_nowait, number)
+        self.reload.listen(self.signals.put_nowait)
         web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
         work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
+        watching = asyncio.create_task(watch_disks([self.config.data_dir], _ignore))
         try:
             await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()  # the reason, as an exception
             return await self._drain() if stop.done() else 1
         finally:
-            for task in (work, stop):
+            for task in (work, stop, watching):
                 task.cancel()
             await self._close(web)
 

@@ -49,11 +49,17 @@ def check_tls(server: ServerSection) -> None:
     """Raise ConfigError, in one line, for a certificate or key that cannot be served with."""
     if not server.ssl_certfile:
         return
+    load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server)
+
+
+def load_certificate(context: ssl.SSLContext, server: ServerSection) -> None:
+    """Have new handshakes of a context use the certificate of these settings. Raises ConfigError,
+    in one line.
+    """
     key_file = Path(server.ssl_keyfile or server.ssl_certfile)
     try:
         if key_file.stat().st_mode & stat.S_IRWXO:
             raise ConfigError(f"{key_file} is open to other users of this machine: chmod o= it")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # An encrypted key would be asked about in the terminal.
         context.load_cert_chain(server.ssl_certfile, key_file, password="")
     except ssl.SSLError as error:

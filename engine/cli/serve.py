@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.arguments import Arguments
@@ -27,6 +28,7 @@ from jitney.engine.cli.drain import drain_status
 from jitney.engine.cli.equipment import Equipment
 from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup, say
 from jitney.engine.cli.listen import AcceptedKeys, base_url, check_tls, listen, read_key_file
+from jitney.engine.cli.reload import LIVE, FreshSettings, Reloader
 from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.config.kept_sizes import KeptSizes
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
+    from jitney.engine.api.access import ApiKeys
     from jitney.engine.api.connections import Connections
     from jitney.engine.api.settings import ServerSettings
     from jitney.engine.api.tracing import Tracing
@@ -61,6 +64,8 @@ _YOUNG_OBJECTS, _COLLECT_S = 2000, 60.0
 #: Seconds that answers get to leave after the engine has stopped.
 _FAREWELL_S = 2
 _DASHBOARD = "/dashboard"
+#: Where settings come from that were read again.
+_REREAD = "read again"
 
 #: Times this machine's steps. -> the settings, with sizes by what they take.
 _Measure = Callable[[Display], Awaitable[Layered]]
@@ -82,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = _COMMAND.parser()
     add_vllm_flags(parser)
     args = parser.parse(arguments, Arguments)
-    layered = args.load_layers()
+    layered = given = args.load_layers()
     chosen = [] if args.goal is None else [_filled_in(args.goal, layered)]
     layered = replace(layered, config=placed(layered.config, os.environ))
     measures = KeptSizes.are_for(layered)
@@ -97,7 +102,20 @@ def run(arguments: Sequence[str]) -> int:
     if layered.config.engine.follows:
         return _start_following(layered.config, chosen)
     measure = partial(_measured, layered) if measures and kept is None else None
-    return _start(layered, chosen, measure)
+    return _start(layered, chosen, partial(_reread, args, given), measure)
+
+
+def _reread(args: Arguments, given: Layered) -> FreshSettings:
+    """The settings as file, environment and flags have them now. given: as they had them at the
+    start. Raises ConfigError.
+    """
+    fresh = args.load_layers().config
+    changed: list[str] = []
+    for name, place in settings().items():
+        before = getattr(getattr(given.config, place.section), place.key)
+        if name not in LIVE and getattr(getattr(fresh, place.section), place.key) != before:
+            changed.append(name)
+    return FreshSettings(fresh.server, changed)
 
 
 def _say_all(lines: Iterable[str]) -> None:
@@ -134,7 +152,12 @@ def _start_following(config: Config, chosen: Sequence[str]) -> int:
     return follow(config)
 
 
-def _start(layered: Layered, chosen: Sequence[str], measure: _Measure | None) -> int:
+def _start(
+    layered: Layered,
+    chosen: Sequence[str],
+    reread: Callable[[], FreshSettings],
+    measure: _Measure | None,
+) -> int:
     """Check what can be checked at once (platform, keys, port), say what was chosen for the user,
     then load and serve. A setting that is refused is one line, and the only one.
     """
@@ -146,7 +169,7 @@ def _start(layered: Layered, chosen: Sequence[str], measure: _Measure | None) ->
     raise_descriptor_limit()
     with contextlib.closing(listen(section.host, section.port)) as bound:
         display = make_display(section.log_level)
-        server = _Server(layered, keys, bound, display, measure)
+        server = _Server(layered, keys, bound, display, reread, measure)
         _say_all(chosen)
         return asyncio.run(server.serve())
 
@@ -168,8 +191,10 @@ class _Server:
         keys: AcceptedKeys,
         bound: socket.socket,
         display: Display,
+        reread: Callable[[], FreshSettings],
         measure: _Measure | None = None,
     ):
+        from jitney.engine.api.access import ApiKeys
         from jitney.engine.api.connections import Connections
         from jitney.engine.process.supervisor import ProcessClient
 
@@ -186,12 +211,23 @@ class _Server:
         #: Makes spans for OpenTelemetry, if that is asked for.
         self.tracing = self._make_tracing() if config.server.otel else None
         settings = limits(config, keys)
-        self.app = _build_app(config, settings, self.client)
-        self.app.state.service.tracing = self.tracing
-        self.app.state.service.layered = layered
+        accepted = ApiKeys(settings)
+        self.app = _build_app(config, settings, self.client, accepted)
+        service = self.app.state.service
+        service.tracing = self.tracing
+        service.layered = layered
         self.equipment = Equipment(config, self.client, display)
         self.connections = Connections(settings)
         self.web = web_server(config, settings, self.app, self.connections)
+        self.reload = service.reload = Reloader(
+            config.server,
+            reread,
+            accepted,
+            self.connections,
+            service.own_requests,
+            tls=lambda: self.web.config.ssl,
+            on_taken=self._show_taken,
+        )
         #: Numbers of the signals that came, but one that said nothing new.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         #: One has come; and an engine that shares experts with this one had one before.
@@ -221,8 +257,10 @@ class _Server:
         web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
         work = asyncio.create_task(self._work())
         stop = asyncio.create_task(self.signals.get())
-        collecting = asyncio.create_task(_collect_regularly())
-        listening = asyncio.create_task(self._stop_with_others())
+        beside = [
+            asyncio.create_task(work)
+            for work in (_collect_regularly(), self._stop_with_others(), self._watch_disks())
+        ]
         try:
             await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
             status = await self._drain() if stop.done() else 1
@@ -230,7 +268,7 @@ class _Server:
                 work.result()  # the reason, as an exception
             return status
         finally:
-            for task in (work, stop, collecting, listening):
+            for task in (work, stop, *beside):
                 task.cancel()
             await self._close(web)
 
@@ -238,6 +276,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._take_signal, number)
+        self.reload.listen(self._take_signal)
 
     def _take_signal(self, number: int) -> None:
         """The first one begins a drain and the second one ends it; where others began the drain,
@@ -255,6 +294,28 @@ class _Server:
             _log.info("an engine that shares experts with this one stops, and all stop together")
             self._ends_with_others = True
             self.signals.put_nowait(signal.SIGTERM)
+
+    def _show_taken(self, fresh: FreshSettings, keys: AcceptedKeys) -> None:
+        """The settings that count now are those that /config shows."""
+        service = self.app.state.service
+        before: Layered = service.layered
+        now = {name: getattr(fresh.server, name) for name in LIVE}
+        changed = {
+            name: value
+            for name, value in now.items()
+            if value != getattr(before.config.server, name)
+        }
+        service.layered = before.with_values(changed, _REREAD)
+
+    async def _watch_disks(self) -> None:
+        """Those that are written to while requests are answered; never returns."""
+        from jitney.engine.api.disk_watch import watch_disks
+
+        server = self.config.server
+        folders = [server.data_folder]
+        if server.record:
+            folders.append(Path(server.record).absolute().parent)
+        await watch_disks(folders, self.client.history.disk_full)
 
     async def _close(self, web: asyncio.Task[None]) -> None:
         self.display.close()
@@ -349,7 +410,9 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
     )
 
 
-def _build_app(config: Config, settings: ServerSettings, client: ProcessClient) -> Starlette:
+def _build_app(
+    config: Config, settings: ServerSettings, client: ProcessClient, keys: ApiKeys
+) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
     from jitney.dashboard import Dashboard
     from jitney.engine.api.app import create_app
@@ -359,10 +422,10 @@ def _build_app(config: Config, settings: ServerSettings, client: ProcessClient) 
         return tokenizer.decode(ids) if tokenizer is not None else ""
 
     shown = decode if config.server.dashboard_show_text else None
-    page = Dashboard(client, settings, engine=lambda: client.config.engine, decode=shown)
+    page = Dashboard(client, settings, engine=lambda: client.config.engine, decode=shown, keys=keys)
     own = settings.with_page(_DASHBOARD)
     routes = page.mounted(_DASHBOARD)
-    app = create_app(client, None, own, config.model.id, extra_routes=routes)
+    app = create_app(client, None, own, config.model.id, extra_routes=routes, keys=keys)
     return app
 
 

@@ -1,11 +1,14 @@
-"""The folder of compiled programs, which are machine code that is loaded and run: it is used only
-where nobody else can have put anything into it.
+"""The cache folder: why nothing can be stored there, and the folder of compiled programs, which are
+machine code that is loaded and run, so that it is used only where nobody else can have put anything
+into it.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from jitney.engine.config.schema import EngineSection, compilation_cache_dir
 _log = logging.getLogger("jitney")
 
 _PRIVATE = 0o700
+_REMEDY = "name another folder in JITNEY_CACHE"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -106,6 +110,39 @@ def _nearest(folder: Path) -> Path:
     while not os.path.lexists(folder):
         folder = folder.parent
     return folder
+
+
+def why_no_room(folder: Path, needed: int, remedy: str = _REMEDY) -> str:
+    """Why so many bytes cannot be written into a folder, or the one that it will be made in: path,
+    sizes and what to do; an empty text where they can.
+    """
+    folder = Path(os.path.abspath(folder))
+    nearest = _nearest(folder)
+    try:
+        free = shutil.disk_usage(nearest).free
+    except OSError as error:
+        return _not_writable(folder, error.strerror, remedy)
+    if not os.access(nearest, os.W_OK) or not nearest.is_dir():
+        return _not_writable(folder, "no folder that we may write to", remedy)
+    if free >= needed:
+        return ""
+    sizes = f"has {_size(free)} free, and {_size(needed)} are needed"
+    return f"{folder} {sizes}: free some, or {remedy}"
+
+
+def why_not_stored(error: OSError, folder: Path, needed: int) -> str:
+    """The same once it was tried."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason = why_no_room(folder, needed) if is_full else ""
+    return reason or _not_writable(folder, error.strerror, _REMEDY)
+
+
+def _not_writable(folder: Path, reason: str | None, remedy: str) -> str:
+    return f"{folder} cannot be written to ({reason or 'no reason was given'}): {remedy}"
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.1f} MB"
 
 
 def make_folders(folder: Path) -> None:

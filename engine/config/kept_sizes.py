@@ -14,13 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from jitney.engine.config.cache_folder import make_private
+from jitney.engine.config.cache_folder import make_private, why_not_stored
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.presets import SIZES, runs_on_device
 from jitney.engine.config.schema import Config, cache_dir
 
 #: Where a value comes from that was chosen by measuring.
 _FROM_MEASURED = "measured here"
+#: Bytes that a file of them has at most.
+_FILE_BYTES = 1 << 12
 #: What stands for the sizes where all came out as their defaults.
 _USUAL = "the usual ones"
 #: Settings that are chosen so.
@@ -113,7 +115,7 @@ class KeptSizes(msgspec.Struct, frozen=True):
             new.write_bytes(msgspec.json.encode(self) + b"\n")
             new.replace(path)
         except OSError as error:
-            return f"{path} cannot be written: {error.strerror}"
+            return why_not_stored(error, path.parent, _FILE_BYTES)
         return ""
 
 

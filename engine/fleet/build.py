@@ -59,6 +59,18 @@ class FleetParts:
     #: What looks for engines behind names.
     found: list[_FoundEngines] = field(default_factory=list)
 
+    def use_key(self, key: str) -> None:
+        """Ask engines of `urls` with this key from now on; those that the fleet starts have keys
+        of their own.
+        """
+        for model in self.arms.values():
+            for replica in model.replicas:
+                if replica.key == self.key:
+                    replica.key = key
+        for engines in self.found:
+            engines.key = key
+        self.key = key
+
     @property
     def patience(self) -> Patience:
         section = self.config.fleet

@@ -16,6 +16,8 @@ from jitney.engine.types import JsonObject
 #: Runs `jitney serve` with its arguments, until the fleet is gone.
 ENGINE_MODULE = "jitney.engine.cli.fleet_engine"
 LOCALHOST = "127.0.0.1"
+#: In the environment of an engine: the keys that it accepts.
+ADMIN_KEYS = "JITNEY_ADMIN_KEYS"
 #: Settings of an engine that its fleet decides.
 _DECIDED = (
     "host",
@@ -114,4 +116,9 @@ def engine_keys(admins: Sequence[str]) -> tuple[str, dict[str, str]]:
     engines.
     """
     own = secrets.token_urlsafe(32)
-    return own, {"JITNEY_API_KEYS": "", "JITNEY_ADMIN_KEYS": ",".join([*admins, own])}
+    return own, keys_environ(admins, own)
+
+
+def keys_environ(admins: Sequence[str], own: str) -> dict[str, str]:
+    """What an engine's environment says of keys. own: the one that the fleet asks it with."""
+    return {"JITNEY_API_KEYS": "", ADMIN_KEYS: ",".join([*admins, own])}

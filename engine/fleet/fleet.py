@@ -29,6 +29,7 @@ from jitney.engine.lru import LruCache
 
 if TYPE_CHECKING:
     from jitney.engine.api.own_requests import OwnRequests
+    from jitney.engine.api.reload import Reload
 
 #: The path of the route whose answers are kept; those about one of them begin so.
 _RESPONSES = "/v1/responses"
@@ -70,6 +71,8 @@ class Fleet:
         #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
         self.settings = ServerSettings()
         self.own_requests: OwnRequests | None = None
+        #: Reads the files of the configuration again; None where nobody can.
+        self.reload: Reload | None = None
         #: Who keeps which answer of /v1/responses, by tenant and id, as far as they passed here.
         self._keepers = LruCache[tuple[bytes, str], _AnswerKeeper](_MOST, lambda key: 1)
         self.created = int(time.time())

@@ -77,6 +77,12 @@ class ProxiedAnswer:
     body: AsyncIterator[bytes]
 
     @property
+    def is_stream(self) -> bool:
+        """It is made of events, or of JSON lines."""
+        media_type = dict(self.headers).get(b"content-type", b"").decode("latin-1")
+        return media_type.partition(";")[0].strip() in STREAMS
+
+    @property
     def replica(self) -> str:
         """Its name; empty: none answered."""
         return dict(self.headers).get(_REPLICA_HEADER, b"").decode()
@@ -232,7 +238,7 @@ class Exchange:
                     yield sign_of_life
                 attempt = self._resumed()
         except (RequestError, CannotGoOn) as error:
-            yield self._failure(error)
+            yield stream_failure(error, self.asked)
 
     async def _events(self, attempt: _Attempt) -> AsyncIterator[bytes]:
         """Those of one replica that the client does not have. Raises Died or CannotGoOn."""
@@ -395,20 +401,21 @@ class Exchange:
             attempt.replica.end(attempt.took, background=self.asked.background)
             await attempt.response.aclose()
 
-    def _failure(self, error: Exception) -> bytes:
-        """How the API ends a stream that went wrong."""
-        if isinstance(error, CannotGoOn):
-            error = RequestError(str(error), code="engine_dead")
-        path, reply = self.asked.route, ErrorReply.of(error, self.asked.request_id)
-        form = ErrorForm.of(path)
-        told = reply.body(form)
-        if form is ErrorForm.OLLAMA:
-            return orjson.dumps(told) + _LINE_END
-        if form is ErrorForm.ANTHROPIC:
-            return b"event: error\ndata: " + orjson.dumps(told) + _END
-        if path.startswith("/v1/responses"):
-            return b"event: error\ndata: " + orjson.dumps(told["error"] | {"type": "error"}) + _END
-        return reply.event() + _DONE
+
+def stream_failure(error: Exception, asked: Asked) -> bytes:
+    """How the API ends a stream that went wrong."""
+    if isinstance(error, CannotGoOn):
+        error = RequestError(str(error), code="engine_dead")
+    path, reply = asked.route, ErrorReply.of(error, asked.request_id)
+    form = ErrorForm.of(path)
+    told = reply.body(form)
+    if form is ErrorForm.OLLAMA:
+        return orjson.dumps(told) + _LINE_END
+    if form is ErrorForm.ANTHROPIC:
+        return b"event: error\ndata: " + orjson.dumps(told) + _END
+    if path.startswith("/v1/responses"):
+        return b"event: error\ndata: " + orjson.dumps(told["error"] | {"type": "error"}) + _END
+    return reply.event() + _DONE
 
 
 def _complete(status: int, headers: RawHeaders, body: bytes) -> ProxiedAnswer:

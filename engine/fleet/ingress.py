@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Literal
@@ -16,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.api import answers
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.batches.routes import BATCH_ROUTES
 from jitney.engine.api.blocks import AnswerParts
 from jitney.engine.api.context import Context
@@ -32,12 +34,13 @@ from jitney.engine.api.ollama.models import listed, running, without_tag
 from jitney.engine.api.ollama.routes import show_version
 from jitney.engine.api.openapi import document
 from jitney.engine.api.own_requests import OwnRequests
+from jitney.engine.api.reload import RELOAD_ROUTES
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.fleet import Fleet
-from jitney.engine.fleet.forwarding import ProxiedAnswer
+from jitney.engine.fleet.forwarding import ProxiedAnswer, stream_failure
 from jitney.engine.fleet.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.types import JsonDict
 
@@ -127,9 +130,36 @@ class _Sending:
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         parts = AnswerParts(send)
         await parts.write(first)
-        async for data in body:
-            await parts.write(data)
+        if answer.is_stream:
+            await self._send_stream(body, context, parts)
+        else:
+            async for data in body:
+                await parts.write(data)
         await parts.end()
+
+    async def _send_stream(
+        self, body: AsyncIterator[bytes], context: Context, parts: AnswerParts
+    ) -> None:
+        """The rest of a stream, to its end or to the error that `Context.end` is called with."""
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine runs in one
+        early: list[Exception] = []
+
+        def end(error: Exception) -> None:
+            early.append(error)
+            task.cancel()
+
+        context.end = end
+        try:
+            async for data in body:
+                await parts.write(data)
+        except asyncio.CancelledError:
+            if not early:
+                raise
+            task.uncancel()
+            await parts.write(stream_failure(early[0], self.asked))
+        finally:
+            context.end = None
 
 
 async def _to_model(fleet: Fleet, request: Request) -> ASGIApp:
@@ -350,6 +380,7 @@ _FLEET_ROUTES = (
     ),
     *BATCH_ROUTES,
     *JOB_ROUTES,
+    *RELOAD_ROUTES,
     *ROLLOUT_ROUTES,
 )
 _PASSED_PATHS = frozenset(route.path for route in _PASSED_ROUTES)
@@ -361,16 +392,18 @@ def create_ingress(
     *,
     routes: Sequence[HttpRoute] = _FLEET_ROUTES,
     extra_routes: Sequence[BaseRoute] = (),
+    keys: ApiKeys | None = None,
 ) -> Starlette:
     """The application; `app.state.fleet` is the fleet. extra_routes stand behind the same keys and
-    limits. Batches and jobs that an earlier one has left go on when its lifespan begins.
+    limits. keys: the accepted ones; None: those of the settings. Batches and jobs that an earlier
+    one has left go on when its lifespan begins.
     """
     fleet.openapi = document(tuple(routes))
     fleet.settings = settings
     table = RouteTable(routes)
     own = fleet.own_requests = OwnRequests(fleet, table)
     all_routes = [*(_starlette_route(route, fleet) for route in routes), *extra_routes]
-    app = application(fleet, settings, table, all_routes, lambda app: own.at_work())
+    app = application(fleet, settings, table, all_routes, lambda app: own.at_work(), keys)
     app.state.fleet = fleet
     return app
 

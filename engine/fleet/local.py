@@ -25,11 +25,13 @@ from jitney.engine.errors import JitneyError
 from jitney.engine.fleet.build import FleetParts
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.engine_process import (
+    ADMIN_KEYS,
     ENGINE_MODULE,
     LOCALHOST,
     ReplicaHost,
     engine_config,
     engine_keys,
+    keys_environ,
 )
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import Replica, Watch
@@ -59,7 +61,8 @@ class _EngineProcess:
     replica: Replica
     #: 0: any free one, another one for each process.
     port: int
-    #: What its processes have beside our environment: the keys that it accepts.
+    #: What its processes have beside our environment: the keys that it accepts. All engines of a
+    #: fleet share it.
     environ: dict[str, str]
     #: None: it has no other hosts.
     place: ReplicaHost | None = None
@@ -122,6 +125,12 @@ class _EngineProcess:
             return None
         self._restarts.append(now)
         return min(_BACKOFF_S[0] * 2 ** (len(self._restarts) - 1), _BACKOFF_S[1])
+
+    def tell_keys(self) -> None:
+        """Have the process accept the keys of `environ` from now on."""
+        process = self._process
+        if process is not None and process.returncode is None and process.stdin is not None:
+            process.stdin.write(self.environ[ADMIN_KEYS].encode() + b"\n")
 
     def signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -245,6 +254,16 @@ class LocalEngines:
             for task in keeping:
                 task.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
+
+    def accept(self, admins: Sequence[str]) -> None:
+        """Have engines accept these keys of the fleet's administrators from now on, beside the one
+        that they are asked with.
+        """
+        if not self._key:
+            return
+        self._environ |= keys_environ(admins, self._key)
+        for process in self.processes():
+            process.tell_keys()
 
     def kill(self) -> None:
         """End all at once."""

@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute
 from jitney.dashboard import fleet as watched
 from jitney.dashboard.fleet_member import ReplicaAddress
 from jitney.dashboard.fleet_page import FleetPage
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.errors import HttpError, echo
 from jitney.engine.api.settings import ServerSettings
 from jitney.engine.errors import RequestError
@@ -21,16 +22,20 @@ from jitney.engine.types import JsonDict
 
 
 def fleet_page_routes(
-    fleet: Fleet, settings: ServerSettings, path: str, price_per_hour: float = 0.0
+    fleet: Fleet,
+    settings: ServerSettings,
+    path: str,
+    price_per_hour: float = 0.0,
+    keys: ApiKeys | None = None,
 ) -> list[BaseRoute]:
     """The page of all engines at `path`; it asks each as the fleet itself does. price_per_hour: of
-    one engine; 0: none is shown.
+    one engine; 0: none is shown. keys: the accepted ones; None: those of the settings.
     """
     shown = watched.FleetView(
         find=lambda: dict(_places(fleet)), price_per_hour=price_per_hour or None
     )
     candidates = _Candidates(fleet) if fleet.rolled_out else None
-    return FleetPage(shown, settings, candidates).mounted(path)
+    return FleetPage(shown, settings, candidates, keys).mounted(path)
 
 
 def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:

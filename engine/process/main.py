@@ -93,9 +93,9 @@ def main() -> int:
     """Run one core until Shutdown; returns the exit status (0: as asked, 1: after a
     Fatal).
     """
-    # Ctrl-C and a service manager's SIGTERM reach the whole group; the parent drains, and then
-    # sends Shutdown.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Ctrl-C, a service manager's SIGTERM and a terminal's end reach the whole group; the parent
+    # drains, and then sends Shutdown.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
         level=logging.INFO,

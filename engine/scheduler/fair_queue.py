@@ -117,10 +117,16 @@ class FairQueue(WaitingQueue):
         share = self._share(seats)
         return {name for name, account in self._accounts.items() if account.seated > share}
 
-    def _share(self, seats: int) -> float:
+    def gives_way(self, seats: int) -> bool:
+        """Whether one more tenant, which comes now, would find one with more than its share."""
+        share = self._share(seats, newcomers=1)
+        most = max([account.seated for account in self._accounts.values()], default=0)
+        return most > share >= 1
+
+    def _share(self, seats: int, newcomers: int = 0) -> float:
         """Of the seats, for each tenant that sits or waits."""
         present = sum(1 for account in self._accounts.values() if account.seated or account.queue)
-        return seats / max(1, present)
+        return seats / max(1, present + newcomers)
 
     def left(self, seq: Sequence) -> None:
         """A seat of its tenant is free again."""

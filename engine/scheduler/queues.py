@@ -84,6 +84,10 @@ class WaitingQueue:
         """
         return None
 
+    def gives_way(self, seats: int) -> bool:
+        """Whether one more tenant, which comes now, might take a seat of another, of so many."""
+        return False
+
     def crowding(self, seats: int) -> set[str]:
         """The tenants (`EngineRequest.account`) that a claimant may take a seat of."""
         return set()

@@ -191,8 +191,13 @@ class Scheduler:
 
     @property
     def has_place(self) -> bool:
-        """Whether somebody who came now would find a seat free, behind all who wait."""
-        return not self._policy.holds and self.state.open_seats > len(self.state.queue)
+        """Whether somebody who came now would find a seat: free, behind all who wait, or as another
+        tenant's share.
+        """
+        if self._policy.holds:
+            return False
+        queue = self.state.queue
+        return self.state.open_seats > len(queue) or queue.gives_way(self.limits.max_seats)
 
     def check_request(self, request: EngineRequest) -> None:
         """Raise RequestError if a request can never run here, however idle the engine; `add` checks
@@ -358,8 +363,8 @@ class Scheduler:
             draft.preempted += self._preemption.for_stalled(now)
         claimant = self._make_way(draft, now)
         self._plan_decode(draft, now)
-        if claimant is not None:
-            self._seat_claimant(claimant, draft, now)
+        if claimant is not None and self._seat_claimant(claimant, draft, now):
+            return
         prompts = self.state.live_prompts
         if prompts or self.state.n_seatable:
             self._plan_prompts(prompts, draft, now)
@@ -494,11 +499,19 @@ class Scheduler:
         draft.preempted += displaced
         return claimant if displaced else None
 
-    def _seat_claimant(self, seq: Sequence, draft: Draft, now: float) -> None:
-        """Take the seat that was made free; it stays free if too few pages are."""
-        if self._take_pages(seq, draft, now, instead=True):
-            self.state.seat(seq, now)
-            draft.boarded.append(seq)
+    def _seat_claimant(self, seq: Sequence, draft: Draft, now: float) -> bool:
+        """Take the seat that was made free; it stays free if too few pages are. True where the
+        step computes its whole prompt and no other's: the prompts of the tenant that gave way
+        would make it longer.
+        """
+        if not self._take_pages(seq, draft, now, instead=True):
+            return False
+        self.state.seat(seq, now)
+        draft.boarded.append(seq)
+        if seq.n_left > min(draft.tokens_left, self._prompt_rows([seq], draft, short=True)):
+            return False
+        self._add_chunk(seq, draft, draft.tokens_left)
+        return True
 
     def _plan_decode(self, draft: Draft, now: float) -> None:
         """One row for each sequence that decodes, unless its last token is already in flight; long

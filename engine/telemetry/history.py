@@ -6,6 +6,7 @@ for whoever looks later: the same, with events and step records, bounded in numb
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections import Counter, deque
@@ -289,6 +290,8 @@ class History(RequestRecords):
     refusals: deque[_Refusals] = field(default_factory=_newest(_KEEP_REFUSALS))
     #: Streams that a lost core has stopped, by request and index, until they go on or end.
     _stopped: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    #: When a disk that the server writes to was last found full.
+    disk_full_at: float = -math.inf
     #: The policy keeps seats of sequences that have ended.
     _holds: bool = False
     #: Ended requests, by their end.
@@ -373,6 +376,10 @@ class History(RequestRecords):
         outage = self.outages[-1] if self.outages else None
         if outage is not None and outage.ready is not None and outage.flowing is None:
             outage.flowing = None if self._stopped else t
+
+    def disk_full(self) -> None:
+        """A disk that the server writes to is full."""
+        self.disk_full_at = self.clock()
 
     def core_lost(self, code: str) -> None:
         """The core is gone: every open request ends with this error."""

@@ -18,7 +18,7 @@ from jitney.dashboard.routes import _PLOTLY
 from jitney.dashboard.sessions import _COOKIE, _LIFETIME_S, _MAX_SESSIONS, Sessions
 from jitney.dashboard.sse import _FEED_VERSION
 from jitney.dashboard.viewers import Viewer
-from jitney.engine.api.access import _MOST_ALIKE, NOBODY, Identity
+from jitney.engine.api.access import _MOST_ALIKE, NOBODY, ApiKeys, Identity
 from jitney.engine.api.app import create_app
 from jitney.engine.api.routing import Role
 from jitney.engine.api.settings import ServerSettings, digest_key
@@ -223,8 +223,9 @@ def test_without_keys_nobody_signs_in(client):
 
 def test_sessions_end_and_are_bounded():
     now = [0.0]
-    sessions = Sessions(True, clock=lambda: now[0])
-    somebody = Identity(Role.USER, "digest")
+    keys = ApiKeys(ServerSettings(api_keys=("digest",)))
+    sessions = Sessions(keys, clock=lambda: now[0])
+    somebody = Identity(Role.USER, "digest", key="digest")
     first = sessions.open(somebody)
     assert sessions.identify(first) == somebody
     assert sessions.identify(None) == NOBODY == sessions.identify("made up")

@@ -385,16 +385,17 @@ def test_notes_of_the_end(client):
     assert [name for name, _ in events][-2:] == ["key_frame", "bye"]
 
 
+async def next_note(viewer: Viewer) -> dict[str, Any]:
+    while True:
+        ((name, data),) = await take(viewer, 1)
+        if name == "note":
+            return data
+
+
 def test_refusals_are_told_from_the_first_with_their_number_and_reason(client):
     """One note that is renewed; another one after a calm time; who comes later knows them all."""
     clock = [1000.0]
     client.history.clock = lambda: clock[0]
-
-    async def next_note(viewer: Viewer) -> dict[str, Any]:
-        while True:
-            ((name, data),) = await take(viewer, 1)
-            if name == "note":
-                return data
 
     async def session() -> list[dict[str, Any]]:
         notes = []
@@ -431,12 +432,6 @@ def test_kernels_taken_out_are_told_once_for_each_engine(client):
     ready_at = client.history.ready_at
     feed = Feed(client, hz=100)
 
-    async def next_note(viewer: Viewer) -> dict[str, Any]:
-        while True:
-            ((name, data),) = await take(viewer, 1)
-            if name == "note":
-                return data
-
     async def session() -> list[dict[str, Any]]:
         with feed.viewer() as viewer:
             (_, (_, key_frame)) = await take(viewer, 2)
@@ -463,6 +458,21 @@ def goes_on(client, stream: str, seat: int) -> None:
     boards = SequenceEvent("seated", stream, 0, seat, 3, 0.0, 0, 0)
     client.history.take(StepReport([], events=[boards]))
     client.history.take(StepReport([SequenceOutput(request_id=stream, index=0, tokens=[1])]))
+
+
+def test_a_full_disk_is_told_of_each_time_that_it_gets_full(client):
+    client.history.disk_full()
+    feed = Feed(client, hz=100)
+
+    async def session() -> list[dict[str, Any]]:
+        with feed.viewer() as viewer:
+            (_, (_, key_frame)) = await take(viewer, 2)
+            client.history.disk_full_at += 1.0
+            return [*key_frame["notes"], await asyncio.wait_for(next_note(viewer), 30)]
+
+    notes = asyncio.run(session())
+    assert [(note["level"], note["code"]) for note in notes] == [("error", "disk_full")] * 2
+    assert len(watch(feed, 2)[1][1]["notes"]) == 2
 
 
 def test_an_outage_is_told_from_its_begin_to_its_end(client):

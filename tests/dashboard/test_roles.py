@@ -153,7 +153,7 @@ def test_the_table_says_who_needs_what():
     admin = {route.path for route in ROUTES if route.role is Role.ADMIN}
     anybody = {route.path for route in ROUTES if route.role is Role.ANYBODY}
     engine = {"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"}
-    assert admin == {"/metrics", "/slots", "/config"} | engine
+    assert admin == {"/metrics", "/slots", "/config", "/admin/reload"} | engine
     probes = {route.path for route in ROUTES if route.is_probe}
     assert probes == {"/livez", "/readyz", "/health", "/ping", "/startupz"}
     assert anybody == probes | {"/", "/docs"}, "where to go on, and the routes, which hold no data"

@@ -20,6 +20,7 @@ import uvicorn
 from engine_infos import engine_info
 from server_settings import server_settings
 
+from jitney.engine.api.access import ApiKeys
 from jitney.engine.api.app import create_app
 from jitney.engine.api.connections import Connections
 from jitney.engine.api.protocol import http_protocol
@@ -207,8 +208,7 @@ class FakeClient:
         finally:
             self.open.discard(request.id)
 
-    @staticmethod
-    def _vector(request: EngineRequest) -> SequenceOutput:
+    def _vector(self, request: EngineRequest) -> SequenceOutput:
         """A vector of two numbers, which tells how long the prompt was."""
         vector = np.array([1, len(request.prompt)], np.float32)
         return SequenceOutput(
@@ -332,6 +332,7 @@ def make_app(
     client: FakeClient | None = None,
     model: str = "m",
     tokenizer: ByteTokenizer | None = None,
+    keys: ApiKeys | None = None,
     **settings: Any,
 ):
     app = create_app(
@@ -339,6 +340,7 @@ def make_app(
         tokenizer or ByteTokenizer(),  # type: ignore[arg-type]
         server_settings(**settings),
         model,
+        keys=keys,
     )
     if tokenizer is None:
         app.state.service._abilities = _BYTE_ABILITIES  # else the first chat takes longer

@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator
 import uvicorn
 from api_fakes import FakeClient, Script, make_app
 
-from jitney.engine.api.settings import digest_key
+from jitney.engine.api.access import ApiKeys
+from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.types import EngineRequest, SequenceOutput
 
 _TEXT = "Hello, wörld! " * 4
@@ -49,29 +50,35 @@ def _flag(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
 
 
-def _wait_for_the_fleet_to_end() -> None:
-    while os.read(0, 1):
-        pass
+def _hear_the_fleet(keys: ApiKeys) -> None:
+    """Until its end. A line is the keys from now on."""
+    for line in sys.stdin:
+        keys.replace((), _digests(line.strip()))
 
 
-def _end_with_the_fleet(server: uvicorn.Server) -> None:
-    _wait_for_the_fleet_to_end()
+def _end_with_the_fleet(server: uvicorn.Server, keys: ApiKeys) -> None:
+    _hear_the_fleet(keys)
     server.should_exit = True
 
 
+def _digests(keys: str) -> list[str]:
+    return [digest_key(key) for key in keys.split(",") if key]
+
+
 def main() -> None:
-    keys = [digest_key(key) for key in os.environ.get("JITNEY_ADMIN_KEYS", "").split(",") if key]
+    admins = tuple(_digests(os.environ.get("JITNEY_ADMIN_KEYS", "")))
+    keys = ApiKeys(ServerSettings(admin_keys=admins))
     name = _flag("--served-model-name")
     if "broken" in sys.argv:
         raise SystemExit(3)
     if "--host-id" in sys.argv and _flag("--host-id") != "0" and "--data-parallel" not in sys.argv:
-        _wait_for_the_fleet_to_end()
+        _hear_the_fleet(keys)
         return
     delay_s = _DELAY_S * _TARDY if "tardy" in sys.argv else _DELAY_S
     app = make_app(
         _Client(Script(_TEXT, delay_s=delay_s)),
         model=name,
-        admin_keys=tuple(keys),
+        keys=keys,
     )
     server = uvicorn.Server(
         uvicorn.Config(
@@ -82,7 +89,7 @@ def main() -> None:
             loop="asyncio",
         )
     )
-    threading.Thread(target=_end_with_the_fleet, args=(server,), daemon=True).start()
+    threading.Thread(target=_end_with_the_fleet, args=(server, keys), daemon=True).start()
     server.run()
 
 

@@ -224,9 +224,7 @@ async def _cancel_batch(host: RequestHost, request: Request) -> Response:
     batches = _batches(host)
     keeper, runner = await batches.keeper(), await batches.runner()
     batch = await _batch(keeper, request)
-    sources = ("validating", "in_progress")
-    if await keeper.do(BatchStore.move, batch.id, sources, "cancelling", int(time.time())):
-        runner.cancel(batch.id)
+    await runner.cancel(batch.id)
     batch = await _batch(keeper, request)
     if not batch.status.startswith("cancel"):
         raise HttpError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import BinaryIO
@@ -37,6 +37,8 @@ _GROUP = 64
 _MOST_FAULTS = 10
 #: Lines that are written at once.
 _WRITTEN = 32
+#: States in which a batch can be cancelled.
+_CANCELLABLE = ("validating", "in_progress")
 #: What is said of lines that were never answered, by how their batch ended.
 _NEVER = {
     "expired": ("batch_expired", "the completion window was over before this request was answered"),
@@ -81,10 +83,25 @@ class BatchRunner:
     def _forget(self, id: str) -> None:
         del self._cancels[id]
 
-    def cancel(self, id: str) -> None:
-        """A batch is in the state "cancelling": give up its lines."""
+    async def cancel(self, id: str) -> bool:
+        """Give up the lines of a batch that have no answer; its files are still written. False if
+        it was over, or being finished.
+        """
+        now = int(time.time())
+        if not await self._keeper.do(BatchStore.move, id, _CANCELLABLE, "cancelling", now):
+            return False
         if id in self._cancels:
             self._cancels[id].set()
+        return True
+
+    async def cancel_of(self, owners: Collection[str]) -> int:
+        """Cancel the batches of these keys. -> how many."""
+        cancelled = 0
+        for id in await self._keeper.do(BatchStore.unfinished):
+            batch = await self._keeper.do(BatchStore.batch, id)
+            if batch is not None and batch.owner in owners:
+                cancelled += await self.cancel(id)
+        return cancelled
 
     def stop(self) -> None:
         """Give up the lines in flight; the next start goes on with them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -153,6 +153,11 @@ class _JobRunner:
         self._tasks.cancel(id)
         self._on_end()
         return True
+
+    async def cancel_of(self, owners: Collection[str]) -> int:
+        """Cancel the jobs of these keys. -> how many."""
+        jobs = await self._keeper.do(JOBS.unfinished)
+        return sum([await self.cancel(job.id) for job in jobs if job.owner in owners])
 
     def stop(self) -> None:
         """Give up what is being computed; the next start goes on with it."""

@@ -141,6 +141,7 @@ async def _embed(service: Service, request: Request) -> ASGIApp:
     check_vectors(service.info, body.dimensions)
     cuts = body.truncate is not False
     wanted = await _vectors(service, body, Context.of(request), texts, cuts=cuts)
+    wanted = replace(wanted, dimensions=body.dimensions)
     return _answer(service, body, wanted, EmbedFormat)
 
 

@@ -250,7 +250,7 @@ class OllamaEmbedBody(OllamaBody):
     input: str | Annotated[list[str], Field(min_length=1, max_length=_MOST_INPUTS)]
     #: Whether of longer texts the beginning is read; false: they are refused. None: true.
     truncate: bool | None = None
-    #: Numbers of a vector: as many as the model has.
+    #: Numbers of a vector; fewer than the model makes only where it was trained for that.
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     counted: ClassVar = ()

@@ -15,9 +15,6 @@ from jitney.engine.api.request import RequestBuilder, RouteKind
 from jitney.engine.api.schema import GenerationBody
 from jitney.engine.types import SamplingParams
 
-#: Prompts that are with the engine at a time, for each of its seats: enough that none waits for the
-#: next group.
-_PER_SEAT = 4
 #: Alternatives that are asked for with the answer of a model that says yes or no.
 _ALTERNATIVES = 20
 #: Makes the request of some prompts of tokens.
@@ -111,18 +108,11 @@ class Scoring:
     async def _run(self, prompts: Sequence[list[int]], ask: _Ask) -> list[_Output]:
         """What comes of all prompts, in order. ask: makes the request of a group of them."""
         outputs: list[_Output] = []
-        size = self._group_size
+        size = self.builder.group_size
         for start in range(0, len(prompts), size):
             request = await ask(prompts[start : start + size])
             outputs += await self._answered(request)
         return outputs
-
-    @property
-    def _group_size(self) -> int:
-        """Prompts that are with the engine at a time, no more than the key may have open."""
-        service, info = self.builder.service, self.builder.service.info
-        most = info.sizes.seats + info.queue.max_waiting_requests
-        return min(_PER_SEAT * info.sizes.seats, most, service.most_of_key or most)
 
     async def _answered(self, request: GenerationRequest) -> list[_Output]:
         service, context = self.builder.service, self.builder.context

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from typing import Any
 
 import numpy as np
 import pytest
-from api_fakes import FakeClient, Script, call, make_app, run
+from api_fakes import BOS, ByteTokenizer, FakeClient, Script, call, make_app, run
 from openai.types import CreateEmbeddingResponse
 
 from jitney.engine.api.embeddings import EmbeddingsAnswer
+from jitney.engine.errors import ErrorInfo
+from jitney.engine.process.client import OutputListener
+from jitney.engine.types import EngineRequest, SequenceOutput
 
 PATH = "/v1/embeddings"
 
@@ -71,7 +75,6 @@ def test_a_longer_input_is_cut_if_that_is_asked_for():
         ({"input": [-1]}, "input"),
         ({"input": [100000]}, "input"),
         ({"input": {"text": "a"}}, "input"),
-        ({"input": ["a"] * 265}, "input"),
         ({"input": ["a"] * 2049}, "input"),
         ({"input": "a" * 5000}, "input"),
         ({"dimensions": 1}, "dimensions"),
@@ -90,6 +93,89 @@ def test_a_bad_field_is_named(change: dict, param: str):
     assert (reply.status, reply.error["param"]) == (400, param), reply.json()
     assert reply.error["type"] == "invalid_request_error" and not client.requests
     assert len(reply.error["message"]) < 2000
+
+
+class Counting(FakeClient):
+    """Notes how many requests were open at a time."""
+
+    most_open = n_ended = 0
+
+    def submit(self, request: EngineRequest, listener: OutputListener) -> None:
+        super().submit(request, listener)
+        self.most_open = max(self.most_open, len(self.requests) - self.n_ended)
+
+    def _vector(self, request: EngineRequest) -> SequenceOutput:
+        self.n_ended += 1
+        return super()._vector(request)
+
+
+@pytest.mark.parametrize(("limit", "most"), [(0, 32), (5, 5)])
+def test_more_inputs_than_the_engine_has_room_for_are_answered_in_turns(limit: int, most: int):
+    """Of 8 seats and 256 places, or as many as the key may have open."""
+    client = Counting(embedding_pooling="mean", embedding_size=2)
+    app = make_app(client, key_max_concurrent=limit)
+    texts = ["a" * (1 + number % 7) for number in range(2048)]
+    reply = run(call(app, PATH, {"input": texts}))
+    assert reply.status == 200, reply.json()
+    answer = CreateEmbeddingResponse.model_validate(reply.json())
+    assert [each.embedding for each in answer.data] == [[1.0, len(text)] for text in texts]
+    assert client.most_open == most
+
+
+def test_an_input_that_fails_ends_the_others():
+    client = engine()
+    client.scripts = [Script() for _ in range(40)]
+    client.scripts[35] = Script(error=ErrorInfo("queue_full", "no room", retry_after=2.0))
+    reply = ask({"input": ["a"] * 300}, client)
+    assert (reply.status, reply.headers["retry-after"]) == (429, "2")
+    assert len(client.requests) < 300
+    assert client.open <= {id for id, _, _ in client.aborts}
+
+
+class BeginningTokenizer(ByteTokenizer):
+    """Puts a token of its own before a text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+
+def test_an_empty_text_has_a_vector_where_the_tokenizer_makes_something_of_it():
+    client = engine()
+    app = make_app(client, tokenizer=BeginningTokenizer())
+    for texts in (["a", ""], ""):
+        assert run(call(app, PATH, {"input": texts})).status == 200
+    assert client.requests[1].prompt == [BOS]
+    reply = run(call(app, PATH, {"input": ["a", ""], "add_special_tokens": False}))
+    assert (reply.status, reply.error["param"]) == (400, "input")
+    assert "input 1 " in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "vectors"),
+    [
+        (PATH, lambda answer: [each["embedding"] for each in answer["data"]]),
+        ("/api/embed", lambda answer: answer["embeddings"]),
+    ],
+)
+def test_a_model_that_was_trained_for_shorter_vectors_makes_them(path: str, vectors: Any):
+    client = engine(embedding_dimensions=())
+    reply = run(call(make_app(client), path, {"model": "m", "input": ["abc"], "dimensions": 1}))
+    assert vectors(reply.json()) == [[1.0]], "cut, and of length 1 again"
+    whole = run(call(make_app(client), path, {"model": "m", "input": ["abc"], "dimensions": 2}))
+    assert vectors(whole.json()) == [[1.0, 3.0]], "as the engine made it"
+
+
+@pytest.mark.parametrize(
+    ("shorter", "dimensions", "status"),
+    [((), 3, 400), ((1,), 1, 200), ((64,), 1, 400), (None, 1, 400), (None, 2, 200)],
+)
+def test_lengths_that_the_model_was_not_trained_for_are_refused(
+    shorter: tuple[int, ...] | None, dimensions: int, status: int
+):
+    reply = ask({"input": "a", "dimensions": dimensions}, engine(embedding_dimensions=shorter))
+    assert reply.status == status
+    if status == 400:
+        assert reply.error["param"] == "dimensions" and "2" in reply.error["message"]
 
 
 def test_a_field_nobody_knows_is_listed_and_a_model_too():

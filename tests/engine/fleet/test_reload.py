@@ -1,0 +1,172 @@
+"""`jitney fleet serve` as a program reads its files again: its clients' keys, and the key that it
+asks engines with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_fakes import FakeClient, Script, until
+from fleet_engines import CHAT, FakeEngine, engines
+
+from jitney.engine.api.settings import digest_key
+from jitney.engine.ports import free_port
+
+PROGRAM = "import sys; from jitney.engine.cli import main; sys.exit(main())"
+
+
+@dataclass
+class Program:
+    """A fleet in a process of its own."""
+
+    folder: Path
+    url: str
+    process: subprocess.Popen[str]
+
+    def keys(self, name: str, *keys: str) -> None:
+        write(self.folder / name, *keys)
+
+    def http(self, key: str) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
+
+    def status(self, key: str, path: str = "/v1/models") -> int:
+        with self.http(key) as web:
+            return web.get(path).status_code
+
+    def reload(self) -> dict[str, Any]:
+        with self.http("boss") as web:
+            answer = web.post("/admin/reload")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def write(file: Path, *keys: str) -> None:
+    file.write_text("\n".join(keys) + "\n")
+    file.chmod(0o600)
+
+
+@contextlib.contextmanager
+def fleet_over(folder: Path, engine: FakeEngine) -> Iterator[Program]:
+    """A fleet with keys of its own, whose one engine it asks with `engine.key`."""
+    for name, key in (("users", "ann"), ("admins", "boss"), ("engine.key", "fleet-1")):
+        write(folder / name, key)
+    port = free_port()
+    (folder / "fleet.toml").write_text(
+        f'[fleet]\nport = {port}\npoll_s = 0.05\ndata_dir = "data"\n'
+        'engine_key_file = "engine.key"\n'
+        f'api_key_file = "{folder}/users"\nadmin_key_file = "{folder}/admins"\n'
+        f'[models.m]\nurls = ["{engine.url}"]\n'
+    )
+    command = [sys.executable, "-P", "-c", PROGRAM, "fleet", "serve", str(folder / "fleet.toml")]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("JITNEY_")}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+    )
+    program = Program(folder, f"http://127.0.0.1:{port}", process)
+    try:
+        until(lambda: is_ready(program), 60)
+        yield program
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
+def is_ready(program: Program) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return program.status("ann", "/readyz") == 200
+    return False
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    """Accepts both keys of the fleet. Its answers take ten seconds."""
+    keys = tuple(map(digest_key, ("fleet-1", "fleet-2")))
+    fake = FakeEngine(FakeClient(Script("x" * 200, delay_s=0.05)), {"admin_keys": keys})
+    with engines(fake):
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def program(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    with fleet_over(tmp_path_factory.mktemp("fleet"), engine) as program:
+        yield program
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"max_tokens": 200}),
+        ("/v1/messages", CHAT | {"max_tokens": 200}),
+        ("/v1/responses", {"model": "m", "input": "Where to?"}),
+        ("/api/chat", {"model": "m", "messages": CHAT["messages"]}),
+    ],
+)
+def test_a_removed_keys_stream_ends_with_an_error(
+    program: Program, engine: FakeEngine, path: str, body: dict[str, Any]
+):
+    program.keys("users", "ann", "eve")
+    program.reload()
+    with (
+        program.http("eve") as web,
+        web.stream("POST", path, json=body | {"stream": True}) as answer,
+    ):
+        parts = answer.iter_text()
+        text = next(parts)
+        program.keys("users", "ann")
+        keys = program.reload()["keys"]
+        assert (keys["removed"], keys["requests_ended"]) == (1, 1)
+        text += "".join(parts)
+    assert "this API key was removed while it was in use" in text
+    assert (program.status("eve"), program.status("ann")) == (401, 200)
+    until(lambda: not engine.client.open)
+
+
+def test_engines_are_asked_with_the_new_key(program: Program, engine: FakeEngine):
+    assert program.reload()["engine_key"] == "unchanged"
+    program.keys("engine.key", "fleet-2")
+    assert program.reload()["engine_key"] == "replaced"
+    body = {"model": "m", "prompt": "Hi", "max_tokens": 1}
+    with program.http("ann") as web:
+        assert web.post("/v1/completions", json=body).status_code == 200
+    assert engine.heads[-1]["authorization"] == "Bearer fleet-2"
+
+
+def test_a_file_that_is_not_sound_changes_nothing(program: Program):
+    program.keys("users", "ann", "eve")
+    (program.folder / "engine.key").unlink()
+    with program.http("boss") as web:
+        answer = web.post("/admin/reload")
+    assert answer.status_code == 409
+    assert "engine_key_file" in answer.json()["error"]["message"]
+    assert (program.status("eve"), program.status("ann")) == (401, 200)
+    program.keys("engine.key", "fleet-2")
+    program.reload()
+    assert program.status("eve") == 200
+
+
+def test_other_settings_are_named(program: Program):
+    file = program.folder / "fleet.toml"
+    before = file.read_text()
+    file.write_text(before.replace("[models.m]", "drain_s = 1.5\n[models.m]\nattempts = 2"))
+    with program.http("boss") as web:
+        assert web.post("/admin/reload").status_code == 409, "attempts is no setting of a model"
+    file.write_text(before.replace("[models.m]", "drain_s = 1.5\n[models.other]"))
+    assert program.reload()["needs_restart"] == ["drain_s", "models"]
+    file.write_text(before)
+
+
+def test_a_signal_does_the_same(program: Program):
+    program.keys("users", "ann", "sue")
+    program.process.send_signal(signal.SIGHUP)
+    until(lambda: program.status("sue") == 200)
