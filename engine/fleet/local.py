@@ -87,6 +87,7 @@ class _EngineProcess:
             )
         except OSError as error:
             raise JitneyError(f"{self.replica.name} cannot be started: {error.strerror}") from None
+        self.replica.became("starting", "its process was started, and does not answer yet")
 
     def check(self) -> None:
         """Raises JitneyError if it has ended."""

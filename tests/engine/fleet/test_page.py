@@ -17,6 +17,7 @@ from jitney.dashboard import Dashboard
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.fleet import ingress
+from jitney.engine.fleet.fleet import RefusalCounts
 from jitney.engine.fleet.page import fleet_page_routes
 
 ADMIN, USER, ENGINE = "the operator's key", "a user's key", "the engines' key"
@@ -91,6 +92,46 @@ def test_the_page_shows_the_fleets_engines(served: Served):
     with signed_in(served, USER) as http:
         assert http.get(f"{PATH}/").status_code == 200
         assert http.get(f"{PATH}/r/{names[0]}/slots").status_code == 403
+
+
+def newest(http: httpx.Client) -> dict[str, Any]:
+    """The first frame of the page's feed."""
+    with http.stream("GET", f"{PATH}/feed") as answer:
+        event = ""
+        for line in answer.iter_lines():
+            event = line.removeprefix("event: ") if line.startswith("event: ") else event
+            if line.startswith("data: ") and event == "fleet":
+                return json.loads(line.removeprefix("data: "))
+    raise AssertionError("the feed has ended")
+
+
+def test_the_page_and_readyz_say_the_same(served: Served):
+    with signed_in(served, ADMIN) as http:
+        ready_replicas(http, 3)
+        assert http.get("/readyz").status_code == 200 and newest(http)["sums"]["unready"] == ""
+        key = {"authorization": f"Bearer {USER}"}
+        body = {"model": "m", "prompt": "Where to?"}
+        served.fleet.begin_drain()
+        answers = [http.post("/v1/completions", json=body, headers=key) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [503] * 3
+        assert http.post("/v1/completions", json={}, headers=key).status_code == 400
+        said = http.get("/readyz")
+        sums = newest(http)["sums"]
+        assert (said.status_code, said.json()["error"]["message"]) == (503, sums["unready"])
+        assert (sums["refused"], sums["refused_ever"]) == ({"503": 3}, 3)
+        assert sums["unready_models"] == []
+
+
+def test_refusals_of_the_last_minute_are_counted_by_status():
+    now = [100.0]
+    counts = RefusalCounts(lambda: now[0])
+    for status in (200, 404, 429, 503, 503):
+        counts.note(status)
+    now[0] += 59
+    counts.note(504)
+    assert counts.lately() == {"429": 1, "503": 2, "504": 1} and counts.total == 4
+    now[0] += 2
+    assert counts.lately() == {"504": 1} and counts.total == 4
 
 
 def test_an_engine_is_found_before_anybody_looked_at_all_of_them(served: Served):
