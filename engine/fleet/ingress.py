@@ -302,7 +302,10 @@ _FLEET_ROUTES = (
     HttpRoute.probe("/livez", _livez, "this process answers", answers.Status),
     HttpRoute.probe("/healthz", _livez, "the same as /livez", answers.Status),
     HttpRoute.probe(
-        "/readyz", _readyz, "requests for some model would be answered", answers.Status
+        "/readyz",
+        _readyz,
+        "requests for some model would be answered; else 503 says why",
+        answers.Status,
     ),
     HttpRoute.probe("/health", _readyz, "the same as /readyz", answers.Status),
     HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", answers.Status),

@@ -339,7 +339,7 @@ def test_nothing_keeps_anybody_from_deciding_about_a_candidate(chromium, scheme:
         b=rollout_of("b", "v3", slower=0.6, requests=300),
         c=rollout_of("c", "v4", slower=1.0, requests=3),
     )
-    rollouts.decide("a", "roll_back")
+    rollouts.rollouts["a"].decide("roll_back")
     seen = watched(chromium, color_scheme=scheme, bypass_csp=True)
     page = seen.page
     with visit(page, replicas(), rollouts=rollouts):
