@@ -1,7 +1,7 @@
 // The page of a fleet: one feed tells of all replicas (its fields are explained in dashboard/fleet.py), and the newest
 // frame is drawn, once per animation frame at most.
 
-import {$, count, legend, percent, reducedMotion, say, seconds, table} from "./dom.js";
+import {$, count, legend, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
 import {watch} from "./feed.js";
 import {Replicas, noteOf, priceInWords, waitInWords} from "./replicas.js";
 import {Rollouts} from "./rollouts.js";
@@ -151,9 +151,8 @@ function showSums(sums) {
 
 /** The tile of requests that were turned away. */
 function refusals({refused, refused_ever: ever}) {
-  const lately = Object.values(refused).reduce((sum, one) => sum + one, 0);
-  const kinds = Object.keys(refused).join(", ");
-  const value = lately ? `${count(lately)} in a minute (${kinds})` : `${count(ever)} in all`;
+  const lately = sum(refused);
+  const value = lately ? `${count(lately)} a minute` : `${count(ever)} in all`;
   return ["Turned away", value, undefined, lately ? "full" : ""];
 }
 
@@ -173,12 +172,18 @@ function stateNow(silent) {
 }
 
 /** What is wrong with the whole fleet; empty: nothing. */
-function troubleOf({sums}) {
-  if (sums.unready) {
-    return `New requests are refused: ${sums.unready}.`;
+function troubleOf({sums: {unready, unready_models: models, refused}}) {
+  const said = [];
+  if (unready) {
+    said.push(`New requests are refused: ${unready}.`);
+  } else if (models.length) {
+    said.push(`Requests are refused for models of which no engine is ready: ${models.join(", ")}.`);
   }
-  const models = sums.unready_models.join(", ");
-  return models ? `Requests are refused for models of which no engine is ready: ${models}.` : "";
+  const kinds = Object.entries(refused ?? {}).map(([status, n]) => `${count(n)} with ${status}`);
+  if (kinds.length) {
+    said.push(`Turned away in the last minute: ${kinds.join(", ")}.`);
+  }
+  return said.join(" ");
 }
 
 function fillTable() {

@@ -261,15 +261,15 @@ class _Pace:
     def __init__(self) -> None:
         self._slowest: dict[_Wait, float] = {}
         #: Since when each answer of the stable arm is waited for, the oldest first.
-        self._open: dict[_Wait, dict[_AnswerWatch, float]] = {}
+        self._open: dict[_Wait, dict[object, float]] = {}
 
-    def begin(self, wait: _Wait, watch: _AnswerWatch, now: float) -> None:
+    def begin(self, wait: _Wait, answer: object, now: float) -> None:
         """An answer of the stable arm is waited for."""
-        self._open.setdefault(wait, {})[watch] = now
+        self._open.setdefault(wait, {})[answer] = now
 
-    def end(self, wait: _Wait, watch: _AnswerWatch) -> None:
+    def end(self, wait: _Wait, answer: object) -> None:
         """It is no more."""
-        self._open[wait].pop(watch, None)
+        self._open[wait].pop(answer, None)
 
     def took(self, wait: _Wait, seconds: float) -> None:
         """One has been waited for so long."""

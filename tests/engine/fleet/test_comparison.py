@@ -12,6 +12,7 @@ from shared_engines import requests_of, run_rollout
 from jitney.engine.fleet.comparison import (
     ARMS,
     FIGURES,
+    ArmName,
     Comparison,
     Interval,
     RequestOutcome,
@@ -234,7 +235,7 @@ PER_S, SHARE = 2.5, 0.1
 def rollout(seed: int, requests: int, slower: float) -> tuple[Rollout, set[str]]:
     """One engine an arm, the candidate with a tenth of the keys. Returns every verdict too."""
     found = Rollout("m", "v2", PromotionRule(share=SHARE))
-    arms = {"stable": 1.0, "candidate": slower}
+    arms: dict[ArmName, float] = {"stable": 1.0, "candidate": slower}
     return found, run_rollout(found, requests_of(seed, requests, PER_S, SHARE, arms))
 
 
