@@ -94,6 +94,7 @@ class _EngineProcess:
         process = self._process
         assert process is not None  # it was started
         if process.returncode is not None:
+            self.replica.became("gone", f"it ended with status {process.returncode}")
             raise JitneyError(
                 f"{self.replica.name} ended with status {process.returncode} before it was ready; "
                 "what it said stands above"
