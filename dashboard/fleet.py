@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Required, TypedDict
+from typing import NamedTuple, Required, TypedDict
 
 from jitney.dashboard import sse
 from jitney.dashboard.fleet_member import (
@@ -35,7 +35,7 @@ from jitney.engine.types import JsonDict
 _log = logging.getLogger("jitney.dashboard")
 
 #: Rises with every change that an older page would not understand.
-_FLEET_VERSION = 1
+_FLEET_VERSION = 2
 #: Frames a second, at most, and bytes that a viewer is sent in one, key frames of newcomers aside:
 #: a large frame is followed by a longer pause.
 _HZ = 2.0
@@ -45,6 +45,8 @@ _HEARTBEAT_S = 1.0
 #: Seconds that replicas are watched for somebody who had a glance, and that such a one waits for
 #: their first words.
 _GLANCE_S, _FIRST_WORD_S = 15.0, 0.5
+#: States of replicas that say nothing.
+_SILENT = ("gone", "connecting", "starting")
 #: Each letter -> the one of the same state that does not say how far its sequence has come.
 _WITHOUT_LEVELS = str.maketrans(
     {
@@ -52,6 +54,20 @@ _WITHOUT_LEVELS = str.maketrans(
         for place, letter in enumerate(Pulse.seat_code.letters)
     }
 )
+
+
+class Endpoint(NamedTuple):
+    """What an endpoint in front of the replicas says of itself."""
+
+    #: Why its /readyz is no 200, in words; empty: it is one.
+    unready: str = ""
+    #: Models of which no engine is ready: their requests are refused.
+    unready_models: tuple[str, ...] = ()
+    #: Requests of the last minute that were answered 429 or 5xx, by status; and since its start.
+    refused: Mapping[str, int] = MappingProxyType({})
+    refused_ever: int = 0
+    #: Replicas, by name, whose process was started and that have not answered yet.
+    starting: frozenset[str] = frozenset()
 
 
 class _Sums(TypedDict):
@@ -72,6 +88,12 @@ class _Sums(TypedDict):
     prompt_rate: float
     #: Of a million useful tokens of all replicas that answer; null as in `Card`.
     price: float | None
+    #: `Endpoint`, where there is one; without one `refused` is null, and a fleet is unready that
+    #: has no ready replica.
+    unready: str
+    unready_models: list[str]
+    refused: dict[str, int] | None
+    refused_ever: int
 
 
 class _Hello(TypedDict):
@@ -110,7 +132,8 @@ class FleetView:
     """The replicas, and the feed of them; lives on one asyncio loop.
 
     price_per_hour: of one replica, in any currency. signed_in: visitors have shown a key. find:
-    where the replicas are now, by name, if they come and go.
+    where the replicas are now, by name, if they come and go. endpoint: what the one in front of
+    them says of itself, if there is one.
     """
 
     def __init__(
@@ -118,6 +141,7 @@ class FleetView:
         replicas: Mapping[str, RemoteEngine] = MappingProxyType({}),
         *,
         find: Callable[[], Mapping[str, ReplicaAddress]] | None = None,
+        endpoint: Callable[[], Endpoint] | None = None,
         price_per_hour: float | None = None,
         signed_in: bool = False,
         max_viewers: int = Viewer.most,
@@ -128,6 +152,7 @@ class FleetView:
         #: Arms of models are compared, and the page may ask how they do.
         self.compares = False
         self._find = find
+        self._endpoint = endpoint
         self._places: dict[str, ReplicaAddress] = {}
         self._max_viewers = max_viewers
         self._viewers: set[Viewer] = set()
@@ -260,17 +285,20 @@ class FleetView:
     def frame(self) -> _FleetFrame:
         """The fleet as it is known now."""
         now = time.monotonic()
-        for member in self.members.values():
+        endpoint = self._endpoint() if self._endpoint is not None else None
+        for name, member in self.members.items():
             member.check_silence(now)
+            member.starting = endpoint is not None and name in endpoint.starting
         cards = [member.card(self.price_per_hour) for member in self.members.values()]
-        return {"t": round(time.time(), 1), "replicas": cards, "sums": self._sums(cards)}
+        return {"t": round(time.time(), 1), "replicas": cards, "sums": self._sums(cards, endpoint)}
 
-    def _sums(self, cards: list[Card]) -> _Sums:
+    def _sums(self, cards: list[Card], endpoint: Endpoint | None) -> _Sums:
         ready = [card for card in cards if card["state"] == "ready"]
-        answering = [card for card in cards if card["state"] not in ("gone", "connecting")]
+        answering = [card for card in cards if card["state"] not in _SILENT]
+        unready = "" if ready or not cards else "no replica is ready"
         wait_s, worst = None, ""
         if ready:
-            slowest = max(ready, key=itemgetter("predicted_wait_s"))
+            slowest = max(ready, key=lambda card: card["predicted_wait_s"] or 0.0)
             wait_s, worst = slowest["predicted_wait_s"], slowest["name"]
         return {
             "replicas": len(cards),
@@ -283,6 +311,10 @@ class FleetView:
             "output_rate": rounded(sum(map(itemgetter("output_rate"), answering))),
             "prompt_rate": rounded(sum(map(itemgetter("prompt_rate"), answering))),
             "price": self._price(),
+            "unready": unready if endpoint is None else endpoint.unready,
+            "unready_models": [] if endpoint is None else list(endpoint.unready_models),
+            "refused": None if endpoint is None else dict(endpoint.refused),
+            "refused_ever": 0 if endpoint is None else endpoint.refused_ever,
         }
 
     def _price(self) -> float | None:

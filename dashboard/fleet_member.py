@@ -42,8 +42,9 @@ class Card(TypedDict):
 
     name: str
     url: str
-    #: "connecting" until it was heard of; "gone" while it does not answer; "silent" while only its
-    #: server answers; else as `sse.KeyFrame` has it.
+    #: "connecting" until it was heard of; "starting" while its process was started and does not
+    #: answer yet; "gone" while it does not answer; "silent" while only its server answers; else as
+    #: `sse.KeyFrame` has it.
     state: str
     #: When it was heard of last; null unless it is gone.
     since: float | None
@@ -55,8 +56,8 @@ class Card(TypedDict):
     #: Of them, those that somebody sits in; and sequences that wait for one.
     taken: int
     waiting: int
-    #: What a request that came now should wait.
-    predicted_wait_s: float
+    #: What a request that came now should wait; null unless it is ready.
+    predicted_wait_s: float | None
     #: KV pages in use, and all.
     pages_used: int
     pages: int
@@ -165,6 +166,8 @@ class Member:
     #: It does not answer, and why.
     gone: bool = False
     trouble: str = ""
+    #: Its process was started, and has not answered yet, as the fleet knows.
+    starting: bool = False
     #: Restarts of the servers that ran here before, and those servers.
     past_restarts: int = 0
     rates: _Rates = field(default_factory=_Rates)
@@ -252,6 +255,8 @@ class Member:
 
     @property
     def state(self) -> str:
+        if self.starting and not self.answers:
+            return "starting"
         if self.gone:
             return "gone"
         if self.pulse is None or not self.heard_at:
@@ -262,8 +267,11 @@ class Member:
 
     def card(self, price_per_hour: float | None) -> Card:
         pulse = self.pulse or _NOTHING
-        since, output, prompt, price = None, 0.0, 0.0, None
-        if self.gone:
+        state = self.state
+        since, output, prompt, price, wait_s = None, 0.0, 0.0, None, None
+        if state == "ready":
+            wait_s = round(pulse.predicted_wait_s, 1)
+        if state == "gone":
             since = round(self.heard)
         if self.answers:
             output, prompt = self.rates.of("output"), self.rates.of("prompt")
@@ -271,14 +279,14 @@ class Member:
         return {
             "name": self.name,
             "url": self.engine.url,
-            "state": self.state,
+            "state": state,
             "since": since,
-            "trouble": self.trouble,
+            "trouble": self.trouble if state == "gone" else "",
             "model": pulse.model,
             "seats": pulse.seats,
             "taken": pulse.taken,
             "waiting": pulse.waiting,
-            "predicted_wait_s": round(pulse.predicted_wait_s, 1),
+            "predicted_wait_s": wait_s,
             "pages_used": pulse.pages_used,
             "pages": pulse.pages,
             "output_rate": rounded(output),

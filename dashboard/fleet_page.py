@@ -32,7 +32,7 @@ class _Rollouts(Protocol):
         """Each with all that the page shows: docs/rollout.md."""
         ...
 
-    def decide(self, model: str, action: str) -> None:
+    async def decide(self, model: str, action: str) -> None:
         """Promote a model's candidate, roll it back, or begin anew. Raises HttpError for one that
         is none, RequestError for another action.
         """
@@ -84,7 +84,7 @@ class FleetPage(PageRoutes):
         async def decide(request: Request) -> Response:
             body = await read_body(request)
             decision = read_json(body, _Decision, _DECISION_FORM, "action")
-            rollouts.decide(request.path_params["model"], decision.action)
+            await rollouts.decide(request.path_params["model"], decision.action)
             return to_json({"rollouts": rollouts.reports()})
 
         return [

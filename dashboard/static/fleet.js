@@ -1,7 +1,7 @@
 // The page of a fleet: one feed tells of all replicas (its fields are explained in dashboard/fleet.py), and the newest
 // frame is drawn, once per animation frame at most.
 
-import {$, count, legend, percent, reducedMotion, say, seconds, table} from "./dom.js";
+import {$, count, legend, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
 import {watch} from "./feed.js";
 import {Replicas, noteOf, priceInWords, waitInWords} from "./replicas.js";
 import {Rollouts} from "./rollouts.js";
@@ -9,7 +9,7 @@ import {seatLegend} from "./seats.js";
 import {showTiles} from "./status.js";
 
 /** The version of the feed that this page reads. */
-const FEED_VERSION = 1;
+const FEED_VERSION = 2;
 const STALE_MS = 3000;
 /** Milliseconds between two pictures for those who want little to move, and between two fillings of the table. */
 const STILL_MS = 1900;
@@ -116,6 +116,9 @@ function draw(now) {
 
 /** Is it full, who waits, and is everybody there? */
 function headline({replicas: all, ready, seats, taken, waiting}) {
+  if (all && !ready) {
+    return all === 1 ? "The only replica is not ready" : `None of ${count(all)} replicas is ready`;
+  }
   const there = ready === all ? `All ${count(all)} replicas ready` : `${count(ready)} of ${count(all)} replicas ready`;
   const queue = waiting ? `, ${count(waiting)} waiting` : ", nobody waits";
   return `${there}, ${count(taken)} of ${count(seats)} seats taken${queue}`;
@@ -135,6 +138,7 @@ function showSums(sums) {
     ["Output tok/s", count(sums.output_rate)],
     ["Prompt tok/s", count(sums.prompt_rate)],
     ["Waiting", count(sums.waiting), undefined, sums.waiting ? "waits" : ""],
+    ...(sums.refused ? [refusals(sums)] : []),
     ["Longest predicted wait", waitInWords(sums.predicted_wait_s), undefined, sums.predicted_wait_s ? "waits" : ""],
     ...(priced ? [["A million useful tokens", priceInWords(sums.price)]] : []),
   ]);
@@ -143,6 +147,43 @@ function showSums(sums) {
     $("fleet-sub"),
     `One cell is one seat; its brightness is how far its sequence has come.${where}`,
   );
+}
+
+/** The tile of requests that were turned away. */
+function refusals({refused, refused_ever: ever}) {
+  const lately = sum(refused);
+  const value = lately ? `${count(lately)} a minute` : `${count(ever)} in all`;
+  return ["Turned away", value, undefined, lately ? "full" : ""];
+}
+
+/** Whether requests are answered, as /readyz has it, in a word; see [data-state] in the style sheets. */
+function stateNow(silent) {
+  if (silent > STALE_MS) {
+    return "stale";
+  }
+  if (!fleet) {
+    return "connecting";
+  }
+  if (!fleet.sums.unready) {
+    return "live";
+  }
+  const onTheWay = fleet.replicas.some(({state}) => ["starting", "connecting", "loading"].includes(state));
+  return onTheWay ? "loading" : "unready";
+}
+
+/** What is wrong with the whole fleet; empty: nothing. */
+function troubleOf({sums: {unready, unready_models: models, refused}}) {
+  const said = [];
+  if (unready) {
+    said.push(`New requests are refused: ${unready}.`);
+  } else if (models.length) {
+    said.push(`Requests are refused for models of which no engine is ready: ${models.join(", ")}.`);
+  }
+  const kinds = Object.entries(refused ?? {}).map(([status, n]) => `${count(n)} with ${status}`);
+  if (kinds.length) {
+    said.push(`Turned away in the last minute: ${kinds.join(", ")}.`);
+  }
+  return said.join(" ");
 }
 
 function fillTable() {
@@ -168,15 +209,16 @@ function fillTable() {
 
 function updateState() {
   const silent = performance.now() - heardAt;
-  const live = fleet ? "live" : "connecting";
-  const state = silent > STALE_MS ? "stale" : live;
+  const state = stateNow(silent);
   if (document.body.dataset.state !== state) {
     document.body.dataset.state = state;
   }
-  say($("state"), state);
+  say($("state"), state === "unready" ? "not ready" : state);
   const last = fleet ? " The last values are shown." : "";
   const text =
-    state === "stale" ? `No news from the server for ${seconds(Math.round(silent / 1000))}.${last}` : trouble;
+    state === "stale"
+      ? `No news from the server for ${seconds(Math.round(silent / 1000))}.${last}`
+      : trouble || (fleet ? troubleOf(fleet) : "");
   $("trouble").hidden = !text;
   say($("trouble"), text);
 }

@@ -16,7 +16,7 @@ export const waitInWords = (wait) => (wait === null ? "–" : seconds(wait));
 export const priceInWords = (price) => (price === null ? "–" : price.toLocaleString("en"));
 /** Whole seconds of a time that goes on. */
 const lasting = (time) => (time < 60 ? `${Math.max(0, Math.round(time))} s` : seconds(time));
-const SILENT = ["gone", "connecting"];
+const SILENT = ["gone", "connecting", "starting"];
 
 /** What a card says below its figures; t: the feed's clock. */
 export function noteOf(card, t) {
@@ -26,6 +26,9 @@ export function noteOf(card, t) {
   if (card.state === "gone") {
     const since = new Date(1000 * card.since).toLocaleTimeString("en-GB");
     return `Gone since ${since}, ${lasting(t - card.since)}: ${card.trouble}. ${restarts}`;
+  }
+  if (card.state === "starting") {
+    return `Its process was started, and does not answer yet. ${restarts}`;
   }
   if (card.progress) {
     const {stage, done, total} = card.progress;

@@ -10,6 +10,8 @@ const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 240;
 const HEIGHT = 34;
 const MIDDLE = 15;
+/** Of each arm, before there is an interval. */
+const LEAST_REQUESTS = 30;
 const HEAD = ["Figure", "Stable", "Candidate", "Candidate to stable", "So far"];
 
 const perSecond = (value) => (value < 10 ? value.toFixed(2) : count(value));
@@ -96,13 +98,20 @@ function drawing(figure, label) {
   return picture;
 }
 
+/** Why there is no interval: few requests, or few that the other arm has some of at equal load. */
+function whyUnknown({requests, matched}) {
+  const enough = Math.min(requests.stable, requests.candidate) >= LEAST_REQUESTS;
+  const few = Math.min(matched.stable, matched.candidate) < LEAST_REQUESTS;
+  return enough && few ? "too few at equal load" : "not known yet";
+}
+
 /** One row of the table. */
 function row(figure) {
   const [name, inWords] = FIGURES[figure.name] ?? [figure.unit, (value) => value.toPrecision(3)];
   const value = (one) => (one === null ? "–" : inWords(one));
   const words = intervalInWords(figure);
   const known = figure.estimate !== null;
-  const verdict = known ? figure.verdict : "not known yet";
+  const verdict = known ? figure.verdict : whyUnknown(figure);
   return make(
     "tr",
     {},

@@ -7,10 +7,11 @@ full, learns the answers to a set of requests while nothing disturbs it, and the
 again beside each fault, on a server of its own each: clients that leave, the core killed and
 stopped in several phases, a compile cache that is broken, requests that make the step fail or the
 model's numbers infinite, connections that ask nothing, a receiver of webhooks that drips, a grammar
-whose masks take long, a store of jobs that is damaged or cannot grow, SIGTERM. Prints a table with
-a line for each: requests that did not get exactly the answer of before, the longest time that a
-stream was silent, the time until the server was ready again (or had ended), and what it holds
-afterwards, beside what it held before.
+whose masks take long, a store of jobs that is damaged or cannot grow, SIGTERM, and a fleet whose
+candidate hangs. Prints a table with a line for each: requests that did not get exactly the answer
+of before, the longest time that a stream was silent, the time until the server was ready again (or
+had ended, or the candidate was rolled back), and what it holds afterwards, beside what it held
+before.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ AMBIGUOUS = 'root ::= s\ns ::= s s | "a" | s s s | ""\n'
 STORE = "batches.sqlite3"
 #: Bytes of a file while the disk is "full", and jobs that are tried then.
 FULL_BYTES, JOBS_REFUSED = 1 << 18, 8
+#: Clients of a fleet whose candidate hangs, and the share of the keys that it has.
+CLIENTS, SHARE = 240, 0.3
 
 
 @dataclass
@@ -178,12 +181,12 @@ class Server:
             core_mb=self.core().memory_info().rss / 1e6,
         )
 
-    async def ask(self, number: int, answer: Answer) -> None:
+    async def ask(self, number: int, answer: Answer, **fields: str) -> None:
         """Fill in the answer to request `number`, greedy or seeded, as it streams."""
         last = time.monotonic()
         try:
             async with self.client.stream(
-                "POST", "/v1/completions", json=request(self.model, number)
+                "POST", "/v1/completions", json=request(self.model, number) | fields
             ) as stream:
                 if stream.status_code != 200:
                     answer.trouble = (await stream.aread()).decode()[:200]
@@ -588,6 +591,66 @@ async def told_to_stop(known: list[Answer], name: str, pieces: int, server: Serv
     return Row(name, len(known), lost, silence_s, recovery_s, before, after)
 
 
+async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer one request as an engine that is ready does; one that generates, never."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if not head.startswith(b"POST"):
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+    else:
+        await reader.read()
+    writer.close()
+
+
+@asynccontextmanager
+async def fleet_with_candidate(server: Server, url: str) -> AsyncIterator[Server]:
+    """A fleet of this server with a candidate at `url`."""
+    with tempfile.TemporaryDirectory(prefix="jitney-faults-") as name:
+        port, file = random.randrange(20_000, 40_000), Path(name) / "fleet.toml"
+        file.write_text(
+            f'[fleet]\nport = {port}\n[models."{server.model}"]\n'
+            f'urls = ["{server.client.base_url}"]\n[models."{server.model}".candidate]\n'
+            f'urls = ["{url}"]\nshare = {SHARE}\n'
+        )
+        log = (Path(name) / "log.txt").open("ab")
+        process = subprocess.Popen([*SOUND, "fleet", "serve", str(file)], stdout=log, stderr=log)
+        fleet = Server(f"http://127.0.0.1:{port}", server.model, process)
+        try:
+            await fleet.ready()
+            yield fleet
+        finally:
+            await fleet.client.aclose()
+            process.send_signal(signal.SIGINT)
+            await asyncio.to_thread(process.wait, 30)
+
+
+async def hanging_candidate(known: list[Answer], name: str, server: Server) -> Row:
+    """Clients of a fleet whose candidate takes requests and answers none. Ready again: it is
+    rolled back.
+    """
+    before = await server.held()
+    answers = [Answer() for _ in range(CLIENTS)]
+    hung = await asyncio.start_server(hang, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{hung.sockets[0].getsockname()[1]}"
+    async with fleet_with_candidate(server, url) as fleet:
+        begun = time.monotonic()
+        asked = [
+            asyncio.create_task(fleet.ask(number % len(known), answer, user=f"user-{number}"))
+            for number, answer in enumerate(answers)
+        ]
+        report = f"/fleet/rollouts/{server.model}"
+        while (await fleet.client.get(report)).json()["state"] == "running":
+            await asyncio.sleep(0.1)
+        recovery_s = time.monotonic() - begun
+        await asyncio.gather(*asked)
+    hung.close()
+    lost = sum(
+        bool(answer.trouble) or answer.text != known[number % len(known)].text
+        for number, answer in enumerate(answers)
+    )
+    silence_s = max(answer.silence_s for answer in answers)
+    return Row(name, CLIENTS, lost, silence_s, recovery_s, before, await server.held())
+
+
 async def measure(args: argparse.Namespace) -> list[Row]:
     """Every fault is done to a server of its own, so that restarts do not add up."""
     with tempfile.TemporaryDirectory(prefix="jitney-faults-") as name:
@@ -631,6 +694,7 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
     one, many = (f"an ambiguous grammar, {n} beside streams" for n in ("1", "29"))
     stopped = "SIGTERM while it generates"
     cut = "SIGTERM while it generates, no time to finish"
+    hanging = f"a candidate with {SHARE:.0%} of the keys hangs, until it is rolled back"
     return [
         Trial("nothing", lambda server: beside(server, "nothing", known, nothing)),
         Trial(leaving, lambda server: disconnects(server, known, args.disconnects, args.open)),
@@ -651,6 +715,7 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
         Trial("full disk", lambda server: full_disk(server, known, cache)),
         Trial(stopped, partial(told_to_stop, known, stopped, 20)),
         Trial(cut, partial(told_to_stop, known, cut, 20), flags=("--drain-s", "0")),
+        Trial(hanging, partial(hanging_candidate, known, hanging)),
     ]
 
 

@@ -92,6 +92,7 @@ def _replicated(
         _arm(parts, name, other, other_arm[0]),
         Rollout(name, other.name, other.rule),
         {"stable": other.stable_price_per_hour, "candidate": other.price_per_hour},
+        timeout_s=other.timeout_s,
     )
     folder = parts.config.fleet.state_dir
     kept = parts.config.path(folder) if folder else None

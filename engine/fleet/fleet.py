@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jitney.engine.api.errors import ErrorReply, HttpError
 from jitney.engine.api.open_requests import OpenRequests
@@ -36,8 +37,41 @@ _RESPONSES = "/v1/responses"
 #: How ids of such answers are written, and where they stand in one.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _IN_ANSWER = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,120})"')
+#: Statuses: of a refusal for lack of room, and the first of a server's faults.
+_FULL, _SERVER_ERROR = 429, 500
 #: Ids that are remembered.
 _MOST = 100_000
+
+
+class RefusalCounts:
+    """Answers that were refusals for want of an engine or of room (429 and 5xx), by status."""
+
+    #: Seconds that count as lately.
+    lately_s: ClassVar[int] = 60
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        #: Since the start.
+        self.total = 0
+        #: (whole second, refusals of it by status), the oldest first.
+        self._seconds: deque[tuple[int, Counter[int]]] = deque()
+
+    def note(self, status: int) -> None:
+        """A client was answered so."""
+        if status != _FULL and status < _SERVER_ERROR:
+            return
+        self.total += 1
+        now = int(self._clock())
+        if not self._seconds or self._seconds[-1][0] != now:
+            self._seconds.append((now, Counter()))
+        self._seconds[-1][1][status] += 1
+
+    def lately(self) -> dict[str, int]:
+        """Those of the last minute, by status."""
+        while self._seconds and self._seconds[0][0] <= self._clock() - self.lately_s:
+            self._seconds.popleft()
+        counts = sum((each for _, each in self._seconds), Counter[int]())
+        return {str(status): counts[status] for status in sorted(counts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +112,7 @@ class Fleet:
         self.created = int(time.time())
         self.openapi = b""
         self.draining = False
+        self.refusals = RefusalCounts()
         self._was_ready: set[str] = set()
         self._open = OpenRequests()
 
@@ -201,6 +236,11 @@ class Fleet:
         if any(model.ready for model in self.models.values()):
             return None
         return RequestError("no engine of any model is ready", code="loading")
+
+    @property
+    def unready_models(self) -> list[str]:
+        """Those whose requests are refused now, since none of their engines is ready."""
+        return [name for name, model in self.models.items() if not model.ready]
 
     def unstarted(self) -> RequestError | None:
         """None once every model has been ready."""

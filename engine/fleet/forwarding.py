@@ -28,7 +28,7 @@ from jitney.engine.fleet.repeating import (
     Died,
     SentStream,
 )
-from jitney.engine.fleet.replicas import Replica
+from jitney.engine.fleet.replicas import EngineShare, Replica
 
 #: Statuses of a replica that cannot take a request now; and what one says that refuses for the
 #: client's own limits, which no other replica shall be asked to forget.
@@ -75,6 +75,8 @@ class ProxiedAnswer:
     status: int
     headers: RawHeaders
     body: AsyncIterator[bytes]
+    #: Of the engine that answers; None: no engine does.
+    share: EngineShare | None = None
 
     @property
     def is_stream(self) -> bool:
@@ -121,6 +123,7 @@ class _Attempt:
     replica: Replica
     response: httpx.Response
     started: float
+    share: EngineShare
 
     @property
     def is_stream(self) -> bool:
@@ -201,7 +204,7 @@ class Exchange:
                 return found.answer
             if found.is_stream:
                 return ProxiedAnswer(
-                    found.response.status_code, found.headers(), self._stream(found)
+                    found.response.status_code, found.headers(), self._stream(found), found.share
                 )
             try:
                 return await self._whole(found)
@@ -218,9 +221,10 @@ class Exchange:
         async for part in parts:
             kept += part
             if len(kept) > _KEPT_BYTES:
-                return ProxiedAnswer(status, headers, _broken_off(bytes(kept), parts))
+                body = _broken_off(bytes(kept), parts)
+                return ProxiedAnswer(status, headers, body, attempt.share)
         self.choosing.attempted(attempt.replica, "answered")
-        return _complete(status, headers, bytes(kept))
+        return _complete(status, headers, bytes(kept), attempt.share)
 
     async def _stream(self, attempt: _Attempt) -> AsyncIterator[bytes]:
         """Whole events, to the end or to the error that ends it."""
@@ -327,7 +331,7 @@ class Exchange:
         """
         await self._leave()
         started = time.monotonic()
-        replica.begin(background=self.asked.background)
+        share = replica.begin(background=self.asked.background)
         try:
             response = await self._send(replica)
         except BaseException as error:
@@ -336,7 +340,7 @@ class Exchange:
                 raise
             self._cannot_reach(replica, error)
             return None
-        self._attempt = _Attempt(replica, response, started)
+        self._attempt = _Attempt(replica, response, started, share)
         if response.status_code in _FULL:
             return await self._refused(self._attempt)
         self.choosing.taken(replica)
@@ -418,11 +422,13 @@ def stream_failure(error: Exception, asked: Asked) -> bytes:
     return reply.event() + _DONE
 
 
-def _complete(status: int, headers: RawHeaders, body: bytes) -> ProxiedAnswer:
+def _complete(
+    status: int, headers: RawHeaders, body: bytes, share: EngineShare | None = None
+) -> ProxiedAnswer:
     """An answer that is there already."""
     kept = [item for item in headers if item[0] != b"content-length"]
     length = (b"content-length", str(len(body)).encode())
-    return ProxiedAnswer(status, [*kept, length], _only(body))
+    return ProxiedAnswer(status, [*kept, length], _only(body), share)
 
 
 async def _only(body: bytes) -> AsyncIterator[bytes]:

@@ -24,7 +24,7 @@ from jitney.engine.api.context import Context
 from jitney.engine.api.disconnect import until_disconnect
 from jitney.engine.api.edge import application
 from jitney.engine.api.endpoints import Endpoint
-from jitney.engine.api.errors import HttpError, echo
+from jitney.engine.api.errors import ErrorReply, HttpError, echo
 from jitney.engine.api.front import FRONT_ROUTES
 from jitney.engine.api.jobs.routes import JOB_ROUTES
 from jitney.engine.api.jsonio import json_answer, read_object
@@ -38,6 +38,7 @@ from jitney.engine.api.reload import RELOAD_ROUTES
 from jitney.engine.api.routes import ROUTES
 from jitney.engine.api.routing import HttpRoute, Role, RouteTable
 from jitney.engine.api.settings import ServerSettings
+from jitney.engine.errors import RequestError
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import ProxiedAnswer, stream_failure
@@ -116,6 +117,7 @@ class _Sending:
         context, model = Context.of(scope), self.fleet.models[self.model_name]
         with self.fleet.quotas.holding(context.tenant, self.model_name, self.asked) as account:
             async with model.answer(self.asked) as answer:
+                self.fleet.refusals.note(answer.status)
                 await self._send(account.watched(answer), context, send)
 
     async def _send(self, answer: ProxiedAnswer, context: Context, send: Send) -> None:
@@ -217,6 +219,9 @@ class _Passing(Endpoint[Fleet]):
                 context.left = await until_disconnect(receive, self._answer(request, send))
         except ClientDisconnect:
             context.left = True
+        except (RequestError, HttpError) as error:
+            fleet.refusals.note(ErrorReply.of(error, context.request_id).status)
+            raise
         if context.left:
             fleet.metrics.disconnects.inc()
 
@@ -327,7 +332,10 @@ _FLEET_ROUTES = (
     HttpRoute.probe("/livez", _livez, "this process answers", answers.Status),
     HttpRoute.probe("/healthz", _livez, "the same as /livez", answers.Status),
     HttpRoute.probe(
-        "/readyz", _readyz, "requests for some model would be answered", answers.Status
+        "/readyz",
+        _readyz,
+        "requests for some model would be answered; else 503 says why",
+        answers.Status,
     ),
     HttpRoute.probe("/health", _readyz, "the same as /readyz", answers.Status),
     HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", answers.Status),

@@ -90,12 +90,14 @@ class _EngineProcess:
             )
         except OSError as error:
             raise JitneyError(f"{self.replica.name} cannot be started: {error.strerror}") from None
+        self.replica.became("starting", "its process was started, and does not answer yet")
 
     def check(self) -> None:
         """Raises JitneyError if it has ended."""
         process = self._process
         assert process is not None  # it was started
         if process.returncode is not None:
+            self.replica.became("gone", f"it ended with status {process.returncode}")
             raise JitneyError(
                 f"{self.replica.name} ended with status {process.returncode} before it was ready; "
                 "what it said stands above"

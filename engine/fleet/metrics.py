@@ -21,6 +21,8 @@ from jitney.engine.fleet.replicas import Replica, ReplicaState
 from jitney.engine.fleet.rollout import Rollout, RolloutState
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+#: Those that only a replica has that takes requests.
+_OF_READY = frozenset({"replica_predicted_wait_seconds"})
 #: Name -> what it is, and where it is read.
 _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
     "replica_ready": ("1 if the replica takes requests", lambda replica: replica.state == "ready"),
@@ -37,7 +39,8 @@ _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
         attrgetter("load"),
     ),
     "replica_predicted_wait_seconds": (
-        "seconds that one more request would wait for a seat of the replica",
+        "seconds that one more request would wait for a seat of the replica; absent while it takes "
+        "none",
         lambda replica: replica.predicted_wait(time.monotonic()),
     ),
 }
@@ -108,7 +111,8 @@ class _ReplicaCollector(Collector):
             family = GaugeMetricFamily(f"jitney_fleet_{name}", text, labels=["model", "replica"])
             for model, replicas in self._replicas().items():
                 for replica in replicas:
-                    family.add_metric([model, replica.name], read(replica))
+                    if replica.state == "ready" or name not in _OF_READY:
+                        family.add_metric([model, replica.name], read(replica))
             yield family
 
     def _states(self) -> Metric:

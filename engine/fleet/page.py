@@ -32,7 +32,9 @@ def fleet_page_routes(
     one engine; 0: none is shown. keys: the accepted ones; None: those of the settings.
     """
     shown = watched.FleetView(
-        find=lambda: dict(_places(fleet)), price_per_hour=price_per_hour or None
+        find=lambda: dict(_places(fleet)),
+        endpoint=lambda: _endpoint(fleet),
+        price_per_hour=price_per_hour or None,
     )
     candidates = _Candidates(fleet) if fleet.rolled_out else None
     return FleetPage(shown, settings, candidates, keys).mounted(path)
@@ -47,6 +49,24 @@ def _places(fleet: Fleet) -> Iterator[tuple[str, ReplicaAddress]]:
                 yield name, ReplicaAddress(replica.url, replica.key)
 
 
+def _endpoint(fleet: Fleet) -> watched.Endpoint:
+    """What the fleet itself knows, as /readyz and /fleet/replicas say it."""
+    reason = fleet.unready()
+    starting = (
+        ReplicaAddress.name_of(replica.name)
+        for replicas in fleet.replicas.values()
+        for replica in replicas
+        if replica.state == "starting"
+    )
+    return watched.Endpoint(
+        unready="" if reason is None else str(reason),
+        unready_models=tuple(fleet.unready_models),
+        refused=fleet.refusals.lately(),
+        refused_ever=fleet.refusals.total,
+        starting=frozenset(starting),
+    )
+
+
 class _Candidates:
     """See `fleet_page._Rollouts`."""
 
@@ -56,14 +76,14 @@ class _Candidates:
     def reports(self) -> list[JsonDict]:
         return [_with_names_of_the_page(model.report()) for model in self.fleet.rolled_out]
 
-    def decide(self, model: str, action: str) -> None:
+    async def decide(self, model: str, action: str) -> None:
         found = self.fleet.models.get(model)
         if not isinstance(found, ModelWithCandidate):
             raise HttpError(404, f"no candidate of a model {echo(model)}", code="not_found")
         actions: tuple[Action, ...] = get_args(Action.__value__)
         for known in actions:
             if known == action:
-                found.rollout.decide(known)
+                await found.decide(known)
                 return
         raise RequestError(f"must be one of {', '.join(actions)}", param="action")
 

@@ -42,9 +42,9 @@ _LOADS_OF_VLLM = {
 }
 _NOT_HERE = 404
 
-#: "ready": it takes requests. "unready": it answers, and takes none (loading, draining, asleep).
-#: "gone": it does not answer.
-type ReplicaState = Literal["unknown", "ready", "unready", "gone"]
+#: "starting": its process was started, and does not answer yet. "ready": it takes requests.
+#: "unready": it answers, and takes none (loading, draining, asleep). "gone": it does not answer.
+type ReplicaState = Literal["unknown", "starting", "ready", "unready", "gone"]
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +89,12 @@ class Replica:
     lost: int = 0
     #: Hears of every change of its state or load.
     on_change: Callable[[Replica], None] | None = None
+    #: Seconds, of what shares are counted in.
+    clock: Callable[[], float] = time.monotonic
+    #: See `share_s`; as of when, and by how many requests it has been split since.
+    _share_s: float = 0.0
+    _share_at: float = 0.0
+    _sharing: float = 1.0
     #: Ends each of our open requests there when it is given up.
     _deadlines: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -132,10 +138,21 @@ class Replica:
         since = max(0.0, self.load - max(seats, self._told))
         return self.wait_s + since * seat_s
 
-    def begin(self, *, background: bool = False) -> None:
+    def share_s(self) -> float:
+        """Seconds of it that a request would have had that was always there, split evenly at each
+        moment among all that were, of everybody and with lines of batches.
+        """
+        now = self.clock()
+        self._share_s += (now - self._share_at) / self._sharing
+        self._share_at = now
+        self._sharing = max(1.0, self.load + max(self.lines, self.background))
+        return self._share_s
+
+    def begin(self, *, background: bool = False) -> EngineShare:
         """One of our requests goes there. background: nobody waits for it."""
         self.given += 1
         self._count(1, background)
+        return EngineShare(self, self.clock(), self.share_s())
 
     def end(self, took: float | None = None, *, background: bool = False) -> None:
         """One of our requests is there no more. took: seconds, if it was answered."""
@@ -153,6 +170,7 @@ class Replica:
 
     def changed(self) -> None:
         """Its state or its load did."""
+        self.share_s()
         if self.on_change is not None:
             self.on_change(self)
 
@@ -173,16 +191,21 @@ class Replica:
 
     def became(self, state: ReplicaState, reason: str = "") -> None:
         """Note its state; a change is logged."""
-        if state != "gone":
+        if state not in ("gone", "starting"):
             self.heard_at = time.monotonic()
         if state == self.state:
             self.reason = reason
             self.changed()
             return
-        level = logging.INFO if state == "ready" else logging.WARNING
+        level = logging.INFO if state in ("ready", "starting") else logging.WARNING
         _log.log(level, "replica %s is %s%s", self.name, state, f": {reason}" if reason else "")
         self.state, self.reason, self.since = state, reason, time.time()
         self.changed()
+
+    def silent(self, why: str) -> None:
+        """It does not answer: it is gone, unless it has not begun to."""
+        if self.state != "starting":
+            self.became("gone", why)
 
     def give_up(self) -> None:
         """Nobody waits for it any more."""
@@ -206,11 +229,37 @@ class Replica:
             "open": self.open,
             "background": self.lines,
             "waiting": self.waiting,
-            "predicted_wait_s": self.predicted_wait(now),
+            "predicted_wait_s": self.predicted_wait(now) if self.state == "ready" else None,
             "given": self.given,
             "answered": self.answered,
             "lost": self.lost,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """What a request has had of a replica since it was given to it."""
+
+    replica: Replica
+    #: By the replica's clock, and its `share_s` then.
+    begun: float
+    _begun_share_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the replica, split evenly among all requests there."""
+        return self.replica.share_s() - self._begun_share_s
+
+    @property
+    def load(self) -> float:
+        """Requests there meanwhile, itself among them: the harmonic mean over time. Where an
+        engine's speed is shared evenly, its requests have that many times the time they would have
+        alone.
+        """
+        seconds = self.seconds
+        if seconds <= 0:
+            return self.replica._sharing
+        return (self.replica.clock() - self.begun) / seconds
 
 
 class Watch:
@@ -248,7 +297,7 @@ class Watch:
             await self._ask(replica)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             silent = time.monotonic() - replica.heard_at
-            replica.became("gone", f"{type(error).__name__}: {error}"[:200])
+            replica.silent(f"{type(error).__name__}: {error}"[:200])
             replica.models = ()
             if silent > self._lost_after_s:
                 replica.give_up()

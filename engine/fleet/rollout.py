@@ -45,7 +45,7 @@ _IN_WORDS: Mapping[RolloutState, str] = {
 _MOST_LOOKS = 240
 _HOUR_S = 3600.0
 #: Of what `saved` gives.
-_VERSION = 1
+_VERSION = 2
 
 
 class KeyPlace(NamedTuple):
@@ -277,6 +277,7 @@ class Rollout:
             "stable": self.comparison.level("stable", name),
             "candidate": self.comparison.level("candidate", name),
             "requests": {arm: self.comparison.sums[arm][name].requests for arm in ARMS},
+            "matched": {arm: self.comparison.matched(arm, name) for arm in ARMS},
             "estimate": None if interval is None else interval.estimate,
             "low": None if interval is None else interval.low,
             "high": None if interval is None else interval.high,

@@ -5,7 +5,6 @@ disk.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import httpx
+import orjson
 
 from jitney.engine.fleet.candidate import ModelWithCandidate
 from jitney.engine.fleet.comparison import ARMS
@@ -108,7 +108,7 @@ class RolloutKeeper:
             return
         rollout = self.model.rollout
         try:
-            goes_on = rollout.restore(json.loads(self.file.read_text()))
+            goes_on = rollout.restore(orjson.loads(self.file.read_bytes()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("rollout %s begins anew: its file: %s", rollout.model, error)
             return
@@ -120,5 +120,5 @@ def _write(file: Path, saved: JsonDict) -> None:
     """Whole or not at all."""
     part = file.with_suffix(".part")
     file.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text(json.dumps(saved))
+    part.write_bytes(orjson.dumps(saved))
     os.replace(part, file)

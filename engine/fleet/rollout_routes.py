@@ -63,7 +63,8 @@ class RolloutFigure(_Described):
     """One figure of both arms, and how the candidate stands to the stable one.
 
     kind: estimate, low and high are the ratio of candidate to stable, or the difference. null: not
-    known yet. equal, worst_allowed: on the same scale.
+    known yet. equal, worst_allowed: on the same scale. requests: that have the figure; matched: of
+    them, those that are compared, since the other arm has some at equal load.
     """
 
     name: str
@@ -73,6 +74,7 @@ class RolloutFigure(_Described):
     stable: float | None
     candidate: float | None
     requests: dict[str, int]
+    matched: dict[str, int]
     estimate: float | None
     low: float | None
     high: float | None

@@ -314,6 +314,16 @@ class CandidateSection(ReplicasSection):
             "administrator says so"
         ),
     )
+    timeout_s: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        description=(
+            "seconds that it may say nothing for, before an answer and in the middle of a stream, "
+            "until the request has failed; at least three times as long as the model's other "
+            "engines do"
+        ),
+    )
     undecided_after_h: float = Field(
         default=0.0,
         ge=0,

@@ -12,7 +12,7 @@ import pytest
 from page_browser import holds_text, press, says, served, state, table_is, watched
 from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, urls_of
 
-from jitney.dashboard.fleet import FleetView
+from jitney.dashboard.fleet import Endpoint, FleetView
 from jitney.dashboard.fleet_page import FleetPage
 from jitney.dashboard.remote import RemoteEngine
 from jitney.engine.api.settings import ServerSettings, digest_key
@@ -140,6 +140,33 @@ def test_cards_follow_their_replicas_and_keep_their_places(open_page):
         clients["r2"].age = 7.0
         card_says(page, "r2", "Its engine says nothing.")
         assert [name for name, *_ in cards(page)] == ["r1", "r2", "r10"]
+    assert open_page.problems == []
+
+
+def test_a_fleet_that_answers_nobody_is_not_live(open_page):
+    page = open_page.page
+    told = Endpoint("no engine of any model is ready", ("m",), {"429": 5, "503": 190}, 400)
+    starts = Endpoint("no engine of any model is ready", ("m",), starting=frozenset({"a"}))
+    now = [told]
+    engines = {name: RemoteEngine(NOWHERE) for name in "ab"}
+    fleet = FleetView(engines, endpoint=lambda: now[0])
+    with served(FleetPage(fleet, ServerSettings()).by_itself()) as url:
+        page.goto(url)
+        state(page, "unready")
+        card_says(page, "b", "does not answer")
+        says(page, "headline", "None of 2 replicas is ready")
+        holds_text(page, "trouble", "no engine of any model is ready")
+        figures = page.locator("#figures").inner_text()
+        holds_text(page, "trouble", "5 with 429, 190 with 503")
+        assert "195 a minute" in figures and "0 s" not in figures
+        assert page.locator(".replica dd").all_inner_texts().count("0 s") == 0
+        now[0] = starts
+        state(page, "loading")
+        card_says(page, "a", "Its process was started")
+        now[0] = Endpoint("", ("m",))
+        state(page, "live")
+        holds_text(page, "trouble", "no engine is ready: m")
+        page.goto("about:blank")
     assert open_page.problems == []
 
 
@@ -313,7 +340,7 @@ def test_nothing_keeps_anybody_from_deciding_about_a_candidate(chromium, scheme:
         b=rollout_of("b", "v3", slower=0.6, requests=300),
         c=rollout_of("c", "v4", slower=1.0, requests=3),
     )
-    rollouts.decide("a", "roll_back")
+    rollouts.rollouts["a"].decide("roll_back")
     seen = watched(chromium, color_scheme=scheme, bypass_csp=True)
     page = seen.page
     with visit(page, replicas(), rollouts=rollouts):

@@ -20,7 +20,7 @@ from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, ur
 
 from jitney.dashboard import fleet as fleet_module
 from jitney.dashboard import fleet_member, sse
-from jitney.dashboard.fleet import FleetView
+from jitney.dashboard.fleet import Endpoint, FleetView
 from jitney.dashboard.fleet_member import ReplicaAddress
 from jitney.dashboard.fleet_page import FleetPage
 from jitney.dashboard.pulse import _PULSE_VERSION, Pulse, _pulse_of
@@ -174,8 +174,31 @@ def test_the_feed_tells_of_all_and_of_what_they_are_together():
     useful = watch.cards["a"]["output_rate"]
     assert watch.cards["a"]["price"] == pytest.approx(0.001 / useful * 1e6, rel=0.1)
     assert sums["price"] == pytest.approx(0.003 / useful * 1e6, rel=0.1)
+    waits = {name: card["predicted_wait_s"] for name, card in watch.cards.items()}
+    assert waits == {"a": 2.5, "b": 0.0, "c": None, "gone": None}
+    assert (sums["unready"], sums["refused"]) == ("", None)
     assert "does not answer" in watch.cards["gone"]["trouble"]
     assert abs(watch.cards["gone"]["since"] - time.time()) < PATIENCE_S
+
+
+def test_the_page_says_what_the_endpoint_says_of_itself():
+    """A replica whose process was started is no lost one; without an endpoint nobody knows."""
+    told = Endpoint("no engine is ready", ("m",), {"503": 195}, 200, frozenset({"a"}))
+
+    async def session() -> None:
+        gone = {name: RemoteEngine("http://127.0.0.1:1") for name in "ab"}
+        async with watched(FleetView(gone, endpoint=lambda: told)) as (viewer, watch):
+            both = {"a": "starting", "b": "gone"}
+            await until_told(viewer, watch, lambda: watch.states() == both)
+            assert watch.sums["unready"] == "no engine is ready"
+            assert watch.sums["unready_models"] == ["m"]
+            assert (watch.sums["refused"], watch.sums["refused_ever"]) == ({"503": 195}, 200)
+            assert watch.cards["a"]["since"] is None and watch.cards["a"]["trouble"] == ""
+        async with watched(fleet_of({"b": "http://127.0.0.1:1"})) as (viewer, watch):
+            await until_told(viewer, watch, lambda: watch.states() == {"b": "gone"})
+            assert watch.sums["unready"] == "no replica is ready"
+
+    run(session())
 
 
 def test_a_replica_that_goes_keeps_its_last_figures_and_comes_back():

@@ -122,7 +122,7 @@ class FakeRollouts:
             report["arms"][arm]["replicas"] = [f"{arm}-0"]
         return report
 
-    def decide(self, model: str, action: str) -> None:
+    async def decide(self, model: str, action: str) -> None:
         if model not in self.rollouts:
             raise HttpError(404, f"no candidate of a model {model}", code="not_found")
         if action not in ("promote", "roll_back", "restart"):

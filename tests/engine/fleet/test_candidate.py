@@ -4,19 +4,21 @@ fails without anybody noticing, and what administrators are told.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
 import re
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from api_fakes import FakeClient, Script, until
+from api_fakes import FakeClient, Script, served, until
 from fleet_engines import FakeEngine, Served, engines, fleet_of
 from places import ROOT
 
@@ -24,8 +26,8 @@ from jitney.engine.api.settings import digest_key
 from jitney.engine.errors import ConfigError, ErrorInfo
 from jitney.engine.fleet import rollout_keeper
 from jitney.engine.fleet.asked import Asked
-from jitney.engine.fleet.candidate import ModelWithCandidate, _key_of
-from jitney.engine.fleet.comparison import ARMS, FIGURES, RequestOutcome
+from jitney.engine.fleet.candidate import ModelWithCandidate, _key_of, _Pace, _Wait
+from jitney.engine.fleet.comparison import ARMS, FIGURES, ArmName, RequestOutcome
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
@@ -82,6 +84,9 @@ class Arms:
     def keeper(self) -> RolloutKeeper:
         (keeper,) = self.served.parts.rollouts
         return keeper
+
+    def arm_of(self, user: str) -> ArmName:
+        return self.model.rollout.place(_key_of(asked(user=user))).arm
 
     def ask(self, http: httpx.Client, user: str, **fields: Any) -> str:
         """The name of the engine that answered."""
@@ -158,11 +163,15 @@ def test_how_a_candidate_stands_is_in_the_metrics():
     assert 'jitney_fleet_rollout_share{candidate="int8",model="m"} 0.25' in before
     assert 'jitney_fleet_replicas{model="m",state="ready"} 1.0' in before
     assert 'jitney_fleet_replicas{model="m",state="gone"} 0.0' in before
+    assert 'predicted_wait_seconds{model="m",replica="a"} 0.0' in before
+    assert 'predicted_wait_seconds{model="m",replica="b"}' not in before, "it takes no requests"
+    waits = [replica.shown()["predicted_wait_s"] for replica in replicas]
+    assert waits == [0.0, None]
     assert "rollout_interval{" not in before, "nothing is known yet"
     for number in range(2000):
         for arm in ARMS:
-            tokens = (50 if arm == "candidate" else 100) + number % 7
-            outcome = RequestOutcome(True, tokens, 1.0, None, 0.1)
+            seconds = (2.0 if arm == "candidate" else 1.0) + number % 7 / 70
+            outcome = RequestOutcome(True, 100, seconds, None, 0.1)
             rollout.observe(KeyPlace(arm, number % 40), outcome)
     rollout.decide("roll_back")
     text = metrics.render().decode()
@@ -235,6 +244,205 @@ def test_a_candidate_that_fails_is_counted_and_nobody_notices(tmp_path: Path):
         before = len(failing.heads)
         found.ask(http, "user-0")
         assert len(failing.heads) == before
+
+
+PAGE = b"<!doctype html><title>Welcome</title>"
+STREAM = "text/event-stream"
+
+
+@dataclass
+class Wrong:
+    """Another program where the candidate should be: it answers probes as an engine does."""
+
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    #: What generating routes say: all of it at once, or nothing at all.
+    media_type: str = "text/html"
+    body: bytes = PAGE
+    status: int = 200
+    hangs: bool = False
+    #: Requests of generating routes that came.
+    came: int = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.engine(scope, receive, send)
+            return
+        self.came += 1
+        if self.hangs and not self.body:
+            await _left(receive)
+            return
+        headers = [(b"content-type", self.media_type.encode())]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        more = self.hangs
+        await send({"type": "http.response.body", "body": self.body, "more_body": more})
+        if self.hangs:
+            leaving = asyncio.create_task(_left(receive))
+            while not leaving.done():  # it lives, and says nothing
+                await send({"type": "http.response.body", "body": b": .\n\n", "more_body": True})
+                await asyncio.sleep(0.02)
+
+
+async def _left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextmanager
+def beside(
+    folder: Path, wrong: Wrong, share: float = 0.3, timeout_s: float = 0.5
+) -> Iterator[Arms]:
+    """An engine, and this as its candidate."""
+    with engines(FakeEngine()) as (one,), served(wrong) as (url, _):
+        text = (
+            f'[fleet]\npoll_s = 0.05\n[models.m]\nurls = ["{one.url}"]\n[models.m.candidate]\n'
+            f'urls = ["{url}"]\nshare = {share}\ntimeout_s = {timeout_s}\n'
+        )
+        with fleet_of(folder, text) as fleet:
+            wrong.engine.url = url
+            fleet.wait_ready(one.name, wrong.engine.name)
+            yield Arms(fleet, one, wrong.engine)
+
+
+@pytest.mark.parametrize(
+    ("stream", "wrong"),
+    [
+        (False, Wrong()),
+        (True, Wrong()),
+        (False, Wrong(media_type="application/json", body=b'{"ok":true}')),
+        (True, Wrong(media_type="application/json", body=b'{"choices":[{"text":"plain"}]}')),
+        (True, Wrong(media_type=STREAM, body=b"")),
+        (True, Wrong(media_type=STREAM, body=b"data: {}\n\ndata: [DONE]\n\n")),
+        (True, Wrong(media_type=STREAM, body=b'data: {"error":{"message":"no"}}\n\n')),
+        (False, Wrong(status=302)),
+        (False, Wrong(status=404)),
+        (False, Wrong(status=404, media_type="application/json", body=b'{"detail":"Not Found"}')),
+    ],
+)
+def test_what_is_no_answer_of_the_api_is_counted_and_nobody_notices(
+    tmp_path: Path, stream: bool, wrong: Wrong
+):
+    wrong = replace(wrong)
+    with beside(tmp_path, wrong) as found, found.served.http() as http:
+        users = [f"user-{number}" for number in range(130)]
+        asked_it = [user for user in users if found.arm_of(user) == "candidate"]
+        assert {found.ask(http, user, stream=stream) for user in users} == {found.stable.name}
+        comparison = found.model.rollout.comparison
+        until(lambda: comparison.requests("candidate") == len(asked_it), 30)
+        assert wrong.came >= len(asked_it) >= 30
+        assert comparison.level("candidate", "errors") == 1.0
+        assert comparison.level("stable", "errors") == 0.0
+        look(found)
+        assert found.model.rollout.state == "rolled_back"
+
+
+@pytest.mark.parametrize(
+    ("stream", "wrong"),
+    [
+        (False, Wrong(body=b"", hangs=True)),
+        (True, Wrong(body=b"", hangs=True)),
+        (True, Wrong(media_type=STREAM, body=b": keep-alive\n\n", hangs=True)),
+    ],
+)
+def test_a_candidate_that_hangs_is_counted_and_nobody_waits_for_ever(
+    tmp_path: Path, stream: bool, wrong: Wrong
+):
+    wrong = replace(wrong)
+    with beside(tmp_path, wrong, share=0.5) as found, found.served.http() as http:
+        users = [f"user-{number}" for number in range(80)]
+        asked_it = [user for user in users if found.arm_of(user) == "candidate"]
+        for user in users:
+            if user not in asked_it:
+                found.ask(http, user)
+
+        with ThreadPoolExecutor(len(asked_it)) as pool:
+            names = pool.map(lambda user: found.ask(http, user, stream=stream), asked_it)
+            assert set(names) == {found.stable.name}
+        assert wrong.came >= 30
+        assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
+        look(found)
+        assert found.model.rollout.state == "rolled_back"
+
+
+def test_a_stream_that_falls_silent_in_its_middle_ends_and_is_counted(tmp_path: Path):
+    """What was sent cannot be taken back: it ends with the API's error."""
+    begun = b'data: {"choices":[{"text":"Hello","index":0}]}\n\n'
+    wrong = Wrong(media_type=STREAM, body=begun, hangs=True)
+    with beside(tmp_path, wrong, share=0.99) as found, found.served.http() as http:
+        body = {"model": "m", "prompt": "a", "max_tokens": 5, "stream": True, "user": "u"}
+        text = http.post("/v1/completions", json=body).text
+        assert "Hello" in text and '"code":"engine_dead"' in text and text.endswith("[DONE]\n\n")
+        until(lambda: found.model.rollout.comparison.requests("candidate") == 1, 30)
+        assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
+
+
+def test_a_client_that_leaves_a_hanging_candidate_counts_against_it(tmp_path: Path):
+    """Before its time is over, and after three times what the stable arm ever took."""
+    wrong = Wrong(body=b"", hangs=True)
+    with beside(tmp_path, wrong, timeout_s=600) as found, found.served.http() as http:
+        users = [f"user-{number}" for number in range(40)]
+        moved = next(user for user in users if found.arm_of(user) == "candidate")
+        for user in users:
+            if found.arm_of(user) == "stable":
+                found.ask(http, user)
+        body = {"model": "m", "prompt": "Where to?", "user": moved}
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=body, timeout=2.0)
+        until(lambda: found.model.rollout.comparison.requests("candidate") == 1, 30)
+        assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
+
+
+def test_a_candidate_may_take_longer_where_the_stable_arm_does():
+    """Three times its slowest of late, those that are open among them; each route by itself."""
+    pace, one, other = _Pace(), object(), object()
+    wait = _Wait("first", "/v1/completions", False, False)
+    assert pace.limit(wait, 100.0, 10.0) == 10.0
+    pace.begin(wait, one, 100.0)
+    pace.begin(wait, other, 140.0)
+    assert pace.limit(wait, 150.0, 10.0) == 150.0
+    pace.end(wait, one)
+    pace.took(wait, 60.0)
+    assert pace.limit(wait, 160.0, 10.0) == 180.0
+    for _ in range(400):
+        pace.took(wait, 1.0)
+    assert pace.limit(wait, 140.0, 10.0) == 10.0
+    assert pace.limit(wait, 150.0, 10.0) == 30.0, "the other is still open"
+    assert pace.limit(wait.next, 150.0, 10.0) == 10.0
+
+
+def test_what_the_stable_arm_takes_and_the_candidate_refuses_counts_against_it(tmp_path: Path):
+    """Such as a prompt that is too long for its context; what both refuse is the client's fault."""
+    refusal = b'{"error":{"message":"too long","code":"context_length_exceeded"}}'
+    wrong = Wrong(status=400, media_type="application/json", body=refusal)
+    with beside(tmp_path, wrong, share=0.99) as found, found.served.http() as http:
+        assert found.ask(http, "user-1") == found.stable.name
+        comparison = found.model.rollout.comparison
+        assert comparison.level("candidate", "errors") == 1.0
+        body = {"model": "m", "prompt": "a", "max_tokens": -1, "user": "user-2"}
+        assert http.post("/v1/completions", json=body).json()["error"]["param"] == "max_tokens"
+        assert comparison.requests("candidate") == 1
+
+
+@pytest.mark.parametrize(("arm", "counted"), [("stable", 0), ("candidate", 1)])
+def test_a_refusal_for_lack_of_room_counts_where_the_arm_has_no_more_to_do(
+    tmp_path: Path, arm: ArmName, counted: int
+):
+    """The stable engine has three requests, the candidate none."""
+    full = FakeEngine(FakeClient(Script(error=ErrorInfo("queue_full", "full"))))
+    rule = "share = 0.5"
+    sides = {arm: full}
+    with arms(tmp_path, sides.get("stable"), sides.get("candidate"), rule) as found:
+        replica = found.served.replicas()[found.stable.name]
+        for _ in range(3):
+            replica.begin()
+        users = [f"user-{number}" for number in range(40)]
+        user = next(one for one in users if found.arm_of(one) == arm)
+        with found.served.http() as http:
+            body = {"model": "m", "prompt": "Where to?", "user": user}
+            status = http.post("/v1/completions", json=body).status_code
+        assert status == (429 if arm == "stable" else 200)
+        until(lambda: full.client.requests, 30)
+        until(lambda: not replica.open - 3, 30)
+        assert found.model.rollout.comparison.requests(arm) == counted
 
 
 def test_a_candidate_that_is_gone_is_counted_too(tmp_path: Path):
@@ -394,8 +602,8 @@ def test_a_key_is_a_user_else_a_conversation():
 
 def test_the_documentation_says_of_every_field_what_the_code_says():
     text = (ROOT / "docs" / "rollout.md").read_text()
-    for name, field in CandidateSection.model_fields.items():
+    for name, info in CandidateSection.model_fields.items():
         if name not in ReplicasSection.model_fields:
-            assert f"| `{name}` |" in text and f" | {field.description} |" in text, name
+            assert f"| `{name}` |" in text and f" | {info.description} |" in text, name
     for name in FIGURES:
         assert f"| `{name}` |" in text

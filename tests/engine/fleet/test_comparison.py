@@ -7,23 +7,23 @@ import math
 
 import numpy as np
 import pytest
+from shared_engines import requests_of, run_rollout
 
 from jitney.engine.fleet.comparison import (
     ARMS,
     FIGURES,
+    ArmName,
     Comparison,
     Interval,
     RequestOutcome,
     _half_width,
+    _Matched,
     _Sums,
 )
+from jitney.engine.fleet.rollout import PromotionRule, Rollout
 
 #: Requests a minute of each arm: 5 % go to the candidate.
 STABLE, CANDIDATE = 190, 10
-
-
-def sums_of(count: np.ndarray, total: np.ndarray) -> _Sums:
-    return _Sums(count.astype(float), total.astype(float))
 
 
 class Minutes:
@@ -50,8 +50,9 @@ class Minutes:
             failed = self.random.random(requests) < error_share
             sums = self.comparison.sums[arm]
             for name, values in (("tokens_per_s", logs), ("errors", failed.astype(float))):
-                np.add.at(sums[name].count, clusters, 1)
-                np.add.at(sums[name].total, clusters, values)
+                sums[name].n[0] += requests
+                np.add.at(sums[name].count[0], clusters, 1)
+                np.add.at(sums[name].total[0], clusters, values)
 
     def verdicts(self, minutes: int) -> list[str]:
         """Of the speed, looked at every minute, until there is one."""
@@ -94,8 +95,9 @@ def test_looking_often_at_plain_intervals_would_lie():
             run.minute()
             stable, candidate = (run.comparison.sums[arm]["tokens_per_s"] for arm in ARMS)
             if candidate.enough:
-                apart = abs(candidate.mean - stable.mean)
-                if apart > 1.96 * math.sqrt(candidate.variance + stable.variance):
+                found = _Matched.of(stable, candidate).difference()
+                assert found is not None
+                if abs(found[0]) > 1.96 * math.sqrt(found[1]):
                     differs += 1
                     break
     assert differs > 9
@@ -176,10 +178,110 @@ def test_the_half_width_is_the_formulas():
     assert _half_width(1e-6, 0.1, 0.05) < _half_width(1e-5, 0.1, 0.05)
 
 
-def test_the_variance_of_single_requests_is_the_usual_one():
-    values = np.random.default_rng(1).standard_normal(100)
-    sums = sums_of(np.r_[np.ones(100), np.zeros(156)], np.r_[values, np.zeros(156)])
-    assert sums.variance == pytest.approx(values.var(ddof=1) / 100)
+def sums_of(values: np.ndarray) -> _Sums:
+    """values: [requests, strata], each request of a cluster of its own."""
+    count, total = np.zeros((2, values.shape[1], 64))
+    count[:, : len(values)] = ~np.isnan(values).T
+    total[:, : len(values)] = np.nan_to_num(values).T
+    return _Sums(count, total, count.sum(axis=1))
+
+
+def test_the_difference_of_two_arms_is_welchs():
+    """Each request a cluster of its own, all at one load."""
+    draw = np.random.default_rng(1)
+    stable, candidate = draw.standard_normal((60, 1)), 2 + 3 * draw.standard_normal((40, 1))
+    found = _Matched.of(sums_of(stable), sums_of(candidate)).difference()
+    assert found is not None
+    assert found[0] == pytest.approx(candidate.mean() - stable.mean())
+    variance = stable.var(ddof=1) / 60 + candidate.var(ddof=1) / 40
+    assert found[1] == pytest.approx(variance, rel=0.02)
+
+
+def test_strata_are_compared_as_least_squares_with_a_level_for_each():
+    """Against numpy's solution of the regression, and its variance by simulation."""
+    estimates, variances = [], []
+    for seed in range(300):
+        draw = np.random.default_rng(seed)
+        levels = np.array([0.0, 3.0, -5.0])
+        strata = {arm: draw.choice(3, size=60, p=p) for arm, p in SHARES.items()}
+        values = {arm: levels[strata[arm]] + draw.standard_normal(60) for arm in ARMS}
+        sums = {arm: sums_of(_in_columns(values[arm], strata[arm])) for arm in ARMS}
+        found = _Matched.of(sums["stable"], sums["candidate"]).difference()
+        assert found is not None
+        arm = np.repeat([0.0, 1.0], 60)
+        stratum = np.concatenate([strata["stable"], strata["candidate"]])
+        design = np.column_stack([arm, *(stratum == number for number in range(3))])
+        solved, *_ = np.linalg.lstsq(design, np.concatenate([values[one] for one in ARMS]))
+        assert found[0] == pytest.approx(solved[0])
+        estimates.append(found[0])
+        variances.append(found[1])
+    assert np.mean(variances) == pytest.approx(np.var(estimates), rel=0.15)
+
+
+#: How often each arm is at each of three loads.
+SHARES = {"stable": (0.3, 0.2, 0.5), "candidate": (0.5, 0.4, 0.1)}
+
+
+def _in_columns(values: np.ndarray, strata: np.ndarray) -> np.ndarray:
+    """[requests, strata], with the value in its own one and nan in the others."""
+    return np.where(strata[:, None] == np.arange(3), values[:, None], np.nan)
+
+
+#: Requests a second of both arms, at which an engine with nine tenths of them is more than half as
+#: fast as one with a tenth.
+PER_S, SHARE = 2.5, 0.1
+
+
+def rollout(seed: int, requests: int, slower: float) -> tuple[Rollout, set[str]]:
+    """One engine an arm, the candidate with a tenth of the keys. Returns every verdict too."""
+    found = Rollout("m", "v2", PromotionRule(share=SHARE))
+    arms: dict[ArmName, float] = {"stable": 1.0, "candidate": slower}
+    return found, run_rollout(found, requests_of(seed, requests, PER_S, SHARE, arms))
+
+
+def test_an_equal_candidate_with_a_tenth_of_the_load_is_no_other():
+    """100 rollouts of engines that are alike, 20 looks each: at most 5 may say anything."""
+    decided = 0
+    for seed in range(100):
+        found, verdicts = rollout(seed, 2000, slower=1.0)
+        decided += found.decision is not None or verdicts > {"no difference seen yet"}
+        stable, candidate = (found.comparison.level(arm, "tokens_per_s") for arm in ARMS)
+        assert stable is not None and candidate is not None and candidate > 1.5 * stable
+    assert decided <= 5
+
+
+def test_a_slower_candidate_with_a_tenth_of_the_load_is_rolled_back():
+    """1.3 times slower at equal load, and yet the faster one as it is: found by most rollouts among
+    5,000 requests, 500 of them its own.
+    """
+    states = []
+    for seed in range(20):
+        found, verdicts = rollout(seed, 5000, slower=1.3)
+        assert "better" not in verdicts
+        stable, candidate = (found.comparison.level(arm, "tokens_per_s") for arm in ARMS)
+        assert stable is not None and candidate is not None and candidate > stable
+        states.append(found.state)
+    assert states.count("rolled_back") >= 18
+
+
+def test_arms_that_never_had_equally_much_to_do_are_not_compared():
+    comparison = Comparison()
+    for number in range(600):
+        busy = RequestOutcome(True, 10, 2.0, 0.5, 0.1, load=8.0, first_load=8.0)
+        comparison.add("stable", number % Comparison.clusters, busy)
+        alone = RequestOutcome(True, 10, 1.0, 0.1, 0.1)
+        comparison.add("candidate", number % Comparison.clusters, alone)
+    for name in ("tokens_per_s", "first_token_s", "token_cost"):
+        assert comparison.interval(name) is None
+        assert comparison.matched("candidate", name) == 0
+    assert comparison.interval("errors") is not None
+    for number in range(60):
+        comparison.add("stable", number, RequestOutcome(True, 10, 1.0, 0.1, 0.1))
+    speed = comparison.interval("tokens_per_s")
+    assert speed is not None and speed.estimate == pytest.approx(1.0)
+    assert comparison.matched("stable", "tokens_per_s") == 60
+    # What is left of a load that is mostly eight times as high cannot be told from a difference.
+    assert speed.low < 0.97 and speed.high > 1.03
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -237,10 +238,15 @@ def test_a_host_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 CANDIDATE = "[models.m]\nreplicas = 1\n[models.m.candidate]\nreplicas = 1\nshare = 0.5\n"
 
 
-def test_a_candidates_engines_are_started_beside_the_models(tmp_path: Path):
+def test_a_candidates_engines_are_started_beside_the_models(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, "jitney.fleet")
+
     async def scene() -> None:
         async with running(tmp_path, CANDIDATE, ("boss",)) as (engines, http):
             await engines.start()
+            assert "replica m-0 is starting" in caplog.text and "is gone" not in caplog.text
             names = set()
             for number in range(16):
                 body = CHAT | {"max_tokens": 4, "user": f"user-{number}"}
@@ -271,6 +277,7 @@ def test_a_candidate_that_cannot_start_keeps_nothing_from_being_served(
 
     asyncio.run(scene())
     assert "candidate: m.candidate-0 ended with status 3 before it was ready" in caplog.text
+    assert "replica m.candidate-0 is gone: it ended with status 3" in caplog.text
 
 
 def test_engines_get_their_settings_devices_and_ports(tmp_path: Path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from jitney.dashboard import Dashboard
 from jitney.engine.api.app import create_app
 from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.fleet import ingress
+from jitney.engine.fleet.fleet import RefusalCounts
 from jitney.engine.fleet.page import fleet_page_routes
 
 ADMIN, USER, ENGINE = "the operator's key", "a user's key", "the engines' key"
@@ -91,6 +92,48 @@ def test_the_page_shows_the_fleets_engines(served: Served):
     with signed_in(served, USER) as http:
         assert http.get(f"{PATH}/").status_code == 200
         assert http.get(f"{PATH}/r/{names[0]}/slots").status_code == 403
+
+
+def sums_once(http: httpx.Client, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What the page is told of the whole fleet, as soon as that holds."""
+    sums: dict[str, Any] = {}
+    with http.stream("GET", f"{PATH}/feed") as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                sums |= json.loads(line.removeprefix("data: ")).get("sums", {})
+            if sums and condition(sums):
+                return sums
+    raise AssertionError(sums)
+
+
+def test_the_page_and_readyz_say_the_same(served: Served):
+    with signed_in(served, ADMIN) as http:
+        ready_replicas(http, 3)
+        assert http.get("/readyz").status_code == 200
+        assert sums_once(http, lambda sums: sums["ready"] == 3)["unready"] == ""
+        key = {"authorization": f"Bearer {USER}"}
+        body = {"model": "m", "prompt": "Where to?"}
+        assert http.post("/v1/completions", json={"max_tokens": 1}, headers=key).status_code == 400
+        served.fleet.begin_drain()
+        answers = [http.post("/v1/completions", json=body, headers=key) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [503] * 3
+        said = http.get("/readyz")
+        sums = sums_once(http, lambda sums: sums["unready"])
+        assert (said.status_code, said.json()["error"]["message"]) == (503, sums["unready"])
+        assert (sums["refused"], sums["refused_ever"]) == ({"503": 3}, 3)
+        assert sums["unready_models"] == []
+
+
+def test_refusals_of_the_last_minute_are_counted_by_status():
+    now = [100.0]
+    counts = RefusalCounts(lambda: now[0])
+    for status in (200, 404, 429, 503, 503):
+        counts.note(status)
+    now[0] += 59
+    counts.note(504)
+    assert counts.lately() == {"429": 1, "503": 2, "504": 1} and counts.total == 4
+    now[0] += 2
+    assert counts.lately() == {"504": 1} and counts.total == 4
 
 
 def test_an_engine_is_found_before_anybody_looked_at_all_of_them(served: Served):

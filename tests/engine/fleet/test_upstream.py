@@ -9,6 +9,7 @@ from api_fakes import make_app, run, served
 
 from jitney.engine.fleet.replicas import Replica, Watch
 from jitney.engine.fleet.upstream import upstream_client
+from jitney.engine.ports import free_port
 
 
 @pytest.fixture
@@ -61,3 +62,17 @@ def test_a_request_that_comes_during_a_look_counts_once():
     assert (replica.load, replica.seats) == (8, 8)
     replica.end()
     assert replica.load == 7
+
+
+def test_an_engine_that_was_started_is_starting_until_it_answers_or_ends():
+    async def look(replica: Replica) -> str:
+        async with upstream_client() as client:
+            await Watch(client, poll_s=1.0, lost_after_s=10.0).look(replica)
+        return replica.state
+
+    replica = Replica("a", f"http://127.0.0.1:{free_port()}")
+    replica.became("starting", "its process was started")
+    assert run(look(replica)) == "starting"
+    replica.became("ready")
+    assert run(look(replica)) == "gone"
+    assert run(look(Replica("b", replica.url))) == "gone", "nobody started that one"
