@@ -410,9 +410,9 @@ async def idle_connections(server: Server, known: list[Answer], count: int) -> R
 
     async def fault(_: list[Answer]) -> float:
         nonlocal slowest_s
-        for _ in range(count // 100):
+        for _number in range(count // 100):
             await asyncio.gather(*(open_one() for _ in range(100)))
-        for _ in range(PROBES):
+        for _number in range(PROBES):
             await open_one()
             began = time.monotonic()
             assert (await server.client.get("/readyz")).status_code == 200
