@@ -226,12 +226,13 @@ class Service:
 
     def generating(self, context: Context) -> AbstractContextManager[None]:
         """Counts one open generation request, which `drained` waits for. Raises RequestError
-        queue_full at once where more are open than can sit and wait: to render and tokenise what
-        the engine will refuse takes the time of those that it has.
+        queue_full at once where more are open than can sit and wait, or more are being read while
+        the engine takes no newcomers: to render and tokenise what it will refuse takes the time of
+        those that it has.
         """
         info = self.client.info
         if info is not None and not context.background:
-            most = info.sizes.seats + info.queue.max_waiting_requests + _MOST_READ
+            most = self._most_open(info)
             if self._open.are_too_many(context.tenant, most):
                 wait = max(_LEAST_RETRY_S, self.client.counters.predicted_wait)
                 raise RequestError(
@@ -240,6 +241,17 @@ class Service:
                     retry_after=wait,
                 )
         return self._open.one(context.tenant)
+
+    def _most_open(self, info: EngineInfo) -> int:
+        """Open generation requests, those that are being read among them. A few are read whatever
+        waits: they may be those that were told to come back.
+        """
+        counters, queue, history = self.client.counters, info.queue, self.client.history
+        most = info.sizes.seats + queue.max_waiting_requests
+        longest = queue.max_predicted_wait_s or math.inf
+        if counters.predicted_wait > longest or counters.waiting >= queue.max_waiting_requests:
+            most = min(most, history.n_open - history.n_open_background)
+        return most + _MOST_READ
 
     @property
     def own_places(self) -> int:

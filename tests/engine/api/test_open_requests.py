@@ -9,7 +9,9 @@ import pytest
 from api_fakes import FakeClient, Script, call, make_app, run
 
 from jitney.engine.api import service
+from jitney.engine.api.context import Context
 from jitney.engine.api.open_requests import OpenRequests
+from jitney.engine.errors import RequestError
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
@@ -55,6 +57,24 @@ def test_a_request_too_many_is_refused_before_it_is_rendered(monkeypatch: pytest
         await asyncio.gather(*waiting, return_exceptions=True)
 
     run(test())
+
+
+@pytest.mark.parametrize(
+    ("predicted_wait", "waiting", "read"), [(0.0, 0, 6), (61.0, 1, 2), (0.0, 3, 2)]
+)
+def test_few_are_read_while_the_engine_takes_no_newcomers(
+    predicted_wait: float, waiting: int, read: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(service, "_MOST_READ", 2)
+    client = FakeClient(seats=1, max_waiting_requests=3, max_predicted_wait_s=60.0)
+    client.counters.predicted_wait, client.counters.waiting = predicted_wait, waiting
+    server = make_app(client).state.service
+    with ExitStack() as reading:
+        for _ in range(read):
+            reading.enter_context(server.generating(Context("r")))
+        with pytest.raises(RequestError, match="retry in"):
+            server.generating(Context("r"))
+        reading.enter_context(server.generating(Context("r", background=True)))
 
 
 def test_a_flood_of_one_tenant_keeps_no_other_out():
