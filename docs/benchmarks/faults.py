@@ -6,9 +6,10 @@ Starts `jitney serve` with a compile cache of its own, no key and a record file 
 full, learns the answers to a set of requests while nothing disturbs it, and then asks for them
 again beside each fault, on a server of its own each: clients that leave, the core killed and
 stopped in several phases, a compile cache that is broken, requests that make the step fail or the
-model's numbers infinite, a grammar whose masks take long, SIGTERM. Prints a table with a line for each: requests that did not get
-exactly the answer of before, the longest time that a stream was silent, the time until the server
-was ready again (or had ended), and what it holds afterwards, beside what it held before.
+model's numbers infinite, a grammar whose masks take long, SIGTERM. Prints a table with a line for
+each: requests that did not get exactly the answer of before, the longest time that a stream was
+silent, the time until the server was ready again (or had ended), and what it holds afterwards,
+beside what it held before.
 """
 
 from __future__ import annotations
