@@ -8,13 +8,15 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.display import Display
 from jitney.engine.config.schema import Config
-from jitney.engine.errors import ConfigError
+from jitney.engine.errors import ConfigError, ModelError
 from jitney.engine.executor.fits import check_fits
 from jitney.engine.messages import Progress
+from jitney.engine.process.children import child_environ, end_child, start_child
 
 if TYPE_CHECKING:
     from jitney.engine.api.chat_templates import ChatTemplates
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
     from jitney.engine.process.supervisor import ProcessClient
     from jitney.engine.text.tokenizer import Tokenizer
     from jitney.engine.types import EngineInfo
+
+
+#: What tries a tokenizer, and the most that it may take: seconds of processor time, memory, and
+#: seconds after which it is ended, however busy the machine is.
+_TRIAL = "jitney.engine.text.tokenizer_trial"
+_TRIAL_CPU_S, _TRIAL_GIB, _TRIAL_S = 20, 4, 180.0
 
 
 class Equipment:
@@ -62,6 +70,7 @@ class Equipment:
     async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
         """Until the engine is ready. Raises JitneyError with the reason if it cannot be."""
         await self.client.start()
+        await _try_tokenizer(source)
         tokenizer = await _in_thread(lambda: self._load_tokenizer(source))
         service.chat_templates = await self._start_chat_templates(tokenizer)
         await _in_thread(lambda: service.learn_turns(tokenizer))
@@ -93,6 +102,34 @@ class Equipment:
         """End the processes, whatever they do."""
         for pool in filter(None, (self.chat_templates, self.grammars)):
             await pool.close()
+
+
+async def _try_tokenizer(source: ModelSource) -> None:
+    """See in a process of its own that reading a model's tokenizer comes to an end, within limits:
+    some two seconds of processor time, while the engine loads. Raises ModelError if it does not.
+    """
+    if source.kind == "tiny":
+        return
+    # With many threads their stacks would count as memory.
+    environ = child_environ() | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    nowhere = asyncio.subprocess.DEVNULL
+    limits = str(_TRIAL_CPU_S), str(_TRIAL_GIB)
+    process = await start_child(
+        _TRIAL, source.path, *limits, stdout=nowhere, stderr=nowhere, env=environ
+    )
+    try:
+        status = await asyncio.wait_for(process.wait(), _TRIAL_S)
+    except TimeoutError:
+        status = None
+    finally:
+        await end_child(process)
+    if status != 0:
+        file = Path(source.path, "tokenizer.json") if source.kind == "hf" else source.path
+        raise ModelError(
+            f"{file}: the tokenizer cannot be used. Reading it and using it once takes more than "
+            f"{_TRIAL_CPU_S} s of processor time or {_TRIAL_GIB} GiB of memory, or ends the "
+            "process that does it; replace the file by the model's original"
+        )
 
 
 def _new_grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:

@@ -24,7 +24,7 @@ async def start_child(
     module: str,
     *arguments: str,
     stdout: int | None = asyncio.subprocess.PIPE,
-    stderr: IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
     env: Mapping[str, str] | None = None,
     limit: int = _LINE_BYTES,
 ) -> asyncio.subprocess.Process:
