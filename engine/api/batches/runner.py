@@ -197,18 +197,23 @@ class BatchRunner:
         raw = await self._keeper.on_disk(line.read, path)
         turn = partial(self._places.taken, batch.owner)
         most = self._host.settings.server.key_file_bytes
-        keep = partial(self._keeper.do, BatchStore.answer, batch.id, line.number)
         try:
             await self._keeper.do(BatchStore.check_bytes, batch.owner, most)
             answer = await self._executor.answer(
                 raw, line.custom_id, batch.endpoint, batch.owner, turn
             )
-            await keep(answer.outcome, answer.text, most)
+            await self._keep(batch, line, answer, most)
         except StorageFull as full:
             request_id = uuid.uuid4().hex
             reply = Reply.of_error(full, request_id, batch.endpoint)
-            answer = LineAnswer.of(line.custom_id, request_id, reply)
-            await keep(answer.outcome, answer.text)
+            await self._keep(batch, line, LineAnswer.of(line.custom_id, request_id, reply))
+
+    async def _keep(
+        self, batch: Batch, line: Line, answer: LineAnswer, most_bytes: int | None = None
+    ) -> None:
+        """See `BatchStore.answer`."""
+        outcome, text = answer.outcome, answer.text
+        await self._keeper.do(BatchStore.answer, batch.id, line.number, outcome, text, most_bytes)
 
     async def _end(self, id: str) -> None:
         """Write the files of a batch that is not worked on any more. A line without an answer means

@@ -148,7 +148,7 @@ class _JobRunner:
 
     async def cancel(self, id: str) -> bool:
         """End a job without an answer; False if it was over."""
-        if not await self._keeper.do(JOBS.finish, id, "cancelled", None, int(time.time())):
+        if not await self._finish(id, "cancelled", None):
             return False
         self._tasks.cancel(id)
         self._on_end()
@@ -169,15 +169,21 @@ class _JobRunner:
 
     async def _work(self, job: Job) -> None:
         """One job to its end."""
-        finish = partial(self._keeper.do, JOBS.finish, job.id)
         try:
             status, answer = await self._outcome(job)
-            await finish(status, answer, int(time.time()), self._most_bytes)
+            await self._finish(job.id, status, answer, self._most_bytes)
         except StorageFull as full:
             request_id = uuid.uuid4().hex
             reply = Reply.of_error(full, request_id, job.endpoint)
-            await finish("failed", orjson.dumps(reply.shown(request_id)), int(time.time()))
+            await self._finish(job.id, "failed", orjson.dumps(reply.shown(request_id)))
         self._on_end()
+
+    async def _finish(
+        self, id: str, status: str, answer: bytes | None, most_bytes: int | None = None
+    ) -> bool:
+        """See `JOBS.finish`."""
+        now = int(time.time())
+        return await self._keeper.do(JOBS.finish, id, status, answer, now, most_bytes)
 
     async def _outcome(self, job: Job) -> tuple[str, bytes | None]:
         """The state in which the job ends, and its answer."""

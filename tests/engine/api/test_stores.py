@@ -10,7 +10,7 @@ import logging
 import resource
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,16 @@ CHAT = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": 
 JOB = {"endpoint": CHATS, "body": CHAT}
 LISTS = ("/v1/jobs", "/v1/batches", "/v1/files")
 DATABASE = "batches.sqlite3"
+#: What the routes ask a store for.
+READS: tuple[Callable[[BatchStore], object], ...] = (
+    BatchStore.unfinished,
+    JOBS.unfinished,
+    BatchStore.file_ids,
+    lambda store: store.n_bytes("me"),
+    lambda store: store.open_lines("batch_1", 0, 9),
+    lambda store: store.batch("batch_1", "me"),
+    lambda store: JOBS.find(store, "job_1", "me"),
+)
 #: Bytes of a file that may be written while the disk is "full".
 FULL = 1 << 16
 
@@ -145,19 +155,9 @@ def test_any_byte_of_a_store_may_be_another(folder: Path):
     async def look() -> None:
         kept = await StoreKeeper.open(folder)
         try:
-            for method, arguments in (
-                (BatchStore.unfinished, ()),
-                (JOBS.unfinished, ()),
-                (BatchStore.file_ids, ()),
-                (BatchStore.n_bytes, ("me",)),
-                (BatchStore.open_lines, ("batch_1", 0, 9)),
-                (BatchStore.batch, ("batch_1", "me")),
-                (JOBS.find, ("job_1", "me")),
-            ):
-                try:
-                    await kept.do(method, *arguments)
-                except StoreUnavailable:
-                    continue
+            for read in READS:
+                with suppress(StoreUnavailable):
+                    await kept.do(read)
         finally:
             await kept.close()
 
