@@ -469,22 +469,18 @@ def test_a_drain_that_takes_too_long_ends_requests_with_an_error(cache: Path):
 
 def test_a_signal_has_it_read_its_keys_again(cache: Path, tmp_path: Path):
     """And leaves the processes behind it alone, which may hear the signal too."""
-    file = tmp_path / "keys"
-
-    def set_key(key: str) -> None:
-        file.write_text(key + "\n")
-        file.chmod(0o600)
+    file = tmp_path / "run.toml"
 
     def ask(key: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}
         body = BODY | {"max_tokens": 2}
         return httpx.post(serving.url + "/v1/completions", json=body, headers=headers, timeout=60)
 
-    set_key("first")
-    with Serving(cache, "--admin-key-file", str(file)) as serving:
+    file.write_text('[server]\nadmin_keys = ["first"]\n')
+    with Serving(cache, "--config", str(file)) as serving:
         serving.ready()
         core = serving.core()
-        set_key("second")
+        file.write_text('[server]\nadmin_keys = ["second", "third"]\n')
         program = psutil.Process(serving.process.pid)
         for process in (*program.children(recursive=True), program):
             process.send_signal(signal.SIGHUP)
@@ -492,6 +488,9 @@ def test_a_signal_has_it_read_its_keys_again(cache: Path, tmp_path: Path):
         assert ask("first").status_code == 401
         assert serving.core() == core
         assert len(program.children(recursive=True)) >= 3, "the core, and workers for templates"
+        headers = {"authorization": "Bearer third"}
+        shown = httpx.get(serving.url + "/config", headers=headers, timeout=60).json()["settings"]
+        assert shown["admin_keys"]["value"] == "2 set, not shown"
 
 
 def test_a_second_signal_ends_it_at_once(cache: Path):
