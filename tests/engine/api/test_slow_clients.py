@@ -145,6 +145,7 @@ def test_a_drain_does_not_wait_for_who_does_not_read(monkeypatch):
 def test_all_that_waits_together_is_bounded():
     class Reader:
         has_unread = False
+        key = ""
 
         def __init__(self, waiting: int):
             self.written = self.waiting = waiting
@@ -155,6 +156,9 @@ def test_all_that_waits_together_is_bounded():
 
         def give_way(self) -> None:
             raise AssertionError("it is not idle")
+
+        def leave(self) -> None:
+            raise AssertionError("its key is accepted")
 
     async def look() -> list[bool]:
         connections = Connections(ServerSettings(), most_bytes=100)
