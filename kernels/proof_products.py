@@ -39,14 +39,18 @@ type _Counts = dict[int, Any]
 
 
 def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Rows of the hidden size at every row count, alone and added to the same in another order;
-    heads where they are normed, and rows of other widths.
+    """Rows of the hidden size at every row count, as the model adds them up, alone and added to the
+    same in another order; the same as products leave them, heads where they are normed, and rows
+    of other widths.
     """
     rng = np.random.default_rng(5)
     weight = _random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
     x = _random_rows(rng, shapes, shapes.hidden_size)
     turned = np.ascontiguousarray(x[:, ::-1])
-    sizes = [(shapes.steps.decode[-1], width) for width in shapes.norms.widths]
+    sizes = [(shapes.steps.decode[-1], shapes.hidden_size)]
+    if kernels.float32_residual:
+        x = x.astype(np.float32)
+    sizes += [(shapes.steps.decode[-1], width) for width in shapes.norms.widths]
     if shapes.attention.qk_norm:
         n_heads, head_dim = shapes.attention.n_heads, shapes.attention.head_dim
         sizes.append((shapes.steps.decode[-1] * n_heads, head_dim))

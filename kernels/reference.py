@@ -177,17 +177,22 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [..., E] / rms(x) * weight [E] -> x's dtype, in float32: bfloat16 squares lose the sum
     after 256 equal ones.
     """
+    return _rms_norm(x, weight, eps, x.dtype)
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: DTypeLike) -> jax.Array:
+    """`rms_norm` in a dtype of its own."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * weight.astype(jnp.float32)).astype(x.dtype)
+    return (wide * weight.astype(jnp.float32)).astype(dtype)
 
 
 def norm_sum(
     x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """x + added [T, E], and its norm, both in x's dtype."""
-    x = x + added
-    return x, rms_norm(x, weight, eps)
+    """x + added [T, E] in x's dtype, and its norm in added's."""
+    x = x + added.astype(x.dtype)
+    return x, _rms_norm(x, weight, eps, added.dtype)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -71,7 +71,13 @@ def reference_of(kernels: KernelSet) -> KernelSet:
         fp8 = Fp8Products(_as_it_is, plain.matmul_fp8)
     if kernels.experts is not None:
         at_once = experts.experts
-    return replace(reference(), int8=int8, fp8=fp8, experts=at_once)
+    return replace(
+        reference(),
+        int8=int8,
+        fp8=fp8,
+        experts=at_once,
+        float32_residual=kernels.float32_residual,
+    )
 
 
 def _as_it_is(w: jax.Array, parts: int = 1) -> jax.Array:
@@ -276,6 +282,12 @@ def select(platform: str, name: str = "auto", heads: ServedHeads | None = None) 
     the best for it. Raises KernelError for an unknown name, listing the known ones, and for a named
     set that cannot run here or not with these heads.
     """
+    kernels = _selected(platform, name, heads)
+    return replace(kernels, float32_residual=True) if platform == "cpu" else kernels
+
+
+def _selected(platform: str, name: str, heads: ServedHeads | None) -> KernelSet:
+    """See `select`."""
     if name == "auto":
         return _measured_best(_best(platform), heads)
     if name not in _KERNEL_SETS:

@@ -8,11 +8,12 @@ who reads along has to wait. What it comes to against the fixed sizes stands in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import msgspec
 
@@ -41,9 +42,8 @@ _LEAST_SEATS = 4
 _LEAST_ROWS = 16
 #: What is tried at most.
 _MOST_SEATS, _MOST_ROWS = 128, 2048
-#: Share of the processors' time that other programs may use meanwhile, and seconds of a look at
-#: that before anything is timed.
-_OTHER_WORK, _LOOK_S = 0.1, 0.5
+#: Seconds of a look at what other programs do, before anything is timed.
+_LOOK_S = 0.5
 #: Rows of a product, no limit.
 _ANY_ROWS = 1 << 20
 #: Seconds that one process of measuring gets.
@@ -83,12 +83,63 @@ class SizeTimes(msgspec.Struct, frozen=True):
     decode: tuple[Timed, ...]
     #: Steps that compute so many rows of one prompt.
     prompts: tuple[Timed, ...]
-    #: Of the processors' time meanwhile, what other programs used, 0 to 1.
-    other_work: float = 0.0
     #: Products of more rows than `product_rows` were XLA's and could be ours.
     rows_choose: bool = False
     #: The kernels were never measured beside the reference on a CPU like this one.
     untried: bool = False
+
+
+class TimedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step of one size, and how long timing it took."""
+
+    #: Of `SizeTimes`.
+    kind: Literal["decode", "prompts"]
+    step: Timed
+    #: Seconds.
+    spent_s: float = 0.0
+
+
+class TimingOrder(msgspec.Struct, frozen=True):
+    """What a process of measuring is told."""
+
+    #: The JSON of a `Config`.
+    config: msgspec.Raw
+    #: Steps that need not be timed again.
+    known: tuple[TimedStep, ...]
+    #: Share of the processors' time that other programs may use, 0 to 1.
+    most_other_work: float
+
+
+class TimingLine(msgspec.Struct, frozen=True):
+    """What it says, one line each; the last one has `times`, or `other_work`."""
+
+    step: TimedStep | None = None
+    times: SizeTimes | None = None
+    #: Share of the processors' time that other programs used, which was too much.
+    other_work: float = 0.0
+
+
+class OtherPrograms(JitneyError):
+    """Steps cannot be timed now, beside which other programs use so much of the processors; later
+    they may.
+    """
+
+    #: Share of the processors' time that they may use.
+    MOST = 0.1
+
+    def __init__(self, share: float):
+        super().__init__(
+            f"steps cannot be timed while other programs use {share:.0%} of the processors (at "
+            f"most {self.MOST:.0%}): try again when it is quiet"
+        )
+
+
+class NoTimeLeft(JitneyError):
+    """Timing has taken as long as it may."""
+
+
+def _ignore(what: object) -> None:
+    pass
 
 
 def _usual(name: str) -> int:
@@ -116,12 +167,14 @@ class _Measured(msgspec.Struct, frozen=True):
     values: _Values
 
 
-async def sizes_here(config: Config) -> _Measured:
-    """Those of this machine; as `_measure_sizes`."""
+async def sizes_here(config: Config, time_steps: _Time | None = None) -> _Measured:
+    """Those of this machine; as `_measure_sizes`. time_steps: None: `time_apart`."""
     others = OtherWork(processors_here(config.engine.threads).chosen)
     await asyncio.sleep(_LOOK_S)
-    _check_other_work(others.share())
-    return await _measure_sizes(config, _time_apart)
+    share = others.share()
+    if share > OtherPrograms.MOST:
+        raise OtherPrograms(share)
+    return await _measure_sizes(config, time_steps or time_apart)
 
 
 async def _measure_sizes(config: Config, time_steps: _Time) -> _Measured:
@@ -129,15 +182,17 @@ async def _measure_sizes(config: Config, time_steps: _Time) -> _Measured:
     timed, or only beside other work.
 
     The sizes grow as long as the largest is the best, then the threads are halved as long as half
-    of them are as fast.
+    of them are as fast. Where no time is left for that, what was timed decides.
     """
     seats, rows = config.engine.max_seats, config.engine.token_budget
-    times = await _alone(time_steps, _of_sizes(config, seats, rows))
-    products, times = await _choose_products(config, times, time_steps)
-    config = _with(config, **products)
-    while (larger := _larger(times, seats, rows)) != (seats, rows):
-        seats, rows = larger
-        times = await _alone(time_steps, _of_sizes(config, seats, rows))
+    times = await time_steps(_of_sizes(config, seats, rows))
+    products: _Values = {}
+    with contextlib.suppress(NoTimeLeft):
+        products, times = await _choose_products(config, times, time_steps)
+        config = _with(config, **products)
+        while (larger := _larger(times, seats, rows)) != (seats, rows):
+            seats, rows = larger
+            times = await time_steps(_of_sizes(config, seats, rows))
     seats = max(_best_seats(times), _LEAST_SEATS)
     rows = max(_best_rows(times), 2 * seats)
     values: _Values = {
@@ -163,16 +218,16 @@ async def _choose_products(
     engine = config.engine
     sizes = _of_sizes(config, engine.max_seats, engine.token_budget)
     if times.untried and engine.kernels == "auto":
-        plain = await _alone(time_steps, _with(sizes, kernels="reference"))
+        plain = await time_steps(_with(sizes, kernels="reference"))
         if _slower_with(times, plain):
             return {"kernels": "reference"}, plain
     if times.rows_choose and engine.product_rows == _usual("product_rows"):
-        ours = await _alone(time_steps, _with(sizes, product_rows=_ANY_ROWS))
+        ours = await time_steps(_with(sizes, product_rows=_ANY_ROWS))
         rows = _rows_as_fast(ours, times, engine.product_rows)
         if rows == _ANY_ROWS:
             return {"product_rows": rows}, ours
         if rows > engine.product_rows:
-            between = await _alone(time_steps, _with(sizes, product_rows=rows))
+            between = await time_steps(_with(sizes, product_rows=rows))
             return {"product_rows": rows}, between
     return {}, times
 
@@ -200,24 +255,6 @@ def _rows_as_fast(ours: SizeTimes, xlas: SizeTimes, few: int) -> int:
     if not slower:
         return _ANY_ROWS
     return max((one.size for one, _ in tried if one.size < min(slower)), default=few)
-
-
-async def _alone(time_steps: _Time, config: Config) -> SizeTimes:
-    """Raises JitneyError if other programs made the steps slower."""
-    times = await time_steps(config)
-    _check_other_work(times.other_work)
-    return times
-
-
-def _check_other_work(share: float) -> None:
-    """share: of the processors' time that other programs used. Raises JitneyError where steps
-    beside them tell nothing.
-    """
-    if share > _OTHER_WORK:
-        raise JitneyError(
-            f"steps cannot be timed while other programs use {share:.0%} of the processors (at "
-            f"most {_OTHER_WORK:.0%}): try again when it is quiet"
-        )
 
 
 def _best_size(timed: Sequence[Timed], rule: _SizeRule) -> int:
@@ -282,11 +319,12 @@ async def _try_fewer_threads(
     config = _with(config, seat_buckets=(seats,), token_buckets=(rows,))
     found: list[SizeTimes] = []
     threads = times.threads
-    while threads > 1:
-        threads //= 2
-        found.append(await _alone(time_steps, _with(config, threads=threads)))
-        if not _as_fast(found[-1], times, seats, rows):
-            break
+    with contextlib.suppress(NoTimeLeft):
+        while threads > 1:
+            threads //= 2
+            found.append(await time_steps(_with(config, threads=threads)))
+            if not _as_fast(found[-1], times, seats, rows):
+                break
     return found
 
 
@@ -332,27 +370,60 @@ def _but_defaults(values: _Values) -> _Values:
     return {name: value for name, value in values.items() if value != known[name].field.default}
 
 
-async def _time_apart(config: Config) -> SizeTimes:
-    """The times of an engine with these settings in a process of its own. Raises JitneyError with
-    the last line that it said if it fails.
+async def time_apart(
+    config: Config,
+    known: Sequence[TimedStep] = (),
+    *,
+    on_process: Callable[[asyncio.subprocess.Process], None] = _ignore,
+    on_step: Callable[[TimedStep], None] = _ignore,
+    limit_s: float | None = _LIMIT_S,
+    most_other_work: float = OtherPrograms.MOST,
+) -> SizeTimes:
+    """The times of an engine with these settings in a process of its own.
+
+    known: steps that need not be timed again. on_process, on_step: called with the process, and
+    with each step once it is timed. limit_s: seconds that the process gets, None: no limit.
+    most_other_work: see `TimingOrder`. Raises OtherPrograms where these made steps slower, else
+    JitneyError with the last line that the process said if it fails.
     """
     with tempfile.TemporaryFile() as errors:
         process = await start_child(
             "jitney.engine.bench.sizes_worker", env=core_environ(config), stderr=errors
         )
         try:
+            on_process(process)
             assert process.stdin is not None and process.stdout is not None  # start_child
             # Nothing of the server is its business, keys least of all.
-            process.stdin.write(config.model_dump_json(exclude={"server"}).encode() + b"\n")
-            answer = await asyncio.wait_for(process.stdout.read(), _LIMIT_S)
+            own = config.model_dump_json(exclude={"server"})
+            order = TimingOrder(msgspec.Raw(own.encode()), tuple(known), most_other_work)
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            async with asyncio.timeout(limit_s):
+                times = await _last_of(process.stdout, on_step)
         except TimeoutError:
-            raise JitneyError(f"steps are not timed after {_LIMIT_S:.0f} s") from None
+            raise JitneyError(f"steps are not timed after {limit_s:.0f} s") from None
         finally:
             await end_child(process)
+        if times is None:
+            raise JitneyError(f"steps cannot be timed: {_last_line(errors)}")
+        return times
+
+
+async def _last_of(
+    lines: asyncio.StreamReader, on_step: Callable[[TimedStep], None]
+) -> SizeTimes | None:
+    """All times that a process of measuring came to; None if it failed. Raises OtherPrograms."""
+    async for line in lines:
         try:
-            return msgspec.json.decode(answer, type=SizeTimes)
+            said = msgspec.json.decode(line, type=TimingLine)
         except msgspec.MsgspecError:
-            raise JitneyError(f"steps cannot be timed: {_last_line(errors)}") from None
+            return None  # half a line: it has died
+        if said.step is not None:
+            on_step(said.step)
+        if said.other_work:
+            raise OtherPrograms(said.other_work)
+        if said.times is not None:
+            return said.times
+    return None
 
 
 def _last_line(errors: IO[bytes]) -> str:

@@ -1,5 +1,5 @@
-"""How long steps of growing sizes take, in a process of its own: settings on standard input, one
-line of JSON (`SizeTimes`) on standard output.
+"""How long steps of growing sizes take, in a process of its own: a `TimingOrder` on standard input,
+lines of JSON (`TimingLine`) on standard output.
 
 Its own process, since the threads that compute are chosen once, and so that nothing of it is left
 when the engine starts.
@@ -7,18 +7,27 @@ when the engine starts.
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
 from jitney.engine.bench.other_work import OtherWork
-from jitney.engine.bench.sizes import SizeTimes, Timed
+from jitney.engine.bench.sizes import (
+    OtherPrograms,
+    SizeTimes,
+    Timed,
+    TimedStep,
+    TimingLine,
+    TimingOrder,
+)
 from jitney.engine.bench.step import StepCase
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError, JitneyError
@@ -37,21 +46,34 @@ _PROMPT = 512
 _LONGEST_S = 1.0
 #: Each step is run so often, and for so many seconds, after one that does not count. The quickest
 #: counts: what else a machine does makes steps slower, never quicker.
-_REPEATS, _ENOUGH_S = 3, 0.5
+_REPEATS, _ENOUGH_S = 3, 0.25
+#: A step beside which other programs worked is timed again, so often and after so many seconds.
+_TRIES, _REST_S = 10, 1.0
+#: Says a line to the process that started this one.
+_Say = Callable[[TimingLine], None]
+#: Linux: what ends with the process that started it, even while it stands still.
+_PR_SET_PDEATHSIG = 1
 
 
 def _main() -> int:
     """Load the model, time its steps, print; exit status 1 and one line if that cannot be."""
     # Libraries may print what they like.
     answers, sys.stdout = sys.stdout, sys.stderr
-    config = Config.model_validate_json(sys.stdin.readline())
+    order = msgspec.json.decode(sys.stdin.readline(), type=TimingOrder)
+    config = Config.model_validate_json(bytes(order.config))
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(19)  # a server that serves meanwhile comes first
+
+    def say(line: TimingLine) -> None:
+        print(msgspec.json.encode(line).decode(), file=answers, flush=True)
+
     try:
-        times = _measure(LLM(config))
+        say(TimingLine(times=_measure(LLM(config), order, say)))
     except JitneyError as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(msgspec.to_builtins(times)), file=answers, flush=True)
     return 0
 
 
@@ -61,9 +83,10 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _measure(llm: LLM) -> SizeTimes:
+def _measure(llm: LLM, order: TimingOrder, say: _Say) -> SizeTimes:
     """Steps of an engine that does nothing else, from small ones up to the first that is too long
-    to be chosen. Raises ConfigError.
+    to be chosen; of those that are not known, each is said once it is timed. Raises ConfigError,
+    and OtherPrograms, which is said too.
     """
     scheduler = llm.core.scheduler
     pool, buckets = scheduler.pool, scheduler.buckets
@@ -74,14 +97,12 @@ def _measure(llm: LLM) -> SizeTimes:
     each = min(_PROMPT, longest)
     most = pool.capacity // pool.pages_for(each)
     prompts = [StepCase(bucket, (), _prompt_chunks(bucket, each, most)) for bucket in buckets.mixed]
-    processors = own_processors()
-    others = OtherWork(processors)
-    decoded, prompted = tuple(_timed(llm, decode)), tuple(_timed(llm, prompts))
+    known = {(each.kind, each.step.size): each.step for each in order.known}
+    timer = _StepTimer(llm, known, say, order.most_other_work)
     return SizeTimes(
-        threads=len(processors),
-        decode=decoded,
-        prompts=prompted,
-        other_work=others.share(),
+        threads=len(own_processors()),
+        decode=tuple(timer.timed("decode", decode)),
+        prompts=tuple(timer.timed("prompts", prompts)),
         rows_choose=_rows_choose(llm.core.runner),
         untried=_untried(llm.core.runner),
     )
@@ -118,12 +139,45 @@ def _prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int
     return tuple((0, min(each, bucket.tokens - first)) for first in firsts)
 
 
-def _timed(llm: LLM, cases: Sequence[StepCase]) -> Iterator[Timed]:
-    for case in cases:
-        step = Timed(case.bucket.tokens, _least_seconds(llm, case))
-        yield step
-        if step.seconds > _LONGEST_S:
-            return
+@dataclass(frozen=True)
+class _StepTimer:
+    """Times steps, one after the other."""
+
+    llm: LLM
+    #: By kind and size.
+    known: Mapping[tuple[str, int], Timed]
+    say: _Say
+    #: See `TimingOrder`.
+    most_other_work: float = OtherPrograms.MOST
+
+    def timed(
+        self, kind: Literal["decode", "prompts"], cases: Sequence[StepCase]
+    ) -> Iterator[Timed]:
+        """Each case, up to the first that takes too long. Raises OtherPrograms."""
+        for case in cases:
+            step = self.known.get((kind, case.bucket.tokens))
+            if step is None:
+                started = time.process_time()
+                step = Timed(case.bucket.tokens, self._seconds_alone(case))
+                # Not by the clock, which goes on while this process stands still.
+                spent_s = (time.process_time() - started) / len(own_processors())
+                self.say(TimingLine(step=TimedStep(kind, step, spent_s)))
+            yield step
+            if step.seconds > _LONGEST_S:
+                return
+
+    def _seconds_alone(self, case: StepCase) -> float:
+        """Of a step beside which no other program worked. Raises OtherPrograms."""
+        for turn in range(_TRIES):
+            if turn:
+                time.sleep(_REST_S)
+            others = OtherWork(own_processors())
+            seconds = _least_seconds(self.llm, case)
+            share = others.share()
+            if share <= self.most_other_work:
+                return seconds
+        self.say(TimingLine(other_work=share))
+        raise OtherPrograms(share)
 
 
 def _least_seconds(llm: LLM, case: StepCase) -> float:

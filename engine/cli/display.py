@@ -21,7 +21,6 @@ _log = logging.getLogger("jitney")
 _STAGES = {
     "download": "downloading",
     "hosts": "waiting for hosts",
-    "sizes": "timing this machine's steps",
     "weights": "reading weights",
     "proof": "proving kernels",
     "compile": "compiling",

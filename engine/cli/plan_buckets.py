@@ -27,6 +27,7 @@ from jitney.engine.types import JsonDict
 if TYPE_CHECKING:
     import numpy as np
 
+    from jitney.engine.simulation.step_table import StepTimes
 
 _FLAGS = (
     Flag.whole("--budget", "executables to compile; 0: as many as the present buckets take", 0),
@@ -40,19 +41,19 @@ _SEEN = (
     ),
     Flag.of(
         "--table",
-        "for simulated traffic: step times measured by jitney bench step --json FILE",
+        "step times measured by jitney bench step --json FILE",
         metavar="FILE",
     ),
     Flag.of(
         "--device",
-        "for simulated traffic: step times of a device's roofline",
+        "step times of a device's roofline; else, with --records, those of the records",
         dest="chip",
         metavar="NAME",
     ),
 )
 _COMMAND = Command(
     "plan buckets",
-    "Propose seat and token buckets that waste the fewest rows under a compile budget.",
+    "Propose the seat and token buckets whose steps take the least time under a compile budget.",
     (
         FlagGroup(_FLAGS),
         FlagGroup(_SEEN, "what was seen"),
@@ -73,8 +74,8 @@ def run(arguments: Sequence[str]) -> int:
     present = EngineShape.buckets_of(config.engine, bool(args.chip))
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
     check_budget(budget)  # before seconds of simulation
-    records = _seen_steps(args, config, present)
-    proposal = SeenSteps.of(records).propose(present, budget)
+    records, times = _seen_steps(args, config, present)
+    proposal = SeenSteps.of(records).propose(present, budget, times)
     if args.write_report(_report_of(proposal, len(records))):
         _show(proposal, len(records), budget)
     return 0
@@ -88,17 +89,20 @@ def _report_of(proposal: Proposal, steps: int) -> JsonDict:
     }
 
 
-def _seen_steps(args: SimulateArguments, config: Config, present: Buckets) -> np.ndarray:
-    """The records given, or those of the traffic simulated."""
+def _seen_steps(
+    args: SimulateArguments, config: Config, present: Buckets
+) -> tuple[np.ndarray, StepTimes]:
+    """The records given, or those of the traffic simulated, and how long steps take."""
     if not args.records:
-        return _simulated_steps(args, config, present)
-    if args.table or args.chip or args.trace:
-        raise ConfigError(
-            "--records says what was seen: give no --table, --device or --trace with it"
-        )
+        times = args.step_times(config)
+        return _simulated_steps(args, config, present, times), times
+    if args.trace:
+        raise ConfigError("--records says what was seen: give no --trace with it")
     records = args.read_records()
     _check_fit(records, present)
-    return records
+    if args.table or args.chip:
+        args.records = ""  # the times are others'
+    return records, args.step_times(config)
 
 
 def _check_fit(records: np.ndarray, present: Buckets) -> None:
@@ -110,10 +114,11 @@ def _check_fit(records: np.ndarray, present: Buckets) -> None:
         )
 
 
-def _simulated_steps(args: SimulateArguments, config: Config, present: Buckets) -> np.ndarray:
+def _simulated_steps(
+    args: SimulateArguments, config: Config, present: Buckets, table: StepTimes
+) -> np.ndarray:
     """With a bucket for every size, so that none is rounded up."""
     arrivals, policy = args.coming(), config.engine.policy
-    table = args.step_times(config)
     shape = replace(args.shape_for(config, arrivals, table), buckets=_every_size(present))
     return args.simulate(policy, arrivals, shape, table, args.concurrency).records
 
@@ -133,4 +138,8 @@ def _show(proposal: Proposal, steps: int, budget: int) -> None:
     print(
         f"padding: {proposal.share_now:.1%} of all rows with the present buckets, "
         f"{proposal.share:.1%} with these ({proposal.rows_saved:,} rows saved)"
+    )
+    print(
+        f"time: {proposal.seconds_now:,.3f} s of all steps with the present buckets, "
+        f"{proposal.seconds:,.3f} s with these"
     )

@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,9 +67,6 @@ _DASHBOARD = "/dashboard"
 #: Where settings come from that were read again.
 _REREAD = "read again"
 
-#: Times this machine's steps. -> the settings, with sizes by what they take.
-_Measure = Callable[[Display], Awaitable[Layered]]
-
 _PRINT_CONFIG = Flag.switch("--print-config", "print the settings as TOML and exit")
 _COMMAND = Command(
     "serve",
@@ -101,8 +98,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if layered.config.engine.follows:
         return _start_following(layered.config, chosen)
-    measure = partial(_measured, layered) if measures and kept is None else None
-    return _start(layered, chosen, partial(_reread, args, given), measure)
+    return _start(
+        layered, chosen, partial(_reread, args, given), times_steps=measures and kept is None
+    )
 
 
 def _reread(args: Arguments, given: Layered) -> FreshSettings:
@@ -121,15 +119,6 @@ def _reread(args: Arguments, given: Layered) -> FreshSettings:
 def _say_all(lines: Iterable[str]) -> None:
     for line in lines:
         say(line)
-
-
-async def _measured(layered: Layered, display: Display) -> Layered:
-    """With the sizes that this machine's steps ask for, if they can be timed."""
-    sizes = await ServerSizes(layered).measured(display)
-    if sizes is None:
-        return layered
-    _log.info("%s", sizes)
-    return sizes.applied_to(layered)
 
 
 def _filled_in(goal: str, layered: Layered) -> str:
@@ -156,10 +145,12 @@ def _start(
     layered: Layered,
     chosen: Sequence[str],
     reread: Callable[[], FreshSettings],
-    measure: _Measure | None,
+    *,
+    times_steps: bool,
 ) -> int:
     """Check what can be checked at once (platform, keys, port), say what was chosen for the user,
-    then load and serve. A setting that is refused is one line, and the only one.
+    then load and serve. A setting that is refused is one line, and the only one. times_steps: see
+    `_Server`.
     """
     section = layered.config.server
     check_platform(layered.config.engine.platform)
@@ -169,7 +160,7 @@ def _start(
     raise_descriptor_limit()
     with contextlib.closing(listen(section.host, section.port)) as bound:
         display = make_display(section.log_level)
-        server = _Server(layered, keys, bound, display, reread, measure)
+        server = _Server(layered, keys, bound, display, reread, times_steps=times_steps)
         _say_all(chosen)
         return asyncio.run(server.serve())
 
@@ -192,7 +183,8 @@ class _Server:
         bound: socket.socket,
         display: Display,
         reread: Callable[[], FreshSettings],
-        measure: _Measure | None = None,
+        *,
+        times_steps: bool = False,
     ):
         from jitney.engine.api.access import ApiKeys
         from jitney.engine.api.connections import Connections
@@ -203,7 +195,8 @@ class _Server:
         self.bound = bound
         self.url = base_url(config.server, bound.getsockname()[1])
         self.display = display
-        self.measure = measure
+        #: This machine's steps are timed once the engine serves, for the sizes of the next start.
+        self.times_steps = times_steps
         #: The engine's process.
         self.client = ProcessClient(config, on_progress=display.progress)
         #: Writes down what traffic comes, if that is asked for.
@@ -238,7 +231,7 @@ class _Server:
 
         if not file:
             return None
-        recorder = Recorder(file)
+        recorder = Recorder(file, engine=lambda: self.client.info)
         self.client.history.listeners.append(recorder.ended)
         return recorder
 
@@ -332,22 +325,23 @@ class _Server:
         """
         service = self.app.state.service
         source = await self.equipment.find_model()
-        if self.measure is not None and source.config.encoder is None:
-            self._take(await self.measure(self.display))
         service.model_names = self.config.server.served_model_name or (source.name,)
         tokenizer, info = await self.equipment.equip(service, source)
         _put_aside()
         self.display.close()
         for line in _greeting(self.config, self.url, info, tokenizer):
             print(visible(line), flush=True)
-        await self.client.until("dead")
+        timing = None
+        if self.times_steps and source.config.encoder is None:
+            sizes = ServerSizes(self.app.state.service.layered)
+            timing = asyncio.create_task(sizes.time_behind(self.client))
+        try:
+            await self.client.until("dead")
+        finally:
+            if timing is not None:
+                timing.cancel()
         if not self.client.dismissed:
             await self.client.wait_ready()  # raises the reason
-
-    def _take(self, layered: Layered) -> None:
-        """Sizes for the engine, which has not started yet."""
-        self.config = self.client.config = layered.config
-        self.app.state.service.layered = layered
 
     async def _drain(self) -> int:
         """Let running requests finish, at most drain_s seconds; a second signal ends everything at

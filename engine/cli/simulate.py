@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,15 @@ from jitney.engine.cli.flags import FOR, Command, Flag, FlagGroup
 from jitney.engine.cli.simulate_flags import SimulateArguments
 from jitney.engine.config.schema import Config
 from jitney.engine.errors import ConfigError
-from jitney.engine.simulation.accuracy import COMPARED, MeasuredRun, Recording, cross_errors, errors
+from jitney.engine.simulation.accuracy import (
+    COMPARED,
+    EngineName,
+    MeasuredRun,
+    Recording,
+    cross_errors,
+    errors,
+)
+from jitney.engine.simulation.step_table import StepTable
 from jitney.engine.simulation.verdicts import verdict_of
 from jitney.engine.simulation.workload import TraceLine
 from jitney.engine.types import JsonDict, JsonObject
@@ -53,7 +62,8 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
     shape = args.shape_for(config, arrivals, table)
     options = args.figure_options()
     recording = _recording(args)
-    measured = recording.figures(**options)
+    elsewhere = _why_elsewhere(args, config, recording, table)
+    measured = None if elsewhere else recording.figures(**options)
     clients = args.concurrency or _clients_of(args, recording)
     policies = {}
     for policy in args.compared():
@@ -66,8 +76,31 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
         "closed_loop": clients,
         "cached_tokens": sum(arrival.n_cached for arrival in arrivals),
         "measured": {args.measured_policy: measured} if measured else {},
+        "not_compared": elsewhere,
         "errors": {},
     }
+
+
+def _why_elsewhere(
+    args: SimulateArguments, config: Config, recording: Recording, table: StepTimes
+) -> str:
+    """Why what the trace measured is nothing to judge the prediction by; empty if it is.
+
+    Step records are those of the trace's own run.
+    """
+    if not recording.requests or args.records:
+        return ""
+    timed = EngineName(Path(config.model.id).name, args.chip or "")
+    if isinstance(table, StepTable):
+        timed = EngineName(table.model, table.device)
+    traced = recording.engine
+    if traced is None:
+        if not args.chip:
+            return ""
+        return f"the trace does not say what answered it; the step times are those of {timed}"
+    if timed.is_like(traced):
+        return ""
+    return f"the trace is of {traced}, the step times are those of {timed}"
 
 
 def _timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) -> JsonDict:
@@ -277,8 +310,6 @@ def _default_source(runs: _Runs) -> str:
 
 def _learned(runs: _Runs) -> StepTimes:
     """From the steps of all these runs."""
-    from jitney.engine.simulation.step_table import StepTable
-
     records = np.concatenate([run.records for run in runs.values()])
     return StepTable.from_records(records, f"the steps of {', '.join(runs)}")
 
@@ -306,6 +337,9 @@ def _tables(report: JsonObject) -> Iterator[tuple[str, Table]]:
 def _notes(report: JsonObject) -> Iterator[str]:
     yield f"step times: {report['source']}"
     clients, cached = report.get("closed_loop"), report.get("cached_tokens")
+    elsewhere = report.get("not_compared")
+    if elsewhere:
+        yield f"no comparison with what was measured: {elsewhere}"
     if clients:
         yield f"closed loop: {clients} requests are open at a time"
     if cached:

@@ -1,24 +1,32 @@
 """The sizes of a server on a CPU, by what this machine's steps take: those kept from an earlier
-start, or measured now.
+start, or measured behind this one for the next.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from datetime import date
+from typing import TYPE_CHECKING
 
-from jitney.engine.cli.display import Display
-from jitney.engine.config.kept_sizes import KeptSizes
+from jitney.engine.config.kept_sizes import KeptSizes, KeptTimes
 from jitney.engine.config.layers import Layered
 from jitney.engine.errors import ConfigError, JitneyError
+from jitney.engine.executor.memory import available_host_bytes
 from jitney.engine.executor.threads import processors_here
 from jitney.engine.machine import processor_name
-from jitney.engine.messages import Progress
+
+if TYPE_CHECKING:
+    from jitney.engine.process.supervisor import ProcessClient
 
 _log = logging.getLogger("jitney")
 
-_MEASURING = "once, to choose sizes by them; --no-measured-sizes takes the usual ones"
+#: Free memory that timing wants, in weights of the model: it loads them once more.
+_MEMORY = 3
+#: Seconds until steps are timed again beside which other programs worked; twice as many each time,
+#: up to the second.
+_FIRST_REST_S, _LONGEST_REST_S = 60.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +55,40 @@ class ServerSizes:
             return False
         return True
 
-    async def measured(self, display: Display) -> KeptSizes | None:
-        """Measure now and keep it. None, and one line in the log, if that cannot be done."""
+    async def time_behind(self, client: ProcessClient) -> KeptSizes | None:
+        """Time steps while the engine that serves has nothing to do, and keep what is chosen for
+        the next start. None, and one line in the log, if that cannot be done.
+        """
         # Of later starts none needs what measures.
-        from jitney.engine.bench.sizes import sizes_here
+        from jitney.engine.bench.sizes import OtherPrograms, sizes_here
+        from jitney.engine.bench.timing_behind import TimingBehind
 
-        display.progress(Progress("sizes", 0, 1, _MEASURING))
-        try:
-            found = await sizes_here(self.layered.config)
-        except (JitneyError, OSError) as error:
-            _log.warning("sizes are the usual ones: %s", error)
+        config, machine = self.layered.config, self.machine
+        info = client.info
+        if info is None or available_host_bytes() < _MEMORY * info.model.weight_bytes:
+            _log.warning("sizes stay the usual ones: no memory is left for a second engine to time")
             return None
-        display.progress(Progress("sizes", 1, 1))
+        times = KeptTimes.read(config, machine)
+        timing = TimingBehind(times, lambda: times.keep(config, machine))
+        client.on_busy = timing.hold
+        rest_s = _FIRST_REST_S
+        while True:
+            try:
+                found = await sizes_here(config, timing.time_steps)
+                break
+            except OtherPrograms as error:
+                _log.info("%s; that is done in %.0f s", error, rest_s)
+                await asyncio.sleep(rest_s)
+                rest_s = min(2 * rest_s, _LONGEST_REST_S)
+            except (JitneyError, OSError) as error:
+                _log.warning("sizes stay the usual ones: %s", error)
+                return None
         sizes = KeptSizes(found.values, date.today().isoformat())
         reason = self.keep(sizes)
         if reason:
             _log.warning("sizes are measured anew at every start: %s", reason)
+            return None
+        _log.info("the next start takes %s", sizes)
         return sizes
 
     def keep(self, sizes: KeptSizes) -> str:

@@ -1,6 +1,7 @@
-"""Sizes that a machine's own steps asked for, kept in the cache folder between starts. Jax-free.
+"""Sizes that a machine's own steps asked for, and how long those took, kept in the cache folder
+between starts. Jax-free.
 
-They are a layer between the defaults and what a file, the environment or a flag says.
+Sizes are a layer between the defaults and what a file, the environment or a flag says.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from jitney.engine.config.cache_folder import make_private, why_not_stored
 from jitney.engine.config.layers import Layered, settings
 from jitney.engine.config.presets import SIZES, runs_on_device
 from jitney.engine.config.schema import Config, cache_dir
+from jitney.engine.types import JsonDict
 
 #: Where a value comes from that was chosen by measuring.
 _FROM_MEASURED = "measured here"
 #: Bytes that a file of them has at most.
-_FILE_BYTES = 1 << 12
+_FILE_BYTES = 1 << 14
 #: What stands for the sizes where all came out as their defaults.
 _USUAL = "the usual ones"
 #: Settings that are chosen so.
@@ -105,18 +107,48 @@ class KeptSizes(msgspec.Struct, frozen=True):
 
     def keep(self, config: Config, machine: str) -> str:
         """Keep them for the next start. Returns why they cannot be kept, or an empty text."""
-        path = _path(config, machine)
-        reason = make_private(path.parent)
-        if reason:
-            return reason
-        # Another process that starts beside us reads the old file or the new one.
-        new = path.with_suffix(".new")
-        try:
-            new.write_bytes(msgspec.json.encode(self) + b"\n")
-            new.replace(path)
-        except OSError as error:
-            return why_not_stored(error, path.parent, _FILE_BYTES)
-        return ""
+        return _keep(self, _path(config, machine))
+
+
+class KeptTimes(msgspec.Struct):
+    """How long steps took here, each kept as soon as it was timed."""
+
+    #: Seconds of a step, by what ran it and its size.
+    steps: dict[str, float] = {}
+    #: What was timed of an engine with some sizes, once that was complete, by those sizes.
+    engines: dict[str, JsonDict] = {}
+    #: Seconds that timing has taken so far, over all starts.
+    spent_s: float = 0.0
+
+    @classmethod
+    def read(cls, config: Config, machine: str) -> KeptTimes:
+        """What was kept, as `KeptSizes.read`; nothing if that cannot be read."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(cls._file(config, machine).read_bytes(), type=cls)
+        return cls()
+
+    def keep(self, config: Config, machine: str) -> str:
+        """See `KeptSizes.keep`."""
+        return _keep(self, self._file(config, machine))
+
+    @staticmethod
+    def _file(config: Config, machine: str) -> Path:
+        return _path(config, machine).with_suffix(".times.json")
+
+
+def _keep(contents: msgspec.Struct, path: Path) -> str:
+    """Write a file anew. Returns why that cannot be, or an empty text."""
+    reason = make_private(path.parent)
+    if reason:
+        return reason
+    # Another process that starts beside us reads the old file or the new one.
+    new = path.with_suffix(".new")
+    try:
+        new.write_bytes(msgspec.json.encode(contents) + b"\n")
+        new.replace(path)
+    except OSError as error:
+        return why_not_stored(error, path.parent, _FILE_BYTES)
+    return ""
 
 
 def _text(value: Value) -> str:

@@ -458,8 +458,8 @@ class EngineSection(Section):
         default=True,
         description=(
             "on a CPU, where none of the sizes is given: have jitney serve time this machine's "
-            "steps at its first start, and choose threads, max_seats, token_budget, buckets and "
-            "product_rows by them"
+            "steps while its first engine has nothing to do, and choose threads, max_seats, "
+            "token_budget, buckets and product_rows by them at the next start"
         ),
     )
     tensor_parallel: int = Field(

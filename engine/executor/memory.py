@@ -130,7 +130,7 @@ def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
     temp_bytes. share: of the memory, as the settings name it; 0: none.
     """
     if device.platform == "cpu":
-        return _free_host_bytes(share)
+        return _pool_bytes(share)
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ConfigError(
@@ -143,7 +143,7 @@ def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
     return limit - stats["bytes_in_use"] - temp_bytes - reserve
 
 
-def _free_host_bytes(share: float) -> int:
+def _pool_bytes(share: float) -> int:
     free = available_host_bytes()
     if share:
         return int(share * free)

@@ -223,7 +223,7 @@ class RMSNorm(nnx.Module):
         return kernels.rms_norm(x, self.weight[...], self.eps)
 
     def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
-        """x and added [T, E] -> (their sum, the same normed) in x's dtype."""
+        """x and added [T, E] -> (their sum in x's dtype, the same normed in added's)."""
         return kernels.norm_sum(x, added, self.weight[...], self.eps)
 
 
@@ -234,14 +234,19 @@ class NoNorm(nnx.Module):
         return x
 
     def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
-        """x and added [T, E] -> (their sum, the same), in x's dtype.
+        """x and added [T, E] -> (their sum in x's dtype, the same in added's).
 
         XLA leaves out the rounding where what reads the sum is fused with it, which differs from
         bucket to bucket (docs/decisions, 0033): said once more, it stays.
         """
-        numbers = jnp.finfo(x.dtype)
-        total = jax.lax.reduce_precision(x + added, numbers.nexp, numbers.nmant)
-        return total, total
+        total = _rounded(x + added, x.dtype)
+        return total, _rounded(total, added.dtype)
+
+
+def _rounded(x: Array, dtype: DTypeLike) -> Array:
+    """x in a dtype, with that dtype's rounding even where XLA computes on in a wider one."""
+    numbers = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, numbers.nexp, numbers.nmant).astype(dtype)
 
 
 class RowFacts(NamedTuple):

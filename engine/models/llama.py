@@ -46,7 +46,8 @@ class Block(nnx.Module):
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
         """x [T, E] and what the layer before adds to it, kv [N, page, 2K, D] -> (x [T, E], what
-        this layer adds to it, kv).
+        this layer adds to it, kv). x may be wider than what is added (`float32_residual` of a
+        kernel set), which is in the activations' dtype.
 
         A sum waits for the norm that reads it: one kernel may do both.
         """
@@ -125,6 +126,8 @@ class Llama(nnx.Module):
         """tokens int32 [T], kv L times [N, page, 2K, D] -> (rows behind the last attention, kv)."""
         x = self.embedded(tokens)
         added = jnp.zeros_like(x)
+        if kernels.float32_residual:
+            x = x.astype(jnp.float32)
         pools = []
         ropes = self.ropes(meta.positions)
         for block, rope, pool in zip(self.layers, ropes, kv, strict=True):
@@ -151,7 +154,8 @@ class Llama(nnx.Module):
         """R rows -> [R, E] behind the final norm."""
         last, x = self.layers[-1], hidden.states
         rows = RowFacts(adapted=hidden.adapted)
-        added = last.fed_forward(last.mlp_norm(x, kernels), kernels, rows)
+        normed = last.mlp_norm(x, kernels).astype(self.dtype)
+        added = last.fed_forward(normed, kernels, rows)
         _, normed = self.norm.of_sum(x, added, kernels)
         return normed
 

@@ -120,7 +120,7 @@ def _nobody(output: SequenceOutput) -> None:
     """Listens to what is left of a request that was forgotten."""
 
 
-def _ignore(progress: messages.Progress) -> None:
+def _ignore(what: object) -> None:
     pass
 
 
@@ -135,6 +135,8 @@ class ProcessClient:
     builder: str = "jitney.engine.build:build_engine"
     #: Called with each progress of the start.
     on_progress: Callable[[messages.Progress], None] = _ignore
+    #: Called with True when a request is open and none was, with False when the last one has ended.
+    on_busy: Callable[[bool], None] = _ignore
     #: "dead" is for good; `failure` says why.
     state: EngineState = "loading"
     #: None until first ready.
@@ -538,6 +540,8 @@ class ProcessClient:
             return
         del self._streams[stream.id]
         self._stream_closed.set()
+        if not self._streams:
+            self.on_busy(False)
         stream.closed = True
         if stream.timer is not None:
             stream.timer.cancel()
@@ -607,6 +611,8 @@ class ProcessClient:
         request = _with_seed(request)
         stream = Stream(request, listener)
         self._streams[request.id] = stream
+        if len(self._streams) == 1:
+            self.on_busy(True)
         if request.deadline is not None:
             wait = max(0.0, request.deadline - time.monotonic()) + _DEADLINE_GRACE_S
             loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
-"""`jitney serve --record FILE`: every ended request as one line of times and lengths, and nothing
-else.
+"""`jitney serve --record FILE`: every ended request as one line of times and lengths; the first one
+says which model answered on what, and nothing else is kept.
 
 No text, no token, no id and no key is kept: tenants are numbered in the order of their first ended
 request. The lines are a trace that `jitney simulate --trace FILE` reads back, with what was
@@ -23,6 +23,7 @@ import msgspec
 from jitney.engine.errors import ConfigError
 from jitney.engine.simulation.workload import TraceLine
 from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.types import EngineInfo
 
 _log = logging.getLogger("jitney")
 
@@ -32,17 +33,29 @@ _CLOSE_S = 5.0
 _DIGITS = 6
 
 
+def _unknown() -> None:
+    pass
+
+
 class Recorder:
     """Writes a line for each request that ends, if `ended` is a listener of the engine's history.
 
     It writes on a thread of its own, so that a slow disk holds up nobody; a disk error
     ends the recording with one warning, and the server goes on.
 
-    Raises ConfigError if the file cannot be made, or holds something already.
+    engine: tells what answers, None before it is known. Raises ConfigError if the file cannot be
+    made, or holds something already.
     """
 
-    def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        path: str | Path,
+        clock: Callable[[], float] = time.monotonic,
+        engine: Callable[[], EngineInfo | None] = _unknown,
+    ):
         self.start = clock()
+        self._engine = engine
+        self._named = ("", "")
         self.path = Path(path)
         try:
             self._file = self.path.open("ab", buffering=0)
@@ -63,6 +76,7 @@ class Recorder:
         """A sequence has just ended. Never waits."""
         if self._broken:
             return
+        model, device = self._news()
         self._lines.put(
             TraceLine(
                 at=round(max(0.0, record.arrival - self.start), _DIGITS),
@@ -75,8 +89,18 @@ class Recorder:
                 ttft_s=_rounded(record.ttft_s),
                 e2e_s=_rounded(record.e2e_s),
                 n_cached=record.cached_tokens,
+                model=model,
+                device=device,
             )
         )
+
+    def _news(self) -> tuple[str, str]:
+        """Model and device, if the line before was of others."""
+        info = self._engine()
+        if info is None or self._named == (info.model.name, info.device.name):
+            return "", ""
+        self._named = info.model.name, info.device.name
+        return self._named
 
     def _label(self, tenant: str) -> str:
         """A name that tells tenants apart and says nothing about them; the anonymous one stays

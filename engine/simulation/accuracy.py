@@ -77,17 +77,38 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
     return predicted / measured - 1
 
 
+class EngineName(NamedTuple):
+    """A model, and what it runs on, in words."""
+
+    model: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.device}"
+
+    def is_like(self, other: EngineName) -> bool:
+        """Whether both may be the same: "h100" is a name of an "NVIDIA H100 80GB HBM3", and who
+        does not name a model may mean any.
+        """
+        pairs = [(ours.lower(), theirs.lower()) for ours, theirs in zip(self, other, strict=True)]
+        return all(ours in theirs or theirs in ours for ours, theirs in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """Requests that an engine was once sent, and what was measured of them."""
 
     requests: Sequence[RequestRecord]
+    #: What answered them; None: the recording does not say.
+    engine: EngineName | None = None
 
     @classmethod
     def of(cls, lines: Sequence[TraceLine]) -> Recording:
         """What a trace says of its requests; lines that carry no measurement are left out."""
         numbered = enumerate(lines)
-        return cls([_measured_request(*each) for each in numbered if each[1].e2e_s is not None])
+        requests = [_measured_request(*each) for each in numbered if each[1].e2e_s is not None]
+        engines = (EngineName(line.model, line.device) for line in lines if line.device)
+        return cls(requests, next(engines, None))
 
     def figures(self, **options: Any) -> JsonDict | None:
         """From the first arrival to the last end; None if nothing was measured.

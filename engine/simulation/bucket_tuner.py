@@ -1,30 +1,34 @@
-"""Which padded sizes to compile for: the buckets that waste the fewest rows on steps that were
-seen.
+"""Which padded sizes to compile for: the buckets in which steps that were seen take the least time.
 
-Choosing k sizes out of m so that the sum over steps of (bucket - rows) is least is the
+Choosing k sizes out of m so that the sum over steps of the seconds in their bucket is least is the
 one-dimensional k-median with facilities to the right, solved exactly by dynamic programming in O(k
 m^2); the two kinds of buckets share one budget of executables.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jitney.engine.errors import ConfigError
 from jitney.engine.scheduler.buckets import Bucket, Buckets
+from jitney.engine.scheduler.plan import StepWork
+from jitney.engine.simulation.step_table import StepTimes, works_of
 
 #: Executables that a bucket of each kind takes (see `Runner.is_plain`).
 DECODE_EXECUTABLES, _MIXED_EXECUTABLES = 2, 1
-#: No decode bucket has fewer rows: XLA:CPU takes ten times longer for one bfloat16 row than for
-#: four.
-_FEWEST_SEATS = 4
-#: Padding of what is not possible.
-_NEVER = np.iinfo(np.int64).max // 4
+#: Sizes of one kind that are tried at most: of more that were seen, neighbours count as one.
+_MOST_SIZES = 400
+
+#: Of seconds, by which choices differ.
+_DIGITS = 9
+
+#: Rows of a step, and of the bucket that it runs in -> seconds, of all steps of so many rows.
+_Cost = Callable[[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,9 @@ class Proposal:
     padding_now: dict[str, int]
     #: Rows computed for somebody.
     rows: int
+    #: Seconds of all steps seen, with these sizes and the present ones.
+    seconds: float
+    seconds_now: float
 
     @property
     def rows_saved(self) -> int:
@@ -66,24 +73,34 @@ class SeenSteps:
 
     decode: Mapping[int, int]
     mixed: Mapping[tuple[int, int], int]
+    #: What each of these computed, on average; missing: its rows, which attended to nothing.
+    works: Mapping[int | tuple[int, int], StepWork] = field(default_factory=dict)
 
     @classmethod
     def of(cls, records: np.ndarray) -> SeenSteps:
-        """Rows of the steps in `ledger.STEP_DTYPE` records."""
-        rows = records["bucket_tokens"] - records["padding"]
-        mixed = records["mixed"] == 1
-        together = zip(rows[mixed].tolist(), records["seats_busy"][mixed].tolist(), strict=True)
-        return cls(Counter(rows[~mixed].tolist()), Counter(together))
+        """The steps in `ledger.STEP_DTYPE` records."""
+        rows = (records["bucket_tokens"] - records["padding"]).tolist()
+        seats = records["seats_busy"].tolist()
+        decode, mixed = Counter[int](), Counter[tuple[int, int]]()
+        works: defaultdict[int | tuple[int, int], list[StepWork]] = defaultdict(list)
+        for at, work in enumerate(works_of(records)):
+            if records["mixed"][at]:
+                mixed[rows[at], seats[at]] += 1
+                works[rows[at], seats[at]].append(work)
+            else:
+                decode[rows[at]] += 1
+                works[rows[at]].append(work)
+        return cls(decode, mixed, {key: _mean(some) for key, some in works.items()})
 
-    def propose(self, present: Buckets, executables: int) -> Proposal:
+    def propose(self, present: Buckets, executables: int, times: StepTimes) -> Proposal:
         """The best sizes within a budget of executables, for the seats and the token budget of
-        `present`.
+        `present`, by how long steps take.
 
         Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not
         allow one bucket of each kind.
         """
         check_budget(executables)
-        seat_sizes, token_sizes = _least_waste(self, present, executables)
+        seat_sizes, token_sizes = _least_time(self, present, executables, times)
         proposed = Buckets.of(
             max_seats=present.seats,
             token_budget=present.token_budget,
@@ -99,7 +116,19 @@ class SeenSteps:
             padding=_paddings(self, proposed),
             padding_now=_paddings(self, present),
             rows=_total(self.decode) + rows_of_prompts,
+            seconds=_seconds(self, proposed, times),
+            seconds_now=_seconds(self, present, times),
         )
+
+    def work(self, key: int | tuple[int, int]) -> StepWork:
+        """What a step of `decode` or `mixed` computes."""
+        if key in self.works:
+            return self.works[key]
+        return StepWork(decode=key) if isinstance(key, int) else StepWork(prompt=key[0])
+
+
+def _mean(works: Sequence[StepWork]) -> StepWork:
+    return StepWork(*np.mean(works, axis=0).tolist())
 
 
 def check_budget(executables: int) -> None:
@@ -112,31 +141,74 @@ def check_budget(executables: int) -> None:
         )
 
 
-def _least_waste(seen: SeenSteps, present: Buckets, executables: int) -> tuple[_Sizes, _Sizes]:
+def _least_time(
+    seen: SeenSteps, present: Buckets, executables: int, times: StepTimes
+) -> tuple[_Sizes, _Sizes]:
     """(seat sizes, token sizes): the best way to share the executables between both kinds."""
     seats, budget = present.seats, present.token_budget
-    decode = _at_least(seen.decode, min(_FEWEST_SEATS, seats))
-    mixed = Counter[int]()
+    decode, mixed = _Steps(), _Steps()
+    for rows, count in seen.decode.items():
+        decode.add(rows, count, seen.work(rows))
     for (rows, taken), count in seen.mixed.items():
-        mixed[Bucket.least_mixed(rows, taken, seats).tokens] += count
-    most_decode = (executables - _MIXED_EXECUTABLES) // DECODE_EXECUTABLES
-    by_seats = _best_sizes(decode, seats, most_decode)
-    by_tokens = _best_sizes(mixed, budget, executables - DECODE_EXECUTABLES)
+        least = Bucket.least_mixed(rows, taken, seats).tokens
+        mixed.add(least, count, seen.work((rows, taken)))
+    by_seats = decode.thinned(seats).best_sizes(
+        seats,
+        (executables - _MIXED_EXECUTABLES) // DECODE_EXECUTABLES,
+        lambda work, size: times.seconds(Bucket(size, size), work),
+    )
+    by_tokens = mixed.thinned(budget).best_sizes(
+        budget,
+        executables - DECODE_EXECUTABLES,
+        lambda work, size: times.seconds(Bucket.mixed(size, seats), work),
+    )
     choices = []
-    for waste, seat_sizes in by_seats[1:]:
+    for seconds, seat_sizes in by_seats[1:]:
         left = executables - DECODE_EXECUTABLES * len(seat_sizes)
-        more_waste, token_sizes = by_tokens[min(len(by_tokens) - 1, left)]
-        choices.append((waste + more_waste, seat_sizes, token_sizes))
-    _, seat_sizes, token_sizes = min(choices, key=lambda choice: choice[0])
+        for more_seconds, token_sizes in by_tokens[1 : left + 1]:
+            choices.append((round(seconds + more_seconds, _DIGITS), seat_sizes, token_sizes))
+    # A size that saves nothing is no program.
+    _, seat_sizes, token_sizes = min(choices, key=lambda c: (c[0], len(c[1]) + len(c[2])))
     return seat_sizes, token_sizes
 
 
-def _at_least(seen: Mapping[int, int], fewest: int) -> Counter[int]:
-    """Steps of fewer rows counted as steps of that many."""
-    raised = Counter[int]()
-    for rows, count in seen.items():
-        raised[max(rows, fewest)] += count
-    return raised
+class _Steps:
+    """Steps of one kind by the least bucket that holds them: how many, and what they compute."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[int]()
+        self._sums: dict[int, np.ndarray] = {}
+
+    def add(self, rows: int, count: int, work: StepWork) -> None:
+        """So many more of so many rows."""
+        self.counts[rows] += count
+        self._sums[rows] = self._sums.get(rows, 0) + count * np.array(work, float)
+
+    def thinned(self, largest: int) -> _Steps:
+        """The same with at most _MOST_SIZES sizes: steps of a size that is left out count as those
+        of the next one.
+        """
+        sizes = sorted({*self.counts, largest})
+        every = -(-len(sizes) // _MOST_SIZES)
+        kept = sizes[::-1][::every][::-1]
+        thin = _Steps()
+        for rows, count in self.counts.items():
+            mean = StepWork(*(self._sums[rows] / count).tolist())
+            thin.add(next(size for size in kept if rows <= size), count, mean)
+        return thin
+
+    def best_sizes(
+        self, largest: int, most: int, seconds: Callable[[StepWork, int], float]
+    ) -> list[tuple[float, tuple[int, ...]]]:
+        """See `_best_sizes`. seconds: of a step, from its work and its bucket's size."""
+
+        def cost(rows: int, size: int) -> float:
+            count = self.counts[rows]
+            if not count:
+                return 0.0
+            return count * seconds(StepWork(*(self._sums[rows] / count).tolist()), size)
+
+        return _best_sizes(sorted({*self.counts, largest}), most, cost)
 
 
 def _total(seen: Mapping[int, int]) -> int:
@@ -145,12 +217,35 @@ def _total(seen: Mapping[int, int]) -> int:
 
 def _paddings(seen: SeenSteps, buckets: Buckets) -> dict[str, int]:
     """Rows computed for nothing by kind."""
-    mixed = 0
+    decode = sum(
+        count * (bucket.tokens - rows) for rows, count, bucket in _decode_in(seen, buckets)
+    )
+    mixed = sum(
+        count * (bucket.tokens - rows) for (rows, _), count, bucket in _mixed_in(seen, buckets)
+    )
+    return {"decode": decode, "mixed": mixed}
+
+
+def _seconds(seen: SeenSteps, buckets: Buckets, times: StepTimes) -> float:
+    """Of all steps seen."""
+    steps: Iterable[tuple[Any, int, Bucket]] = (
+        *_decode_in(seen, buckets),
+        *_mixed_in(seen, buckets),
+    )
+    return sum(count * times.seconds(bucket, seen.work(key)) for key, count, bucket in steps)
+
+
+def _decode_in(seen: SeenSteps, buckets: Buckets) -> Iterable[tuple[int, int, Bucket]]:
+    """Decode-only steps, how many of each, and the bucket that they run in."""
+    for rows, count in seen.decode.items():
+        yield rows, count, next(each for each in buckets.decode if rows <= each.tokens)
+
+
+def _mixed_in(seen: SeenSteps, buckets: Buckets) -> Iterable[tuple[tuple[int, int], int, Bucket]]:
+    """The same of steps with prompt rows."""
     for (rows, taken), count in seen.mixed.items():
         bucket = next(each for each in buckets.mixed_for(taken) if rows <= each.tokens)
-        mixed += count * (bucket.tokens - rows)
-    decode = _padding(seen.decode, [bucket.tokens for bucket in buckets.decode])
-    return {"decode": decode, "mixed": mixed}
+        yield (rows, taken), count, bucket
 
 
 #: Ascending rows.
@@ -158,38 +253,34 @@ _Sizes = tuple[int, ...]
 
 
 def _best_sizes(
-    seen: Mapping[int, int], largest: int, most: int
-) -> list[tuple[int, tuple[int, ...]]]:
-    """For every k from 0 to `most`: (least padding, the k sizes), `largest` always among them;
+    sizes: Sequence[int], most: int, cost: _Cost
+) -> list[tuple[float, tuple[int, ...]]]:
+    """For every k from 0 to `most`: (least seconds, the k sizes), the largest always among them;
     entry 0 is a filler.
 
-    Fewer than `most` entries if more sizes would not help. seen: rows -> steps, all at most
-    `largest`.
+    Fewer than `most` entries if more sizes would not help. sizes: ascending, of the steps.
     """
-    sizes = sorted({*seen, largest})
-    waste = _waste(seen, sizes)
-    least = np.full(len(sizes) + 1, _NEVER)
+    together = _together(sizes, cost)
+    least = np.full(len(sizes) + 1, np.inf)
     least[0] = 0
-    found: list[tuple[int, tuple[int, ...]]] = [(int(least[-1]), ())]
+    found: list[tuple[float, tuple[int, ...]]] = [(float(least[-1]), ())]
     choices: list[np.ndarray] = []
     for _ in range(min(most, len(sizes))):
-        through = least[:-1, None] + waste
+        through = least[:-1, None] + together
         choices.append(through.argmin(axis=0))
-        least = np.concatenate(([_NEVER], through.min(axis=0)))
-        found.append((int(least[-1]), _traced(sizes, choices)))
+        least = np.concatenate(([np.inf], through.min(axis=0)))
+        found.append((float(least[-1]), _traced(sizes, choices)))
     return found
 
 
-def _waste(seen: Mapping[int, int], sizes: Sequence[int]) -> np.ndarray:
-    """[i, j]: padding when sizes i .. j all run in the bucket of size j."""
-    rows = np.array(sizes, np.int64)
-    counts = np.array([seen.get(size, 0) for size in sizes], np.int64)
-    ends = np.cumsum(counts)
-    sums = np.cumsum(counts * rows)
-    steps_in = ends - (ends - counts)[:, None]
-    rows_in = sums - (sums - counts * rows)[:, None]
-    order = np.arange(len(sizes))
-    return np.where(order >= order[:, None], rows * steps_in - rows_in, _NEVER)
+def _together(sizes: Sequence[int], cost: _Cost) -> np.ndarray:
+    """[i, j]: seconds when sizes i .. j all run in the bucket of size j."""
+    count = len(sizes)
+    each = np.full((count, count), np.inf)
+    for j, size in enumerate(sizes):
+        alone = [cost(rows, size) for rows in sizes[: j + 1]]
+        each[: j + 1, j] = np.cumsum(alone[::-1])[::-1]
+    return each
 
 
 def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> tuple[int, ...]:
@@ -199,13 +290,6 @@ def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> tuple[int, .
         chosen.append(sizes[end - 1])
         end = int(choice[end - 1])
     return tuple(reversed(chosen))
-
-
-def _padding(seen: Mapping[int, int], sizes: Sequence[int]) -> int:
-    """Rows computed for nothing when each step takes the smallest size that holds it."""
-    ascending = sorted(sizes)
-    pairs = seen.items()
-    return sum(n * (ascending[bisect_left(ascending, rows)] - rows) for rows, n in pairs)
 
 
 def _share(wasted: int, rows: int) -> float:

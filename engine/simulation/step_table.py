@@ -151,6 +151,8 @@ class StepTable:
             raise ConfigError("a step table needs at least one measured bucket")
         self.curves, self.host, self.source = tuple(curves), host, source
         self.noise, self.errors = noise or {}, errors or {}
+        #: What was timed; "": nobody says.
+        self.model = self.device = ""
         self._by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
 
     @property
@@ -233,14 +235,17 @@ class StepTable:
         line.
         """
         try:
-            read = msgspec.json.decode(Path(file).read_bytes(), type=_TableFile).table
+            report = msgspec.json.decode(Path(file).read_bytes(), type=_TableFile)
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"{file}: not a step table (write one with jitney bench step --json): {error}"
             ) from None
-        return cls(read.curves, read.host, read.noise, read.errors, read.source)
+        read = report.table
+        table = cls(read.curves, read.host, read.noise, read.errors, read.source)
+        table.model, table.device = report.model, report.device
+        return table
 
 
 def _by_kind(points: Sequence[_Point]) -> dict[str, list[_Point]]:
@@ -268,13 +273,18 @@ class _TableFile(msgspec.Struct):
     """The part of a `jitney bench step` report that a simulation needs."""
 
     table: _Contents
+    #: What was timed; "": the report does not say.
+    model: str = ""
+    device: str = ""
 
 
-def _points_of(records: np.ndarray) -> list[_Point]:
-    """Step records -> points; prompt rows are those the ledger counted as prefill or recomputed."""
+def works_of(records: np.ndarray) -> Iterable[StepWork]:
+    """What each step of a run computed; prompt rows are those the ledger counted as prefill or
+    recomputed.
+    """
     prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)
     decode = records["bucket_tokens"] - records["padding"] - prompt
-    works = map(
+    return map(
         StepWork,
         decode.tolist(),
         prompt.tolist(),
@@ -282,8 +292,11 @@ def _points_of(records: np.ndarray) -> list[_Point]:
         records["longest"].tolist(),
         records["pairs"].tolist(),
     )
+
+
+def _points_of(records: np.ndarray) -> list[_Point]:
     buckets = map(Bucket, records["bucket_tokens"].tolist(), records["bucket_seats"].tolist())
-    return list(map(_Point, buckets, works, records["device_s"].tolist()))
+    return list(map(_Point, buckets, works_of(records), records["device_s"].tolist()))
 
 
 def _fit_steadily(points: Sequence[_Point]) -> list[Curve]:

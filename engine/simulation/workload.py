@@ -78,7 +78,8 @@ class TraceLine(
     """One line of a trace file. What follows `n_shared` was measured, and stands only in recordings
     (seconds).
 
-    n_cached: prompt tokens that were found in the prefix cache.
+    n_cached: prompt tokens that were found in the prefix cache. model, device: what answered; on
+    the first line of a recording, and where it changes.
     """
 
     #: This and the next six: as in `Arrival`.
@@ -97,6 +98,8 @@ class TraceLine(
     #: Why it ended, a FinishReason.
     finish: str | None = None
     n_cached: int = 0
+    model: str = ""
+    device: str = ""
 
     @property
     def arrival(self) -> Arrival:

@@ -11,13 +11,13 @@ from jitney.kernels.cpu import library
 
 #: Elements that every library takes at once.
 _LANES = 16
-#: Of rows; a weight is of the same, or float32.
+#: Of rows and weights.
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., E] / rms(x) * weight [E] -> x's dtype, in float32 and rounded once; x bfloat16 or
-    float32, weight the same or float32, E a multiple of 16, else the reference's.
+    """x [..., E] / rms(x) * weight [E] -> x's dtype, in float32 and rounded once; x and weight
+    bfloat16 or float32, E a multiple of 16, else the reference's.
     """
     if not _served(x, weight):
         return reference.rms_norm(x, weight, eps)
@@ -31,19 +31,18 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def norm_sum(
     x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """x + added [T, E], rounded to their dtype, and its norm; what is served is `rms_norm`'s."""
-    if x.dtype != added.dtype or not _served(x, weight):
-        x = x + added
-        return x, rms_norm(x, weight, eps)
-    rows = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    """x + added [T, E] in x's dtype, and its norm in added's: bfloat16, or x's. What is served is
+    `rms_norm`'s.
+    """
+    if added.dtype not in (x.dtype, jnp.bfloat16) or not _served(x, weight):
+        return reference.norm_sum(x, added, weight, eps)
+    rows, normed_rows = (jax.ShapeDtypeStruct(x.shape, of.dtype) for of in (x, added))
     target = library.load().target("norm_sum")
     # Nobody needs x but for the sum: that takes its place.
-    call = jax.ffi.ffi_call(target, (rows, rows), input_output_aliases={0: 0})
+    call = jax.ffi.ffi_call(target, (rows, normed_rows), input_output_aliases={0: 0})
     total, normed = call(x, added, weight, eps=np.float32(eps))
     return total, normed
 
 
 def _served(x: jax.Array, weight: jax.Array) -> bool:
-    return (
-        x.shape[-1] % _LANES == 0 and x.dtype in _DTYPES and weight.dtype in (x.dtype, jnp.float32)
-    )
+    return x.shape[-1] % _LANES == 0 and x.dtype in _DTYPES and weight.dtype in _DTYPES

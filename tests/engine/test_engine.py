@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from cpu_library import arranges_here
@@ -483,27 +484,64 @@ def levels_that_run() -> list[str]:
         return []
 
 
-@pytest.mark.parametrize("kernels", ["reference", *(level.name for level in build._LEVELS)])
+def kernels_of(level_name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a kernel set whose native kernels, if it is of those, are of that level.
+
+    Of the levels that this CPU runs, the one that it is served at and the least one; those
+    between, half a minute each, with JITNEY_TEST_COMPILE=1.
+    """
+    if level_name == "reference":
+        return level_name
+    level = next(level for level in build._LEVELS if level.name == level_name)
+    here = levels_that_run()
+    if level_name not in here:
+        pytest.skip(f"no library for {level_name} here")
+    if level_name not in (here[0], here[-1]) and os.environ.get("JITNEY_TEST_COMPILE") != "1":
+        pytest.skip("half a minute a level: JITNEY_TEST_COMPILE=1")
+    build.build([level])
+    loaded = library._opened(level)
+    monkeypatch.setattr(library, "load", lambda: loaded)
+    return "native"
+
+
+KERNELS = ["reference", *(level.name for level in build._LEVELS)]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_first_question_is_answered_rightly(smollm2, kernels, monkeypatch):
+    """As the greeting of `jitney serve` asks it, greedy, with and without the model's own penalty:
+    in float32 the best two first tokens are 0.1 apart. Of draws at the model's own temperature a
+    third begins with the other one, in float32 too.
+    """
+    engine = when_used(
+        "smollm2-135m",
+        dtype="bfloat16",
+        max_seats=8,
+        token_budget=64,
+        context=256,
+        seat_buckets=[8],
+        token_buckets=[64],
+        pages=200,
+        kernels=kernels_of(kernels, monkeypatch),
+    )
+    asked = engine.chat_ids([{"role": "user", "content": "What is the capital of France?"}])
+    own = msgspec.structs.replace(engine.default_params(), max_tokens=24)
+    params = [
+        msgspec.structs.replace(own, temperature=0.0),
+        SamplingParams(temperature=0.0, max_tokens=24),
+    ]
+    for answer in engine.generate([asked] * len(params), params):
+        assert "Paris" in answer.outputs[0].text
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_the_default_model_equals_the_reference(smollm2, reference, kernels, monkeypatch):
     """All continuations in one batch, token for token unless the reference's own best two were
     within 1e-3.
 
-    With the reference, with the level that this CPU is served at and with the least one. Those
-    between, half a minute, with JITNEY_TEST_COMPILE=1; docs/benchmarks/greedy_reference.py does
-    all of them, and for other CPUs' names too.
+    docs/benchmarks/greedy_reference.py does it with all levels, and for other CPUs' names too.
     """
-    name = "reference"
-    if kernels != name:
-        level = next(level for level in build._LEVELS if level.name == kernels)
-        here = levels_that_run()
-        if kernels not in here:
-            pytest.skip(f"no library for {kernels} here")
-        if kernels not in (here[0], here[-1]) and os.environ.get("JITNEY_TEST_COMPILE") != "1":
-            pytest.skip("half a minute a level: JITNEY_TEST_COMPILE=1")
-        build.build([level])
-        loaded = library._opened(level)
-        monkeypatch.setattr(library, "load", lambda: loaded)
-        name = "native"
+    name = kernels_of(kernels, monkeypatch)
     engine = when_used(
         "smollm2-135m",
         dtype="float32",

@@ -239,11 +239,14 @@ def check_norms(size: int, dtype: str) -> None:
         rounding = 2**-8 if dtype == "bfloat16" else 3e-6
         np.testing.assert_allclose(result, exact, rtol=rounding, atol=1e-6)
         added = numbers(7, dtype, rows, size)
-        total, normed = jax.jit(norms.norm_sum, static_argnums=3)(x, added, weight, 1e-5)
-        summed = jnp.asarray(np.asarray(x, np.float32) + np.asarray(added, np.float32), dtype)
-        np.testing.assert_array_equal(total, summed)
-        alone = jax.jit(norms.rms_norm, static_argnums=2)(summed, weight, 1e-5)
-        np.testing.assert_array_equal(normed, alone)
+        for stream in {dtype, "float32"}:
+            before = jnp.asarray(np.asarray(x, np.float32) * 1.001, stream)
+            total, normed = jax.jit(norms.norm_sum, static_argnums=3)(before, added, weight, 1e-5)
+            summed = np.asarray(before, np.float32) + np.asarray(added, np.float32)
+            np.testing.assert_array_equal(total, jnp.asarray(summed, stream))
+            assert normed.dtype == added.dtype
+            alone = jax.jit(norms.rms_norm, static_argnums=2)(total, weight, 1e-5)
+            np.testing.assert_array_equal(normed, alone.astype(dtype))
 
 
 def check_rest(dtype: str) -> None:

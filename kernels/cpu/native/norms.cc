@@ -15,7 +15,7 @@ namespace ffi = xla::ffi;
 constexpr std::int64_t kRowsOfTask = 16;
 
 // The norms of a call's rows [rows, size], each of the row itself or, where something is added, of
-// the sum, which is kept.
+// the sum, which is kept. x and sum are of one dtype, added and out of one: bfloat16, or x's.
 struct Rows {
   const ffi::AnyBuffer& x;
   const ffi::AnyBuffer* added;  // or null
@@ -24,30 +24,30 @@ struct Rows {
   ffi::AnyBuffer& out;
 };
 
-template <class Number>
-void add_row(const Number* x, const Number* added, Number* sum, std::int64_t size) {
+template <class Stream, class Number>
+void add_row(const Stream* x, const Number* added, Stream* sum, std::int64_t size) {
   for (std::int64_t i = 0; i < size; i += kLanes) {
     store(load(x + i) + load(added + i), sum + i);
   }
 }
 
-template <class Number, class Weight>
+template <class Stream, class Number, class Weight>
 void norm(ffi::ThreadPool& pool, const Rows& of, float eps) {
   const std::int64_t rows = of.x.dimensions()[0], size = of.x.dimensions()[1];
-  const auto* x = static_cast<const Number*>(of.x.untyped_data());
+  const auto* x = static_cast<const Stream*>(of.x.untyped_data());
   const auto* weight = static_cast<const Weight*>(of.weight.untyped_data());
   auto* out = static_cast<Number*>(of.out.untyped_data());
   const Number* added = nullptr;
-  Number* sum = nullptr;
+  Stream* sum = nullptr;
   if (of.added != nullptr) {
     added = static_cast<const Number*>(of.added->untyped_data());
-    sum = static_cast<Number*>(of.sum->untyped_data());
+    sum = static_cast<Stream*>(of.sum->untyped_data());
   }
   const std::int64_t tasks = (rows + kRowsOfTask - 1) / kRowsOfTask;
   share(pool, tasks, rows, [=](std::int64_t task) {
     const std::int64_t first = task * kRowsOfTask;
     for (std::int64_t row = first; row < rows && row < first + kRowsOfTask; ++row) {
-      const Number* from = x + row * size;
+      const Stream* from = x + row * size;
       if (added != nullptr) {
         add_row(from, added + row * size, sum + row * size, size);
         from = sum + row * size;
@@ -57,16 +57,30 @@ void norm(ffi::ThreadPool& pool, const Rows& of, float eps) {
   });
 }
 
-// Rows [T, E] of one dtype, weight [E] of the same or float32.
+template <class Stream, class Number>
+ffi::Error norm_by(ffi::ThreadPool& pool, const Rows& of, float eps) {
+  switch (of.weight.element_type()) {
+    case ffi::DataType::F32:
+      norm<Stream, Number, float>(pool, of, eps);
+      return ffi::Error::Success();
+    case ffi::DataType::BF16:
+      norm<Stream, Number, Bfloat16>(pool, of, eps);
+      return ffi::Error::Success();
+    default:
+      return refused("a norm's weight is float32 or bfloat16");
+  }
+}
+
+// Rows [T, E] and weight [E], float32 or bfloat16; see Rows.
 ffi::Error norm_rows(ffi::ThreadPool& pool, const Rows& of, float eps) {
   const Timed timed(Part::kNorms);
-  const ffi::DataType dtype = of.x.element_type(), weights = of.weight.element_type();
+  const ffi::DataType stream = of.x.element_type(), dtype = of.out.element_type();
   if (of.x.dimensions().size() != 2 || of.weight.dimensions().size() != 1) {
     return refused("a norm takes x [T, E] and weight [E]");
   }
-  if (of.out.element_type() != dtype || (of.added && of.added->element_type() != dtype) ||
-      (of.sum && of.sum->element_type() != dtype)) {
-    return refused("the rows of a norm and its results have one dtype");
+  if ((of.added && of.added->element_type() != dtype) ||
+      (of.sum && of.sum->element_type() != stream)) {
+    return refused("a sum has the dtype of its rows, what is added that of the norm");
   }
   if (of.added && of.added->element_count() != of.x.element_count()) {
     return refused("what is added before a norm has the shape of its rows");
@@ -74,17 +88,16 @@ ffi::Error norm_rows(ffi::ThreadPool& pool, const Rows& of, float eps) {
   if (of.x.dimensions()[1] % kLanes != 0 || of.weight.dimensions()[0] != of.x.dimensions()[1]) {
     return refused("a norm's rows are whole vectors, as long as its weight");
   }
-  const bool wide = weights == ffi::DataType::F32;
-  if (dtype == ffi::DataType::F32 && wide) {
-    norm<float, float>(pool, of, eps);
-  } else if (dtype == ffi::DataType::BF16 && wide) {
-    norm<Bfloat16, float>(pool, of, eps);
-  } else if (dtype == ffi::DataType::BF16 && weights == ffi::DataType::BF16) {
-    norm<Bfloat16, Bfloat16>(pool, of, eps);
-  } else {
-    return refused("a norm takes float32 or bfloat16, and a weight of the same or float32");
+  if (stream == ffi::DataType::F32 && dtype == ffi::DataType::F32) {
+    return norm_by<float, float>(pool, of, eps);
   }
-  return ffi::Error::Success();
+  if (stream == ffi::DataType::F32 && dtype == ffi::DataType::BF16) {
+    return norm_by<float, Bfloat16>(pool, of, eps);
+  }
+  if (stream == ffi::DataType::BF16 && dtype == ffi::DataType::BF16) {
+    return norm_by<Bfloat16, Bfloat16>(pool, of, eps);
+  }
+  return refused("a norm takes float32 or bfloat16, and gives the same or bfloat16");
 }
 
 // x [T, E], weight [E] -> [T, E].

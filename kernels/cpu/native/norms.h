@@ -7,9 +7,10 @@
 
 namespace jitney {
 
-// out = x / sqrt(mean(x * x) + eps) * weight, all [size], in float32 and rounded once; out may be x.
-template <class Number, class Weight>
-void norm_row(const Number* x, const Weight* weight, Number* out, std::int64_t size, float eps) {
+// out = x / sqrt(mean(x * x) + eps) * weight, all [size], in float32 and rounded once; out may be x
+// where both are of one type.
+template <class From, class Weight, class To>
+void norm_row(const From* x, const Weight* weight, To* out, std::int64_t size, float eps) {
   Floats squares = {};
   for (std::int64_t i = 0; i < size; i += kLanes) {
     const Floats here = load(x + i);

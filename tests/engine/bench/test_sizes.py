@@ -5,27 +5,36 @@ of a small model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jitney.engine.bench import sizes_worker, timing_behind
 from jitney.engine.bench.other_work import OtherWork
 from jitney.engine.bench.sizes import (
+    NoTimeLeft,
+    OtherPrograms,
     SizeTimes,
     Timed,
+    TimingLine,
     _best_size,
     _measure_sizes,
     _SizeRule,
-    _time_apart,
+    time_apart,
 )
-from jitney.engine.bench.sizes_worker import _prompt_chunks
-from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED
+from jitney.engine.bench.sizes_worker import _prompt_chunks, _StepTimer
+from jitney.engine.bench.step import StepCase
+from jitney.engine.bench.timing_behind import TimingBehind
+from jitney.engine.config.kept_sizes import _FROM_MEASURED, _MEASURED, KeptTimes
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
 from jitney.engine.errors import JitneyError
@@ -49,8 +58,8 @@ class Machine:
     prompts: Seconds = LINEAR
     #: Times as long that a step takes with one thread.
     alone: float = 1.9
-    #: Share of the processors that other programs use in the second measurement.
-    other_work: float = 0.0
+    #: Engines whose steps there is time to time.
+    most: int = 1000
     #: Times as long that a step of so many rows takes if its products are ours; None: no product
     #: has a choice.
     ours: Seconds | None = None
@@ -62,6 +71,8 @@ class Machine:
 
     async def time_steps(self, config: Config) -> SizeTimes:
         engine = config.engine
+        if len(self.asked) == self.most:
+            raise NoTimeLeft("enough")
         self.asked.append(engine)
         threads = engine.threads or 2
         slower = self.alone if threads == 1 else 1.0
@@ -85,7 +96,6 @@ class Machine:
             threads,
             tuple(Timed(rows, seconds(rows, self.decode)) for rows in decode),
             tuple(Timed(rows, seconds(rows, self.prompts)) for rows in prompts),
-            self.other_work if len(self.asked) == 2 else 0.0,
             rows_choose=self.ours is not None and engine.kernels == "auto",
             untried=self.plain > 0 and engine.kernels == "auto",
         )
@@ -217,10 +227,55 @@ def test_threads_that_are_given_stay():
     assert {engine.threads for engine in machine.asked} == {2}
 
 
-def test_steps_timed_beside_other_work_are_not_believed():
-    assert Machine(other_work=0.05).chosen() == Machine().chosen()
-    with pytest.raises(JitneyError, match="other programs use 30% of the processors"):
-        Machine(other_work=0.3).chosen()
+def test_what_was_timed_decides_where_no_time_is_left():
+    fast = Machine(linear(0.01, 0.0001), linear(0.01, 0.00001), ours=lambda rows: 0.5, most=1)
+    values = fast.chosen()
+    assert not {"max_seats", "token_budget", "threads", "product_rows"} & set(values)
+    even = linear(0.05, 0.003), linear(0.05, 0.0005)
+    assert Machine(*even, alone=1.0, most=2).chosen()["threads"] == 1
+    assert "threads" not in Machine(*even, alone=1.0, most=1).chosen()
+
+
+class Shares:
+    """Stands in for `OtherWork`: what other programs use, look by look."""
+
+    def __init__(self, *shares: float):
+        self.shares = iter(shares)
+
+    def __call__(self, processors: Iterable[int]) -> Shares:
+        return self
+
+    def share(self) -> float:
+        return next(self.shares)
+
+
+def timed_beside(
+    monkeypatch: pytest.MonkeyPatch, *shares: float
+) -> tuple[list[Timed], list[TimingLine]]:
+    """Steps of 4 and 8 rows that take as many milliseconds, and what is said of them."""
+    monkeypatch.setattr(sizes_worker, "OtherWork", Shares(*shares))
+    monkeypatch.setattr(sizes_worker, "_REST_S", 0.0)
+    monkeypatch.setattr(
+        sizes_worker, "_least_seconds", lambda llm, case: 0.001 * case.bucket.tokens
+    )
+    said: list[TimingLine] = []
+    timer = _StepTimer(cast(Any, None), {("prompts", 4): Timed(4, 9.0)}, said.append)
+    steps = []
+    with contextlib.suppress(OtherPrograms):
+        steps.extend(timer.timed("decode", [StepCase(Bucket(rows, rows)) for rows in (4, 8)]))
+    return steps, said
+
+
+def test_a_step_beside_other_work_is_timed_again(monkeypatch: pytest.MonkeyPatch):
+    steps, said = timed_beside(monkeypatch, 0.05, 0.4, 0.3, 0.1)
+    assert steps == [Timed(4, 0.004), Timed(8, 0.008)]
+    assert [line.step.step for line in said if line.step] == steps
+
+
+def test_what_was_timed_before_other_work_came_is_not_lost(monkeypatch: pytest.MonkeyPatch):
+    _, said = timed_beside(monkeypatch, 0.05, *[0.4] * 99)
+    assert [line.step.step for line in said if line.step] == [Timed(4, 0.004)]
+    assert said[-1] == TimingLine(other_work=0.4)
 
 
 def test_work_of_others_is_what_processors_did_beyond_our_own(
@@ -269,9 +324,16 @@ def test_many_prompt_rows_are_several_prompts():
     assert _prompt_chunks(Bucket(tokens=2048, seats=32), 512, 2) == ((0, 512),) * 2
 
 
+def state_of(process: int) -> str:
+    """As Linux writes it: R and S go on, T stands still."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 @pytest.mark.usefixtures("hurried_processes")
-def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own():
-    """A pool of 8 pages has room for 4 and for 8 sequences."""
+def test_steps_are_timed_behind_an_engine_in_a_process_that_stands_still_while_it_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A pool of 8 pages has room for 4 and for 8 sequences, of which those of 4 are known."""
     engine = EngineSection(
         platform="cpu",
         kernels="reference",
@@ -283,16 +345,42 @@ def test_steps_of_a_real_engine_are_timed_in_a_process_of_their_own():
         threads=1,
     )
     model = _ModelSection(id="tiny-random", dtype="float32", context=64)
-    times = asyncio.run(_time_apart(Config(model=model, engine=engine)))
+    config = Config(model=model, engine=engine)
+    kept = KeptTimes({"1 8 reference decode 4": 0.7, "2 8 reference decode 8": 0.9})
+    keeps: list[int] = []
+    beside_others = partial(time_apart, most_other_work=1.0)
+    monkeypatch.setattr(timing_behind, "time_apart", beside_others)
+    timing = TimingBehind(kept, lambda: keeps.append(len(kept.steps)))
+    timing.hold(True)
+
+    async def work() -> SizeTimes:
+        timed = asyncio.create_task(timing.time_steps(config))
+        while timing._process is None:
+            await asyncio.sleep(0.01)
+        while state_of(timing._process.pid) != "T":
+            await asyncio.sleep(0.01)
+        timing.hold(False)
+        return await timed
+
+    times = asyncio.run(work())
     assert times.threads == 1
     assert [step.size for step in times.decode] == [4, 8]
     assert [step.size for step in times.prompts] == [16, 64]
-    assert 0 <= times.other_work <= 1
+    assert times.decode[0].seconds == 0.7, "known, and not timed again"
     assert all(0 < step.seconds < 10 for step in (*times.decode, *times.prompts))
+    assert keeps == [3, 4, 5, 5], "each as soon as it is timed, and the whole"
+    assert 0 < kept.spent_s < 10
+
+    # Nothing is timed that is kept, and nothing else once that took long enough.
+    kept.spent_s = 15.0
+    assert asyncio.run(timing.time_steps(config)) == times
+    other = config.model_copy(update={"engine": engine.model_copy(update={"product_rows": 4})})
+    with pytest.raises(NoTimeLeft):
+        asyncio.run(timing.time_steps(other))
 
 
 def test_what_cannot_be_timed_is_one_line():
     config = Config(model=_ModelSection(id="/no/such/model"), engine=EngineSection(platform="cpu"))
     with pytest.raises(JitneyError, match=r"^steps cannot be timed: .*/no/such/model") as caught:
-        asyncio.run(_time_apart(config))
+        asyncio.run(time_apart(config))
     assert "\n" not in str(caught.value)

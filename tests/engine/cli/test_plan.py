@@ -161,8 +161,10 @@ def test_bad_flags_are_one_line(words: list[str], complaint: str, capsys):
 
 def test_buckets_from_records(tmp_path: Path, capsys):
     """30 decode-only steps of 5 rows and 10 of 12, on 16 seats: buckets of 5 and 12 waste
-    nothing.
+    nothing, and a millisecond a row is saved with each row.
     """
+    table = StepTable([Curve(rows, min(rows, 16), 1e-3 * rows) for rows in (4, 8, 16, 32, 64)])
+    (tmp_path / "t.json").write_text(json.dumps({"table": table.contents()}))
     records = np.zeros(41, STEP_DTYPE)
     records["bucket_tokens"][:30], records["padding"][:30] = 8, 3
     records["bucket_tokens"][30:40], records["padding"][30:40] = 16, 4
@@ -178,6 +180,8 @@ def test_buckets_from_records(tmp_path: Path, capsys):
         "16",
         "--token-budget",
         "64",
+        "--table",
+        str(tmp_path / "t.json"),
     ]
     assert main([*words, "--budget", "8", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -186,6 +190,8 @@ def test_buckets_from_records(tmp_path: Path, capsys):
         "decode": 0,
         "mixed": 0,
     }
+    assert report["seconds_now"] == pytest.approx(1e-3 * (30 * 8 + 10 * 16 + 64))
+    assert report["seconds"] == pytest.approx(1e-3 * (30 * 5 + 10 * 12 + 40))
     assert main(words) == 0
     assert "--seat-buckets 5,12,16" in capsys.readouterr().out
     assert main([*words[:4], "--max-seats", "8", "--token-budget", "64"]) == 2
@@ -193,7 +199,7 @@ def test_buckets_from_records(tmp_path: Path, capsys):
 
 
 def test_buckets_from_simulated_traffic(tmp_path: Path, capsys):
-    table = StepTable([Curve(4, 4, 0.02), Curve(64, 8, 0.05)])
+    table = StepTable([Curve(rows, min(rows, 8), 1e-3 * rows) for rows in (1, 8, 16, 64)])
     (tmp_path / "t.json").write_text(json.dumps({"table": table.contents()}))
     assert (
         main(
@@ -222,6 +228,7 @@ def test_buckets_from_simulated_traffic(tmp_path: Path, capsys):
     )
     report = json.loads(capsys.readouterr().out)
     assert report["share"] < report["share_now"] and 20 in report["token_buckets"]
+    assert report["seconds"] < report["seconds_now"]
 
 
 FLEET = ("llama-3.1-8b", "--devices", "h100,4xv5e", "--prices", "h100=2.5,v5e=1.2")

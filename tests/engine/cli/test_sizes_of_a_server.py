@@ -8,15 +8,19 @@ import logging
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from jitney.engine.bench import sizes
+from jitney.engine.bench import sizes, timing_behind
 from jitney.engine.bench.sizes import SizeTimes, Timed
 from jitney.engine.checkpoints.sources import ModelSource
 from jitney.engine.cli import main, serve
+from jitney.engine.cli import sizes as sizes_of_server
 from jitney.engine.cli.listen import AcceptedKeys
+from jitney.engine.cli.reload import FreshSettings
+from jitney.engine.cli.sizes import ServerSizes
 from jitney.engine.config.kept_sizes import _FROM_MEASURED
 from jitney.engine.config.layers import Layered
 from jitney.engine.config.schema import Config
@@ -53,45 +57,54 @@ class Measuring:
     def __init__(self) -> None:
         self.asked: list[Config] = []
         self.fails = False
-        #: Share of the processors that other programs use.
-        self.other_work = 0.0
+        #: Shares of the processors that other programs use at the next looks; none later.
+        self.other_work: list[float] = []
 
     def watching(self, processors: Iterable[int]) -> Measuring:
         """Stands in for `OtherWork`, too."""
         return self
 
     def share(self) -> float:
-        return self.other_work
+        return self.other_work.pop(0) if self.other_work else 0.0
 
-    async def __call__(self, config: Config) -> SizeTimes:
+    async def __call__(self, config: Config, known: object = (), **watching: Any) -> SizeTimes:
         self.asked.append(config)
         if self.fails:
             raise JitneyError("steps cannot be timed: no memory")
         return TIMES
 
 
+class Client:
+    """Stands in for a ready engine."""
+
+    info = SimpleNamespace(model=SimpleNamespace(weight_bytes=1))
+
+
 class Servers:
-    """Stands in for `_Server`, and keeps what each was to serve with."""
+    """Stands in for `_Server`, and keeps what each was to serve with; it times steps while it
+    serves.
+    """
 
     def __init__(self) -> None:
         self.served: list[Layered] = []
 
-    def __call__(self, layered, keys, bound, display, measure) -> Servers:
-        self.layered, self.measure = layered, measure
+    def __call__(self, layered, keys, bound, display, reread, *, times_steps: bool) -> Servers:
+        self.layered, self.times_steps = layered, times_steps
         return self
 
     async def serve(self) -> int:
-        layered = self.layered
-        if self.measure is not None:
-            layered = await self.measure(Shown())
-        self.served.append(layered)
+        self.served.append(self.layered)
+        if self.times_steps:
+            await ServerSizes(self.layered).time_behind(cast(Any, Client()))
         return 0
 
 
 @pytest.fixture(autouse=True)
 def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measuring:
     stand_in = Measuring()
-    monkeypatch.setattr(sizes, "_time_apart", stand_in)
+    monkeypatch.setattr(sizes, "time_apart", stand_in)
+    monkeypatch.setattr(timing_behind, "time_apart", stand_in)
+    monkeypatch.setattr(sizes_of_server, "_FIRST_REST_S", 0.0)
     monkeypatch.setattr(sizes, "_LOOK_S", 0.0)
     monkeypatch.setattr(sizes, "OtherWork", stand_in.watching)
     folder = tmp_path / "cache"
@@ -122,12 +135,12 @@ def sizes_of(layered: Layered) -> dict[str, Any]:
 def test_the_first_start_measures_and_the_next_goes_by_it(
     servers: Servers, measuring: Measuring, capsys: pytest.CaptureFixture[str]
 ):
+    assert sizes_of(started(servers)) == USUAL
+    assert len(measuring.asked) == 1
+
     with_times = started(servers)
     assert sizes_of(with_times) == CHOSEN
     assert with_times.origins["token_budget"] == _FROM_MEASURED
-    assert len(measuring.asked) == 1
-
-    assert sizes_of(started(servers)) == CHOSEN
     assert len(measuring.asked) == 1
     said = capsys.readouterr().err
     assert "--max-seats 16 --token-budget 128 --token-buckets 32,128" in said
@@ -146,6 +159,7 @@ def test_whoever_says_something_about_sizes_gets_that(
     flags: list[str], servers: Servers, measuring: Measuring
 ):
     started(servers)
+    assert sizes_of(started(servers)) == CHOSEN
     assert sizes_of(started(servers, *flags)) == USUAL
     assert len(measuring.asked) == 1
 
@@ -177,27 +191,43 @@ def test_a_machine_that_cannot_be_measured_serves_with_the_usual_sizes(
     servers: Servers, measuring: Measuring, caplog: pytest.LogCaptureFixture
 ):
     measuring.fails = True
-    assert sizes_of(started(servers)) == USUAL
-    assert "sizes are the usual ones: steps cannot be timed: no memory" in caplog.text
+    started(servers)
+    assert "sizes stay the usual ones: steps cannot be timed: no memory" in caplog.text
     measuring.fails = False
+    assert sizes_of(started(servers)) == USUAL
     assert sizes_of(started(servers)) == CHOSEN
 
 
-def test_a_machine_that_does_other_work_is_not_measured(
+def test_a_machine_that_does_other_work_is_measured_once_it_does_not(
     servers: Servers, measuring: Measuring, caplog: pytest.LogCaptureFixture
 ):
-    measuring.other_work = 0.4
-    assert sizes_of(started(servers)) == USUAL
+    measuring.other_work = [0.4, 0.3]
+    with caplog.at_level(logging.INFO, "jitney"):
+        started(servers)
     assert "other programs use 40% of the processors" in caplog.text
+    assert len(measuring.asked) == 1 and not measuring.other_work
+    assert sizes_of(started(servers)) == CHOSEN
+
+
+def test_a_machine_without_memory_for_a_second_engine_is_not_measured(
+    servers: Servers,
+    measuring: Measuring,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sizes_of_server, "available_host_bytes", lambda: 2)
+    started(servers)
+    assert "no memory is left" in caplog.text
     assert not measuring.asked
 
 
-def test_sizes_that_cannot_be_kept_are_chosen_all_the_same(
+def test_sizes_that_cannot_be_kept_are_said_so(
     servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "cache" / "sizes").write_text("a file, where a folder should be")
-    assert sizes_of(started(servers)) == CHOSEN
+    started(servers)
     assert "measured anew at every start" in caplog.text
+    assert sizes_of(started(servers)) == USUAL
 
 
 def test_print_config_has_what_is_kept_and_measures_nothing(
@@ -211,10 +241,12 @@ def test_print_config_has_what_is_kept_and_measures_nothing(
     assert "max_seats = 16" in capsys.readouterr().out
 
 
-def test_the_engine_starts_with_what_was_measured(monkeypatch: pytest.MonkeyPatch):
-    """And not before: a probe is answered meanwhile."""
+def _never_reread() -> FreshSettings:
+    raise AssertionError("nobody asked")
+
+
+def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.MonkeyPatch):
     layered = Layered.load(flags={"model": "tiny-random", "platform": "cpu"})
-    larger = layered.with_values(CHOSEN, _FROM_MEASURED)
     order = []
 
     class Equipment:
@@ -222,34 +254,42 @@ def test_the_engine_starts_with_what_was_measured(monkeypatch: pytest.MonkeyPatc
             self.client = client
 
         async def find_model(self) -> Any:
-            order.append("model")
             return ModelSource.resolve("tiny-random")
 
-        async def equip(self, service: Any, source: Any) -> None:
-            order.append(self.client.config)
-            raise JitneyError("seen enough")
+        async def equip(self, service: Any, source: Any) -> tuple[None, None]:
+            order.append("ready")
+            return None, None
 
-        async def close(self) -> None:
-            pass
+    async def work() -> None:
+        timed, dead = asyncio.Event(), asyncio.Event()
 
-    async def measure(display: Any) -> Layered:
-        order.append("sizes")
-        return larger
+        async def time_behind(self: ServerSizes, client: Any) -> None:
+            order.append(self.layered.config)
+            timed.set()
+            try:
+                await dead.wait()
+            except asyncio.CancelledError:
+                order.append("ended")
+                raise
 
-    async def work() -> Layered:
+        async def until(*states: str) -> str:
+            await timed.wait()
+            return "dead"
+
+        monkeypatch.setattr(ServerSizes, "time_behind", time_behind)
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             keys = AcceptedKeys.of(layered.config.server)
-            server = serve._Server(layered, keys, bound, Shown(), measure)
-            with pytest.raises(JitneyError, match="seen enough"):
-                await server._work()
-            shown = server.app.state.service.layered
-            assert shown is not None
-            return shown
+            server = serve._Server(layered, keys, bound, Shown(), _never_reread, times_steps=True)
+            server.client.dismissed = True
+            monkeypatch.setattr(server.client, "until", until)
+            await server._work()
+        await asyncio.sleep(0)
 
     monkeypatch.setattr(serve, "Equipment", Equipment)
-    assert asyncio.run(work()) is larger
-    assert order == ["model", "sizes", larger.config]
+    monkeypatch.setattr(serve, "_greeting", lambda *about: ["serving"])
+    asyncio.run(work())
+    assert order == ["ready", layered.config, "ended"]
 
 
 def test_bench_sizes_shows_and_keeps_only_if_asked(

@@ -71,7 +71,7 @@ def play(
 def test_lines_carry_times_and_lengths(tmp_path: Path):
     clock = FakeClock()
     clock.now = 100.0
-    recorder = Recorder(tmp_path / "t.jsonl", clock)
+    recorder = Recorder(tmp_path / "t.jsonl", clock, lambda: INFO)
     first = request(5, 101.0, tenant="digest-b", priority=2)
     second = request(9, 100.5, tenant="digest-a")
     said = [
@@ -104,6 +104,8 @@ def test_lines_carry_times_and_lengths(tmp_path: Path):
             ttft_s=1.0,
             e2e_s=2.5,
             finish="length",
+            model=INFO.model.name,
+            device=INFO.device.name,
         ),
     ]
     assert [arrival.n_cached for arrival in Arrival.read_all(tmp_path / "t.jsonl")] == [8, 0]

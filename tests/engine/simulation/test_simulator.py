@@ -580,6 +580,46 @@ def test_the_command_prints_the_error_beside_a_recording(tmp_path: Path, table_f
     assert measured is not None and measured["seconds"] == pytest.approx(1.14)
 
 
+@pytest.mark.parametrize(
+    ("timed", "traced", "told"),
+    [
+        ({"model": "m-1b", "device": "CPU A, 2 cores"}, ("m-1b", "CPU A, 2 cores"), ""),
+        ({"model": "m-1b", "device": "CPU A, 2 cores"}, ("m-1b", "CPU B, 2 cores"), "CPU B"),
+        ({"model": "m-1b", "device": "CPU A, 2 cores"}, ("m-8b", "CPU A, 2 cores"), "m-8b"),
+        # Who wrote a table by hand, or an old trace, is believed.
+        ({}, ("m-8b", "CPU A, 2 cores"), ""),
+        ({"model": "m-1b", "device": "CPU A, 2 cores"}, None, ""),
+        ("h100", ("llama-3.1-8b", "NVIDIA H100 80GB HBM3"), ""),
+        ("h100", ("llama-3.1-8b", "CPU A, 2 cores"), "CPU A"),
+        ("h100", ("m-1b", "NVIDIA H100 80GB HBM3"), "m-1b"),
+        ("h100", None, "does not say"),
+    ],
+)
+def test_a_trace_of_another_machine_is_no_measure(
+    timed: dict[str, str] | str,
+    traced: tuple[str, str] | None,
+    told: str,
+    tmp_path: Path,
+    table_file: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    lines = [dict(line) for line in TRACE]
+    if traced is not None:
+        lines[0] |= {"model": traced[0], "device": traced[1]}
+    (trace := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["simulate", "--trace", str(trace), "--max-seats", "8", "--policy", "continuous"]
+    if isinstance(timed, str):
+        words += ["--device", timed, "--model", "llama-3.1-8b"]
+    else:
+        table_file.write_text(json.dumps(json.loads(table_file.read_text()) | timed))
+        words += ["--table", str(table_file)]
+    assert main([*words, "--json", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert bool(report["errors"]) == (not told)
+    said = " ".join(capsys.readouterr().out.split())
+    assert told in report["not_compared"] and report["not_compared"] in said
+
+
 def test_the_command_makes_traffic_up(table_file: Path, capsys):
     assert (
         main(
