@@ -207,7 +207,7 @@ class Results:
 
     def _match(self, seq: Sequence, matcher: Matcher, output: SequenceOutput) -> None:
         """Go on in the sequence's grammar, to whose end it may have come with this output."""
-        matcher.take(seq.tokens, seq.n_prompt)
+        matcher.take(seq.tokens, seq.n_prompt, last=seq.finish is not None)
         if matcher.complete:
             if seq.finish is None:
                 self.state.close(seq, "stop")

@@ -19,8 +19,10 @@ type _Rank = tuple[float, int, int]
 class Matcher(Protocol):
     """Where a sequence stands in its grammar (`engine.structured.matchers`)."""
 
-    def take(self, tokens: list[int], start: int) -> None:
-        """Go on to the end of a sequence's tokens, whose output begins at `start`."""
+    def take(self, tokens: list[int], start: int, *, last: bool = False) -> None:
+        """Go on to the end of a sequence's tokens, whose output begins at `start`. last: no token
+        follows; whether the text is whole is then asked at once.
+        """
         ...
 
     @property

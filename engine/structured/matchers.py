@@ -37,6 +37,9 @@ _TIMEOUT_S = 2.0
 _STEP_S = 0.02
 #: Processor seconds of a mask from which on the sequence's next one is not waited for at all.
 _SLOW_S = 0.002
+#: Processor seconds of a mask up to which the next token is taken in place, see `advance`; and the
+#: last token of an answer.
+_IN_PLACE_S, _LAST_IN_PLACE_S = 0.0003, 0.005
 #: Processor seconds that the masks of a request may take, and more of them for each token.
 _REQUEST_S, _TOKEN_S = 1.0, 0.01
 #: Compiled grammars kept, in bytes: what one takes beside its text, and how much its text counts
@@ -120,8 +123,8 @@ class GrammarMatcher:
     _pending: bool = False
     #: The mask that is known has been used.
     _used: bool = False
-    #: The last mask took long.
-    _slow: bool = False
+    #: Processor seconds that the last mask took.
+    _mask_s: float = 0.0
     #: Why there is no mask, and will be none.
     _error: RequestError | None = None
     #: Output tokens that were taken, and the last ones of them, which `_inner` has not gone past.
@@ -143,18 +146,23 @@ class GrammarMatcher:
     @property
     def late(self) -> bool:
         """A step should not count on its mask."""
-        return self._pending or (self._slow and self._used)
+        return self._pending or (self._is_slow and self._used)
 
-    def take(self, tokens: list[int], start: int) -> None:
+    @property
+    def _is_slow(self) -> bool:
+        return self._mask_s > _SLOW_S
+
+    def take(self, tokens: list[int], start: int, *, last: bool = False) -> None:
         fresh = tokens[start + self._taken :]
         if self._pending or not fresh:
             return
         self._taken += len(fresh)
         self._fresh += fresh
         self._mask = None
-        if self._slow:
+        if self._is_slow and not last:
             self.begin()
-        elif len(self._fresh) == 1:  # which takes no longer than the last mask, which tried it
+        elif len(self._fresh) == 1 and self._mask_s <= (_LAST_IN_PLACE_S if last else _IN_PLACE_S):
+            # It takes no longer than the last mask, which has tried each token.
             self._go_on(self._inner.consume_tokens(self._fresh))
 
     def begin(self) -> bool:
@@ -163,9 +171,9 @@ class GrammarMatcher:
         if self._pending or self._mask is not None or self._error is not None:
             return False
         self._pending = True
-        lane = self._lanes.slow if self._slow else self._lanes.quick
+        lane = self._lanes.slow if self._is_slow else self._lanes.quick
         lane.put(self._find)
-        return not self._slow
+        return lane is self._lanes.quick
 
     def fill(self, masks: np.ndarray, row: int) -> None:
         """Write which tokens may come next into a row of int32 [n, ceil(V / 32)]. Raises
@@ -194,7 +202,7 @@ class GrammarMatcher:
                 raise _stopped(self._inner)
             seconds = time.thread_time() - started
             self._lanes.count(seconds)
-            self._slow = seconds > _SLOW_S
+            self._mask_s = seconds
             self._allowance.spend(seconds, tokens)
             self._mask = mask[0]
         except RequestError as error:
@@ -283,9 +291,9 @@ class RuledMatcher:
         """See `GrammarMatcher.begin`."""
         return self._inner is not None and self._inner.begin()
 
-    def take(self, tokens: list[int], start: int) -> None:
+    def take(self, tokens: list[int], start: int, *, last: bool = False) -> None:
         if self._inner is not None:
-            self._inner.take(tokens, start)
+            self._inner.take(tokens, start, last=last)
         self._tail = tuple(tokens[max(start, len(tokens) - self._rules.memory) :])
 
     def fill(self, masks: np.ndarray, row: int) -> None:
@@ -308,8 +316,8 @@ class _Compiled(NamedTuple):
     matcher: LLMatcher
     #: Of the first token, int32 [ceil(V / 32)].
     mask: np.ndarray
-    #: That mask took long.
-    is_slow: bool
+    #: Processor seconds that it took.
+    mask_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -380,7 +388,7 @@ class Matchers:
             allowance,
             ends,
             _mask=found.mask,
-            _slow=found.is_slow,
+            _mask_s=found.mask_s,
         )
 
     def rules(self, params: SamplingParams) -> _TokenRules:
@@ -462,7 +470,7 @@ class Matchers:
         except BaseException:  # a panic of the library's; the thread must go on
             _log.exception("a grammar could not be compiled")
             return RequestError("the grammar could not be compiled", code="grammar_too_complex")
-        return _Compiled(matcher, mask, time.thread_time() - started > _SLOW_S)
+        return _Compiled(matcher, mask, time.thread_time() - started)
 
 
 def _bytes_of(grammar: Grammar) -> int:

@@ -210,6 +210,19 @@ def test_random_lives_lose_nothing(impatient: Callable[[], None]):
     assert not any(end.error for end in ends.values())
 
 
+def test_a_text_that_is_whole_with_its_last_token_is(monkeypatch: pytest.MonkeyPatch):
+    """Also where the token before took its time."""
+    ticks = itertools.count(step=0.001)
+    clock = SimpleNamespace(thread_time=lambda: next(ticks), monotonic=time.monotonic)
+    monkeypatch.setattr(matchers, "time", clock)
+    for length in (1, 3):
+        core = new_core()
+        wanted = Grammar("regex", f"[a-f]{{{length}}}")
+        core.add(make_request("a", [5, 6], grammar=wanted, max_tokens=length))
+        [end] = ends_of(finish(core)).values()
+        assert end.finish == "stop"
+
+
 def test_masks_that_take_too_long_in_all_end_their_request_alone(monkeypatch: pytest.MonkeyPatch):
     """Each mask takes 0.4 s by the processor's clock, which a test can do without."""
     expected = served(new_core(), make_request("free", [1, 2, 3], max_tokens=20))
