@@ -134,7 +134,7 @@ def test_the_built_in_model_brings_its_own():
     source = ModelSource("gguf", "/nowhere.gguf", _DEFAULT_MODEL, tiny_config())
     assert sampling_defaults(SamplingSection(), source) == {
         "temperature": 0.2,
-        "top_p": 0.9,
+        "top_p": 0.5,
         "repetition_penalty": 1.05,
     }
 
