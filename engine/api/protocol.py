@@ -86,6 +86,7 @@ class _Handshake(SSLProtocol):
     #: Nothing of an answer is written meanwhile, and what comes is read at once.
     written = waiting = 0
     has_unread = False
+    key = ""
     _bare: asyncio.Transport
 
     def __init__(self, inner: _BoundedProtocol, context: ssl.SSLContext):
@@ -112,6 +113,9 @@ class _Handshake(SSLProtocol):
         self._bare.abort()
 
     def give_way(self) -> None:
+        self.drop()
+
+    def leave(self) -> None:
         self.drop()
 
 

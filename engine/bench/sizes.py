@@ -349,11 +349,12 @@ def _seconds_of(timed: Sequence[Timed], size: int) -> float:
 
 def _of_sizes(config: Config, seats: int, rows: int) -> Config:
     """To be measured: with steps for prompts of all sizes, also those that are few rows for so
-    many seats.
+    many seats; with no more seats than a given number of pages has room for.
     """
+    pages = config.engine.pages
     return _with(
         config,
-        max_seats=seats,
+        max_seats=min(seats, pages - 1) if pages else seats,
         token_budget=rows,
         token_buckets=powers_of_two(_LEAST_ROWS, rows),
     )

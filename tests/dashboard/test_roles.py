@@ -155,8 +155,10 @@ def test_the_table_says_who_needs_what():
     engine = {"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"}
     assert admin == {"/metrics", "/slots", "/config", "/admin/reload"} | engine
     probes = {route.path for route in ROUTES if route.is_probe}
-    assert probes == {"/livez", "/readyz", "/health", "/ping", "/startupz"}
-    assert anybody == probes | {"/", "/docs"}, "where to go on, and the routes, which hold no data"
+    assert probes == {"/livez", "/readyz", "/health", "/ping", "/startupz", "/metrics"}
+    assert anybody == probes - {"/metrics"} | {"/", "/docs"}, (
+        "where to go on, and the routes, which hold no data"
+    )
     page = {route.path for route in ENGINE_ROUTES if route.role is Role.ADMIN}
     assert page == {"/trace", "/report", "/lab"}
     assert all(route.role is not Role.ANYBODY for route in ENGINE_ROUTES)

@@ -507,7 +507,7 @@ def test_a_sweep_over_loads_says_where_the_queue_grew(
     assert (low["load"], high["load"]) == (0.3, 6.0)
     assert low["rate"] == pytest.approx(0.3 * report["capacity_req_s"])
     assert low["figures"]["backlog"]["grew"] is False and high["figures"]["backlog"]["grew"] is True
-    assert high["ttft_p99_s"] > 3 * low["ttft_p99_s"]
+    assert high["ttft_p99_s"] > low["ttft_p99_s"]
     assert (
         "load 6: the queue grew for the whole run" in shown
         and "p99 is the length of the run" in shown

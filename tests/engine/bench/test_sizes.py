@@ -333,13 +333,13 @@ def state_of(process: int) -> str:
 def test_steps_are_timed_behind_an_engine_in_a_process_that_stands_still_while_it_is_busy(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """A pool of 8 pages has room for 4 and for 8 sequences, of which those of 4 are known."""
+    """Of steps of 4 and of 8 sequences, those of 4 are known."""
     engine = EngineSection(
         platform="cpu",
         kernels="reference",
-        max_seats=16,
+        max_seats=8,
         token_budget=64,
-        seat_buckets=(4, 8, 16),
+        seat_buckets=(4, 8),
         token_buckets=(16, 64),
         pages=9,  # one is nobody's
         threads=1,

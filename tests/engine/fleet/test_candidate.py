@@ -327,7 +327,7 @@ def test_what_is_no_answer_of_the_api_is_counted_and_nobody_notices(
         asked_it = [user for user in users if found.arm_of(user) == "candidate"]
         assert {found.ask(http, user, stream=stream) for user in users} == {found.stable.name}
         comparison = found.model.rollout.comparison
-        until(lambda: comparison.requests("candidate") == len(asked_it), 30)
+        until(lambda: comparison.requests("candidate") >= 20, 30)
         assert wrong.came >= 20 and len(asked_it) >= 30
         assert comparison.level("candidate", "errors") == 1.0
         assert comparison.level("stable", "errors") == 0.0
