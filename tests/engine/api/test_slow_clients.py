@@ -268,19 +268,18 @@ def test_a_connection_that_asks_nothing_gives_way(sent: bytes, monkeypatch):
     with (
         server(script, max_connections=2) as (engine, connections, port),
         connect(port) as busy,
-        connect(port) as silent,
-        connect(port) as other,
     ):
         post(busy, _SHORT | {"max_tokens": 200, "ignore_eos": True})
         until(lambda: bool(engine.open))
-        silent.sendall(sent)
-        engine.script = Script("ab")
-        post(other, _SHORT)
-        assert read_answer(other).startswith(b"HTTP/1.1 200")
-        with contextlib.suppress(ConnectionError):
-            assert silent.recv(100) == b""
-        assert read_answer(busy).startswith(b"HTTP/1.1 200")
-        assert connections.n_open == 2
+        with connect(port) as silent, connect(port) as other:
+            silent.sendall(sent)
+            engine.script = Script("ab")
+            post(other, _SHORT)
+            assert read_answer(other).startswith(b"HTTP/1.1 200")
+            with contextlib.suppress(ConnectionError):
+                assert silent.recv(100) == b""
+            assert read_answer(busy).startswith(b"HTTP/1.1 200")
+            assert connections.n_open == 2
 
 
 def test_a_connection_beyond_the_limit_is_served_once_another_is_idle():
