@@ -162,12 +162,10 @@ def _fleet(url: str, key: str, seconds: float) -> list[_Report]:
 
 def _replica(name: str, replica: JsonDict, key: str, seconds: float) -> _Report:
     """An engine as the fleet sees it, and as it says itself where this key may ask it."""
-    note = (
-        f"the fleet says: {replica['state']} ({replica['reason']}), load {replica['load']:.0f}, "
-        f"predicted wait {replica['predicted_wait_s']:.1f} s"
-    )
+    note = f"the fleet says: {replica['state']} ({replica['reason']}), load {replica['load']:.0f}"
     if replica["state"] != "ready":
-        return _Report(name, note=note)
+        return _Report(name, note=note)  # it takes no requests, so it has no predicted wait
+    note += f", predicted wait {replica['predicted_wait_s']:.1f} s"
     try:
         figures = _engine(replica["url"], key, seconds).figures
     except Refused as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from api_fakes import FakeClient, Script, make_app, served
+from api_fakes import FakeClient, Script, make_app, served, until
 from fleet_engines import FakeEngine, engines, fleet_of, toml
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from starlette.routing import Route
 from jitney.engine.api.settings import digest_key
 from jitney.engine.cli import diagnose as command
 from jitney.engine.cli import main
+from jitney.engine.ports import free_port
 from jitney.engine.records import STEP_DTYPE
 
 
@@ -105,3 +106,22 @@ def test_each_engine_of_a_fleet_is_watched_and_told_apart(tmp_path: Path, capsys
     assert [report["engine"].split(", ")[1] for report in reports] == [one.name for one in fakes]
     for report in reports:
         assert report["note"].startswith("the fleet says: ready") and report["figures"]["up"] == 1
+
+
+def test_an_engine_of_a_fleet_that_takes_no_requests_is_told_of_and_not_watched(
+    tmp_path: Path, capsys
+):
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    with (
+        engines(FakeEngine()) as (fake,),
+        fleet_of(tmp_path, toml([fake.url, nowhere])) as fleet,
+    ):
+        fleet.wait_ready(fake.name)
+        until(lambda: fleet.replicas()[nowhere.removeprefix("http://")].state == "gone")
+        assert main(["diagnose", fleet.url, "--seconds", "0.1", "--json"]) == 0
+        reports = json.loads(capsys.readouterr().out)
+        assert main(["diagnose", fleet.url, "--seconds", "0.1"]) == 0
+    watched, silent = reports
+    assert watched["figures"]["up"] == 1
+    assert silent["note"].startswith("the fleet says: gone") and "figures" not in silent
+    assert silent["note"] in capsys.readouterr().out
