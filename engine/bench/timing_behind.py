@@ -42,13 +42,13 @@ class TimingBehind:
         """As `time_apart`, but of steps that are known none is timed again. Raises NoTimeLeft too,
         once timing has taken 15 s.
         """
-        name = " ".join((_makes_steps(config), *map(str, _sizes_of(config))))
+        made_by = _makes_steps(config)
+        name = " ".join((made_by, *map(str, _sizes_of(config))))
         done = self.times.engines.get(name)
         if done is not None:
             return msgspec.convert(done, SizeTimes)
         if self.times.spent_s >= _MOST_S:
             raise NoTimeLeft("timing steps has taken as long as it may")
-        made_by = _makes_steps(config)
 
         def keep(timed: TimedStep) -> None:
             self.times.steps[f"{made_by} {timed.kind} {timed.step.size}"] = timed.step.seconds

@@ -21,7 +21,7 @@ from jitney.engine.errors import JitneyError, RequestError
 from jitney.engine.fleet.answer_shape import AnswerShape
 from jitney.engine.fleet.asked import Asked
 from jitney.engine.fleet.comparison import ARMS, ArmName, RequestOutcome
-from jitney.engine.fleet.forwarding import STREAMS, ProxiedAnswer, is_own_limit, stream_failure
+from jitney.engine.fleet.forwarding import ProxiedAnswer, is_own_limit, stream_failure
 from jitney.engine.fleet.measuring import UsageWatch
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.replicas import EngineShare, Replica
@@ -336,10 +336,8 @@ class _AnswerWatch:
     async def of(self, answer: ProxiedAnswer) -> ProxiedAnswer:
         """The same answer, watched."""
         self._status, self._share = answer.status, answer.share
-        kind = dict(answer.headers).get(b"content-type", b"").decode("latin-1")
-        kind = kind.partition(";")[0].strip()
-        self._is_stream = answer.status == _OK and kind in STREAMS
-        if answer.status == _OK and not self.shape.is_of_its_kind(kind):
+        self._is_stream = answer.status == _OK and answer.is_stream
+        if answer.status == _OK and not self.shape.is_of_its_kind(answer.media_type):
             self._status = _NO_ANSWER
         if not self._is_stream:
             return await self._plain(answer)

@@ -79,10 +79,15 @@ class ProxiedAnswer:
     share: EngineShare | None = None
 
     @property
+    def media_type(self) -> str:
+        """Without its parameters; empty: it names none."""
+        named = dict(self.headers).get(b"content-type", b"").decode("latin-1")
+        return named.partition(";")[0].strip()
+
+    @property
     def is_stream(self) -> bool:
         """It is made of events, or of JSON lines."""
-        media_type = dict(self.headers).get(b"content-type", b"").decode("latin-1")
-        return media_type.partition(";")[0].strip() in STREAMS
+        return self.media_type in STREAMS
 
     @property
     def replica(self) -> str:

@@ -51,6 +51,17 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+#: Sizes of an engine for the questions and continuations of the default model.
+EIGHT_SEATS: dict[str, Any] = {
+    "max_seats": 8,
+    "token_budget": 64,
+    "context": 256,
+    "seat_buckets": [8],
+    "token_buckets": [64],
+    "pages": 200,
+}
+
+
 @pytest.fixture(scope="module")
 def model() -> Model:
     source = ModelSource.resolve("tiny-random")
@@ -515,13 +526,8 @@ def test_the_first_question_is_answered_rightly(smollm2, kernels, monkeypatch):
     engine = when_used(
         "smollm2-135m",
         dtype="bfloat16",
-        max_seats=8,
-        token_budget=64,
-        context=256,
-        seat_buckets=[8],
-        token_buckets=[64],
-        pages=200,
         kernels=kernels_of(kernels, monkeypatch),
+        **EIGHT_SEATS,
     )
     asked = engine.chat_ids([{"role": "user", "content": "What is the capital of France?"}])
     own = msgspec.structs.replace(engine.default_params(), max_tokens=24)
@@ -545,13 +551,8 @@ def test_the_default_model_equals_the_reference(smollm2, reference, kernels, mon
     engine = when_used(
         "smollm2-135m",
         dtype="float32",
-        max_seats=8,
-        token_budget=64,
-        context=256,
-        seat_buckets=[8],
-        token_buckets=[64],
-        pages=200,
         kernels=name,
+        **EIGHT_SEATS,
     )
     assert engine.info.kernels.label == (
         "reference" if name == "reference" else f"native ({kernels})"

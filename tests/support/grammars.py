@@ -8,16 +8,21 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from fakes import EOS, VOCAB
+from fakes import EOS, VOCAB, make_core
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from jitney.engine.core import EngineCore
 from jitney.engine.structured import grammar
 from jitney.engine.structured.compiling import new_matcher
+from jitney.engine.types import Grammar
 
 #: By token id; token 0 ends a text.
 CHARACTERS = 'abcdefghijklmnopqrstu0123456789{}[]":,-'
 END = "<end>"
+#: Texts that this tokenizer can write.
+CODE = Grammar("regex", "[a-f]{3}-[0-9]{2,6}")
+WORDS = Grammar("choice", '["no","nod","hello"]')
 
 
 @cache
@@ -30,6 +35,13 @@ def tokenizer_json() -> str:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     return tokenizer.to_str()
+
+
+def core_with_grammars(**sizes: Any) -> EngineCore:
+    """A core on the fake device that knows this tokenizer. sizes: see `make_core`."""
+    core = make_core(**sizes)
+    core.learn(tokenizer_json())
+    return core
 
 
 def text_of(tokens: list[int]) -> str:

@@ -24,25 +24,17 @@ from fakes import (
     tokens_of,
     watch,
 )
-from grammars import text_of, tokenizer_json
+from grammars import CODE, WORDS, core_with_grammars, text_of, tokenizer_json
 
 from jitney.engine.core import EngineCore
 from jitney.engine.types import EngineRequest, Grammar, SequenceOutput
 
-CODE = Grammar("regex", "[a-f]{3}-[0-9]{2,6}")
-WORDS = Grammar("choice", '["no","nod","hello"]')
 PAIRS = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":4}')
 PATTERNS = {
     CODE: r"[a-f]{3}-[0-9]{2,6}",
     WORDS: "no|nod|hello",
     PAIRS: r'\[((("a"|"b"|10),){0,3}("a"|"b"|10))?\]',
 }
-
-
-def core_with_grammars(**sizes) -> EngineCore:
-    core = make_core(**sizes)
-    core.learn(tokenizer_json())
-    return core
 
 
 def finish(core: EngineCore) -> list[SequenceOutput]:

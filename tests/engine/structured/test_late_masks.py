@@ -20,12 +20,11 @@ from fakes import (
     code_of,
     device_of,
     ends_of,
-    make_core,
     make_request,
     tokens_of,
     watch,
 )
-from grammars import BYTES, tokenizer_json
+from grammars import BYTES, CODE, WORDS, core_with_grammars
 
 from jitney.engine.core import EngineCore
 from jitney.engine.structured import matchers
@@ -33,17 +32,9 @@ from jitney.engine.structured.compiling import new_matcher
 from jitney.engine.structured.matchers import _MaskLanes
 from jitney.engine.types import EngineRequest, Grammar, SequenceOutput
 
-CODE = Grammar("regex", "[a-f]{3}-[0-9]{2,6}")
-WORDS = Grammar("choice", '["no","nod","hello"]')
 PAIRS = Grammar("json_schema", '{"type":"array","items":{"enum":["a","b",10]},"maxItems":6}')
 #: Seconds after which a test has failed.
 LONG_S = 20.0
-
-
-def new_core(**sizes: Any) -> EngineCore:
-    core = make_core(**sizes)
-    core.learn(tokenizer_json())
-    return core
 
 
 def held(id: str, wanted: Grammar | None, seed: int = 0, n: int = 1) -> EngineRequest:
@@ -115,7 +106,7 @@ def impatient(request: pytest.FixtureRequest, patient: None) -> Callable[[], Non
 
 
 def test_steps_go_on_without_a_mask_that_takes_long(lock: Lock):
-    core = new_core()
+    core = core_with_grammars()
     core.add(held("slow", CODE))
     outputs: list[SequenceOutput] = []
     while not lock.reached.is_set():
@@ -127,12 +118,12 @@ def test_steps_go_on_without_a_mask_that_takes_long(lock: Lock):
     lock.open.set()
     outputs += finish(core)
     lock.reached.set()
-    [(_, expected)] = served(new_core(), held("slow", CODE)).items()
+    [(_, expected)] = served(core_with_grammars(), held("slow", CODE)).items()
     assert tokens_of(outputs, "slow") == expected
 
 
 def test_an_engine_whose_masks_are_all_awaited_does_not_spin(lock: Lock):
-    core = new_core()
+    core = core_with_grammars()
     core.add(held("slow", CODE))
     while not lock.reached.is_set() or core.pause_s == 0:
         core.step()
@@ -143,7 +134,7 @@ def test_an_engine_whose_masks_are_all_awaited_does_not_spin(lock: Lock):
 def test_sequences_that_sit_out_get_the_same_tokens(
     impatient: Callable[[], None], share_outputs: bool
 ):
-    core = new_core(share_outputs=share_outputs)
+    core = core_with_grammars(share_outputs=share_outputs)
     plans = watch(core)
     expected = served(core, *several())
     steps_before = len(plans)
@@ -153,9 +144,9 @@ def test_sequences_that_sit_out_get_the_same_tokens(
 
 
 def test_preempted_ones_do_too(impatient: Callable[[], None], rash: None):
-    expected = served(new_core(), *several())
+    expected = served(core_with_grammars(), *several())
     impatient()
-    core = new_core(pages=8, seats=4, retain=False)
+    core = core_with_grammars(pages=8, seats=4, retain=False)
     plans = watch(core)
     assert served(core, *several()) == expected
     assert any(plan.preempted for plan in plans)
@@ -165,9 +156,9 @@ def test_preempted_ones_do_too(impatient: Callable[[], None], rash: None):
 def test_a_step_that_fails_while_some_sit_out(
     impatient: Callable[[], None], monkeypatch: pytest.MonkeyPatch, method: str
 ):
-    expected = served(new_core(), *several())
+    expected = served(core_with_grammars(), *several())
     impatient()
-    core, steps = new_core(), itertools.count()
+    core, steps = core_with_grammars(), itertools.count()
     runner, original = device_of(core), getattr(FakeRunner, method)
 
     def failing(*args: Any) -> Any:
@@ -180,19 +171,19 @@ def test_a_step_that_fails_while_some_sit_out(
 
 
 def test_what_another_core_told_is_gone_on_with(impatient: Callable[[], None]):
-    [whole] = served(new_core(), held("a", PAIRS, seed=3)).values()
+    [whole] = served(core_with_grammars(), held("a", PAIRS, seed=3)).values()
     impatient()
     for told in range(len(whole)):
         for share_outputs in (True, False):  # computed like a prompt, or generated again
             again = msgspec.structs.replace(held("a", PAIRS, seed=3), resumed=[whole[:told]])
-            [rest] = served(new_core(share_outputs=share_outputs), again).values()
+            [rest] = served(core_with_grammars(share_outputs=share_outputs), again).values()
             assert whole[:told] + rest == whole
 
 
 def test_random_lives_lose_nothing(impatient: Callable[[], None]):
     impatient()
     rng = random.Random(7)
-    core = new_core(pages=20, seats=4)
+    core = core_with_grammars(pages=20, seats=4)
     outputs: list[SequenceOutput] = []
     opened: dict[str, int] = {}
     for number in range(120):
@@ -216,7 +207,7 @@ def test_a_text_that_is_whole_with_its_last_token_is(monkeypatch: pytest.MonkeyP
     clock = SimpleNamespace(thread_time=lambda: next(ticks), monotonic=time.monotonic)
     monkeypatch.setattr(matchers, "time", clock)
     for length in (1, 3):
-        core = new_core()
+        core = core_with_grammars()
         wanted = Grammar("regex", f"[a-f]{{{length}}}")
         core.add(make_request("a", [5, 6], grammar=wanted, max_tokens=length))
         [end] = ends_of(finish(core)).values()
@@ -225,11 +216,11 @@ def test_a_text_that_is_whole_with_its_last_token_is(monkeypatch: pytest.MonkeyP
 
 def test_masks_that_take_too_long_in_all_end_their_request_alone(monkeypatch: pytest.MonkeyPatch):
     """Each mask takes 0.4 s by the processor's clock, which a test can do without."""
-    expected = served(new_core(), make_request("free", [1, 2, 3], max_tokens=20))
+    expected = served(core_with_grammars(), make_request("free", [1, 2, 3], max_tokens=20))
     ticks = itertools.count(step=0.2)
     clock = SimpleNamespace(thread_time=lambda: next(ticks), monotonic=time.monotonic)
     monkeypatch.setattr(matchers, "time", clock)
-    core = new_core()
+    core = core_with_grammars()
     core.add(held("slow", Grammar("regex", "[a-f]{20}"), n=2))
     core.add(make_request("free", [1, 2, 3], max_tokens=20))
     outputs = finish(core)
@@ -247,7 +238,7 @@ def test_a_mask_that_breaks_the_library_ends_its_request_alone(monkeypatch: pyte
 
     original = matchers.fill_next_token_bitmask
     monkeypatch.setattr(matchers, "fill_next_token_bitmask", broken)
-    core = new_core()
+    core = core_with_grammars()
     core.add(held("bad", CODE))
     core.add(make_request("free", [1, 2, 3]))
     ends = ends_of(finish(core))
