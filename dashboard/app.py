@@ -27,17 +27,21 @@ from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
 from jitney.dashboard.timeline import Window, Work, own_columns, record_columns
 from jitney.dashboard.view import View
-from jitney.engine.api.access import ApiKeys, Identity
-from jitney.engine.api.blocks import BlockAnswer
-from jitney.engine.api.errors import HttpError
-from jitney.engine.api.jsonio import LongJson, in_pieces
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.api.slices import Slices
-from jitney.engine.errors import RequestError
-from jitney.engine.process.client import EngineClient
-from jitney.engine.telemetry.history import History
-from jitney.engine.telemetry.request_record import RequestRecord
-from jitney.engine.types import REQUEST_MOST
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.history import History
+from jitney.engine.common.request_record import RequestRecord
+from jitney.engine.common.requests import REQUEST_MOST
+from jitney.engine.server import (
+    ApiKeys,
+    BlockAnswer,
+    EngineClient,
+    HttpError,
+    Identity,
+    LongJson,
+    ServerSettings,
+    Slices,
+    in_pieces,
+)
 
 #: Long answers that are made at a time.
 _MOST_ANSWERS = 16

@@ -20,18 +20,17 @@ import numpy as np
 from pydantic import ValidationError
 
 from jitney.dashboard.timeline import Window, stay_columns
-from jitney.engine.api.errors import HttpError
-from jitney.engine.api.slices import Slices
-from jitney.engine.config.schema import EngineSection
-from jitney.engine.errors import RequestError
-from jitney.engine.process.children import end_child, start_child
-from jitney.engine.process.client import EngineClient
-from jitney.engine.scheduler.policies import POLICIES
-from jitney.engine.simulation.replay import RecordedEngine, ReplayJob
-from jitney.engine.simulation.workload import Arrival
-from jitney.engine.telemetry.history import History
-from jitney.engine.telemetry.request_record import RequestRecord, Stay
-from jitney.engine.types import EngineInfo, JsonDict
+from jitney.engine.common.child_process import end_child, start_child
+from jitney.engine.common.engine_info import EngineInfo
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.history import History
+from jitney.engine.common.request_record import RequestRecord, Stay
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.trace import Arrival
+from jitney.engine.config import EngineSection
+from jitney.engine.core import POLICIES
+from jitney.engine.lab import RecordedEngine, ReplayJob
+from jitney.engine.server import EngineClient, HttpError, Slices
 
 #: Seconds that all policies of one experiment may take together.
 _LIMIT_S = 120.0
@@ -215,7 +214,7 @@ class Lab:
 
     async def _simulate(self, job: ReplayJob) -> JsonDict:
         """The worker's result. Raises _Failed; leaving early ends the process."""
-        process = await start_child("jitney.engine.simulation.replay", limit=_MOST_BYTES)
+        process = await start_child("jitney.engine.lab.simulation.replay", limit=_MOST_BYTES)
         assert process.stdin is not None and process.stdout is not None  # asked for
         try:
             await _send_job(job, process.stdin)

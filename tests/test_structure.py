@@ -33,57 +33,57 @@ FLOORS = {
     "jitney.kernels": 0,
     "jitney.engine": 0,  # errors, types, messages, records: what has no line of its own
     "jitney.engine.config": 1,
-    "jitney.engine.hosts": 2,
-    "jitney.engine.scheduler": 2,
-    "jitney.engine.checkpoints": 2,
-    "jitney.engine.text": 3,
-    "jitney.engine.conversation": 3,
-    "jitney.engine.structured": 3,
-    "jitney.engine.models": 3,
-    "jitney.engine.loading": 4,
-    "jitney.engine.executor": 4,
-    "jitney.engine.telemetry": 4,
-    "jitney.engine.core": 5,
-    "jitney.engine.canary": 5,
-    "jitney.engine.joined": 5,
-    "jitney.engine.build": 6,
-    "jitney.engine.simulation": 6,
-    "jitney.engine.process": 6,
-    "jitney.engine.report": 7,
-    "jitney.engine.llm": 7,
-    "jitney.engine.api": 7,
-    "jitney.engine.api.batches": 7,
-    "jitney.engine.api.jobs": 7,
+    "jitney.engine.core.distributed": 2,
+    "jitney.engine.core.scheduler": 2,
+    "jitney.engine.core.weights.checkpoints": 2,
+    "jitney.engine.core.text": 3,
+    "jitney.engine.server.chat.conversation": 3,
+    "jitney.engine.core.grammar": 3,
+    "jitney.engine.core.models": 3,
+    "jitney.engine.core.weights": 4,
+    "jitney.engine.core.executor": 4,
+    "jitney.engine.common.telemetry": 4,
+    "jitney.engine.core.engine_core": 5,
+    "jitney.engine.core.canary": 5,
+    "jitney.engine.core.distributed.joined": 5,
+    "jitney.engine.core.build": 6,
+    "jitney.engine.lab.simulation": 6,
+    "jitney.engine.server.process": 6,
+    "jitney.dashboard.reports": 7,
+    "jitney.engine.core.llm": 7,
+    "jitney.engine.server": 7,
+    "jitney.engine.server.tasks.batches": 7,
+    "jitney.engine.server.tasks.jobs": 7,
     "jitney.dashboard": 8,
-    "jitney.engine.bench": 8,
+    "jitney.engine.lab.bench": 8,
     "jitney.engine.fleet.routing": 5,  # pure; the simulator asks the same functions
     "jitney.engine.fleet": 8,
     "jitney.engine.cli": 9,
 }
 #: `from jitney.engine import LLM` fetches it from above, when it is asked for.
-SHOP_WINDOW = {"jitney.engine": {"jitney.engine.llm"}}
+SHOP_WINDOW = {"jitney.engine": {"jitney.engine.core.llm"}}
 #: The only rooms that may import jax or flax when they are loaded.
 DEVICE_ROOMS = (
     "jitney.kernels",
-    "jitney.engine.models",
-    "jitney.engine.loading",
-    "jitney.engine.executor",
-    "jitney.engine.build",
-    "jitney.engine.bench.device",
+    "jitney.engine.core.models",
+    "jitney.engine.core.weights",
+    "jitney.engine.core.executor",
+    "jitney.engine.core.build",
+    "jitney.engine.lab.device",
 )
 #: Modules of these rooms that the host half needs all the same.
-HOST_MODULES = ("jitney.engine.executor.memory", "jitney.engine.bench.device.run")
+HOST_MODULES = ("jitney.engine.core.executor.memory", "jitney.engine.lab.device.run")
 ACCELERATOR = {"jax", "jaxlib", "flax", "jax_triton"}
 WEB = {"starlette", "uvicorn", "h11", "httpx", "openai", "prometheus_client"}
 WEB_ROOMS = (
-    "jitney.engine.api",
-    "jitney.engine.bench",
+    "jitney.engine.server",
+    "jitney.engine.lab.bench",
     "jitney.engine.fleet",
     "jitney.engine.cli",
     "jitney.dashboard",
 )
 #: Fetches the default model, as a client and when asked.
-FETCHER = {"jitney.engine.checkpoints.package_index": {"httpx"}}
+FETCHER = {"jitney.engine.core.weights.checkpoints.package_index": {"httpx"}}
 
 
 def within(module: str, rooms: tuple[str, ...]) -> bool:
@@ -217,8 +217,8 @@ def python(code: str, *flags: str, cwd: Path) -> subprocess.CompletedProcess[str
 
 def test_the_api_process_runs_without_jax(tmp_path: Path):
     done = python(
-        "import jitney.engine.api.app, jitney.engine.process.supervisor, "
-        "jitney.engine.text.tokenizer, sys\n"
+        "import jitney.engine.server.app, jitney.engine.server.process.supervisor, "
+        "jitney.engine.core.text.tokenizer, sys\n"
         "import jitney.engine.cli.serve\n"
         "print(sorted({'jax', 'flax', 'torch'} & set(sys.modules)))",
         "-P",

@@ -16,8 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from compiled_specs import GPUS, MANY, SEATS, Spec
 
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.simulation.roofline import SHAPES
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.lab.simulation.roofline import SHAPES
 
 type Found = dict[Spec, dict[str, Any]]
 
@@ -184,7 +184,7 @@ _DEFECTS = (
         "the smallest step with a prompt had twice as many rows as there are seats",
         "one prompt of 20 tokens, 256 seats: 512 rows, 256 logit rows",
         _smallest,
-        "`engine/scheduler/test_buckets.py`: "
+        "`engine/core/scheduler/test_buckets.py`: "
         "`test_few_sequences_with_a_short_prompt_are_a_small_step`",
     ),
     _Defect(

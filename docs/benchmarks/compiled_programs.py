@@ -35,7 +35,7 @@ instructions were counted.
 - **sums**: all-reduces between devices; of them, those that run asynchronously; of those, the ones
   that a product runs beside. Told of TPUs over 4 and 8 devices.
 - **us**: floor, touched bytes and operations over the data sheet's bandwidth and bf16 rate
-  (`engine/simulation/devices.py`).
+  (`engine/lab/simulation/devices.py`).
 - The mixed steps carry 63 decoding sequences and a prompt of 449 rows.
 - Of a mixture (Qwen3-30B-A3B: 8 of 128 experts for each row) the rows choose by chance. The floor
   has the experts that any row chose: 8, 52, 112 and 128 of a layer at 1, 8, 32 and 512 rows. An

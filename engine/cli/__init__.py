@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from jitney.engine.cli.dispatch import Commands
-from jitney.engine.errors import ConfigError, JitneyError
+from jitney.engine.common.errors import ConfigError, JitneyError
 
 _BENCH = Commands(
     "jitney bench",
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    from jitney.engine.report.terminal import visible
+    from jitney.engine.common.terminal import visible
 
     print(visible(f"jitney: {error}"), file=sys.stderr)
     return status

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jitney.engine.errors import did_you_mean
+from jitney.engine.common.errors import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,15 @@ from typing import get_args
 
 from starlette.routing import BaseRoute
 
+from jitney.dashboard import FleetPage, ReplicaAddress
 from jitney.dashboard import fleet as watched
-from jitney.dashboard.fleet_member import ReplicaAddress
-from jitney.dashboard.fleet_page import FleetPage
-from jitney.engine.api.access import ApiKeys
-from jitney.engine.api.errors import HttpError, echo
-from jitney.engine.api.settings import ServerSettings
-from jitney.engine.errors import RequestError
-from jitney.engine.fleet.candidate import ModelWithCandidate
-from jitney.engine.fleet.comparison import ARMS
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.fleet import Fleet
-from jitney.engine.fleet.rollout import Action
-from jitney.engine.types import JsonDict
+from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
+from jitney.engine.fleet.rollout.comparison import ARMS
+from jitney.engine.fleet.rollout.rollout import Action
+from jitney.engine.server import ApiKeys, HttpError, ServerSettings, echo
 
 
 def fleet_page_routes(

@@ -19,20 +19,20 @@ from starlette.applications import Starlette
 
 from jitney.dashboard import Dashboard
 from jitney.dashboard.lab import _SETTINGS, Experiment, Lab, _arrivals, _check, _wanted
-from jitney.engine.api.errors import HttpError
-from jitney.engine.api.settings import ServerSettings
+from jitney.engine.common.errors import RequestError
+from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.config.schema import EngineSection
-from jitney.engine.errors import RequestError
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.simulation.replay import (
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.lab.simulation.replay import (
     RecordedEngine,
     ReplayJob,
     _delivered,
     _seen_until,
     _work,
 )
-from jitney.engine.simulation.verdicts import PolicyErrors
-from jitney.engine.telemetry.request_record import RequestRecord
+from jitney.engine.lab.simulation.verdicts import PolicyErrors
+from jitney.engine.server.http.errors import HttpError
+from jitney.engine.server.http.settings import ServerSettings
 
 ENGINE = EngineSection(max_seats=4, token_budget=16, page_size=8, prefill_share=1.0)
 

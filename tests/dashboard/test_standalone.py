@@ -23,10 +23,10 @@ from jitney.dashboard import Dashboard, sse
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.replica import ReplicaView
 from jitney.dashboard.standalone import Standalone
-from jitney.engine.api.app import create_app
-from jitney.engine.api.settings import ServerSettings, digest_key
 from jitney.engine.cli import main
 from jitney.engine.config.schema import EngineSection
+from jitney.engine.server.app import create_app
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 KEY = "the engines' key"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from places import CONFIGS
 
-from jitney.engine.cli.plan import _COMMAND
-from jitney.engine.cli.plan import run as run_plan
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config
-from jitney.engine.scheduler.buckets import Buckets
-from jitney.engine.simulation.planner import Demand, Sizing
-from jitney.engine.simulation.roofline import Roofline, _find_shape
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.lab.commands.plan import _COMMAND
+from jitney.engine.lab.commands.plan import run as run_plan
+from jitney.engine.lab.simulation.planner import Demand, Sizing
+from jitney.engine.lab.simulation.roofline import Roofline, _find_shape
 
 FOLDER = CONFIGS
 FILES = sorted(FOLDER.glob("*.toml"))

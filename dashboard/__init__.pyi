@@ -1,0 +1,17 @@
+from .app import Dashboard as Dashboard
+from .fleet_member import ReplicaAddress as ReplicaAddress
+from .fleet_page import FleetPage as FleetPage
+from .reports.figures import curve as curve
+from .reports.page import Page as Page
+from .reports.page import PageSection as PageSection
+from .reports.page import Table as Table
+from .reports.tables import CROSS_TITLE as CROSS_TITLE
+from .reports.tables import cross_table as cross_table
+from .reports.tables import curve_table as curve_table
+from .reports.tables import duration as duration
+from .reports.tables import figures_table as figures_table
+from .reports.tables import ledger_table as ledger_table
+from .reports.tables import number as number
+from .reports.tables import print_lines as print_lines
+from .reports.tables import quantile_cell as quantile_cell
+from .reports.tables import queue as queue
