@@ -81,7 +81,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def dashboard_command(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted; exit status 0."""
     args = _COMMAND.parse(arguments)
     key = args.engine_key()

@@ -59,7 +59,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def top_command(arguments: Sequence[str]) -> int:
     """Watch until interrupted; exit status 0. With --once: 0 after one picture."""
     args = _COMMAND.parse(arguments)
     show = _once if args.once else _watch

@@ -72,7 +72,7 @@ PARTS = {
         "engine/server/http/protocol.py",
         "/asyncio/selector_events.py:write",
     ),
-    "streams": ("engine/server/", "engine/common/telemetry/"),
+    "streams": ("engine/server/", "engine/common/"),
     "poll": ("/selectors.py",),
     "loop": ("/asyncio/",),
 }

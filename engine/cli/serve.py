@@ -36,6 +36,7 @@ from jitney.engine.config import (
 from jitney.engine.core import Display, make_display, placed
 from jitney.engine.lab import ServerSizes
 from jitney.engine.server import (
+    FAREWELL_S,
     LIVE,
     AcceptedKeys,
     Equipment,
@@ -67,8 +68,6 @@ _log = logging.getLogger("jitney")
 #: Objects made between two looks of the garbage collector at the young ones, and seconds between
 #: two at all of them.
 _YOUNG_OBJECTS, _COLLECT_S = 2000, 60.0
-#: Seconds that answers get to leave after the engine has stopped.
-_FAREWELL_S = 2
 _DASHBOARD = "/dashboard"
 #: Where settings come from that were read again.
 _REREAD = "read again"
@@ -317,7 +316,7 @@ class _Server:
         self.display.close()
         await self.client.close()
         self.web.should_exit = True
-        await asyncio.wait((web,), timeout=_FAREWELL_S + 1)
+        await asyncio.wait((web,), timeout=FAREWELL_S + 1)
         await self.equipment.close()
         for listener in filter(None, (self.recorder, self.tracing)):
             listener.close()
@@ -396,6 +395,7 @@ def _build_app(
 ) -> Starlette:
     """The endpoint and the page; the endpoint answers 503 until model and tokenizer are there."""
     from jitney.dashboard import Dashboard
+    from jitney.engine.lab import Lab
     from jitney.engine.server import create_app
 
     def decode(ids: list[int]) -> str:
@@ -403,7 +403,8 @@ def _build_app(
         return tokenizer.decode(ids) if tokenizer is not None else ""
 
     shown = decode if config.server.dashboard_show_text else None
-    page = Dashboard(client, settings, engine=lambda: client.config.engine, decode=shown, keys=keys)
+    lab = Lab(client, lambda: client.config.engine)
+    page = Dashboard(client, settings, lab=lab, decode=shown, keys=keys)
     own = settings.with_page(_DASHBOARD)
     routes = page.mounted(_DASHBOARD)
     app = create_app(client, None, own, config.model.id, extra_routes=routes, keys=keys)

@@ -21,6 +21,7 @@ from .kept_sizes import KeptSizes as KeptSizes
 from .kept_sizes import KeptTimes as KeptTimes
 from .kept_sizes import Value as Value
 from .key_file import read_key_file as read_key_file
+from .key_file import read_keys as read_keys
 from .layers import NOTHING as NOTHING
 from .layers import Layered as Layered
 from .layers import load_config as load_config

@@ -2,8 +2,8 @@
 fetched. Jax-free.
 
 jax itself falls back to the CPU in silence where `JAX_PLATFORMS` lists an accelerator whose plugin
-is missing. What is found here is quick to say no; `jitney.engine.core.build.start_jax` then asks jax,
-which alone can say yes.
+is missing. What is found here is quick to say no; `jitney.engine.core.build.start_jax` then asks
+jax, which alone can say yes.
 """
 
 from __future__ import annotations

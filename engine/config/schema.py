@@ -26,7 +26,8 @@ _KernelsName = Literal["auto", "reference", "native", "triton", "flashinfer", "p
 #: The policies and orders by name, which `jitney.engine.core.scheduler.policies` makes.
 _PolicyName = Literal["continuous", "static", "dynamic"]
 _OrderName = Literal["fcfs", "priority", "shortest", "fair"]
-#: Ways to write calls and thoughts, which `jitney.engine.server.chat.conversation.families` describes.
+#: Ways to write calls and thoughts, which `jitney.engine.server.chat.conversation.families`
+#: describes.
 _ToolParserName = Literal[
     "auto",
     "none",

@@ -23,7 +23,6 @@ from .executor.autotuning import RESULTS as RESULTS
 from .executor.autotuning import name_of as name_of
 from .executor.ceiling import measure_ceiling as measure_ceiling
 from .executor.fits import check_fits as check_fits
-from .executor.hosts import Follower as Follower
 from .executor.memory import GIB as GIB
 from .executor.memory import available_host_bytes as available_host_bytes
 from .executor.memory import claim_memory as claim_memory
@@ -38,7 +37,9 @@ from .grammar.embedding import schemas as schemas
 from .grammar.embedding import with_schemas as with_schemas
 from .grammar.enforcement import Enforced as Enforced
 from .grammar.enforcement import bare as bare
-from .grammar.grammar import json_schema as json_schema
+from .grammar.grammar import choice_grammar as choice_grammar
+from .grammar.grammar import schema_grammar as schema_grammar
+from .grammar.grammar import text_grammar as text_grammar
 from .grammar.setup import Checked as Checked
 from .grammar.setup import CheckedGrammar as CheckedGrammar
 from .grammar.setup import CheckerSetup as CheckerSetup
@@ -47,7 +48,6 @@ from .grammar.terms import arguments_schema as arguments_schema
 from .grammar.terms import json_rule as json_rule
 from .grammar.worker import Checker as Checker
 from .llm import LLM as LLM
-from .llm import Completion as Completion
 from .models.protocol import Model as Model
 from .models.quantization import KV_TYPES as KV_TYPES
 from .models.quantization import Packed as Packed
@@ -76,7 +76,6 @@ from .scheduler.sequence import Sequence as Sequence
 from .text.detokenizer import TextDelta as TextDelta
 from .text.detokenizer import TextStream as TextStream
 from .text.detokenizer import TokenBytes as TokenBytes
-from .text.fill_in import FillIn as FillIn
 from .text.fill_in import OtherFile as OtherFile
 from .text.stage_template_worker import StageTemplates as StageTemplates
 from .text.stage_template_worker import StageText as StageText

@@ -2,9 +2,9 @@
 request.
 
 A step's device time is split over the rows it computed, evenly: a padding row costs as much as a
-useful one, but nothing where padding is free (`engine.core.scheduler.buckets.Buckets`). Times are whole
-nanoseconds and are cut at the rounded-down edges of cumulated rows, so the parts of a step, a run
-or a request always add up to the whole, to the nanosecond.
+useful one, but nothing where padding is free (`engine.core.scheduler.buckets.Buckets`). Times are
+whole nanoseconds and are cut at the rounded-down edges of cumulated rows, so the parts of a step, a
+run or a request always add up to the whole, to the nanosecond.
 """
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+from .command import fleet_serve as fleet_serve
 from .compositions.answering import Answering as Answering
 from .compositions.answering import ModelAnswer as ModelAnswer
 from .compositions.cascade import Cascade as Cascade

@@ -71,7 +71,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def fleet_serve(arguments: Sequence[str]) -> int:
     """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
     its number after a second signal, else 1.
     """

@@ -21,6 +21,11 @@ from .http.access import AccessControl as AccessControl
 from .http.access import ApiKeys as ApiKeys
 from .http.access import Identity as Identity
 from .http.access import address_of as address_of
+from .http.answers import AnthropicModel as AnthropicModel
+from .http.answers import AnthropicModelList as AnthropicModelList
+from .http.answers import Document as Document
+from .http.answers import Status as Status
+from .http.answers import Version as Version
 from .http.background import BackgroundRequests as BackgroundRequests
 from .http.blocks import AnswerParts as AnswerParts
 from .http.blocks import BlockAnswer as BlockAnswer
@@ -33,8 +38,6 @@ from .http.context import Context as Context
 from .http.context import Notes as Notes
 from .http.cross_site import cors as cors
 from .http.cross_site import refuse_other_sites as refuse_other_sites
-from .http.descriptors import ACCEPTED_AT_ONCE as ACCEPTED_AT_ONCE
-from .http.descriptors import connections_within as connections_within
 from .http.descriptors import raise_descriptor_limit as raise_descriptor_limit
 from .http.disconnect import until_disconnect as until_disconnect
 from .http.disk_watch import watch_disks as watch_disks
@@ -52,7 +55,6 @@ from .http.jsonio import in_pieces as in_pieces
 from .http.jsonio import json_answer as json_answer
 from .http.jsonio import read_object as read_object
 from .http.listen import AcceptedKeys as AcceptedKeys
-from .http.listen import _keys_in as _keys_in
 from .http.listen import base_url as base_url
 from .http.listen import check_tls as check_tls
 from .http.listen import listen as listen
@@ -65,8 +67,6 @@ from .http.own_requests import OwnRequests as OwnRequests
 from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
 from .http.reload import RELOAD_ROUTES as RELOAD_ROUTES
-from .http.reload import FileNews as FileNews
-from .http.reload import Reload as Reload
 from .http.reloader import LIVE as LIVE
 from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import Reloader as Reloader
@@ -75,7 +75,6 @@ from .http.routing import HttpRoute as HttpRoute
 from .http.routing import Role as Role
 from .http.routing import RouteTable as RouteTable
 from .http.routing import route_path as route_path
-from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings
 from .http.settings import digest_key as digest_key
 from .http.slices import Slices as Slices
@@ -83,6 +82,7 @@ from .http.tenants import TENANT_HEADER as TENANT_HEADER
 from .http.tenants import signed as signed
 from .http.tenants import stated as stated
 from .http.tracing import Tracing as Tracing
+from .http.web_server import FAREWELL_S as FAREWELL_S
 from .http.web_server import limits as limits
 from .http.web_server import web_server as web_server
 from .http.worker_pool import WorkerKind as WorkerKind

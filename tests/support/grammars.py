@@ -61,7 +61,7 @@ _LONG = 150
 
 def may_be_written(schema: Any, *texts: str) -> list[bool]:
     """Whether each text is one that the schema allows, whole."""
-    matcher = new_matcher(grammar.json_schema(schema), BYTES)
+    matcher = new_matcher(grammar.schema_grammar(schema), BYTES)
     return [accepts(matcher, text) for text in texts]
 
 

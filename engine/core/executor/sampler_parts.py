@@ -82,8 +82,8 @@ def _count(state: SeatState, seats: Array, parts: Array, tokens: Array) -> SeatS
 class RowSampler:
     """The sampler of so many rows."""
 
-    #: One program for each part of `engine.core.executor.sampling`: argmax; draw; penalties and bias;
-    #: log-probabilities; grammar masks; counts of the tokens chosen.
+    #: One program for each part of `engine.core.executor.sampling`: argmax; draw; penalties and
+    #: bias; log-probabilities; grammar masks; counts of the tokens chosen.
     likeliest: jax.stages.Compiled
     choose: jax.stages.Compiled
     shape: jax.stages.Compiled

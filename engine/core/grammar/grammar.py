@@ -15,7 +15,7 @@ from jitney.engine.core.grammar.terms import Terms
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 
 
-def json_schema(schema: JsonDict | bool, terms: Terms | None = None) -> Grammar:
+def schema_grammar(schema: JsonDict | bool, terms: Terms | None = None) -> Grammar:
     """Whatever a JSON schema allows. terms: how it is enforced; None: as it says itself, or
     strictly. Raises RequestError for one that is no JSON, or has numbers of more than 64 bits.
     """
@@ -27,12 +27,12 @@ def json_schema(schema: JsonDict | bool, terms: Terms | None = None) -> Grammar:
         raise bad_grammar(f"the schema cannot be written as JSON: {error}") from None
 
 
-def choice(texts: Sequence[str]) -> Grammar:
+def choice_grammar(texts: Sequence[str]) -> Grammar:
     """One of these texts."""
     return Grammar("choice", orjson.dumps(list(texts)).decode())
 
 
-def grammar(text: str) -> Grammar:
+def text_grammar(text: str) -> Grammar:
     """A grammar in Lark or in GBNF (llama.cpp's), whichever it looks like."""
     if _LARK.search(text):
         return Grammar("lark", text)

@@ -39,8 +39,8 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DTypeLi
 
 
 class Linear(nnx.Module):
-    """A matrix [I, O] in one of the schemes of `jitney.engine.core.models.quantization`, and bias [O] or
-    None.
+    """A matrix [I, O] in one of the schemes of `jitney.engine.core.models.quantization`, and bias
+    [O] or None.
 
     kernel, scale, zeros, lows: the arrays of `Packed`; `set_matrix` replaces them. summed: the
     inputs are split over devices, so the products are summed over them (in x's dtype) before the

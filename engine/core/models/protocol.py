@@ -1,8 +1,8 @@
 """What a model is for the rest of the engine.
 
 Loading, sharding, the proof of kernels, calibration and the step see no more of a model than this.
-Most families are a few overrides of `jitney.engine.core.models.llama.Llama`; one that is not shall be
-an `nnx.Module` with these members.
+Most families are a few overrides of `jitney.engine.core.models.llama.Llama`; one that is not shall
+be an `nnx.Module` with these members.
 
 Weights are addressed by their path in the module's flat state. Two of its parts have a meaning
 elsewhere: `jitney.engine.core.models.sharding` splits the outputs of modules named qkv, gate_up and

@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens, kept by the names of their pages, so that a prefix is scored
 once.
 
-A page's name stands for its tokens and for all before them (`engine.core.scheduler.kv_pages`), and so
-for the log-probability of each of its tokens given those before it. Whoever scores a prompt that
+A page's name stands for its tokens and for all before them (`engine.core.scheduler.kv_pages`), and
+so for the log-probability of each of its tokens given those before it. Whoever scores a prompt that
 starts alike takes them from here; it computes from the last page of which they are known, whose
 last row scores the first token behind it.
 """

@@ -1,5 +1,6 @@
 """Templates of a pipeline's stages rendered in a process of their own: `python -P -m
-jitney.engine.core.text.stage_template_worker`, started by `jitney.engine.fleet.compositions.stage_templates`.
+jitney.engine.core.text.stage_template_worker`, started by
+`jitney.engine.fleet.compositions.stage_templates`.
 
 The templates are the operator's, but what they run over is a client's, and may make them run for
 ever; a process can be ended.

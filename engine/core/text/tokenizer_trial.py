@@ -1,5 +1,6 @@
 """A model's tokenizer, read and used once in a process of its own: `python -P -m
-jitney.engine.core.text.tokenizer_trial MODEL SECONDS GIB`, started by `jitney.engine.server.equipment`.
+jitney.engine.core.text.tokenizer_trial MODEL SECONDS GIB`, started by
+`jitney.engine.server.equipment`.
 
 The files may come from anybody, and what reading them takes is not known before: the library can
 run for ever, take all memory or end its process. This process may be ended, and has limits. What

@@ -111,8 +111,8 @@ def _check_hosts_of_file(file: Path) -> None:
 def engine_keys(admins: Sequence[str]) -> tuple[str, dict[str, str]]:
     """(a new key that engines are asked with, what their environment says of keys). admins: keys
     of the fleet's administrators, which engines accept too. Users reach engines through the fleet
-    alone, which names them (`engine.server.http.tenants`): their keys in our own environment are not for
-    engines.
+    alone, which names them (`engine.server.http.tenants`): their keys in our own environment are
+    not for engines.
     """
     own = secrets.token_urlsafe(32)
     return own, keys_environ(admins, own)

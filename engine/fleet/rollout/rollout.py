@@ -2,8 +2,8 @@
 
 A rollout runs until it is decided, by its rule or by hand: promoted, the candidate gets every
 request; rolled back, none. A restart begins it anew. No clock of its own, no tasks, no files:
-`engine.fleet.rollout.candidate` gives it requests and the time, `engine.fleet.rollout.rollout_keeper` keeps what
-`saved` says.
+`engine.fleet.rollout.candidate` gives it requests and the time,
+`engine.fleet.rollout.rollout_keeper` keeps what `saved` says.
 """
 
 from __future__ import annotations

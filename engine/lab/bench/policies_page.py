@@ -9,8 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from jitney.dashboard import Page, PageSection
-from jitney.dashboard.reports import figures, tables
+from jitney.dashboard import (
+    MOST_STAYS,
+    SEAT_ROWS,
+    Page,
+    PageSection,
+    SeatSpan,
+    costliest_table,
+    cross_table,
+    curve_table,
+    figure,
+    figures_table,
+    latency_charts,
+    ledger_bars,
+    ledgers_table,
+    load_curve,
+    ratio_table,
+    seat_bars,
+    tokens_over_time,
+)
 from jitney.engine.common.request_record import SeatStay
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
@@ -85,15 +102,15 @@ def _example(difference: JsonObject) -> str:
 
 
 def _figures(name: str, case: JsonObject) -> PageSection:
-    shown = [tables.figures_table(case["policies"], case["share_of_capacity"])]
+    shown = [figures_table(case["policies"], case["share_of_capacity"])]
     if case["ratios"]:
-        shown.append(tables.ratio_table(case["ratios"]))
+        shown.append(ratio_table(case["ratios"]))
     notes = [*case_lines(case), "Latencies count from the time a request should have come."]
     return PageSection(f"Figures: {name}", notes, shown)
 
 
 def _cross_errors(name: str, case: JsonObject) -> PageSection:
-    table = tables.cross_table(case["cross_errors"])
+    table = cross_table(case["cross_errors"])
     return PageSection(f"Predicted from one another: {name}", [_CROSS_NOTE], [table])
 
 
@@ -128,24 +145,22 @@ def _seat_timeline(
     started: zero of the time axis. until: seconds that it shows, so that runs side by side share
     their scale. held: draw the seats that a batch keeps as well.
     """
-    if len(stays) > figures.MOST_STAYS:
-        name += f", the first {figures.MOST_STAYS} stays"
-    first = sorted(stays, key=_start_of)[: figures.MOST_STAYS]
-    chart = figures.figure(
-        _stay_bars(first, started, held=held), name, "seconds", "seat", **_TIMELINE
-    )
+    if len(stays) > MOST_STAYS:
+        name += f", the first {MOST_STAYS} stays"
+    first = sorted(stays, key=_start_of)[:MOST_STAYS]
+    chart = figure(_stay_bars(first, started, held=held), name, "seconds", "seat", **_TIMELINE)
     axes = {"xaxis_range": [0, until], "yaxis_dtick": max(1, seats // 8)}
     return chart.update_layout(height=120 + 18 * seats, **axes)
 
 
-_TIMELINE = {"bargap": 0.12, **figures.SEAT_ROWS}
+_TIMELINE = {"bargap": 0.12, **SEAT_ROWS}
 
 
 def _stay_bars(stays: Sequence[SeatStay], started: float, *, held: bool) -> list[go.Bar]:
-    phases: dict[str, list[figures.SeatSpan]] = {"prefill": [], "decode": []}
+    phases: dict[str, list[SeatSpan]] = {"prefill": [], "decode": []}
     for request, stay in stays:
         times = stay.start, stay.first_token, stay.left
-        for kind, span in figures.SeatSpan.phases(stay.seat, request.number, *times):
+        for kind, span in SeatSpan.phases(stay.seat, request.number, *times):
             phases[kind].append(span)
     bars = [
         _named_bars("prompt", phases["prefill"], started, _colour_of("prefill")),
@@ -156,7 +171,7 @@ def _stay_bars(stays: Sequence[SeatStay], started: float, *, held: bool) -> list
     return bars
 
 
-def _held_seats(stays: Sequence[SeatStay]) -> list[figures.SeatSpan]:
+def _held_seats(stays: Sequence[SeatStay]) -> list[SeatSpan]:
     """Seats whose request is done while others of its batch are not.
 
     A batch is over when nobody sits any more.
@@ -166,7 +181,7 @@ def _held_seats(stays: Sequence[SeatStay]) -> list[figures.SeatSpan]:
     for request, stay in stays:
         over = float(overs[np.searchsorted(overs, stay.left)])
         if over > stay.left:
-            held.append(figures.SeatSpan(stay.seat, stay.left, over, request.number))
+            held.append(SeatSpan(stay.seat, stay.left, over, request.number))
     return held
 
 
@@ -185,10 +200,8 @@ def _start_of(seat_stay: SeatStay) -> float:
     return seat_stay[1].start
 
 
-def _named_bars(
-    name: str, spans: Sequence[figures.SeatSpan], started: float, colour: str
-) -> go.Bar:
-    return figures.seat_bars(
+def _named_bars(name: str, spans: Sequence[SeatSpan], started: float, colour: str) -> go.Bar:
+    return seat_bars(
         spans,
         started,
         name=name,
@@ -210,7 +223,7 @@ def _colour_of(kind: str) -> str:
 def _over_time(name: str, runs: PolicyRuns) -> PageSection:
     requests = {policy: run.requests for policy, run in runs.items()}
     ends = {policy: (_ends_of(run), run.started) for policy, run in runs.items()}
-    charts = [figures.tokens_over_time(ends), *figures.latency_charts(requests)]
+    charts = [tokens_over_time(ends), *latency_charts(requests)]
     return PageSection(f"Over time: {name}", charts=charts)
 
 
@@ -221,8 +234,8 @@ def _ends_of(run: OfflineRun) -> np.ndarray:
 
 def _ledger(name: str, runs: PolicyRuns, price_per_hour: float | None) -> PageSection:
     bills = {policy: run.costs for policy, run in runs.items()}
-    table = tables.ledgers_table(bills, price_per_hour)
-    charts = [figures.ledger_bars(bills)]
+    table = ledgers_table(bills, price_per_hour)
+    charts = [ledger_bars(bills)]
     return PageSection(f"Ledger: {name}", [_LEDGER_NOTE], [table], charts)
 
 
@@ -235,7 +248,7 @@ def _request_shares(name: str, runs: PolicyRuns, price_per_hour: float | None) -
     """The costliest requests of continuous batching, or of the first policy that ran."""
     policy = "continuous" if "continuous" in runs else next(iter(runs))
     shares = runs[policy].request_shares
-    table = tables.costliest_table(shares, price_per_hour)
+    table = costliest_table(shares, price_per_hour)
     chart = _request_costs(shares, price_per_hour)
     title = f"What each request took ({name}, {policy})"
     return PageSection(title, [_SHARES_NOTE], [table], [chart])
@@ -255,7 +268,7 @@ def _request_costs(lines: Bill, price_per_hour: float | None) -> go.Figure:
         marker={"color": _colour_of("decode")},
         hovertemplate=hover + "<extra></extra>",
     )
-    return figures.figure([trace], "Device time of each request", "rows computed for it", "seconds")
+    return figure([trace], "Device time of each request", "rows computed for it", "seconds")
 
 
 _SHARES_NOTE = (
@@ -266,8 +279,8 @@ _SHARES_NOTE = (
 
 def _load_curve(report: JsonObject) -> PageSection:
     simulated, measured = report["load_curve"], report["measured_loads"]
-    shown = [tables.curve_table(points) for points in (simulated, measured) if points]
-    chart = figures.load_curve(simulated, measured)
+    shown = [curve_table(points) for points in (simulated, measured) if points]
+    chart = load_curve(simulated, measured)
     return PageSection("Waits over the load", [_CURVE_NOTE], shown, [chart])
 
 

@@ -85,7 +85,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def bench_device(arguments: Sequence[str]) -> int:
     """Measure, write both files after every row, print the goals; exit status 0, 1 if something
     gave wrong answers.
     """

@@ -64,7 +64,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def bench_peers(arguments: Sequence[str]) -> int:
     """Measure the engines in turn and print the table; exit status 0, 1 if an engine failed."""
     args = _COMMAND.parse(arguments)
     args.check_writable("json", "markdown")

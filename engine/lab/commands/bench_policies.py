@@ -277,7 +277,7 @@ def _set_rates(
             traffic.rate = traffic.load * able
 
 
-def run(arguments: Sequence[str]) -> int:
+def bench_policies(arguments: Sequence[str]) -> int:
     """Serve the same requests under each policy and print the figures side by side; exit status
     0.
     """
@@ -520,14 +520,14 @@ def _case_tables(
     case: JsonObject, runs: PolicyRuns, price_per_hour: float | None
 ) -> Iterator[tuple[str, Table]]:
     """(title, table)."""
-    from jitney.dashboard.reports import tables
+    from jitney.dashboard import CROSS_TITLE, cross_table, figures_table, ledgers_table, ratio_table
 
-    yield "", tables.figures_table(case["policies"], case["share_of_capacity"])
+    yield "", figures_table(case["policies"], case["share_of_capacity"])
     if case["ratios"]:
-        yield "", tables.ratio_table(case["ratios"])
+        yield "", ratio_table(case["ratios"])
     bills = {policy: run.costs for policy, run in runs.items()}
-    yield "Ledger", tables.ledgers_table(bills, price_per_hour)
-    yield tables.CROSS_TITLE, tables.cross_table(case["cross_errors"])
+    yield "Ledger", ledgers_table(bills, price_per_hour)
+    yield CROSS_TITLE, cross_table(case["cross_errors"])
 
 
 def _engine_line(engine: JsonObject) -> str:

@@ -40,7 +40,7 @@ _LEDGER_NOTE = (
 ENOUGH_FOR_P99 = 100
 
 
-def run(arguments: Sequence[str]) -> int:
+def bench_serve(arguments: Sequence[str]) -> int:
     """Send the traffic and print the figures; exit status 1 if no request was served."""
     args = _COMMAND.parse_as(EndpointArguments, arguments)
     args.check_writable("json", "html", "trace_to")
@@ -261,18 +261,16 @@ def _write_page(args: TrafficArguments, report: JsonObject, online: OnlineRun) -
 
 
 def _sections(report: JsonObject, online: OnlineRun) -> Iterator[PageSection]:
-    from jitney.dashboard import PageSection
-    from jitney.dashboard.reports import figures, tables
+    from jitney.dashboard import PageSection, figures_table, latency_charts
 
     note = "Latencies count from the time a request should have been sent."
-    yield PageSection("Figures", [note], [tables.figures_table({"measured": report["figures"]})])
-    charts = figures.latency_charts({"measured": online.load.requests})
+    yield PageSection("Figures", [note], [figures_table({"measured": report["figures"]})])
+    charts = latency_charts({"measured": online.load.requests})
     yield PageSection("Distributions", charts=charts)
 
 
 def _ledger_section(bill: Bill, price_per_hour: float | None) -> PageSection:
-    from jitney.dashboard import PageSection
-    from jitney.dashboard.reports import figures, tables
+    from jitney.dashboard import PageSection, ledger_bars, ledger_table
 
-    table = tables.ledger_table(bill, price_per_hour)
-    return PageSection("Ledger", [_LEDGER_NOTE], [table], [figures.ledger_bars({"measured": bill})])
+    table = ledger_table(bill, price_per_hour)
+    return PageSection("Ledger", [_LEDGER_NOTE], [table], [ledger_bars({"measured": bill})])

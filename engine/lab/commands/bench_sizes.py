@@ -41,7 +41,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def bench_sizes(arguments: Sequence[str]) -> int:
     """Measure, print, and keep what was chosen if that is asked for; exit status 0."""
     from jitney.engine.lab.bench.sizes import sizes_here
 

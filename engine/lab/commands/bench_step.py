@@ -27,7 +27,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def bench_step(arguments: Sequence[str]) -> int:
     """Measure, print, and write the table; exit status 0."""
     args = _COMMAND.parse(arguments)
     args.check_numbers(repeats=1, seconds=0)

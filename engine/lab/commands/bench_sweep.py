@@ -104,7 +104,7 @@ _FACTS = ("version", "device", "platform", "kernels", "dtype", "policy")
 _OF_A_SERVER = ("max_seats", "policy", "order")
 
 
-def run(arguments: Sequence[str]) -> int:
+def bench_sweep(arguments: Sequence[str]) -> int:
     """Measure every point, print the curve and mark its knee; exit status 0."""
     args = _COMMAND.parse_as(EndpointArguments, arguments)
     _check(args)
@@ -416,13 +416,13 @@ def _sections(report: JsonObject, table: Table, knee: int | None) -> list[PageSe
 
 
 def _charts(axis: str, points: Sequence[JsonObject], knee: int | None) -> list[go.Figure]:
-    from jitney.dashboard.reports import figures
+    from jitney.dashboard import waits_over
 
     shown = _Shown(axis, points, knee)
     waits = {quantile: shown.column(f"ttft_{quantile}_s") for quantile in ("p50", "p99")}
     return [
         shown.curve("Throughput", "output_tok_s"),
-        figures.waits_over(_UNITS[axis], shown.column(axis), waits, list(map(_grew, points))),
+        waits_over(_UNITS[axis], shown.column(axis), waits, list(map(_grew, points))),
         shown.curve("Between tokens, p99", "itl_p99_s"),
         shown.curve("What throughput costs in latency", "e2e_p99_s", over="output_tok_s"),
     ]

@@ -93,7 +93,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def cascade_tune(arguments: Sequence[str]) -> int:
     """Exit status 1 if no threshold agrees as often as wanted."""
     args = _COMMAND.parse(arguments)
     _check(args)

@@ -25,18 +25,18 @@ _WEIGHTS = ("bf16", "fp8", "int8", "int4")
 _OF_DEMAND = ("prompt", "output", "rate", "price_per_hour", "token_budget", "page_size")
 
 
-def run(arguments: Sequence[str]) -> int:
+def plan(arguments: Sequence[str]) -> int:
     """Size, or with the word `buckets` tune, or with --fleet size a fleet; exit status 0, 1 if no
     batch size or no fleet keeps the limits.
     """
     if arguments[:1] == ["buckets"]:
-        from jitney.engine.lab.commands.plan_buckets import run as run_buckets
+        from jitney.engine.lab.commands.plan_buckets import plan_buckets
 
-        return run_buckets(arguments[1:])
+        return plan_buckets(arguments[1:])
     if "--fleet" in arguments:
-        from jitney.engine.lab.commands.plan_fleet import run as run_fleet
+        from jitney.engine.lab.commands.plan_fleet import plan_fleet
 
-        return run_fleet([word for word in arguments if word != "--fleet"])
+        return plan_fleet([word for word in arguments if word != "--fleet"])
     return _run_plan(_COMMAND.parse(arguments))
 
 

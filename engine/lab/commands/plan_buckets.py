@@ -65,7 +65,7 @@ _COMMAND = Command(
 )
 
 
-def run(arguments: Sequence[str]) -> int:
+def plan_buckets(arguments: Sequence[str]) -> int:
     """Print the sizes as the flags that set them, and the padding they save; exit status 0."""
     args = _COMMAND.parse_as(SimulateArguments, arguments)
     args.check_numbers(budget=0, rate=1e-9, concurrency=0)

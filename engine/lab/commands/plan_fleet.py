@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HOUR_S = 3600.0
 
 
-def run(arguments: Sequence[str]) -> int:
+def plan_fleet(arguments: Sequence[str]) -> int:
     """Size a fleet of each kind and compare them; exit status 0, 1 if none keeps the targets."""
     args = _COMMAND.parse_as(FleetArguments, arguments)
     _check(args)

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from jitney.engine.lab.simulation.verdicts import ErrorsElsewhere
 
 
-def run(arguments: Sequence[str]) -> int:
+def simulate(arguments: Sequence[str]) -> int:
     """Simulate each policy and print its figures side by side, or with --fleet a fleet; exit status
     0.
     """
     if "--fleet" in arguments:
-        from jitney.engine.lab.commands.simulate_fleet import run as run_fleet
+        from jitney.engine.lab.commands.simulate_fleet import simulate_fleet
 
-        return run_fleet([word for word in arguments if word != "--fleet"])
+        return simulate_fleet([word for word in arguments if word != "--fleet"])
     args = _COMMAND.parse_as(SimulateArguments, arguments)
     _check_flags(args)
     args.on_device = args.chip is not None

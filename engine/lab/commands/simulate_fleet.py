@@ -99,7 +99,7 @@ _LEAST = {
 }
 
 
-def run(arguments: Sequence[str]) -> int:
+def simulate_fleet(arguments: Sequence[str]) -> int:
     """Simulate one fleet; exit status 0. Raises ConfigError."""
     args = _COMMAND.parse_as(FleetArguments, arguments)
     _check(args)

@@ -53,8 +53,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # of weights and activations
     memory: int  # bytes that jax may use, 0: not known
     versions: dict[str, str]  # of the packages that decide the figures
-    #: The folder of what XLA measures to choose products by (`engine.core.executor.autotuning`); empty
-    #: where nothing is kept.
+    #: The folder of what XLA measures to choose products by (`engine.core.executor.autotuning`);
+    #: empty where nothing is kept.
     choices: str = ""
     sm: int = 0  # compute capability of an NVIDIA GPU, 90 for 9.0; 0: it is none
 

@@ -133,7 +133,8 @@ class _Choices:
     folder that XLA fills and reads.
 
     A machine that is lent takes its folders with it when it goes. The archive holds the folder that
-    `engine.core.executor.autotuning` names, so unpacked into `engine/core/executor/autotuned` it is shipped.
+    `engine.core.executor.autotuning` names, so unpacked into `engine/core/executor/autotuned` it is
+    shipped.
     """
 
     def __init__(self, folder: Path, programs: Path, name: str):

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar, JsonDict
-from jitney.engine.core import Terms
-from jitney.engine.core.grammar import grammar
+from jitney.engine.core import Terms, choice_grammar, schema_grammar, text_grammar
 
 #: Most characters of a regular expression, a grammar or a schema; choices, and characters of each.
 _MOST_CHARS = 1 << 16
@@ -52,9 +51,9 @@ class WantedGrammar(NamedTuple):
         if regex is not None:
             found.append(cls(prefix + "regex", Grammar("regex", regex)))
         if choice is not None:
-            found.append(cls(prefix + "choice", grammar.choice(choice)))
+            found.append(cls(prefix + "choice", choice_grammar(choice)))
         if text is not None:
-            found.append(cls(prefix + "grammar", grammar.grammar(text)))
+            found.append(cls(prefix + "grammar", text_grammar(text)))
         return found
 
     @classmethod
@@ -143,7 +142,7 @@ def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:
 
 def _of_schema(schema: JsonDict | bool, param: str, *, is_strict: bool) -> Grammar:
     """Of an answer that fits a JSON schema. Raises RequestError for one that is too long."""
-    made = grammar.json_schema(schema, Terms(strict=is_strict, closed=True))
+    made = schema_grammar(schema, Terms(strict=is_strict, closed=True))
     if len(made.text) > _MOST_CHARS:
         raise RequestError(f"a schema may have at most {_MOST_CHARS} characters", param=param)
     return made

@@ -18,7 +18,7 @@ from jitney.engine.core import (
     Enforced,
     Terms,
     bare,
-    json_schema,
+    schema_grammar,
     schemas,
     with_schemas,
 )
@@ -99,7 +99,7 @@ class Grammars:
         for schema in schemas(grammar):
             if Terms.split(schema)[0].strict:
                 continue
-            alone = await self._answer(json_schema(schema))
+            alone = await self._answer(schema_grammar(schema))
             if alone.error in self._unfinished:
                 endless.append(schema)
             if len(endless) > _MOST_ENDLESS:

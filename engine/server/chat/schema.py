@@ -1,9 +1,9 @@
 """The request bodies of the two generation routes: which fields exist, and of which type.
 
-A body declares the fields that are done; `engine.server.chat.fields` decides what becomes of all others.
-null always means: not given. Ranges of sampling parameters are declared in `SamplingParams`, which
-checks them; here stand types, sizes and combinations. A new sampling parameter is one field of
-`GenerationBody` under its own name.
+A body declares the fields that are done; `engine.server.chat.fields` decides what becomes of all
+others. null always means: not given. Ranges of sampling parameters are declared in
+`SamplingParams`, which checks them; here stand types, sizes and combinations. A new sampling
+parameter is one field of `GenerationBody` under its own name.
 """
 
 from __future__ import annotations

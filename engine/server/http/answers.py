@@ -1,7 +1,8 @@
-"""The forms of the answers, for the document that describes the routes (`engine.server.http.openapi`).
+"""The forms of the answers, for the document that describes the routes
+(`engine.server.http.openapi`).
 
-Answers are written elsewhere, piece by piece (`engine.server.chat.formats`, `engine.server.http.routes`); a test
-holds what is written to what is described here.
+Answers are written elsewhere, piece by piece (`engine.server.chat.formats`,
+`engine.server.http.routes`); a test holds what is written to what is described here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import ServerSection
+from jitney.engine.config import ServerSection, read_keys
 
 _REASONS = {
     errno.EADDRINUSE: "is in use by another program; choose another with --port",
@@ -91,29 +91,6 @@ class AcceptedKeys(NamedTuple):
     @classmethod
     def of(cls, server: ServerSection) -> AcceptedKeys:
         """From the files and the settings. Raises ConfigError, never showing a key."""
-        users = [*server.api_keys, *_keys_in("api_key_file", server.api_key_file)]
-        admins = [*server.admin_keys, *_keys_in("admin_key_file", server.admin_key_file)]
+        users = [*server.api_keys, *read_keys("api_key_file", server.api_key_file)]
+        admins = [*server.admin_keys, *read_keys("admin_key_file", server.admin_key_file)]
         return cls(tuple(users), tuple(admins))
-
-
-def _keys_in(setting: str, path: str) -> list[str]:
-    """None if there is no such file in the settings."""
-    if not path:
-        return []
-    lines = [line.strip() for line in _private_text(setting, Path(path)).splitlines()]
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"{setting} {path} holds no key")
-    return keys
-
-
-def _private_text(setting: str, file: Path) -> str:
-    """What a file holds that nobody but its owner may read."""
-    try:
-        if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{file} is open to other users of this machine: chmod 600 {file}")
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{setting} {file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{setting} {file} is not text") from None

@@ -15,8 +15,8 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Scope
 
 #: Reads a request and returns what answers it; its exceptions become error answers. Its first
-#: argument is what the routes of its table share: `engine.server.http.service.Service` for those of an
-#: engine.
+#: argument is what the routes of its table share: `engine.server.http.service.Service` for those of
+#: an engine.
 type Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
 
 

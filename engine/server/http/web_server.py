@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli import _FAREWELL_S
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import (
     Config,
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from jitney.engine.server.http.connections import Connections
     from jitney.engine.server.http.settings import ServerSettings
 
+#: Seconds that responses in progress have to end after the engine has stopped.
+FAREWELL_S = 2
 #: Connections that the system keeps until they are accepted.
 _ACCEPT_QUEUE = 2048
 #: Most bytes of a request line with its headers.
@@ -96,6 +97,6 @@ def _web_options(server: ServerSection) -> JsonDict:
         "proxy_headers": bool(server.trusted_proxies),
         "forwarded_allow_ips": list(server.trusted_proxies),
         "timeout_keep_alive": max(1, round(server.keep_alive_s)),
-        "timeout_graceful_shutdown": _FAREWELL_S,
+        "timeout_graceful_shutdown": FAREWELL_S,
         "h11_max_incomplete_event_size": _HEADER_LIMIT,
     }

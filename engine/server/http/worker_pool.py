@@ -224,8 +224,8 @@ class _Place:
 async def _ask_worker[T](
     process: asyncio.subprocess.Process, message: msgspec.Struct, answer: type[T]
 ) -> T:
-    """What a worker (`jitney.engine.common.worker_pipe`) answers. Raises ConnectionError or EOFError if it
-    ends.
+    """What a worker (`jitney.engine.common.worker_pipe`) answers. Raises ConnectionError or
+    EOFError if it ends.
     """
     assert process.stdin is not None and process.stdout is not None  # asked for
     process.stdin.write(framed(message))

@@ -1,6 +1,6 @@
-"""Files, batches and lines in an SQLite file, where jobs lie too (`engine.server.tasks.jobs.table`). Every
-method is one transaction, and blocks: it runs on the one thread that owns the store
-(`engine.server.tasks.batches.keeper`).
+"""Files, batches and lines in an SQLite file, where jobs lie too
+(`engine.server.tasks.jobs.table`). Every method is one transaction, and blocks: it runs on the one
+thread that owns the store (`engine.server.tasks.batches.keeper`).
 
 A line gets its answer once: writing it changes only a line that has none. What is written is there
 after the process was killed; a line that was being computed then is computed again.

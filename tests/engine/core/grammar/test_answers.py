@@ -61,7 +61,7 @@ def answers(llm: LLM, wanted: Grammar, prompt: str = "x", **sampling: Any) -> li
 )
 @given(SCHEMAS)
 def test_every_finished_answer_validates(llm: LLM, schema: dict[str, Any]):
-    wanted = grammar.json_schema(schema)
+    wanted = grammar.schema_grammar(schema)
     try:
         found = answers(llm, wanted, n=3, temperature=1.5)
     except RequestError as error:
@@ -89,7 +89,7 @@ def test_answers_match_their_regular_expression(llm: LLM, pattern: str):
 
 def test_answers_are_one_of_the_choices(llm: LLM):
     choices = ["red", "reddish", "green and blue", '"quoted"', "new\nline"]
-    texts = {text for _, text in answers(llm, grammar.choice(choices), n=16)}
+    texts = {text for _, text in answers(llm, grammar.choice_grammar(choices), n=16)}
     assert texts <= set(choices) and len(texts) > 1
 
 
@@ -102,7 +102,7 @@ def test_answers_are_one_of_the_choices(llm: LLM):
     ],
 )
 def test_answers_follow_a_grammar(llm: LLM, text: str):
-    for finish, answer in answers(llm, grammar.grammar(text), n=4, max_tokens=60):
+    for finish, answer in answers(llm, grammar.text_grammar(text), n=4, max_tokens=60):
         assert finish == "length" or re.fullmatch(r"a[bc]+\.", answer), answer
 
 
@@ -189,7 +189,7 @@ def test_nothing_compiles_for_it_and_all_is_accounted_for(llm: LLM):
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        (grammar.json_schema({"properties": {"a": {"type": "nope"}}}), "#/properties/a"),
+        (grammar.schema_grammar({"properties": {"a": {"type": "nope"}}}), "#/properties/a"),
         (Grammar("regex", "("), "unclosed group"),
         (Grammar("lark", "start: x"), "unknown name"),
         (Grammar("gbnf", "x ::= "), "root"),

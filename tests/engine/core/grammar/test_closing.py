@@ -25,7 +25,7 @@ B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b
 
 
 def allows(schema: dict[str, Any], text: str) -> bool:
-    matcher = new_matcher(grammar.json_schema(schema, Terms(closed=True)), BYTES)
+    matcher = new_matcher(grammar.schema_grammar(schema, Terms(closed=True)), BYTES)
     return accepts(matcher, text)
 
 
@@ -98,5 +98,5 @@ def _opened(schema: Any) -> Any:
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_closing_gives_back_what_was_left_unsaid(schema: dict[str, Any], seed: int):
     assert closed(_opened(schema)) == schema
-    matcher = new_matcher(grammar.json_schema(_opened(schema), Terms(closed=True)), BYTES)
+    matcher = new_matcher(grammar.schema_grammar(_opened(schema), Terms(closed=True)), BYTES)
     jsonschema.validate(json.loads(written(matcher, random.Random(seed))), schema)

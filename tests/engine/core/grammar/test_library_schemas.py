@@ -151,7 +151,7 @@ PARTLY = {
 
 def enforced(schema: dict[str, Any]) -> tuple[LLMatcher, list[str]]:
     """As far as possible: what may be written, and pointers to what is left out."""
-    ready = checked(grammar.json_schema(schema, Terms(strict=False, closed=True)), BYTES)
+    ready = checked(grammar.schema_grammar(schema, Terms(strict=False, closed=True)), BYTES)
     return new_matcher(ready.grammar, BYTES), ready.left_out
 
 
@@ -235,7 +235,7 @@ def test_leaving_out_allows_more_and_never_less(
     """
     easy, hard = pair
     matcher, left_out = enforced(hard)
-    plain = new_matcher(grammar.json_schema(easy), BYTES)
+    plain = new_matcher(grammar.schema_grammar(easy), BYTES)
     text = written(plain, Random(seed))
     if _is_valid(json.loads(text), hard):
         assert accepts(matcher, text), (text, left_out)

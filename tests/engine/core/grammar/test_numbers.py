@@ -51,13 +51,13 @@ def test_every_float64_can_be_written(data: bytes):
     [number] = struct.unpack("d", data)
     if number - number == 0:  # neither infinite nor no number
         text = json.dumps([number, {"n": number}])
-        assert longest(grammar.json_schema({}), text) == text
+        assert longest(grammar.schema_grammar({}), text) == text
 
 
 @pytest.mark.parametrize(
     "opening", ['{"n":', '{"n":-', '{"n":0.', '{"n":[1,2.5e-', '{"a":"b","n":7']
 )
-@pytest.mark.parametrize("wanted", [OBJECT, CALL, grammar.json_schema({"type": "object"})])
+@pytest.mark.parametrize("wanted", [OBJECT, CALL, grammar.schema_grammar({"type": "object"})])
 def test_no_number_has_digits_for_ever(wanted: Grammar, opening: str):
     start = "<call>" if wanted is CALL else ""
     written = longest(wanted, start + opening + "3" * 400)
@@ -71,7 +71,7 @@ TEXTS: list[Any] = [{}, {"type": "string"}, {"type": "string", "pattern": "^[0-9
 @pytest.mark.parametrize("schema", TEXTS)
 def test_digits_in_texts_are_free(schema: Any):
     text = json.dumps({"n": "4" * 60})
-    assert longest(grammar.json_schema({"additionalProperties": schema}), text) == text
+    assert longest(grammar.schema_grammar({"additionalProperties": schema}), text) == text
 
 
 def test_a_number_that_must_go_on_does():

@@ -440,7 +440,8 @@ def test_every_pre_tokenizer_is_reachable():
 def test_importing_the_tokenizer_is_light():
     """The API process answers /livez before transformers is loaded, and never loads jax."""
     script = (
-        "import sys, jitney.engine.core.text.tokenizer, jitney.engine.core.weights.checkpoints.sources; "
+        "import sys, jitney.engine.core.text.tokenizer, "
+        "jitney.engine.core.weights.checkpoints.sources; "
         "print([name for name in ('jax', 'flax', 'torch', 'transformers', 'tokenizers') if name in "
         "sys.modules])"
     )

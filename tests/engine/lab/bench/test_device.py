@@ -30,7 +30,7 @@ from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.core.executor.autotuning import RESULTS
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.lab.commands.bench_device import run
+from jitney.engine.lab.commands.bench_device import bench_device
 from jitney.engine.lab.device import kernels, prompt_peers, steps, timing, worker
 from jitney.engine.lab.device import run as device_run
 from jitney.engine.lab.device.check import TASKS
@@ -601,7 +601,7 @@ def test_what_a_call_left_is_handed_to_the_next(
         device = Device(gpu)
         monkeypatch.setattr("jitney.engine.lab.device.run._run_apart", device)
         earlier = ["--from", str(folders[0])] if number else []
-        assert run(["--only", "steps", "--out-dir", str(folder), *earlier]) == 0
+        assert bench_device(["--only", "steps", "--out-dir", str(folder), *earlier]) == 0
         assert ("steps" in device.parts) == (number == 0)
     assert [path.name for path in sorted(folders[1].iterdir())] == [
         "autotuned_a-card-9.0-jaxlib-0.1.tar.gz",
@@ -614,7 +614,7 @@ def test_what_a_call_left_is_handed_to_the_next(
         names = [f"a-card-9.0-jaxlib-0.1/{number}.txt" for number in range(2)]
         assert archive.getnames() == names
     with pytest.raises(ConfigError, match="no results of an earlier call"):
-        run(["--out-dir", str(folder), "--from", str(brought.parent)])
+        bench_device(["--out-dir", str(folder), "--from", str(brought.parent)])
 
 
 def test_it_is_said_where_what_xla_measures_is_lost():
@@ -754,7 +754,7 @@ def test_a_process_that_dies_becomes_a_row(tmp_path: Path):
 @pytest.mark.usefixtures("hurried_processes")
 def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (
-        run(
+        bench_device(
             [
                 "--only",
                 "write",
@@ -772,7 +772,7 @@ def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Ca
     assert "no GPU or TPU here" in said.err and "| goal |" in said.out
     assert json.loads((tmp_path / "device_cpu_tiny.json").read_text())["rows"]
     with pytest.raises(ConfigError, match="no such folder"):
-        run(["--out-dir", str(tmp_path / "absent")])
+        bench_device(["--out-dir", str(tmp_path / "absent")])
 
 
 def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
@@ -780,7 +780,7 @@ def test_the_rehearsal_is_all_parts_at_the_tiny_shape_on_the_cpu(
 ):
     device = Device(CPU)
     monkeypatch.setattr("jitney.engine.lab.device.run._run_apart", device)
-    assert run(["--rehearse", "--out-dir", str(tmp_path)]) == 0
+    assert bench_device(["--rehearse", "--out-dir", str(tmp_path)]) == 0
     assert device.parts == [PartJob.ABOUT, *(part for part in PARTS if part not in _ENVIRONMENT)]
     assert {(job.shape, job.platform) for job in device.jobs} == {("tiny", "cpu")}
     assert "device_cpu_tiny.md" in capsys.readouterr().out

@@ -117,8 +117,8 @@ def test_windows_follow_each_architecture():
 
 
 def test_every_layer_of_a_qwen3_mixture_has_the_window():
-    """transformers' Qwen3MoeModel knows no kinds of layers; tests/engine/core/models/test_numerics.py
-    compares its logits (qwen3_moe_window).
+    """transformers' Qwen3MoeModel knows no kinds of layers;
+    tests/engine/core/models/test_numerics.py compares its logits (qwen3_moe_window).
     """
     off = MIXTURE | {"sliding_window": 8, "max_window_layers": 2}
     assert read_hf_config(off).windows == (0, 0, 0)

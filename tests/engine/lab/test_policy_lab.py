@@ -17,12 +17,12 @@ from page_fakes import get, page
 from sliced_work import at_once
 from starlette.applications import Starlette
 
-from jitney.dashboard import Dashboard
-from jitney.dashboard.lab import _SETTINGS, Experiment, Lab, _arrivals, _check, _wanted
+from jitney.dashboard import Dashboard, Experiment
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.lab.policy_lab import _SETTINGS, Lab, _arrivals, _check, _wanted
 from jitney.engine.lab.simulation.replay import (
     RecordedEngine,
     ReplayJob,
@@ -89,7 +89,8 @@ def interrupted_client() -> FakeClient:
 
 
 def lab_app(client: FakeClient) -> Starlette:
-    return Dashboard(client, ServerSettings(), engine=lambda: ENGINE).to_mount()  # type: ignore[arg-type]
+    lab = Lab(client, lambda: ENGINE)  # type: ignore[arg-type]
+    return Dashboard(client, ServerSettings(), lab=lab).to_mount()  # type: ignore[arg-type]
 
 
 def test_an_experiment_over_http():
@@ -321,12 +322,11 @@ def test_an_experiment_is_json_and_short():
 
 
 def test_nothing_to_replay(client):
-    own = Dashboard(FakeClient(), ServerSettings(), engine=lambda: ENGINE)  # type: ignore[arg-type]
-    reply = run(call(own.to_mount(), "/lab", {}))
+    reply = run(call(lab_app(FakeClient()), "/lab", {}))
     assert reply.status == 400 and "no traffic" in reply.error["message"]
-    assert run(call(page(client), "/lab", {})).status == 503, (
-        "without the engine's settings the lab is closed"
-    )
+    without_settings = Dashboard(client, ServerSettings(), lab=Lab(client, None))
+    assert run(call(without_settings.to_mount(), "/lab", {})).status == 503
+    assert run(call(page(client), "/lab", {})).status == 404
 
 
 def test_a_running_experiment_can_be_stopped_and_has_its_time():
