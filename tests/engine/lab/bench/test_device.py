@@ -828,7 +828,7 @@ from importlib.metadata import packages_distributions
 from jitney.engine.lab.device import (
     check, kernels, loop, peers, products, prompt_peers, steps, vllm_peer, worker
 )
-from jitney.engine.cli import bench_device
+from jitney.engine.lab.commands import bench_device
 from jitney.kernels.triton_gpu.launch import _jax_triton
 
 _jax_triton()

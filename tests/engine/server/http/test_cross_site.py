@@ -84,7 +84,7 @@ def test_a_server_that_others_reach_answers_to_any_name_unless_some_are_listed()
 @pytest.mark.parametrize("headers", [{}, SAME, OLD_SAME, ADDRESS_BAR])
 def test_programs_and_the_servers_own_pages_go_through(headers: dict[str, str]):
     assert ask(app_of(), "/v1/completions", **headers).status == 200
-    assert ask(app_of(), "/dashboard/lab", "GET", **headers).status == 200
+    assert ask(app_of(), "/dashboard/engines", "GET", **headers).status == 200
 
 
 @pytest.mark.parametrize("headers", [OTHER, OTHER_PORT, OLD_OTHER, SANDBOX])
