@@ -12,13 +12,14 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Arguments, Flag
 from jitney.engine.lab.simulation.fleet import Failures
-from jitney.engine.lab.simulation.fleet_planner import Circumstances, ReplicaKind
+from jitney.engine.lab.simulation.fleet_planner import FleetAssumptions, ReplicaKind
 from jitney.engine.lab.simulation.fleet_routing import SimulatedIngress
-from jitney.engine.lab.simulation.fleet_traffic import Day, Recorded, Traffic
+from jitney.engine.lab.simulation.fleet_traffic import Day, Recorded
 from jitney.engine.lab.simulation.roofline import Assumptions, Roofline
 from jitney.engine.lab.simulation.workload import parse_lengths
 
 _HOUR_S = 3600.0
+_START_S = FleetAssumptions().start_s
 _WEIGHTS = ("bf16", "fp8", "int8", "int4")
 #: Of the accelerators that a word of --devices names: "h100", "4xv5e", "l4:int8".
 _DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<weights>\w+))?")
@@ -65,7 +66,7 @@ class FleetArguments(Arguments):
         Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
         Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),
         Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0),
-        Flag.number("--start-s", "seconds until a new replica is ready", Circumstances().start_s),
+        Flag.number("--start-s", "seconds until a new replica is ready", _START_S),
     )
 
     def check_running(self) -> None:
@@ -101,10 +102,10 @@ class FleetArguments(Arguments):
         )
         return ReplicaKind(word, roofline, prices.get(roofline.device.name))
 
-    def load(self) -> Day | Recorded:
+    def traffic(self) -> Day | Recorded:
         """What the flags of `TRAFFIC` describe. Raises ConfigError."""
         if self.trace:
-            return Recorded(Traffic.of(Arrival.read_all(self.trace)))
+            return Recorded(Arrival.read_all(self.trace))
         prompt = parse_lengths(self.prompt or _PROMPT, "--prompt")
         output = parse_lengths(self.output or _OUTPUT, "--output")
         return Day(_rates_of(self.rates), prompt, output)

@@ -14,15 +14,15 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import Slo
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup
 from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
-from jitney.engine.lab.simulation.planner import Demand, Operating, Sizing
+from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
 from jitney.engine.lab.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
 
 if TYPE_CHECKING:
     from jitney.dashboard import Table
 
 _WEIGHTS = ("bf16", "fp8", "int8", "int4")
-#: Fields of `Demand` that flags of the same name give.
-_OF_DEMAND = ("prompt", "output", "rate", "price_per_hour", "token_budget", "page_size")
+#: Fields of `Load` that flags of the same name give.
+_OF_LOAD = ("prompt", "output", "rate", "price_per_hour", "token_budget", "page_size")
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -45,10 +45,10 @@ def _run_plan(args: Arguments) -> int:
     args.check_writable("json")
     if not args.model or not args.device:
         raise ConfigError("say what to size: jitney plan MODEL --device NAME")
-    roofline, demand = _roofline_of(args), _demand_of(args)
-    sizing = Sizing.of(roofline, demand)
-    if args.write_report(_report_of(roofline, demand, sizing)):
-        _show(args.model, roofline, demand, sizing)
+    roofline, load = _roofline_of(args), _load_of(args)
+    sizing = Sizing.of(roofline, load)
+    if args.write_report(_report_of(roofline, load, sizing)):
+        _show(args.model, roofline, load, sizing)
     return int(sizing.chosen is None)
 
 
@@ -69,10 +69,10 @@ def _roofline_of(args: Arguments) -> Roofline:
     )
 
 
-def _demand_of(args: Arguments) -> Demand:
+def _load_of(args: Arguments) -> Load:
     slo = args.slo() or Slo()
-    same = {name: getattr(args, name) for name in _OF_DEMAND}
-    return Demand(itl_s=slo.itl_s, ttft_s=slo.ttft_s, **same)
+    same = {name: getattr(args, name) for name in _OF_LOAD}
+    return Load(itl_s=slo.itl_s, ttft_s=slo.ttft_s, **same)
 
 
 _DEFAULT = Assumptions()
@@ -149,7 +149,7 @@ _COMMAND = Command(
 )
 
 
-def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> JsonDict:
+def _report_of(roofline: Roofline, load: Load, sizing: Sizing) -> JsonDict:
     cost = roofline.cost
     return {
         "device": roofline.device.name,
@@ -157,21 +157,21 @@ def _report_of(roofline: Roofline, demand: Demand, sizing: Sizing) -> JsonDict:
         "weights": cost.weights,
         "kv": cost.kv,
         "parameters": cost.parameters,
-        "demand": msgspec.to_builtins(demand),
+        "demand": msgspec.to_builtins(load),
         **msgspec.to_builtins(sizing),
-        "assumed": list(_assumptions(roofline, demand)),
+        "assumed": list(_assumptions(roofline, load)),
     }
 
 
-def _show(model: str, roofline: Roofline, demand: Demand, sizing: Sizing) -> None:
+def _show(model: str, roofline: Roofline, load: Load, sizing: Sizing) -> None:
     from jitney.dashboard import print_lines
 
     title = f"{model} on {roofline.count} x {roofline.device.name}"
-    tokens = f"{demand.prompt} prompt and {demand.output} output tokens"
+    tokens = f"{load.prompt} prompt and {load.output} output tokens"
     _curve_table(sizing).print(f"{title}: {tokens}")
-    print_lines(_answers(roofline, demand, sizing))
+    print_lines(_answers(roofline, load, sizing))
     print("assumed:")
-    print_lines(f"  {line}" for line in _assumptions(roofline, demand))
+    print_lines(f"  {line}" for line in _assumptions(roofline, load))
 
 
 def _curve_table(sizing: Sizing) -> Table:
@@ -181,7 +181,7 @@ def _curve_table(sizing: Sizing) -> Table:
     return Table(heads, [_cells(point, sizing) for point in sizing.curve])
 
 
-def _cells(point: Operating, sizing: Sizing) -> list[str]:
+def _cells(point: OperatingPoint, sizing: Sizing) -> list[str]:
     cost = point.cost_per_million
     return [
         str(point.seats),
@@ -195,13 +195,13 @@ def _cells(point: Operating, sizing: Sizing) -> list[str]:
     ]
 
 
-def _mark(point: Operating, sizing: Sizing) -> str:
+def _mark(point: OperatingPoint, sizing: Sizing) -> str:
     """What is special about a point of the curve."""
     marks = {"knee": sizing.knee, "within limits": sizing.within_slo}
     return ", ".join(name for name, marked in marks.items() if marked == point)
 
 
-def _answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str]:
+def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
     """The answers, a line each."""
     yield _memory_line(sizing)
     if sizing.chosen is None:
@@ -209,10 +209,10 @@ def _answers(roofline: Roofline, demand: Demand, sizing: Sizing) -> Iterator[str
         return
     yield from _choice(sizing.chosen, sizing)
     if sizing.replicas is not None:
-        yield _replicas_line(roofline, demand, sizing.replicas)
+        yield _replicas_line(roofline, load, sizing.replicas)
 
 
-def _no_choice(first: Operating) -> str:
+def _no_choice(first: OperatingPoint) -> str:
     step, ttft = 1e3 * first.step_s, 1e3 * first.ttft_s
     return (
         f"no batch size keeps the limits: with one seat a step takes {step:.1f} "
@@ -220,9 +220,9 @@ def _no_choice(first: Operating) -> str:
     )
 
 
-def _replicas_line(roofline: Roofline, demand: Demand, replicas: int) -> str:
+def _replicas_line(roofline: Roofline, load: Load, replicas: int) -> str:
     chips = replicas * roofline.count
-    return f"replicas: {replicas} for {demand.rate:g} requests/s ({chips} chips)"
+    return f"replicas: {replicas} for {load.rate:g} requests/s ({chips} chips)"
 
 
 def _memory_line(sizing: Sizing) -> str:
@@ -234,7 +234,7 @@ def _memory_line(sizing: Sizing) -> str:
     )
 
 
-def _choice(chosen: Operating, sizing: Sizing) -> Iterator[str]:
+def _choice(chosen: OperatingPoint, sizing: Sizing) -> Iterator[str]:
     speed = f"{chosen.output_tok_s:,.0f} output tokens/s, {1e3 * chosen.step_s:.1f} ms"
     yield f"chosen: {chosen.seats} seats, {speed} between tokens"
     yield f"load at {Sizing.UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
@@ -244,10 +244,10 @@ def _choice(chosen: Operating, sizing: Sizing) -> Iterator[str]:
         yield f"cost: {price} at {Sizing.UTILISATION:.0%}"
 
 
-def _assumptions(roofline: Roofline, demand: Demand) -> Iterator[str]:
+def _assumptions(roofline: Roofline, load: Load) -> Iterator[str]:
     """Everything that was taken for granted, a line each."""
     yield from assumptions_of(roofline)
-    yield _steady_state(demand)
+    yield _steady_state(load)
     yield _TTFT
 
 
@@ -307,10 +307,10 @@ def _reached(assumed: Assumptions) -> str:
     )
 
 
-def _steady_state(demand: Demand) -> str:
+def _steady_state(load: Load) -> str:
     return (
-        f"steady state: every step carries {demand.prompt_rows:g} prompt rows beside each decode "
-        f"row, at most {demand.token_budget} rows; mean context {demand.mean_context:g}; nothing "
+        f"steady state: every step carries {load.prompt_rows:g} prompt rows beside each decode "
+        f"row, at most {load.token_budget} rows; mean context {load.mean_context:g}; nothing "
         "shared between prompts"
     )
 

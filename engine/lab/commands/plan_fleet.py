@@ -15,12 +15,12 @@ from jitney.engine.lab.commands.fleet_flags import FleetArguments
 from jitney.engine.lab.commands.plan import ROOFLINE, assumptions_of
 from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
 from jitney.engine.lab.simulation.fleet_planner import (
-    Circumstances,
+    FleetAssumptions,
     FleetSizing,
     ReplicaKind,
     Targets,
 )
-from jitney.engine.lab.simulation.fleet_traffic import Load
+from jitney.engine.lab.simulation.fleet_traffic import Day, Recorded
 
 if TYPE_CHECKING:
     from jitney.dashboard import Table
@@ -33,13 +33,13 @@ def plan_fleet(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse_as(FleetArguments, arguments)
     _check(args)
     kinds = _kinds_of(args)
-    load, targets, how = args.load(), _targets_of(args), _circumstances_of(args)
+    traffic, targets, how = args.traffic(), _targets_of(args), _assumptions_of(args)
     began = time.perf_counter()
-    sizings = [FleetSizing.of(kind, load, targets, how) for kind in kinds]
-    report = _report_of(args, load, sizings, how)
+    sizings = [FleetSizing.of(kind, traffic, targets, how) for kind in kinds]
+    report = _report_of(args, traffic, sizings, how)
     report["planned_in_s"] = round(time.perf_counter() - began, 1)
     if args.write_report(report):
-        _show(args, load, sizings, report)
+        _show(args, traffic, sizings, report)
     return int(all(sizing.problem for sizing in sizings))
 
 
@@ -64,7 +64,7 @@ _TARGETS = (
     Flag.number("--stream-tok-s", "least tokens a second of 99 in 100 streams; 0: any", 0.0),
     Flag.number("--refused", "most of 100 requests that may be refused", 0.1),
 )
-_DEFAULT = Circumstances()
+_DEFAULT = FleetAssumptions()
 _HOW = (
     *FleetArguments.RUNNING,
     Flag.whole("--most-seats", "most seats of a replica", _DEFAULT.most_seats),
@@ -133,8 +133,8 @@ def _targets_of(args: FleetArguments) -> Targets:
     return Targets(args.slo_ttft_ms / 1e3, args.stream_tok_s, args.refused / 100)
 
 
-def _circumstances_of(args: FleetArguments) -> Circumstances:
-    return Circumstances(
+def _assumptions_of(args: FleetArguments) -> FleetAssumptions:
+    return FleetAssumptions(
         router=args.router,
         failures=args.failures(),
         start_s=args.start_s,
@@ -146,13 +146,13 @@ def _circumstances_of(args: FleetArguments) -> Circumstances:
 
 
 def _report_of(
-    args: FleetArguments, load: Load, sizings: list[FleetSizing], how: Circumstances
+    args: FleetArguments, traffic: Day | Recorded, sizings: list[FleetSizing], how: FleetAssumptions
 ) -> JsonDict:
     cheapest = _cheapest(sizings)
     return {
         "model": args.model,
-        "rates": list(load.rates),
-        "hour_s": load.hour_s,
+        "rates": list(traffic.rates),
+        "hour_s": traffic.hour_s,
         "targets": {
             "ttft_p99_s": args.slo_ttft_ms / 1e3,
             "stream_tok_s": args.stream_tok_s,
@@ -205,11 +205,13 @@ def _scaled_cost(sizing: FleetSizing) -> float:
     return sizing.cost_per_million(sizing.scaled_replica_hours) or math.inf
 
 
-def _show(args: FleetArguments, load: Load, sizings: list[FleetSizing], report: JsonDict) -> None:
+def _show(
+    args: FleetArguments, traffic: Day | Recorded, sizings: list[FleetSizing], report: JsonDict
+) -> None:
     from jitney.dashboard import print_lines
 
-    busiest = max(load.rates)
-    title = f"{args.model}: {busiest:,.6g} requests/s in the busiest {_hour_of(load)}"
+    busiest = max(traffic.rates)
+    title = f"{args.model}: {busiest:,.6g} requests/s in the busiest {_hour_of(traffic)}"
     cheapest = _cheapest(sizings)
     _table(sizings, cheapest).print(title)
     problems = [f"{each.kind.name}: {each.problem}" for each in sizings if each.problem]
@@ -218,8 +220,8 @@ def _show(args: FleetArguments, load: Load, sizings: list[FleetSizing], report: 
     print_lines(f"  {line}" for line in report["assumed"])
 
 
-def _hour_of(load: Load) -> str:
-    return "hour" if load.hour_s == _HOUR_S else f"{load.hour_s:g} s"
+def _hour_of(traffic: Day | Recorded) -> str:
+    return "hour" if traffic.hour_s == _HOUR_S else f"{traffic.hour_s:g} s"
 
 
 _HEADS = (
@@ -271,14 +273,13 @@ def _money(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def _assumptions(sizings: Sequence[FleetSizing], how: Circumstances) -> Iterator[str]:
+def _assumptions(sizings: Sequence[FleetSizing], how: FleetAssumptions) -> Iterator[str]:
     """Everything that was taken for granted, and how far off it may be, a line each."""
     lines = [line for sizing in sizings for line in assumptions_of(sizing.kind.roofline)]
     yield from dict.fromkeys(lines)
     yield (
-        "step times are estimates from published peaks, not measurements; the replicas' model is "
-        "within 1 % (tokens/s) and 8 % (first token p99) of the scheduler itself on the same step "
-        "times, where pages are not short"
+        "step times are estimates from published peaks, not measurements; the replicas run the "
+        "engine's own scheduler on them"
     )
     yield _failing(how)
     yield (
@@ -293,7 +294,7 @@ def _assumptions(sizings: Sequence[FleetSizing], how: Circumstances) -> Iterator
     yield "scaled: as many as each hour needs, started so long before it; fixed: as the busiest"
 
 
-def _failing(how: Circumstances) -> str:
+def _failing(how: FleetAssumptions) -> str:
     failures = how.failures
     return (
         f"a core dies every {failures.core_mtbf_s / _HOUR_S:g} h and is back in "

@@ -11,21 +11,21 @@ from dataclasses import astuple, replace
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.lab.commands.fleet_flags import FleetArguments
 from jitney.engine.lab.commands.plan import ROOFLINE
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
-from jitney.engine.lab.simulation.fleet_planner import Circumstances, ReplicaKind, Targets
+from jitney.engine.lab.simulation.fleet_planner import FleetAssumptions, ReplicaKind, Targets
 from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
-from jitney.engine.lab.simulation.fleet_traffic import Day, Recorded, Traffic
+from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans, Recorded
 
 #: Least and most replicas, such as 2:50.
 _SCALE = re.compile(r"(?P<least>[1-9]\d*):(?P<most>[1-9]\d*)")
 _RULE = ScalingRule()
-_DEFAULT = Circumstances()
-#: Most requests of a run, if not said otherwise: a minute or two.
-_MOST = 1_000_000
+_DEFAULT = FleetAssumptions()
+#: Most requests of a run, if not said otherwise: half a minute.
+_MOST = 20_000
 
 _WHAT = (
     ROOFLINE.model,
@@ -103,16 +103,14 @@ def simulate_fleet(arguments: Sequence[str]) -> int:
     """Simulate one fleet; exit status 0. Raises ConfigError."""
     args = _COMMAND.parse_as(FleetArguments, arguments)
     _check(args)
-    price = args.price
     kind = args.kind_of(args.device, {})
-    load = args.load()
-    traffic, asked = _traffic_of(args, load)
-    plan = _plan_of(args, kind, traffic)
+    arrivals, asked = _arrivals_of(args)
+    plan = _plan_of(args, kind, arrivals)
     began = time.perf_counter()
-    found = plan.simulate(traffic)
+    run = plan.simulate(arrivals)
     took = time.perf_counter() - began
-    hour = None if price is None else price * kind.roofline.count
-    report = _report_of(args, plan, found, asked, hour)
+    hour = None if args.price is None else args.price * kind.roofline.count
+    report = _report_of(args, plan, run, asked, hour)
     report["simulated_in_s"] = round(took, 1)
     if args.write_report(report):
         _show(args, report)
@@ -134,21 +132,22 @@ def _check(args: FleetArguments) -> None:
         raise ConfigError("--prefix-cache is for --trace: made-up traffic has no conversations")
 
 
-def _traffic_of(args: FleetArguments, load: Day | Recorded) -> tuple[Traffic, int]:
-    """(what is simulated, how many requests there are)."""
-    if isinstance(load, Recorded):
-        return load.busiest(1.0, args.requests, args.seed), len(load.traffic)
-    load = replace(load, hour_s=args.rate_s)
-    asked = round(sum(load.rates) * load.hour_s)
-    if asked <= args.requests:
-        traffic = load.whole(args.seed)
-        return traffic, len(traffic)
-    return load.busiest(1.0, args.requests, args.seed), asked
+def _arrivals_of(args: FleetArguments) -> tuple[list[Arrival], int]:
+    """(the simulated requests, how many the traffic has)."""
+    traffic = args.traffic()
+    if isinstance(traffic, Recorded):
+        return traffic.busiest(1.0, args.requests, args.seed), len(traffic.arrivals)
+    day: Day = replace(traffic, hour_s=args.rate_s)
+    asked = round(sum(day.rates) * day.hour_s)
+    if asked > args.requests:
+        return day.busiest(1.0, args.requests, args.seed), asked
+    arrivals = day.whole(args.seed)
+    return arrivals, len(arrivals)
 
 
-def _plan_of(args: FleetArguments, kind: ReplicaKind, traffic: Traffic) -> FleetPlan:
-    how = Circumstances(token_budget=args.token_budget, most_seats=args.seats)
-    _, engine = kind.engine_for(traffic, Targets(ttft_s=1.0), how)
+def _plan_of(args: FleetArguments, kind: ReplicaKind, arrivals: Sequence[Arrival]) -> FleetPlan:
+    how = FleetAssumptions(token_budget=args.token_budget, most_seats=args.seats)
+    _, engine = kind.engine_for(LengthMeans.of(arrivals), Targets(ttft_s=1.0), how)
     return FleetPlan(
         engine,
         kind.roofline,
@@ -186,7 +185,7 @@ def _scaling_of(args: FleetArguments) -> ScalingRule | None:
 
 
 def _report_of(
-    args: FleetArguments, plan: FleetPlan, found: FleetRun, asked: int, hour: float | None
+    args: FleetArguments, plan: FleetPlan, run: FleetRun, asked: int, hour: float | None
 ) -> JsonDict:
     """hour: price of a replica."""
     return {
@@ -194,20 +193,15 @@ def _report_of(
         "device": args.device,
         "replicas": plan.replicas,
         "router": plan.router,
-        "engine": _engine_json(plan.engine),
+        "engine": {
+            "seats": plan.engine.limits.max_seats,
+            "pages": plan.engine.pages,
+            "context": plan.engine.limits.context_length,
+        },
         "requests_of_traffic": asked,
-        "figures": found.figures(),
-        "cost_per_million": None if hour is None else found.cost_per_million(hour),
-        "moments": [list(astuple(moment)) for moment in found.moments],
-    }
-
-
-def _engine_json(engine: EngineShape) -> JsonDict:
-    limits = engine.limits
-    return {
-        "seats": limits.max_seats,
-        "pages": engine.pages,
-        "context": limits.context_length,
+        "figures": run.figures(),
+        "cost_per_million": None if hour is None else run.cost_per_million(hour),
+        "moments": [list(astuple(moment)) for moment in run.moments],
     }
 
 

@@ -18,7 +18,7 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core import EngineCore
 
 
-class _LoopClock(Protocol):
+class LoopClock(Protocol):
     """The time that a loop goes by, in seconds."""
 
     def __call__(self) -> float: ...
@@ -92,14 +92,24 @@ class StepLog:
         return np.frombuffer(b"".join(self.packed), STEP_DTYPE)
 
 
+def step_or_wait(core: EngineCore, clock: LoopClock, until: float) -> StepReport | None:
+    """Take a step of a core that has work; or wait, no longer than until `until`, if it pauses."""
+    if core.pause_s <= 0:
+        return core.step()
+    # The next float: rounding must not leave it short of the time.
+    wakes = math.nextafter(clock() + core.pause_s, math.inf)
+    clock.wait_until(min(wakes, until))
+    return None
+
+
 def drive(
     core: EngineCore,
-    clock: _LoopClock,
+    clock: LoopClock,
     offer: Offer,
     requests: RequestRecords,
     reported: Callable[[StepReport], None] = lambda report: None,
 ) -> StepLog:
-    """Take in who has come, step, and write down what it brought, until all have come and ended.
+    """Submit requests as they come, step, and write down the results, until all have ended.
 
     reported: called with each report before it is written down; the simulator's host works then.
     """
@@ -110,13 +120,12 @@ def drive(
             requests.submit(request)
             core.add(request)
         core.scheduler.more_to_come = offer.next_at < math.inf
-        pause = core.pause_s if core.has_work else math.inf
-        if pause > 0:
-            # The next float: rounding must not leave it short of the time.
-            wakes = math.nextafter(clock() + pause, math.inf)
-            clock.wait_until(min(wakes, offer.next_at))
+        if not core.has_work:
+            clock.wait_until(offer.next_at)
             continue
-        report = core.step()
+        report = step_or_wait(core, clock, offer.next_at)
+        if report is None:
+            continue
         reported(report)
         now = clock()
         if report.record:

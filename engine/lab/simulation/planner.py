@@ -20,12 +20,12 @@ from jitney.engine.lab.simulation.roofline import Roofline
 
 #: Seats beyond which nothing is looked at.
 _MOST_SEATS = 1024
-#: What a demand cannot be less than.
+#: What a load cannot be less than.
 _LEAST = {"prompt": 1, "output": 1, "page_size": 1, "rate": 0, "token_budget": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class Load:
     """What is wanted."""
 
     #: Mean tokens of a request.
@@ -89,7 +89,7 @@ class _Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Operating:
+class OperatingPoint:
     """The steady state with `seats` seats, all busy."""
 
     seats: int
@@ -107,12 +107,12 @@ class Operating:
     cost_per_million: float | None
 
     @classmethod
-    def of(cls, roofline: Roofline, demand: Demand, seats: int) -> Operating:
+    def of(cls, roofline: Roofline, load: Load, seats: int) -> OperatingPoint:
         """With all of so many seats busy; where prompts do not fit the token budget beside the
         decode rows, the rest of the seats are waiting for their prompts.
         """
-        decoding = min(seats, demand.token_budget / (1 + demand.prompt_rows))
-        bucket, work = _steady_step(demand, decoding)
+        decoding = min(seats, load.token_budget / (1 + load.prompt_rows))
+        bucket, work = _steady_step(load, decoding)
         step = roofline.seconds(bucket, work)
         tokens = decoding / step
         return cls(
@@ -120,10 +120,10 @@ class Operating:
             decoding=decoding,
             step_s=step,
             output_tok_s=tokens,
-            req_s=tokens / demand.output,
-            ttft_s=_first_token(demand, seats, step),
+            req_s=tokens / load.output,
+            ttft_s=_first_token(load, seats, step),
             bound=_bound(roofline, bucket, work),
-            cost_per_million=_cost_per_million(roofline, demand, tokens),
+            cost_per_million=_cost_per_million(roofline, load, tokens),
         )
 
 
@@ -138,13 +138,13 @@ class Sizing:
 
     memory: _Memory
     #: By seats, ascending.
-    curve: tuple[Operating, ...]
+    curve: tuple[OperatingPoint, ...]
     #: Where more seats begin to cost more latency than they bring throughput.
-    knee: Operating
+    knee: OperatingPoint
     #: Most seats that keep the limits, None if none do or there are none.
-    within_slo: Operating | None
+    within_slo: OperatingPoint | None
     #: `within_slo` if there are limits, else the knee.
-    chosen: Operating | None
+    chosen: OperatingPoint | None
     #: Its load at `UTILISATION`.
     load_req_s: float | None = None
     #: At that load; None without a price.
@@ -153,38 +153,38 @@ class Sizing:
     replicas: int | None = None
 
     @classmethod
-    def of(cls, roofline: Roofline, demand: Demand) -> Sizing:
+    def of(cls, roofline: Roofline, load: Load) -> Sizing:
         """Size one replica, and count replicas. Raises ConfigError when the model or a request
         does not fit.
         """
         roofline.check_split()
-        _check_context(roofline, demand)
-        memory = _fit(roofline, demand)
-        sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, demand.token_budget - 1))
-        curve = tuple(Operating.of(roofline, demand, seats) for seats in sizes)
+        _check_context(roofline, load)
+        memory = _fit(roofline, load)
+        sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, load.token_budget - 1))
+        curve = tuple(OperatingPoint.of(roofline, load, seats) for seats in sizes)
         chosen, within = _knee(curve), None
-        if demand.is_limited:
-            chosen = within = _last_within(curve, demand)
+        if load.is_limited:
+            chosen = within = _last_within(curve, load)
         sizing = cls(memory, curve, _knee(curve), within, chosen)
-        return sizing if chosen is None else _loaded(sizing, chosen, demand.rate)
+        return sizing if chosen is None else _loaded(sizing, chosen, load.rate)
 
 
-def _last_within(curve: Sequence[Operating], demand: Demand) -> Operating | None:
+def _last_within(curve: Sequence[OperatingPoint], load: Load) -> OperatingPoint | None:
     """The point of most seats that keeps the limits."""
-    kept = [point for point in curve if _keeps(point, demand)]
+    kept = [point for point in curve if _keeps(point, load)]
     return kept[-1] if kept else None
 
 
-def _check_context(roofline: Roofline, demand: Demand) -> None:
+def _check_context(roofline: Roofline, load: Load) -> None:
     context = roofline.cost.config.context_length
-    if demand.longest > context:
+    if load.longest > context:
         raise ConfigError(
-            f"prompt and output together are {demand.longest} tokens, more than the context of "
+            f"prompt and output together are {load.longest} tokens, more than the context of "
             f"{context}"
         )
 
 
-def _loaded(sizing: Sizing, chosen: Operating, rate: float) -> Sizing:
+def _loaded(sizing: Sizing, chosen: OperatingPoint, rate: float) -> Sizing:
     """With the load to give it, what a token costs then, and replicas for so many requests/s."""
     load = Sizing.UTILISATION * chosen.req_s
     full = chosen.cost_per_million
@@ -193,21 +193,21 @@ def _loaded(sizing: Sizing, chosen: Operating, rate: float) -> Sizing:
     return replace(sizing, load_req_s=load, cost_per_million_loaded=cost, replicas=replicas)
 
 
-def _fit(roofline: Roofline, demand: Demand) -> _Memory:
+def _fit(roofline: Roofline, load: Load) -> _Memory:
     """Pages and seats beside the weights."""
-    cost, page = roofline.cost, demand.page_size
+    cost, page = roofline.cost, load.page_size
     per_position = cost.kv_bytes / roofline.kv_split
     pages = int(roofline.kv_room / (per_position * page)) - 1  # one is trash
-    seats_full = _seats_in(pages, demand.longest, page)
+    seats_full = _seats_in(pages, load.longest, page)
     if seats_full < 1:
-        raise ConfigError(_no_room(roofline, demand))
+        raise ConfigError(_no_room(roofline, load))
     return _Memory(
         weight_bytes=cost.weight_bytes,
         kv_bytes_per_token=cost.kv_bytes,
         kv_room_bytes=roofline.kv_room * roofline.count,
         pages=pages,
         positions=pages * page,
-        seats_mean=_seats_in(pages, demand.mean_context, page),
+        seats_mean=_seats_in(pages, load.mean_context, page),
         seats_full=seats_full,
     )
 
@@ -217,32 +217,32 @@ def _seats_in(pages: int, length: float, page_size: int) -> int:
     return max(0, int(pages / math.ceil(length / page_size)))
 
 
-def _no_room(roofline: Roofline, demand: Demand) -> str:
+def _no_room(roofline: Roofline, load: Load) -> str:
     device, weights = roofline.device, roofline.cost.weight_bytes / 1e9
     chips = f"{roofline.count} x {device.name} ({device.memory / 1e9:g} GB each)"
     return (
-        f"{weights:.1f} GB of weights leave no room for a sequence of {demand.longest} tokens on "
+        f"{weights:.1f} GB of weights leave no room for a sequence of {load.longest} tokens on "
         f"{chips}: use more chips (--count), smaller --weights or --kv, or shorter requests"
     )
 
 
-def _steady_step(demand: Demand, decoding: float) -> tuple[Bucket, StepWork]:
+def _steady_step(load: Load, decoding: float) -> tuple[Bucket, StepWork]:
     """A step in which so many sequences decode."""
-    prompt = decoding * demand.prompt_rows
+    prompt = decoding * load.prompt_rows
     work = StepWork(
         decode=math.ceil(decoding),
         prompt=round(prompt),
-        keys=round(decoding * demand.mean_context),
-        longest=demand.longest,
-        pairs=round(prompt * demand.prompt / 2),
+        keys=round(decoding * load.mean_context),
+        longest=load.longest,
+        pairs=round(prompt * load.prompt / 2),
     )
     return Bucket(math.ceil(decoding + prompt), max(1, work.decode)), work
 
 
-def _cost_per_million(roofline: Roofline, demand: Demand, output_tok_s: float) -> float | None:
-    if demand.price_per_hour is None:
+def _cost_per_million(roofline: Roofline, load: Load, output_tok_s: float) -> float | None:
+    if load.price_per_hour is None:
         return None
-    return demand.price_per_hour * roofline.count / 3600 / output_tok_s * 1e6
+    return load.price_per_hour * roofline.count / 3600 / output_tok_s * 1e6
 
 
 def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
@@ -256,11 +256,11 @@ def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
     return parts[max(parts)]
 
 
-def _first_token(demand: Demand, seats: int, step: float) -> float:
+def _first_token(load: Load, seats: int, step: float) -> float:
     """The `TTFT_QUANTILE` of the time to first token at `UTILISATION`: wait for a seat (Erlang C),
     for the step under way, and the steps that the prompt takes."""
-    steps = max(1, math.ceil(demand.prompt / max(1.0, demand.token_budget - seats)))
-    service = (demand.output + steps) * step
+    steps = max(1, math.ceil(load.prompt / max(1.0, load.token_budget - seats)))
+    service = (load.output + steps) * step
     return (
         _seat_wait(seats, service, Sizing.UTILISATION, Sizing.TTFT_QUANTILE) + step + steps * step
     )
@@ -277,14 +277,14 @@ def _seat_wait(seats: int, service: float, load: float, quantile: float) -> floa
     return max(0.0, math.log(waits / (1 - quantile))) * service / (seats * (1 - load))
 
 
-def _keeps(point: Operating, demand: Demand) -> bool:
+def _keeps(point: OperatingPoint, load: Load) -> bool:
     """True when the point is within the limits."""
-    if demand.itl_s is not None and point.step_s > demand.itl_s:
+    if load.itl_s is not None and point.step_s > load.itl_s:
         return False
-    return demand.ttft_s is None or point.ttft_s <= demand.ttft_s
+    return load.ttft_s is None or point.ttft_s <= load.ttft_s
 
 
-def _knee(curve: Sequence[Operating]) -> Operating:
+def _knee(curve: Sequence[OperatingPoint]) -> OperatingPoint:
     """The point farthest above the straight line between the ends of tokens/s over step time, both
     scaled to 0..1 (Kneedle: Satopaa and others, 2011); the last one if none is above it, as of a
     mixture of experts, of which few more rows read many more.
@@ -295,13 +295,15 @@ def _knee(curve: Sequence[Operating]) -> Operating:
     return max(curve, key=partial(_above_line, first, last))
 
 
-def _above_line(first: Operating, last: Operating, point: Operating) -> tuple[float, float]:
+def _above_line(
+    first: OperatingPoint, last: OperatingPoint, point: OperatingPoint
+) -> tuple[float, float]:
     """How far above the line, and, where several are as far, which of them is the fastest."""
     above = _part("output_tok_s", first, last, point) - _part("step_s", first, last, point)
     return above, point.output_tok_s
 
 
-def _part(name: str, *points: Operating) -> float:
+def _part(name: str, *points: OperatingPoint) -> float:
     """How far the third point's figure is from the first one's to the second's, 0 .. 1."""
     begin, end, value = (getattr(point, name) for point in points)
     return (value - begin) / (end - begin)

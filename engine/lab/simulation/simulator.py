@@ -140,9 +140,13 @@ class VirtualDevice:
         self._free_at = 0.0
         self._scatter = {kind: _drawn(factors, seed) for kind, factors in table.noise.items()}
 
-    def new_core(self, shape: EngineShape, hits: Mapping[str, int] = _NO_HITS) -> EngineCore:
-        """A core of this shape on it; hits: prompt tokens that requests find cached, by id."""
-        pool = PagePool(shape.pages, shape.page_size, retain=False)
+    def new_core(
+        self, shape: EngineShape, hits: Mapping[str, int] = _NO_HITS, *, retain: bool = False
+    ) -> EngineCore:
+        """A core of this shape on it. hits: prompt tokens that requests find cached, by id; retain:
+        prompts find the pages of earlier ones that begin alike.
+        """
+        pool = PagePool(shape.pages, shape.page_size, retain=retain)
         kind = _RecordedHits if hits else Scheduler
         scheduler = kind(shape.limits, shape.buckets, pool, self.clock)
         if isinstance(scheduler, _RecordedHits):
@@ -223,7 +227,7 @@ def simulate(
     device.clock.now = arrivals[0].at
     core = device.new_core(engine, _hits_of(arrivals))
     offer = _offer_of(arrivals, concurrency or 0)
-    with _no_collection():
+    with no_collection():
         log = drive(core, device.clock, offer, history, device.reported)
     core.check()
     return _run_of(list(history.oldest()), log, engine.limits.max_seats)
@@ -295,7 +299,7 @@ def _request_at(arrivals: Series[Arrival], number: int, at: float) -> EngineRequ
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No garbage collection inside: a run makes millions of objects that live on and no cycle (a
     tenth of the time).
     """

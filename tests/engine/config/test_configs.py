@@ -14,7 +14,7 @@ from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.lab.commands.plan import _COMMAND, plan
-from jitney.engine.lab.simulation.planner import Demand, Sizing
+from jitney.engine.lab.simulation.planner import Load, Sizing
 from jitney.engine.lab.simulation.roofline import Roofline, _find_shape
 
 FOLDER = CONFIGS
@@ -82,7 +82,7 @@ def test_weights_and_the_keys_of_all_seats_fit(file: Path):
     )
     sizing = Sizing.of(
         roofline,
-        Demand(
+        Load(
             known.prompt, known.output, token_budget=known.token_budget, page_size=known.page_size
         ),
     )

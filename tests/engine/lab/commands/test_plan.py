@@ -247,7 +247,7 @@ def test_fleets_are_compared(capsys):
     said = " ".join(report["assumed"])
     for words in (
         "estimates from published peaks",
-        "within 1 %",
+        "run the engine's own scheduler",
         "3,350 GB/s",
         "a core dies every",
     ):

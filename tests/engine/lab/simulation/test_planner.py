@@ -13,8 +13,8 @@ from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.planner import (
-    Demand,
-    Operating,
+    Load,
+    OperatingPoint,
     Sizing,
     _first_token,
     _fit,
@@ -27,7 +27,7 @@ from jitney.engine.lab.simulation.step_table import HostTimes
 from jitney.engine.lab.simulation.workload import Closed, Fixed, Uniform, synthesise
 
 LLAMA = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])
-DEMAND = Demand(prompt=512, output=256)
+DEMAND = Load(prompt=512, output=256)
 
 
 def test_memory_by_hand():
@@ -47,7 +47,7 @@ def test_memory_by_hand():
 
 def test_a_steady_step_by_hand():
     """64 decoding, 128 prompt rows beside them: memory bound."""
-    point = Operating.of(LLAMA, DEMAND, 64)
+    point = OperatingPoint.of(LLAMA, DEMAND, 64)
     positions = 64 * 640 + 128 * 256 / 128 + 192
     step = (2 * (6_979_321_856 + 525_336_576) + positions * 131072) / (0.8 * 3.35e12) + 3e-4
     assert point.step_s == pytest.approx(step) and point.bound == "memory"
@@ -57,14 +57,14 @@ def test_a_steady_step_by_hand():
 
 
 def test_the_token_budget_bounds_who_decodes():
-    point = Operating.of(LLAMA, replace(DEMAND, token_budget=300), 200)
+    point = OperatingPoint.of(LLAMA, replace(DEMAND, token_budget=300), 200)
     assert point.decoding == pytest.approx(100)  # 100 decode rows and 200 prompt rows
 
 
 def test_cost_is_price_over_tokens():
-    point = Operating.of(replace(LLAMA, count=2), replace(DEMAND, price_per_hour=3.0), 32)
+    point = OperatingPoint.of(replace(LLAMA, count=2), replace(DEMAND, price_per_hour=3.0), 32)
     assert point.cost_per_million == pytest.approx(2 * 3.0 / (point.output_tok_s * 3600) * 1e6)
-    assert Operating.of(LLAMA, DEMAND, 32).cost_per_million is None
+    assert OperatingPoint.of(LLAMA, DEMAND, 32).cost_per_million is None
 
 
 def test_waiting_for_one_server_is_the_m_m_1_queue():
@@ -78,13 +78,13 @@ def test_waiting_for_one_server_is_the_m_m_1_queue():
 
 
 def test_a_prompt_longer_than_the_budget_takes_several_steps():
-    demand = Demand(prompt=1000, output=10, token_budget=300)
+    demand = Load(prompt=1000, output=10, token_budget=300)
     waits = _seat_wait(100, 0.01 * (10 + 5), 0.8, 0.99)
     assert _first_token(demand, 100, 0.01) == pytest.approx(waits + 0.01 + 5 * 0.01)
 
 
-def at(seats: int, step: float, tok: float) -> Operating:
-    return Operating(seats, seats, step, tok, tok, 0.0, "memory", None)
+def at(seats: int, step: float, tok: float) -> OperatingPoint:
+    return OperatingPoint(seats, seats, step, tok, tok, 0.0, "memory", None)
 
 
 def test_the_knee_is_where_the_curve_bends():
@@ -125,7 +125,7 @@ def test_what_does_not_fit_says_so():
         > 0
     )
     with pytest.raises(ConfigError, match="context of 131072"):
-        Sizing.of(LLAMA, Demand(prompt=131_000, output=100))
+        Sizing.of(LLAMA, Load(prompt=131_000, output=100))
     for count in (0, 3, 5):
         with pytest.raises(ConfigError, match="divide"):
             replace(LLAMA, count=count).check_split()
@@ -145,7 +145,7 @@ def test_the_simulator_agrees_with_the_steady_state():
     """32 seats that are always busy, and a bucket for every size, because the sum by hand knows no
     padding.
     """
-    demand = Demand(prompt=128, output=64, token_budget=512)
+    demand = Load(prompt=128, output=64, token_budget=512)
     roofline = replace(LLAMA, host=HostTimes())
     arrivals = synthesise(1500, Fixed(128), Uniform(16, 112), Closed(), 0)
     limits = SchedulerLimits(max_seats=32, context_length=256, max_waiting_requests=1000)
@@ -154,5 +154,5 @@ def test_the_simulator_agrees_with_the_steady_state():
     )
     run = simulate(arrivals, EngineShape(limits, buckets, 32 * 20), roofline, concurrency=40)
     assert run.figures()["output_tok_s"] == pytest.approx(
-        Operating.of(roofline, demand, 32).output_tok_s, rel=0.05
+        OperatingPoint.of(roofline, demand, 32).output_tok_s, rel=0.05
     )
