@@ -151,18 +151,6 @@ def _served_values(requests: Sequence[RequestRecord], name: str) -> list[float |
     return [getattr(request, name) for request in requests if request.served]
 
 
-def tokens_over_time(runs: Mapping[str, tuple[np.ndarray, float]]) -> go.Figure:
-    """Output tokens so far, from {name: (finish times and token counts [n, 2] f8, start)}."""
-    named = enumerate(runs.items())
-    traces = [_tokens_line(name, *run, _colour_of(name, n)) for n, (name, run) in named]
-    return figure(traces, "Delivered output tokens", "seconds", "tokens of finished requests")
-
-
-def _tokens_line(name: str, ends: np.ndarray, started: float, colour: str) -> go.Scatter:
-    times, tokens = ends[np.argsort(ends[:, 0])].T
-    return line(name, times - started, np.cumsum(tokens), colour)
-
-
 def ledger_bars(bills: Mapping[str, Bill]) -> go.Figure:
     """Device time by what it was spent on, one bar per run."""
     names = list(bills)[::-1]

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jitney.engine.common.terminal import console
+from jitney.engine.common.terminal import console, visible
 from jitney.engine.common.text_file import write_text
 
 if TYPE_CHECKING:
@@ -105,6 +105,15 @@ class Page:
             figures=to_json_plotly(charts),
             plotly=_plotly_js(),
         )
+
+    def print(self) -> None:
+        """Summary, notes and tables on standard output."""
+        print(visible("\n".join(self.summary)))
+        for section in self.sections:
+            if section.notes and section.tables:
+                print(visible("\n".join(["", *section.notes])))
+            for table in section.tables:
+                table.print(section.title)
 
     def write(self, path: str | Path) -> None:
         """Write it to a file. ConfigError if that cannot be."""

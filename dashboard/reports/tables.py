@@ -37,9 +37,8 @@ LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
 _NOTHING = CostLine(0, 0)
 #: What stands for a percentile of too few values.
 _TOO_FEW = "–"
-CROSS_TITLE = "Error of the prediction: learned from -> predicted"
-#: What the table of errors across policies shows: names among `accuracy.COMPARED`, and their heads.
-_CROSS_FIGURES = {
+#: Heads of the table of errors, by names among `accuracy.COMPARED`.
+_ERRORS = {
     "output_tok_s": "output tok/s",
     "itl_p50_s": "ITL p50",
     "ttft_p50_s": "TTFT p50",
@@ -169,17 +168,6 @@ def _cost(line: CostLine, price_per_hour: float | None) -> list[str]:
     return [f"{line.money(price_per_hour):.6f}"]
 
 
-def costliest_table(lines: Bill, price_per_hour: float | None = None, most: int = 10) -> Table:
-    """The requests that took most of the device's time."""
-    ranked = sorted(lines, key=lambda name: -lines[name].nanoseconds)[:most]
-    rows = [_request_cells(name, lines[name], price_per_hour) for name in ranked]
-    return Table(["request", "rows", "device time", *_cost_head(price_per_hour)], rows)
-
-
-def _request_cells(name: str, line: CostLine, price_per_hour: float | None) -> list[str]:
-    return [name, f"{line.rows:,}", f"{line.seconds:.4f} s", *_cost(line, price_per_hour)]
-
-
 def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
     """What continuous batching gains over the others, beside what is published: times the
     throughput, and by what the waits are divided.
@@ -199,16 +187,12 @@ def _published(ends: tuple[float, float] | None) -> str:
     return f"{ends[0]:g}x to {ends[1]:g}x" if ends else ""
 
 
-def cross_table(cross: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
-    """One row for each pair of a run learned from and a run predicted."""
+def errors_table(errors: Mapping[str, Mapping[str, float]]) -> Table:
+    """Relative errors of predicted figures, one row for each policy."""
     rows = []
-    for source, predicted in cross.items():
-        rows += [[f"{source} -> {name}", *_cross_cells(off)] for name, off in predicted.items()]
-    return Table(["", *_CROSS_FIGURES.values()], rows)
-
-
-def _cross_cells(errors: Mapping[str, float]) -> list[str]:
-    return [f"{errors[name]:+.1%}" if name in errors else "" for name in _CROSS_FIGURES]
+    for policy, off in errors.items():
+        rows.append([policy, *(f"{off[name]:+.1%}" if name in off else "" for name in _ERRORS)])
+    return Table(["", *_ERRORS.values()], rows)
 
 
 def curve_table(points: Sequence[JsonObject]) -> Table:

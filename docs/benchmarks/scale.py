@@ -137,7 +137,7 @@ def routers(requests: int) -> Iterator[list[str]]:
 
 def chat(size: int, rate: float, requests: int) -> list[Arrival]:
     """Turns at a rate; so many conversations are open that each waits for ten seconds."""
-    talks = Conversations(n_shared=256, turns=Uniform(2, 8), live=round(10 * rate))
+    talks = Conversations(n_shared=256, turns=Uniform(2, 8), live=round(10 * rate) | 1)
     messages = parse_lengths("lognormal:mean=60,sigma=0.8,min=8,max=1000", "--prompt")
     answers = parse_lengths("lognormal:mean=150,sigma=0.8,max=1000", "--output")
     count = min(requests, 2000 * size)

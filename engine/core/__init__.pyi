@@ -5,7 +5,6 @@ from .build import prove_kernels as prove_kernels
 from .build import start_jax as start_jax
 from .cost import Bill as Bill
 from .cost import CostLine as CostLine
-from .cost import RowOwners as RowOwners
 from .display import Display as Display
 from .display import load_llm as load_llm
 from .display import make_display as make_display

@@ -1,15 +1,13 @@
-"""The ledger report: where the rows, the device's time and the money of a run went, by kind and by
-request.
+"""The ledger report: where the rows, the device's time and the money of a run went, by kind.
 
 A step's device time is split over the rows it computed, evenly: a padding row costs as much as a
 useful one, but nothing where padding is free (`engine.core.scheduler.buckets.Buckets`). Times are
-whole nanoseconds and are cut at the rounded-down edges of cumulated rows, so the parts of a step, a
-run or a request always add up to the whole, to the nanosecond.
+whole nanoseconds and are cut at the rounded-down edges of cumulated rows, so the parts of a step or
+a run always add up to the whole, to the nanosecond.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,7 +17,6 @@ import numpy as np
 
 from jitney.engine.common.records import ROW_KINDS
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.core.scheduler.plan import Plan
 
 #: What a bill has a line for beside `idle`: every kind of row, padding first, so that both splits
 #: cut it alike.
@@ -128,67 +125,6 @@ def _shares(total: int, counts: Sequence[int]) -> list[int]:
 def _lines(names: Iterable[str], rows: Sequence[int], times: Sequence[int]) -> Bill:
     """rows and times: one of each name."""
     return Bill(zip(names, map(CostLine, rows, times), strict=True))
-
-
-class RowOwners:
-    """Whose rows each step computed; told every plan once, when it is packed. Costs three appends
-    per chunk.
-    """
-
-    def __init__(self) -> None:
-        self.requests: dict[str, int] = {}  # request id -> its number here, in order of first rows
-        self._steps, self._owners, self._rows = array("q"), array("q"), array("q")
-
-    def note(self, plan: Plan) -> None:
-        steps, owners, rows, numbers = self._steps, self._owners, self._rows, self.requests
-        for chunk in plan.chunks:
-            steps.append(plan.number)
-            owners.append(numbers.setdefault(chunk.seq.request.id, len(numbers)))
-            rows.append(chunk.count)
-
-    def bill(self, records: np.ndarray, *, padding_is_free: bool = False) -> tuple[Bill, CostLine]:
-        """(rows and device time of each request, the rest: padding) of steps [steps] STEP_DTYPE in
-        order.
-
-        A request pays for its own rows alone, computed in vain or not; padding is nobody's. Both
-        together are exactly the device time of the records. Rows of steps that have no record are
-        left out.
-        """
-        times = _nanoseconds(records)
-        computed = records["bucket_tokens"].astype(np.int64)
-        padding = n_padding = records["padding"].astype(np.int64)
-        if padding_is_free:
-            padding = _costly_padding(computed, n_padding)
-            computed = computed - n_padding + padding
-        steps = np.frombuffer(self._steps, np.int64)
-        kept = np.isin(steps, records["step"])
-        at = np.searchsorted(records["step"], steps[kept])
-        rows = np.frombuffer(self._rows, np.int64)[kept]
-        own = _cut(times, computed, padding, at, rows)
-        wasted = times * padding // np.maximum(1, computed)
-        return self._by_request(kept, rows, own), CostLine(int(n_padding.sum()), int(wasted.sum()))
-
-    def _by_request(self, kept: np.ndarray, rows: np.ndarray, times: np.ndarray) -> Bill:
-        """rows and times: of the entries that are kept."""
-        owners = np.frombuffer(self._owners, np.int64)[kept]
-        per_rows = np.zeros(len(self.requests), np.int64)
-        per_time = np.zeros(len(self.requests), np.int64)
-        np.add.at(per_rows, owners, rows)
-        np.add.at(per_time, owners, times)
-        return _lines(self.requests, per_rows.tolist(), per_time.tolist())
-
-
-def _cut(
-    total: np.ndarray, computed: np.ndarray, padding: np.ndarray, at: np.ndarray, rows: np.ndarray
-) -> np.ndarray:
-    """Device time [m] i8 of entries that have `rows` [m] in step `at` [m], behind the step's
-    padding.
-    """
-    passed = np.cumsum(rows)
-    first = np.searchsorted(at, at)  # each entry's first neighbour in the same step
-    ends = padding[at] + passed - (passed - rows)[first]
-    whole = np.maximum(1, computed[at])
-    return total[at] * ends // whole - total[at] * (ends - rows) // whole
 
 
 def _plain(line: CostLine, price_per_hour: float | None) -> JsonDict:

@@ -1,5 +1,5 @@
-"""The three ways to batch on the same requests: the traffic that they are compared on, what each of
-them could serve of it, who wins, by how much, and whether the answers are the same.
+"""The three ways to batch on the same requests: the traffic that they are compared on, the load
+that each can serve, who wins by how much, and whether the answers are the same.
 
 One load cannot show three policies. Where continuous batching is full, the queues of the other two
 grow without bound, and a percentile of their waits says how long the run was; where static is not
@@ -18,10 +18,11 @@ import msgspec
 
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import Arrival
-from jitney.engine.lab.bench.offline import OfflineRun, PolicyRuns
+from jitney.engine.lab.bench.offline import PolicyRuns, outputs_of
+from jitney.engine.lab.simulation.accuracy import COMPARED, errors
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import simulate
-from jitney.engine.lab.simulation.step_table import StepTimes
+from jitney.engine.lab.simulation.step_table import StepTable, StepTimes
 
 #: What others report for in-flight batching over each of these, as (least, most) times the
 #: throughput; over dynamic batching at high concurrency.
@@ -30,6 +31,8 @@ PUBLISHED = {"static": (1.6, 3.4), "dynamic": (3.0, 5.0)}
 _CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
 #: Rounds of all seats, or batches, that a policy's capacity is simulated with.
 _CAPACITY_ROUNDS = 16
+#: The policy that others are compared with.
+_BEST = "continuous"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,69 +76,70 @@ CASES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedTraffic:
-    """Requests that engines are offered at several rates."""
+def capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes) -> float:
+    """Requests a second that the engine serves where there is always a next one, by simulation.
 
-    #: Drawn at one request a second, but for `capacity`, which takes any.
-    arrivals: Sequence[Arrival]
-
-    def capacity(self, shape: EngineShape, table: StepTimes) -> float:
-        """Requests a second that the engine serves where there is always a next one, by simulation.
-
-        Those count who board after the first round of seats, from the first boarding to the last:
-        then seats run empty.
-        """
-        limits = shape.limits
-        a_round = limits.max_seats if limits.policy == "continuous" else limits.batch
-        run = simulate(_at_once(self.arrivals, _CAPACITY_ROUNDS * a_round), shape, table)
-        boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
-        return (len(boarded) - a_round) / (boarded[-1] - boarded[0])
-
-    def at_rate(self, rate: float) -> list[Arrival]:
-        """Those that were drawn at one request a second, for `rate` requests a second."""
-        return [msgspec.structs.replace(arrival, at=arrival.at / rate) for arrival in self.arrivals]
-
-    def load_curve(
-        self,
-        shape: EngineShape,
-        table: StepTimes,
-        policies: Sequence[str],
-        loads: Sequence[float] = _CURVE_LOADS,
-    ) -> list[JsonDict]:
-        """First-token waits of each policy over the load, by simulation: one point a load.
-
-        A point says for each policy which share of its own capacity the load is: from 1 on its
-        queue grows without bound, and its waits are those of a run of this length.
-        """
-        shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, "continuous"}}
-        able = {policy: self.capacity(shapes[policy], table) for policy in shapes}
-        points = []
-        for load in loads:
-            rate = load * able["continuous"]
-            coming = self.at_rate(rate)
-            waits = {}
-            for policy in policies:
-                run = simulate(coming, shapes[policy], table)
-                waits[policy] = waits_of(run.figures(), rate / able[policy])
-            points.append({"load": load, "rate": rate, "policies": waits})
-        return points
+    Those count who board after the first round of seats, from the first boarding to the last: then
+    seats run empty.
+    """
+    limits = shape.limits
+    a_round = limits.max_seats if limits.policy == _BEST else limits.batch
+    again = itertools.islice(itertools.cycle(arrivals), _CAPACITY_ROUNDS * a_round)
+    at_once = [msgspec.structs.replace(arrival, at=0.0) for arrival in again]
+    run = simulate(at_once, shape, table)
+    boarded = sorted(request.boarded for request in run.requests if request.boarded is not None)
+    return (len(boarded) - a_round) / (boarded[-1] - boarded[0])
 
 
-def _at_once(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
-    """So many of them, from the first again after the last, all at time 0."""
-    again = itertools.islice(itertools.cycle(arrivals), count)
-    return [msgspec.structs.replace(arrival, at=0.0) for arrival in again]
+def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """Arrivals that were drawn at one request a second, for `rate` requests a second."""
+    return [msgspec.structs.replace(arrival, at=arrival.at / rate) for arrival in arrivals]
+
+
+def load_curve(
+    arrivals: Sequence[Arrival],
+    shape: EngineShape,
+    table: StepTimes,
+    policies: Sequence[str],
+    loads: Sequence[float] = _CURVE_LOADS,
+) -> list[JsonDict]:
+    """First-token waits of each policy over the load, by simulation: one point a load.
+
+    arrivals: drawn at one request a second. A point says for each policy which share of its own
+    capacity the load is: from 1 on its queue grows without bound, and its waits are those of a run
+    of this length.
+    """
+    shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, _BEST}}
+    able = {policy: capacity(arrivals, each, table) for policy, each in shapes.items()}
+    points = []
+    for load in loads:
+        rate = load * able[_BEST]
+        waits = {}
+        for policy in policies:
+            run = simulate(at_rate(arrivals, rate), shapes[policy], table)
+            waits[policy] = waits_of(run.figures(), rate / able[policy])
+        points.append({"load": load, "rate": rate, "policies": waits})
+    return points
 
 
 def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:
     """What the curve shows of a run. share_of_capacity: None where it is not known."""
-    waits = figures["ttft_s"] or {}
     return {
-        "ttft_p50_s": waits.get("p50"),
-        "ttft_p99_s": waits.get("p99"),
+        "ttft_p50_s": COMPARED["ttft_p50_s"].of(figures),
+        "ttft_p99_s": COMPARED["ttft_p99_s"].of(figures),
         "output_tok_s": figures["output_tok_s"],
         "share_of_capacity": share_of_capacity,
+    }
+
+
+def prediction_errors(runs: PolicyRuns) -> dict[str, dict[str, float]]:
+    """`errors` of each run, simulated with step times that were learned from the run of continuous
+    batching (or the first one).
+    """
+    source = runs.get(_BEST, next(iter(runs.values())))
+    table = StepTable.from_records(source.records)
+    return {
+        name: errors(run.predicted(table).figures(), run.figures()) for name, run in runs.items()
     }
 
 
@@ -154,18 +158,13 @@ def differences(runs: PolicyRuns) -> list[_Difference]:
     compared with.
     """
     (first, reference), *others = runs.items()
-    differences = []
+    found = []
     for policy, run in others:
-        for number, at in _partings(reference, run):
-            differences.append(_Difference(number, (first, policy), at))
-    return differences
-
-
-def _partings(reference: OfflineRun, run: OfflineRun) -> Iterator[tuple[int, int]]:
-    """(request, output position at which it parts) of those with other tokens in the two runs."""
-    for number, (ours, theirs) in enumerate(zip(reference.tokens, run.tokens, strict=True)):
-        if ours != theirs:
-            yield number, _parting(ours, theirs)
+        pairs = zip(outputs_of(reference), outputs_of(run), strict=True)
+        for number, (ours, theirs) in enumerate(pairs):
+            if ours != theirs:
+                found.append(_Difference(number, (first, policy), _parting(ours, theirs)))
+    return found
 
 
 def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -178,39 +177,27 @@ def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return min(len(ours), len(theirs))
 
 
-def ratios(figures: Mapping[str, JsonObject], best: str = "continuous") -> dict[str, JsonDict]:
-    """What `best` gains over each other policy: times its throughput, and how many times shorter
-    its waits are.
+def ratios(figures: Mapping[str, JsonObject]) -> dict[str, JsonDict]:
+    """What continuous batching gains over each other policy: times its throughput, and how many
+    times shorter its waits are. Empty if it did not run.
     """
-    if best not in figures:
+    if _BEST not in figures:
         return {}
-    others = {name: theirs for name, theirs in figures.items() if name != best}
-    return {name: _gains_over(name, figures[best], theirs) for name, theirs in others.items()}
+    best = figures[_BEST]
+    return {
+        name: dict(_gains(best, theirs)) | {"published_output_tok_s": PUBLISHED.get(name)}
+        for name, theirs in figures.items()
+        if name != _BEST
+    }
 
 
-def _gains_over(name: str, ours: JsonObject, theirs: JsonObject) -> JsonDict:
-    gains = _gains(ours, theirs)
-    return gains | {"published_output_tok_s": PUBLISHED.get(name)}
-
-
-def _gains(ours: JsonObject, theirs: JsonObject) -> JsonDict:
-    gains: JsonDict = {}
+def _gains(ours: JsonObject, theirs: JsonObject) -> Iterator[tuple[str, float | None]]:
     for rate in ("output_tok_s", "req_s"):
-        gains[rate] = _ratio(ours[rate], theirs[rate])
-    for wait, quantile in itertools.product(("ttft_s", "e2e_s"), ("p50", "p99")):
-        shorter = _percentile(ours, wait, quantile)
-        longer = _percentile(theirs, wait, quantile)
-        gains[f"{wait}_{quantile}"] = _ratio(longer, shorter)
-    return gains
-
-
-def _percentile(figures: JsonObject, name: str, quantile: str) -> float | None:
-    """One percentile of a distribution among the figures; None if it is not known."""
-    distribution = figures.get(name) or {}
-    return distribution.get(quantile)
+        yield rate, _ratio(ours[rate], theirs[rate])
+    for wait, quantile in itertools.product(("ttft", "e2e"), ("p50", "p99")):
+        figure = COMPARED[f"{wait}_{quantile}_s"]
+        yield f"{wait}_s_{quantile}", _ratio(figure.of(theirs), figure.of(ours))
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
-    if above is None or not below:
-        return None
-    return above / below
+    return above / below if above is not None and below else None

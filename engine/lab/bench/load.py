@@ -8,13 +8,12 @@ asked during the stall, and would not have seen it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonDict
@@ -50,21 +49,15 @@ class _Sender:
     @property
     def trouble(self) -> str:
         """Why the figures may be the client's and not the server's; empty if it kept up."""
-        reasons = list(self._reasons())
-        if not reasons:
-            return ""
-        return f"the client may be the bottleneck: {', '.join(reasons)}"
-
-    def _reasons(self) -> Iterator[str]:
+        reasons = []
         if self.cpu_share > _MOST_CPU:
-            yield f"it used {self.cpu_share:.0%} of a CPU"
-        for what, seconds in (
-            ("its event loop woke up", self.lag_s),
-            ("requests left", self.late_s),
-        ):
-            late = _p99(seconds)
+            reasons.append(f"it used {self.cpu_share:.0%} of a CPU")
+        delays = {"its event loop woke up": self.lag_s, "requests left": self.late_s}
+        for what, seconds in delays.items():
+            late = (spread(seconds) or {}).get("p99", 0.0)
             if late > _MOST_LAG_S:
-                yield f"{what} {1e3 * late:.0f} ms late (p99)"
+                reasons.append(f"{what} {1e3 * late:.0f} ms late (p99)")
+        return f"the client may be the bottleneck: {', '.join(reasons)}" if reasons else ""
 
     def as_json(self) -> JsonDict:
         return {
@@ -75,15 +68,9 @@ class _Sender:
         }
 
 
-def _p99(values: Sequence[float]) -> float:
-    if not values:
-        return 0.0
-    return float(np.percentile(values, 99))
-
-
 @dataclass(slots=True)
 class LoadResult:
-    """What a run over HTTP brought."""
+    """A run over HTTP."""
 
     #: In the order of the arrivals, seconds of time.monotonic().
     requests: list[RequestRecord]
@@ -103,76 +90,53 @@ class LoadResult:
         return summarise(self.requests, records=None, seconds=self.seconds, **options)
 
 
+def ignore_progress(done: int, total: int) -> None:
+    """A `Watch` that shows nothing."""
+
+
 async def run_load(
     send: _Send,
     arrivals: Sequence[Arrival],
     *,
     concurrency: int = 0,
     closed: bool = False,
-    watch: Watch = lambda done, total: None,
+    watch: Watch = ignore_progress,
 ) -> LoadResult:
     """Send every arrival at its time and wait for all answers.
 
     concurrency: most requests open at a time, 0: any number. closed: a request comes when one of
-    those ends, so that its time counts from then; else whoever has to wait for a place among the
-    `concurrency` waits on its own time.
+    those ends, so that its time counts from then; else a request that waits for one of the
+    `concurrency` to end waits on its own time.
     """
-    open_loop = not (concurrency or closed)
-    places = asyncio.Semaphore(concurrency or len(arrivals))
-    exchange = _Exchange(send, arrivals, places, watch, open_loop)
-    started = time.monotonic()
-    async with _watched(exchange.sender), asyncio.TaskGroup() as group:
-        for number, arrival in enumerate(arrivals):
-            intended = await exchange.turn(None if closed else started + arrival.at)
-            group.create_task(exchange.serve(number, intended))
-    return exchange.result(started)
+    sender = _Sender()
+    slots = asyncio.Semaphore(concurrency or len(arrivals))
+    requests: list[RequestRecord | None] = [None] * len(arrivals)
+    answers: list[Answer | None] = [None] * len(arrivals)
+    ended = itertools.count(1)
 
-
-@dataclass(slots=True)
-class _Exchange:
-    """Sends requests and keeps what comes back, each by its number."""
-
-    #: Asks an endpoint one request.
-    send: _Send
-    arrivals: Sequence[Arrival]
-    #: A request has one, and gives it back when it ends.
-    places: asyncio.Semaphore
-    #: Is told of every end.
-    watch: Watch
-    #: No request ever waits for another.
-    open_loop: bool
-    sender: _Sender = field(default_factory=_Sender)
-    requests: dict[int, RequestRecord] = field(default_factory=dict)
-    answers: dict[int, Answer] = field(default_factory=dict)
-
-    async def turn(self, due: float | None) -> float:
-        """Wait until a request may be sent; when it should have been. due: its own time, None: when
-        there is a place.
-        """
-        if due is not None:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-        await self.places.acquire()
-        return time.monotonic() if due is None else due
-
-    async def serve(self, number: int, intended: float) -> None:
-        if self.open_loop:
-            self.sender.late_s.append(time.monotonic() - intended)
+    async def serve(number: int, intended: float) -> None:
+        if not (concurrency or closed):
+            sender.late_s.append(time.monotonic() - intended)
         try:
-            answer = await self.send(number)
+            answer = await send(number)
         finally:
-            self.places.release()
-        self._keep(number, intended, answer)
+            slots.release()
+        answers[number] = answer
+        requests[number] = _record_of(number, arrivals[number], intended, answer)
+        watch(next(ended), len(arrivals))
 
-    def _keep(self, number: int, intended: float, answer: Answer) -> None:
-        self.answers[number] = answer
-        self.requests[number] = _record_of(number, self.arrivals[number], intended, answer)
-        self.watch(len(self.answers), len(self.arrivals))
-
-    def result(self, started: float) -> LoadResult:
-        """Everything, in the order of the arrivals."""
-        requests = [request for _, request in sorted(self.requests.items())]
-        answers = [answer for _, answer in sorted(self.answers.items())]
-        return LoadResult(requests, answers, started, span(requests), self.sender)
+    started = time.monotonic()
+    async with _watched(sender), asyncio.TaskGroup() as group:
+        for number, arrival in enumerate(arrivals):
+            due = started + arrival.at
+            if not closed:
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+            await slots.acquire()
+            group.create_task(serve(number, time.monotonic() if closed else due))
+    records = [request for request in requests if request is not None]
+    return LoadResult(
+        records, [each for each in answers if each is not None], started, span(records), sender
+    )
 
 
 def _record_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestRecord:
@@ -201,7 +165,14 @@ def _first_token(answer: Answer) -> float | None:
 @asynccontextmanager
 async def _watched(sender: _Sender) -> AsyncIterator[None]:
     """Measure this process's share of a CPU and its event loop's lag while the block runs."""
-    task = asyncio.create_task(_look(sender))
+
+    async def measure_lag() -> None:
+        while True:
+            due = time.monotonic() + _LAG_EVERY_S
+            await asyncio.sleep(_LAG_EVERY_S)
+            sender.lag_s.append(max(0.0, time.monotonic() - due))
+
+    task = asyncio.create_task(measure_lag())
     cpu, wall = time.process_time(), time.monotonic()
     try:
         yield
@@ -209,11 +180,3 @@ async def _watched(sender: _Sender) -> AsyncIterator[None]:
         task.cancel()
         spent, passed = time.process_time() - cpu, time.monotonic() - wall
         sender.cpu_share = spent / max(1e-9, passed)
-
-
-async def _look(sender: _Sender) -> None:
-    """Note how late the event loop wakes up, for ever."""
-    while True:
-        due = time.monotonic() + _LAG_EVERY_S
-        await asyncio.sleep(_LAG_EVERY_S)
-        sender.lag_s.append(max(0.0, time.monotonic() - due))

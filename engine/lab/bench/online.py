@@ -8,14 +8,14 @@ import contextlib
 import re
 import secrets
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.records import ROW_KINDS
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core import Bill
-from jitney.engine.lab.bench.load import LoadResult, Watch, run_load
+from jitney.engine.lab.bench.load import LoadResult, Watch, ignore_progress, run_load
 from jitney.engine.lab.bench.text import arrival_prose, prose
 from jitney.engine.server import Answer, EndpointClient, RemoteEndpoint
 
@@ -89,7 +89,7 @@ _UNKNOWN_ENGINE = EngineAbout()
 
 @dataclass(slots=True)
 class OnlineRun:
-    """What was measured."""
+    """A measurement at an endpoint."""
 
     endpoint: RemoteEndpoint
     load: LoadResult
@@ -102,51 +102,88 @@ class OnlineRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
-    """How requests are sent."""
-
-    #: Most that are open at a time, 0: any number.
-    concurrency: int
-    #: A request comes when another one ends.
-    closed: bool
-    #: Short requests sent before anything is timed.
-    warmup: int
-    watch: Watch
-
-
-@dataclass(frozen=True, slots=True)
 class OnlineBench:
-    """Measures traffic at an endpoint. Both methods raise ConfigError or JitneyError if it does not
-    answer at all.
+    """Measures traffic at an endpoint.
+
+    Its methods raise ConfigError or JitneyError if the endpoint does not answer at all. warmup:
+    short requests sent before anything is timed; chosen anew for each measurement.
     """
 
     endpoint: RemoteEndpoint
+    warmup: int = 0
 
-    async def measure(self, arrivals: Sequence[Arrival], sending: Sending) -> OnlineRun:
-        """Send the arrivals to the endpoint."""
+    async def measure(
+        self,
+        arrivals: Sequence[Arrival],
+        *,
+        concurrency: int = 0,
+        closed: bool = False,
+        watch: Watch = ignore_progress,
+    ) -> OnlineRun:
+        """Send the arrivals to the endpoint; concurrency, closed: as for `run_load`.
+
+        Texts are new in every run: an endpoint that remembers prompts would answer those of an
+        earlier run too fast.
+        """
         async with EndpointClient(self.endpoint) as client:
-            session = await _Session.open(client, arrivals)
-            return await session.measure(arrivals, sending)
+            await client.find_model()
+            ruler = await _measured_ruler(client, max(each.n_prompt for each in arrivals))
+            salt = secrets.randbits(32)
+            words = ruler.words
+            texts = [arrival_prose(each, words, n, salt) for n, each in enumerate(arrivals)]
 
-    async def capacity(self, arrivals: Sequence[Arrival], streams: int, sending: Sending) -> float:
+            def send(number: int) -> Awaitable[Answer]:
+                arrival = arrivals[number]
+                body = client.endpoint.body(texts[number], arrival.n_output, arrival.tenant)
+                return client.ask(body)
+
+            await self._warm_up(client, ruler, arrivals[: self.warmup], concurrency, salt)
+            before = await _ServerMetrics.read(client)
+            load = await run_load(
+                send, arrivals, concurrency=concurrency, closed=closed, watch=watch
+            )
+            run = OnlineRun(client.endpoint, load, about=await EngineAbout.read(client))
+            after = None if before is None else await _ServerMetrics.read(client)
+            if before is not None and after is not None:
+                run.bill = after.bill_since(before, load.seconds)
+                run.queue_mean_s = after.queue_mean_since(before)
+            return run
+
+    @staticmethod
+    async def _warm_up(
+        client: EndpointClient,
+        ruler: _Ruler,
+        arrivals: Sequence[Arrival],
+        concurrency: int,
+        salt: int,
+    ) -> None:
+        """Send requests with such prompts and short outputs, as a closed loop."""
+
+        def send(number: int) -> Awaitable[Answer]:
+            arrival = arrivals[number]
+            text = prose(ruler.words(arrival.n_prompt), [salt, number, 1])
+            return client.ask(client.endpoint.body(text, min(16, arrival.n_output)))
+
+        if arrivals:
+            at_once = [Arrival(0.0, 1, 1)] * len(arrivals)
+            await run_load(send, at_once, concurrency=concurrency or len(arrivals), closed=True)
+
+    async def capacity(
+        self, arrivals: Sequence[Arrival], streams: int, watch: Watch = ignore_progress
+    ) -> float:
         """Requests a second that the endpoint serves when there is always a next one.
 
         A closed loop on the first requests, so many open at a time (0: twice the seats that the
         server lists, 64 where it lists none), at most three times as many in all; only the time in
         which all of them were open counts. JitneyError if too few were served to tell.
         """
-        async with EndpointClient(self.endpoint) as client:
-            session = await _Session.open(client, arrivals)
-            streams = streams or await _likely_streams(client)
-            some = arrivals[: 3 * streams]
-            streams = min(streams, max(1, len(some) // 2))
-            run = await session.measure(some, replace(sending, concurrency=streams, closed=True))
+        if not streams:
+            async with EndpointClient(self.endpoint) as client:
+                streams = await _likely_streams(client)
+        some = arrivals[: 3 * streams]
+        streams = min(streams, max(1, len(some) // 2))
+        run = await self.measure(some, concurrency=streams, closed=True, watch=watch)
         return _served_per_second(run.load, streams)
-
-
-def _longest(arrivals: Sequence[Arrival]) -> int:
-    """Tokens of the longest prompt."""
-    return max(arrival.n_prompt for arrival in arrivals)
 
 
 async def _read_json(client: EndpointClient, path: str) -> Any:
@@ -154,73 +191,6 @@ async def _read_json(client: EndpointClient, path: str) -> Any:
     page = await client.read_page(path)
     with contextlib.suppress(ValueError):
         return None if page is None else page.json()
-
-
-@dataclass(slots=True)
-class _Session:
-    """An endpoint that is known already."""
-
-    #: With its model named.
-    client: EndpointClient
-    ruler: _Ruler
-
-    @classmethod
-    async def open(cls, client: EndpointClient, arrivals: Sequence[Arrival]) -> _Session:
-        """Find the model, and learn how long texts as long as the arrivals' prompts are."""
-        await client.find_model()
-        return cls(client, await _measured_ruler(client, _longest(arrivals)))
-
-    async def measure(self, arrivals: Sequence[Arrival], sending: Sending) -> OnlineRun:
-        """As `OnlineBench.measure`.
-
-        Texts are new in every run: an endpoint that remembers prompts would answer those of an
-        earlier run too fast.
-        """
-        salt = secrets.randbits(32)
-        texts = self._texts(arrivals, salt)
-        await self._warm_up(arrivals[: sending.warmup], sending.concurrency, salt)
-        before = await _ServerMetrics.read(self.client)
-        load = await self._send(arrivals, texts, sending)
-        about = await EngineAbout.read(self.client)
-        run = OnlineRun(self.client.endpoint, load, about=about)
-        if before is not None:
-            await self._read_bill(run, before)
-        return run
-
-    async def _send(
-        self, arrivals: Sequence[Arrival], texts: Sequence[str], sending: Sending
-    ) -> LoadResult:
-        def send(number: int) -> Awaitable[Answer]:
-            arrival = arrivals[number]
-            return self._ask(texts[number], arrival.n_output, arrival.tenant)
-
-        n, closed, watch = sending.concurrency, sending.closed, sending.watch
-        return await run_load(send, arrivals, concurrency=n, closed=closed, watch=watch)
-
-    def _texts(self, arrivals: Sequence[Arrival], salt: int) -> list[str]:
-        words, numbered = self.ruler.words, enumerate(arrivals)
-        return [arrival_prose(arrival, words, number, salt) for number, arrival in numbered]
-
-    async def _read_bill(self, run: OnlineRun, before: _ServerMetrics) -> None:
-        after = await _ServerMetrics.read(self.client)
-        if after is not None:
-            run.bill = after.bill_since(before, run.load.seconds)
-            run.queue_mean_s = after.queue_mean_since(before)
-
-    async def _ask(self, text: str, max_tokens: int, user: str = "") -> Answer:
-        return await self.client.ask(self.client.endpoint.body(text, max_tokens, user))
-
-    async def _warm_up(self, arrivals: Sequence[Arrival], concurrency: int, salt: int) -> None:
-        """Send requests with such prompts and short outputs, as a closed loop."""
-
-        def send(number: int) -> Awaitable[Answer]:
-            arrival = arrivals[number]
-            text = prose(self.ruler.words(arrival.n_prompt), [salt, number, 1])
-            return self._ask(text, min(16, arrival.n_output))
-
-        if arrivals:
-            at_once = [Arrival(0.0, 1, 1)] * len(arrivals)
-            await run_load(send, at_once, concurrency=concurrency or len(arrivals), closed=True)
 
 
 async def _measured_ruler(client: EndpointClient, longest: int) -> _Ruler:

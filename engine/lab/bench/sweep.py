@@ -1,17 +1,119 @@
-"""Throughput and latency over concurrency, rate or load, and the point beyond which more load buys
-little.
+"""Throughput and latency over concurrency, rate or load, of an engine in this process or at an
+endpoint; and the point beyond which more load buys little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from jitney.engine.common.requests import JsonObject
+from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.common.trace import Arrival
+from jitney.engine.core import LLM
+from jitney.engine.lab.bench.load import LoadResult, Watch
+from jitney.engine.lab.bench.offline import OfflineBench
+from jitney.engine.lab.bench.online import EngineAbout, OnlineBench
+from jitney.engine.lab.simulation.recordings import EngineRun
 
+#: Rates and latencies of a point.
 _RATES = ("output_tok_s", "req_s", "goodput_req_s", "seat_fill")
 _LATENCIES = ("ttft", "itl", "e2e")
+#: What a report says of an engine in this process.
+_FACTS = ("version", "device", "platform", "kernels", "dtype", "policy")
+
+
+class Target(Protocol):
+    """An engine that can be sent traffic."""
+
+    def capacity(self, arrivals: Sequence[Arrival], watch: Watch) -> float:
+        """Requests a second that it serves when there is always a next one of these."""
+        ...
+
+    def measure(
+        self, arrivals: Sequence[Arrival], concurrency: int, watch: Watch
+    ) -> LoadResult | EngineRun:
+        """Send the arrivals; concurrency: requests open at a time, 0: they come at their times."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Version, device and so on."""
+        ...
+
+
+class EngineTarget:
+    """An engine in this process. warm_up: arrivals that are served before anything is timed."""
+
+    def __init__(self, llm: LLM, warm_up: Sequence[Arrival], seed: int):
+        self._llm, self._seed = llm, seed
+        self._bench = OfflineBench(llm.core, llm.tokenizer.encode)
+        self._bench.warm_up(self._bench.requests(warm_up, seed))
+
+    def capacity(self, arrivals: Sequence[Arrival], watch: Watch) -> float:
+        rate, _ = self._bench.capacity(arrivals, seed=self._seed, watch=watch)
+        return rate
+
+    def measure(self, arrivals: Sequence[Arrival], concurrency: int, watch: Watch) -> EngineRun:
+        requests = self._bench.requests(arrivals, self._seed)
+        return self._bench.run(requests, concurrency=concurrency, watch=watch)
+
+    def describe(self) -> dict[str, str]:
+        info = self._llm.info.flat()
+        return {name: info[name] for name in _FACTS}
+
+
+class EndpointTarget:
+    """A server elsewhere. streams: open while its capacity is measured, 0: by its seats."""
+
+    def __init__(self, bench: OnlineBench, streams: int):
+        self._bench, self._streams = bench, streams
+        self._about = EngineAbout()
+
+    def capacity(self, arrivals: Sequence[Arrival], watch: Watch) -> float:
+        return asyncio.run(self._bench.capacity(arrivals, self._streams, watch))
+
+    def measure(self, arrivals: Sequence[Arrival], concurrency: int, watch: Watch) -> LoadResult:
+        measured = self._bench.measure(
+            arrivals, concurrency=concurrency, closed=concurrency > 0, watch=watch
+        )
+        run = asyncio.run(measured)
+        self._about = run.about
+        return run.load
+
+    def describe(self) -> dict[str, str]:
+        return self._about._asdict()
+
+
+def sweep(
+    target: Target,
+    axis: str,
+    values: Sequence[float],
+    arrivals_at: Callable[[float], list[Arrival]],
+    figures_of: Callable[[LoadResult | EngineRun], JsonDict],
+    watch: Callable[[str, int, int], None],
+) -> tuple[float | None, list[JsonDict]]:
+    """(requests a second at load 1, the points in the order of `values`).
+
+    axis: concurrency, rate, or load, whose values are shares of the capacity, which is measured
+    first. arrivals_at: the requests of a concurrency or a rate.
+    """
+    capacity = None
+    if axis == "load":
+        capacity = target.capacity(arrivals_at(values[0]), partial(watch, "capacity"))
+    points = []
+    for value in values:
+        arrivals = arrivals_at(value * (capacity or 1.0))
+        concurrency = int(value) if axis == "concurrency" else 0
+        run = target.measure(arrivals, concurrency, partial(watch, f"{axis} {value:g}"))
+        figures = figures_of(run)
+        if isinstance(run, LoadResult):
+            figures["client"] = run.sender.as_json()
+        rate = {} if capacity is None else {"rate": value * capacity}
+        points.append({axis: value, **point_of(figures), "figures": figures, **rate})
+    return capacity, points
 
 
 def point_of(figures: JsonObject) -> dict[str, float | None]:
@@ -24,33 +126,6 @@ def point_of(figures: JsonObject) -> dict[str, float | None]:
     return point
 
 
-def _knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int | None:
-    """Index of the knee of an ascending curve, None if it has none (a straight line, or fewer than
-    three points).
-
-    Kneedle without its smoothing (Satopää et al. 2011, "Finding a 'Kneedle' in a Haystack"): both
-    axes scaled to [0, 1], the point farthest from the diagonal: above it for a curve that flattens
-    (throughput over concurrency), below it for one that steepens (convex: latency over rate). A
-    curve that falls again is taken as level there, so that its knee is not where it happens to dip.
-    """
-    if len(x) < 3:
-        return None
-    above = _unit(np.maximum.accumulate(np.asarray(y, np.float64)))
-    above -= _unit(np.asarray(x, np.float64))
-    if convex:
-        above = -above
-    best = int(np.argmax(above))
-    if above[best] <= 1e-9:
-        return None
-    return best
-
-
-def _unit(values: np.ndarray) -> np.ndarray:
-    """Values [n] f8 scaled to [0, 1]; all 0 if they are all alike."""
-    above = values - values.min()
-    return above / (above.max() or 1.0)
-
-
 def knee_of(axis: str, points: Sequence[JsonObject]) -> int | None:
     """The knee of a sweep: where throughput flattens over concurrency, where p99 end-to-end time
     steepens over rate or load.
@@ -61,3 +136,28 @@ def knee_of(axis: str, points: Sequence[JsonObject]) -> int | None:
     if None in values:
         return None
     return _knee([point[axis] for point in points], values, convex=convex)
+
+
+def _knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int | None:
+    """Index of the knee of an ascending curve, None if it has none (a straight line, or fewer than
+    three points).
+
+    Kneedle without its smoothing (Satopää et al. 2011, "Finding a 'Kneedle' in a Haystack"): both
+    axes scaled to [0, 1], the point farthest from the diagonal: above it for a curve that flattens
+    (throughput over concurrency), below it for one that steepens (convex: latency over rate). A
+    curve that falls again is taken as level there, so that its knee is not at a dip.
+    """
+    if len(x) < 3:
+        return None
+    above = _unit(np.maximum.accumulate(np.asarray(y, np.float64)))
+    above -= _unit(np.asarray(x, np.float64))
+    if convex:
+        above = -above
+    best = int(np.argmax(above))
+    return best if above[best] > 1e-9 else None
+
+
+def _unit(values: np.ndarray) -> np.ndarray:
+    """Values [n] f8 scaled to [0, 1]; all 0 if they are all alike."""
+    above = values - values.min()
+    return above / (above.max() or 1.0)

@@ -29,8 +29,10 @@ from jitney.engine.lab.simulation.workload import (
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from jitney.dashboard import Page
     from jitney.engine.lab.bench.load import LoadResult
-    from jitney.engine.lab.bench.offline import NamedWatch, OfflineRun
+    from jitney.engine.lab.bench.offline import NamedWatch
+    from jitney.engine.lab.simulation.recordings import EngineRun
 
 
 #: What the requests are made of.
@@ -71,14 +73,11 @@ _LIMITS = (
     Flag.number("--slo-itl-ms", "and whose later tokens came this fast on average", metavar="MS"),
     Flag.number("--price-per-hour", "of the device, for the cost of tokens and rows"),
 )
-#: When requests come.
-type _Pattern = Closed | Poisson | Gamma
-#: What each arrival pattern is called on the command line, and how it is made of a rate, a shape
-#: and a concurrency.
-_PATTERNS: dict[str, Callable[[float, float, int], _Pattern]] = {
-    "closed": lambda rate, shape, concurrency: Closed(concurrency),
-    "poisson": lambda rate, shape, concurrency: Poisson(rate),
-    "gamma": lambda rate, shape, concurrency: Gamma(rate, shape),
+#: When requests come, by what the command line calls it: made of a rate and a shape.
+_PATTERNS: dict[str, Callable[[float, float], Closed | Poisson | Gamma]] = {
+    "closed": lambda rate, shape: Closed(),
+    "poisson": lambda rate, shape: Poisson(rate),
+    "gamma": Gamma,
 }
 _JSON = Flag.of("--json", "write all figures to a file; - is standard output", metavar="FILE")
 _HTML = Flag.of("--html", "write one page with charts that needs no network", metavar="FILE")
@@ -136,7 +135,9 @@ class TrafficArguments(Arguments):
         return [_scaled(arrival, self.scale) for arrival in arrivals]
 
     def _made_up(self, rate: float) -> list[Arrival]:
-        pattern = _make_pattern(self.arrivals, rate=rate, shape=self.burst_shape)
+        if self.arrivals != "closed" and not rate > 0:
+            raise ConfigError(f"{self.arrivals} arrivals need a rate, requests a second")
+        pattern = _PATTERNS[self.arrivals](rate, self.burst_shape)
         lengths = {name: self._lengths(name) for name in ("prompt", "output")}
         return WORKLOADS[self.preset].arrivals(self.requests, pattern, self.seed, **lengths)
 
@@ -158,12 +159,21 @@ class TrafficArguments(Arguments):
             "seed": self.seed,
         }
 
-    def figures_of(self, run: LoadResult | OfflineRun, *, closed: bool) -> JsonDict:
+    def figures_of(self, run: LoadResult | EngineRun, *, closed: bool) -> JsonDict:
         """The figures of a run, and how its queue went; None in a closed loop, where it cannot
         grow.
         """
         backlog = None if closed else msgspec.to_builtins(QueueGrowth.of(run.requests))
         return run.figures(**self.figure_options()) | {"backlog": backlog}
+
+    def deliver(self, report: JsonObject, page: Callable[[bool], Page]) -> None:
+        """Write the files that the flags name and print the report, unless JSON goes to standard
+        output. page: makes the report for people, with or without charts.
+        """
+        if self.html:
+            page(True).write(self.html)
+        if self.write_report(report):
+            page(False).print()
 
     def _source(self) -> dict[str, str | None]:
         """What was asked for. A preset is "custom" where a flag says other lengths than it has."""
@@ -180,19 +190,6 @@ class TrafficArguments(Arguments):
         if self.prompt or self.output:
             return asked | {"preset": "custom", "about": None}
         return asked
-
-
-def _make_pattern(
-    name: str, *, rate: float = 0.0, shape: float = 1.0, concurrency: int = 0
-) -> _Pattern:
-    """The arrival pattern of that name. ConfigError for an unknown one, or a rate that it needs and
-    lacks.
-    """
-    if name not in _PATTERNS:
-        raise ConfigError(f"unknown arrivals {name!r}; known: {', '.join(_PATTERNS)}")
-    if name != "closed" and not (rate > 0 and shape > 0):
-        raise ConfigError(f"{name} arrivals need a rate (requests a second) and a shape above 0")
-    return _PATTERNS[name](rate, shape, concurrency)
 
 
 _OF_A_TRACE = dict.fromkeys(("preset", "about", "prompt", "output")) | {"arrivals": "trace"}
@@ -245,31 +242,22 @@ def _size_of(arrivals: list[Arrival]) -> JsonDict:
 
 
 def traffic_line(traffic: JsonObject) -> str:
-    """A description of traffic in a sentence, with what its lengths came to."""
-    what = traffic["trace"] or traffic["preset"]
-    return f"{what}: {'; '.join(_traffic_parts(traffic))}"
-
-
-def _traffic_parts(traffic: JsonObject) -> Iterator[str]:
-    yield _amount(traffic)
-    rate = f" at {traffic['rate']:.3g} a second" if traffic["rate"] else ""
-    yield f"{traffic['arrivals']} arrivals{rate}"
-    for kind in ("prompt", "output"):
-        yield f"{kind}s {LengthSummary(**traffic[f'{kind}_lengths'])}"
-    if traffic["conversations"]:
-        yield _repetition(traffic)
-
-
-def _amount(traffic: JsonObject) -> str:
+    """A description of traffic in a sentence, with its lengths."""
     amount = "{requests} requests, {prompt_tokens:,} prompt and {output_tokens:,} output tokens"
+    parts = [amount.format_map(traffic)]
     if traffic["scale"] != 1:
-        amount += ", output lengths times {scale:g}"
-    return amount.format_map(traffic)
-
-
-def _repetition(traffic: JsonObject) -> str:
-    share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
-    return f"{traffic['conversations']} conversations, {share:.0%} of the prompt tokens came before"
+        parts[0] += f", output lengths times {traffic['scale']:g}"
+    rate = f" at {traffic['rate']:.3g} a second" if traffic["rate"] else ""
+    parts.append(f"{traffic['arrivals']} arrivals{rate}")
+    for kind in ("prompt", "output"):
+        parts.append(f"{kind}s {LengthSummary(**traffic[f'{kind}_lengths'])}")
+    if traffic["conversations"]:
+        share = traffic["repeated_prompt_tokens"] / traffic["prompt_tokens"]
+        parts.append(
+            f"{traffic['conversations']} conversations, {share:.0%} of the prompt tokens came "
+            "before"
+        )
+    return f"{traffic['trace'] or traffic['preset']}: {'; '.join(parts)}"
 
 
 @contextmanager

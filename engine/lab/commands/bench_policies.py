@@ -7,10 +7,10 @@ traffic comes make it one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,34 +18,36 @@ import numpy as np
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict, JsonObject
-from jitney.engine.common.text_file import write_text
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Command, Config, Flag, FlagGroup, say
 from jitney.engine.core import load_llm
+from jitney.engine.lab.backlog import QueueGrowth
 from jitney.engine.lab.bench.compare import (
     CASES,
     PUBLISHED,
-    OfferedTraffic,
     TrafficCase,
+    at_rate,
+    capacity,
     differences,
+    load_curve,
+    prediction_errors,
     ratios,
     waits_of,
 )
 from jitney.engine.lab.bench.offline import (
     NamedWatch,
     OfflineBench,
-    OfflineRun,
     PolicyRuns,
     PromptedArrival,
+    bill_of,
 )
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, progress, traffic_line
-from jitney.engine.lab.simulation.accuracy import cross_errors
+from jitney.engine.lab.simulation.recordings import EngineRun, write_recording
 from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import StepTable
-from jitney.engine.lab.simulation.verdicts import PolicyErrors
 
 if TYPE_CHECKING:
-    from jitney.dashboard import Table
+    from jitney.dashboard import Page, PageSection
     from jitney.engine.common.engine_info import EngineInfo
 
 #: A little more than can be served, so that there is always a queue.
@@ -104,12 +106,6 @@ _FILES = (
         metavar="FILE",
     ),
     Flag.of(
-        "--errors",
-        "write how far off it is to predict each policy from another's run, as the package "
-        "ships it (engine/lab/simulation/policy_errors.json)",
-        metavar="FILE",
-    ),
-    Flag.of(
         "--traces",
         "write PREFIX.POLICY.jsonl for jitney simulate --trace: what came, and what "
         "was measured; PREFIX.CASE.POLICY.jsonl if there are several cases",
@@ -138,7 +134,7 @@ class _Traffic:
 
     #: The parsed arguments, as if this case had been asked for alone.
     args: TrafficArguments
-    #: At one request a second if `open_loop`.
+    #: At one request a second if requests come at times that are drawn.
     arrivals: list[Arrival]
     #: The same with their prompts.
     requests: list[PromptedArrival]
@@ -147,35 +143,47 @@ class _Traffic:
     #: The policy that the load is a share of, "" if it is not.
     of: str
     load: float
-    #: Requests a second; 0: they have none. `_set_rates` writes it where `of` is named.
+    #: Requests a second; 0: they have none.
     rate: float
 
-    @property
-    def open_loop(self) -> bool:
-        return self.args.is_drawn
-
-    @property
-    def offered(self) -> OfferedTraffic:
-        return OfferedTraffic(self.arrivals)
-
-    @property
-    def timed(self) -> list[Arrival]:
-        """The arrivals at the rate of this case."""
-        return self.offered.at_rate(self.rate) if self.open_loop else self.arrivals
+    @classmethod
+    def of_flags(
+        cls, bench: OfflineBench, args: TrafficArguments, case: TrafficCase | None
+    ) -> _Traffic:
+        """The requests of a case, with their texts; case None: as the flags say."""
+        rate = args.rate or 0.0
+        arrivals = args.draw(rate=1.0 if args.is_drawn else rate)
+        requests = bench.requests(arrivals, args.seed)
+        if case is not None:
+            return cls(args, arrivals, requests, case.what, case.of, case.load, 0.0)
+        of = "continuous" if args.is_drawn and not rate else ""
+        return cls(args, arrivals, requests, "as the flags say", of, args.load, rate)
 
     def paced(self, rate: float) -> list[PromptedArrival]:
-        pairs = zip(self.offered.at_rate(rate), self.requests, strict=True)
+        """The requests at so many a second; those of a trace or a closed loop as they are."""
+        if not self.args.is_drawn:
+            return self.requests
+        pairs = zip(at_rate(self.arrivals, rate), self.requests, strict=True)
         return [PromptedArrival(arrival, request.prompt) for arrival, request in pairs]
 
-    def due(self) -> list[PromptedArrival]:
-        if self.open_loop:
-            return self.paced(self.rate)
-        return self.requests
+    def set_rate(
+        self, bench: OfflineBench, table: StepTable, measured: float, lengths: str | None
+    ) -> None:
+        """Give an open case its rate. measured: what continuous batching was measured to serve of
+        outputs of these lengths; of other lengths and policies the simulator says it.
+        """
+        if not self.of:
+            return
+        able = measured
+        if self.of != "continuous" or self.args.output != lengths:
+            shape = bench.shape.open_to_all().under(self.of, 0.0)
+            able = capacity(self.arrivals, shape, table)
+        self.rate = self.load * able
 
 
 @dataclass(slots=True)
 class _Comparison:
-    """What runs on what, and what is called while it does."""
+    """Runs all cases under all policies."""
 
     bench: OfflineBench
     #: By the case's name.
@@ -187,17 +195,14 @@ class _Comparison:
     static_timeout_ms: float
     watch: NamedWatch
 
-    @property
-    def first(self) -> _Traffic:
-        return next(iter(self.traffics.values()))
-
-    def run_all(self) -> tuple[dict[str, dict[str, OfflineRun]], list[JsonDict]]:
+    def run_all(self) -> tuple[dict[str, dict[str, EngineRun]], list[JsonDict]]:
         """(the runs by case and policy, the measured points of the curve)."""
         rate = self._pace()
         runs = {}
         for name, traffic in self.traffics.items():
-            concurrency = traffic.args.concurrency
-            runs[name] = self._run(traffic.due(), _named(self.watch, name), concurrency)
+            prefix = "" if name == _GIVEN else f"{name}, "
+            requests = traffic.paced(traffic.rate)
+            runs[name] = self._run(requests, prefix, traffic.args.concurrency)
         return runs, [self._measure_load(load, rate) for load in self.loads]
 
     def _pace(self) -> float:
@@ -206,75 +211,49 @@ class _Comparison:
         Returns the requests a second that continuous batching was measured to serve of the first
         case's lengths, 0 where no case has a rate to find.
         """
-        if not any(traffic.open_loop for traffic in self.traffics.values()):
+        traffics = self.traffics.values()
+        if not any(traffic.args.is_drawn for traffic in traffics):
             return 0.0
-        rate, measured = self._capacity()
+        first = next(iter(traffics))
+        rate, measured = self.bench.capacity(
+            first.arrivals, seed=first.args.seed, watch=partial(self.watch, "capacity")
+        )
         table = StepTable.from_records(measured.records)
-        _set_rates(self.bench, self.traffics, table, rate)
-        say(self._expectation(table))
-        return rate
-
-    def _capacity(self) -> tuple[float, OfflineRun]:
-        """As `OfflineBench.capacity`."""
-        first, seats = self.first, self.bench.limits.max_seats
-        seed = first.args.seed
-        return self.bench.capacity(first.arrivals, seats, seed=seed, watch=self.watch)
-
-    def _expectation(self, table: StepTable) -> str:
-        """How many runs come, and how long they will take."""
-        pairs = list(itertools.product(self.traffics.values(), self.policies))
-        seconds = sum(self._simulated_seconds(*pair, table) for pair in pairs)
-        line = f"{len(pairs)} runs, about {seconds / 60:.1f} minutes by simulation"
+        seconds = 0.0
+        for traffic in traffics:
+            traffic.set_rate(self.bench, table, rate, first.args.output)
+            for policy in self.policies:
+                arrivals = [each.arrival for each in traffic.paced(traffic.rate)]
+                shape = self.bench.shape.open_to_all().under(policy, 0.0)
+                n_open = traffic.args.concurrency or None
+                seconds += simulate(arrivals, shape, table, concurrency=n_open).seconds
+        runs = len(traffics) * len(self.policies)
+        line = f"{runs} runs, about {seconds / 60:.1f} minutes by simulation"
         if self.loads:
             line += f"; beside them {len(self.loads) * len(self.policies)} at other loads"
-        return line
-
-    def _simulated_seconds(self, traffic: _Traffic, policy: str, table: StepTable) -> float:
-        shape = self.bench.shape.open_to_all().under(policy, 0.0)
-        concurrency = traffic.args.concurrency or None
-        return simulate(traffic.timed, shape, table, concurrency=concurrency).seconds
+        say(line)
+        return rate
 
     def _run(
-        self, requests: list[PromptedArrival], watch: NamedWatch, concurrency: int = 0
-    ) -> dict[str, OfflineRun]:
+        self, requests: list[PromptedArrival], prefix: str, concurrency: int = 0
+    ) -> dict[str, EngineRun]:
+        """prefix: of the policies' names on the progress bar."""
         return self.bench.run_policies(
             requests,
             self.policies,
-            watch=watch,
+            watch=lambda policy, done, total: self.watch(prefix + policy, done, total),
             concurrency=concurrency,
             static_timeout_ms=self.static_timeout_ms,
         )
 
     def _measure_load(self, load: float, rate: float) -> JsonDict:
-        """A point of `OfferedTraffic.load_curve`, measured on the first case; shares of
-        capacity are not known here.
+        """A point of `load_curve`, measured on the first case; shares of capacity are not known
+        here.
         """
-        runs = self._run(self.first.paced(load * rate), _named(self.watch, f"load {load:g}"))
+        first = next(iter(self.traffics.values()))
+        runs = self._run(first.paced(load * rate), f"load {load:g}, ")
         waits = {policy: waits_of(run.figures(), None) for policy, run in runs.items()}
         return {"load": load, "rate": load * rate, "policies": waits}
-
-
-def _named(watch: NamedWatch, case: str) -> NamedWatch:
-    """The same, with the case before the policy's name where there are several."""
-    if case == _GIVEN:
-        return watch
-    return lambda policy, done, total: watch(f"{case}, {policy}", done, total)
-
-
-def _set_rates(
-    bench: OfflineBench, traffics: Mapping[str, _Traffic], table: StepTable, rate: float
-) -> None:
-    """Give each open case its rate: of what continuous batching was measured to serve of the first
-    one's lengths, and of what the simulator says for other lengths and policies.
-    """
-    shape = bench.shape.open_to_all()
-    lengths = next(iter(traffics.values())).args.output
-    for traffic in traffics.values():
-        if traffic.of == "continuous" and traffic.args.output == lengths:
-            traffic.rate = traffic.load * rate
-        elif traffic.of:
-            able = traffic.offered.capacity(shape.under(traffic.of, 0.0), table)
-            traffic.rate = traffic.load * able
 
 
 def bench_policies(arguments: Sequence[str]) -> int:
@@ -282,22 +261,25 @@ def bench_policies(arguments: Sequence[str]) -> int:
     0.
     """
     args = _COMMAND.parse_as(TrafficArguments, arguments)
-    policies, loads = _policies_from(args), _loads_from(args)
+    policies = args.names_of("policies", _POLICIES)
+    args.check_concurrency()
+    loads = [] if args.measure_loads is None else args.numbers_of("measure_loads", float)
     cases = _cases_from(args)
     _check(args, cases)
     config = _config_from(args)
     llm = load_llm(config)
     bench = OfflineBench(llm.core, llm.tokenizer.encode)
-    traffics = {name: _draw(bench, flags, case) for name, (flags, case) in cases.items()}
+    traffics = {name: _Traffic.of_flags(bench, *flags) for name, flags in cases.items()}
     with progress() as watch:
         timeout_ms = _static_timeout_ms(args, config)
         comparison = _Comparison(bench, traffics, policies, loads, timeout_ms, watch)
-        bench.warm_up(comparison.first.requests, args.warmup_s)
+        bench.warm_up(next(iter(traffics.values())).requests, args.warmup_s)
         runs, measured_loads = comparison.run_all()
     report = _make_report(args, traffics, runs, llm.info)
     report["measured_loads"] = measured_loads
     llm.close()
-    _deliver(args, report, runs)
+    _write_runs(args, runs)
+    args.deliver(report, partial(_page, args, report, runs))
     return 0
 
 
@@ -310,7 +292,7 @@ def _static_timeout_ms(args: TrafficArguments, config: Config) -> float:
 
 def _check(args: TrafficArguments, cases: _Cases) -> None:
     """Bad flags are reported before the model loads."""
-    args.check_writable("json", "html", "records", "errors", "traces")
+    args.check_writable("json", "html", "records", "traces")
     args.check_numbers(rate=0.001, load=0.001, concurrency=0, warmup_s=0)
     args.slo()
     for flags, _ in cases.values():
@@ -321,18 +303,6 @@ def _check_case(flags: TrafficArguments) -> None:
     if flags.measure_loads and not flags.is_drawn:
         raise ConfigError("--measure-loads is for traffic with a rate: poisson or gamma arrivals")
     flags.draw(rate=flags.rate or 1.0)
-
-
-def _policies_from(args: TrafficArguments) -> list[str]:
-    names = args.names_of("policies", _POLICIES)
-    args.check_concurrency()
-    return names
-
-
-def _loads_from(args: TrafficArguments) -> list[float]:
-    if args.measure_loads is None:
-        return []
-    return args.numbers_of("measure_loads", float)
 
 
 #: By name: the flags that describe the case, and None for the one that the given flags describe.
@@ -376,17 +346,6 @@ def _config_from(args: TrafficArguments) -> Config:
     return args.load_config()
 
 
-def _draw(bench: OfflineBench, args: TrafficArguments, case: TrafficCase | None) -> _Traffic:
-    """The requests of a case, with their texts."""
-    rate = args.rate or 0.0
-    arrivals = args.draw(rate=1.0 if args.is_drawn else rate)
-    requests = bench.requests(arrivals, args.seed)
-    if case is not None:
-        return _Traffic(args, arrivals, requests, case.what, case.of, case.load, 0.0)
-    of = "continuous" if args.is_drawn and not rate else ""
-    return _Traffic(args, arrivals, requests, "as the flags say", of, args.load, rate)
-
-
 def _make_report(
     args: TrafficArguments, traffics: Mapping[str, _Traffic], runs: _CaseRuns, info: EngineInfo
 ) -> JsonDict:
@@ -401,36 +360,23 @@ def _make_report(
 
 
 def _case_report(args: TrafficArguments, traffic: _Traffic, runs: PolicyRuns) -> JsonDict:
-    figures = {name: _run_figures(args, run) for name, run in runs.items()}
+    arrivals = [request.arrival for request in traffic.requests]
+    described = traffic.args.describe(arrivals, traffic.rate)
+    unlike = [difference._asdict() for difference in differences(runs)]
+    figures = {}
+    for name, run in runs.items():
+        ledger = bill_of(run).as_json(args.price_per_hour)
+        figures[name] = args.figures_of(run, closed=args.is_closed) | {"ledger": ledger}
     return {
-        **_described(traffic),
-        **_compared(runs),
+        "what": f"{traffic_line(described)}: {traffic.what}",
+        "traffic": described,
+        "same_tokens": not unlike,
+        "differences": unlike,
+        "prediction_errors": prediction_errors(runs),
         "policies": figures,
         "ratios": ratios(figures),
         "share_of_capacity": _shares_of_capacity(traffic, runs),
-        "limits": {name: msgspec.to_builtins(run.limits) for name, run in runs.items()},
-    }
-
-
-def _described(traffic: _Traffic) -> JsonDict:
-    """What came."""
-    arrivals = [request.arrival for request in traffic.requests]
-    described = traffic.args.describe(arrivals, traffic.rate)
-    return {"what": f"{traffic_line(described)}: {traffic.what}", "traffic": described}
-
-
-def _compared(runs: PolicyRuns) -> JsonDict:
-    """Whether answers differ, and how well each run predicts the others."""
-    unlike = [difference._asdict() for difference in differences(runs)]
-    cross = cross_errors({name: run.as_measured for name, run in runs.items()})
-    return {"same_tokens": not unlike, "differences": unlike, "cross_errors": cross}
-
-
-def _run_figures(args: TrafficArguments, run: OfflineRun) -> JsonDict:
-    price = args.price_per_hour
-    return args.figures_of(run, closed=args.is_closed) | {
-        "ledger": run.costs.as_json(price),
-        "request_shares": run.request_shares.as_json(price),
+        "limits": {name: msgspec.to_builtins(run.shape.limits) for name, run in runs.items()},
     }
 
 
@@ -438,97 +384,121 @@ def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]
     """For each policy the load over what it can serve, simulated with its own run's steps; empty
     without a rate.
     """
-    if not traffic.rate:
-        return {}
-    return {name: traffic.rate / _able(traffic, run) for name, run in runs.items()}
-
-
-def _able(traffic: _Traffic, run: OfflineRun) -> float:
-    """Requests of this case a second that the run's engine could serve."""
-    table = StepTable.from_records(run.records)
-    return traffic.offered.capacity(run.shape.open_to_all(), table)
+    shares: dict[str, float] = {}
+    for name, run in runs.items() if traffic.rate else ():
+        table = StepTable.from_records(run.records)
+        shares[name] = traffic.rate / capacity(traffic.arrivals, run.shape.open_to_all(), table)
+    return shares
 
 
 def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
     """Waits over the load, simulated with the steps of all runs together; empty without a rate."""
-    if not traffic.open_loop:
+    if not traffic.args.is_drawn:
         return []
     arrivals = traffic.args.changed(requests=_CURVE_REQUESTS).draw(rate=1.0)
     shape = next(iter(runs.values())).shape.open_to_all()
     table = StepTable.from_records(np.concatenate([run.records for run in runs.values()]))
-    return OfferedTraffic(arrivals).load_curve(shape, table, list(runs))
+    return load_curve(arrivals, shape, table, list(runs))
 
 
-def _deliver(args: TrafficArguments, report: JsonObject, runs: _CaseRuns) -> None:
-    from jitney.engine.lab.bench.policies_page import write_policies_page
-
-    _write_runs(args, _by_file_name(runs))
-    if args.errors:
-        found = msgspec.json.encode(PolicyErrors.of_report(report))
-        write_text("--errors", args.errors, msgspec.json.format(found).decode() + "\n")
-    if args.html:
-        summary = [_engine_line(report["engine"])]
-        write_policies_page(args.html, report, runs, summary, args.price_per_hour)
-    if args.write_report(report):
-        _print_report(args, report, runs)
-
-
-def _by_file_name(runs: _CaseRuns) -> dict[str, OfflineRun]:
-    """All runs, by the policy's name; the case stands before it where there are several."""
+def _write_runs(args: TrafficArguments, runs: _CaseRuns) -> None:
+    """Step records and traces, for the simulator; the case stands before the policy's name where
+    there are several.
+    """
     named = {}
     for case, by_policy in runs.items():
         prefix = "" if case == _GIVEN else f"{case}."
         named |= {prefix + policy: run for policy, run in by_policy.items()}
-    return named
-
-
-def _write_runs(args: TrafficArguments, runs: PolicyRuns) -> None:
-    """Step records and traces, for the simulator."""
-    from jitney.engine.lab.bench.saved import write_recording, write_records
-
     if args.records:
-        write_records(args.records, runs)
+        EngineRun.write_all(args.records, named)
     if args.traces:
-        for name, run in runs.items():
+        for name, run in named.items():
             write_recording(f"{args.traces}.{name}.jsonl", run.requests, run.started)
 
 
-def _print_report(args: TrafficArguments, report: JsonObject, runs: _CaseRuns) -> None:
-    print(_engine_line(report["engine"]))
+def _page(args: TrafficArguments, report: JsonObject, runs: _CaseRuns, charts: bool) -> Page:
+    """The report for people: of each case figures, errors of prediction and ledger; and the waits
+    over the load.
+    """
+    from jitney.dashboard import Page
+
+    engine = "{model} in {dtype} on {device} ({platform}), {seats} seats"
+    sections: list[PageSection] = []
     for name, case in report["cases"].items():
-        _print_case(name, case, runs[name], args.price_per_hour)
-    _print_curve(report["load_curve"], "p99 time to first token over the load, simulated")
-    _print_curve(report["measured_loads"], "the same, measured")
+        sections += _case_sections(name, case, runs[name], args.price_per_hour, charts)
+    sections += _curve_sections(report, charts)
+    title = "Static, dynamic and continuous batching on the same requests"
+    return Page(title, [engine.format_map(report["engine"])], sections)
 
 
-def _print_curve(points: Sequence[JsonObject], title: str) -> None:
-    from jitney.dashboard import curve_table
+def _case_sections(
+    name: str, case: JsonObject, runs: PolicyRuns, price: float | None, charts: bool
+) -> Iterator[PageSection]:
+    from jitney.dashboard import (
+        PageSection,
+        errors_table,
+        figures_table,
+        latency_charts,
+        ledger_bars,
+        ledgers_table,
+        ratio_table,
+    )
 
-    if points:
-        curve_table(points).print(title)
-
-
-def _print_case(name: str, case: JsonObject, runs: PolicyRuns, price: float | None) -> None:
-    from jitney.engine.lab.bench.policies_page import case_lines
-
-    print("\n".join([f"\n{name}", *case_lines(case)]))
-    for title, table in _case_tables(case, runs, price):
-        table.print(title)
-
-
-def _case_tables(
-    case: JsonObject, runs: PolicyRuns, price_per_hour: float | None
-) -> Iterator[tuple[str, Table]]:
-    """(title, table)."""
-    from jitney.dashboard import CROSS_TITLE, cross_table, figures_table, ledgers_table, ratio_table
-
-    yield "", figures_table(case["policies"], case["share_of_capacity"])
+    requests = {policy: run.requests for policy, run in runs.items()}
+    bills = {policy: bill_of(run) for policy, run in runs.items()}
+    tables = [figures_table(case["policies"], case["share_of_capacity"])]
     if case["ratios"]:
-        yield "", ratio_table(case["ratios"])
-    bills = {policy: run.costs for policy, run in runs.items()}
-    yield "Ledger", ledgers_table(bills, price_per_hour)
-    yield CROSS_TITLE, cross_table(case["cross_errors"])
+        tables.append(ratio_table(case["ratios"]))
+    notes = [*_case_lines(case), "Latencies count from the time a request should have come."]
+    yield PageSection(f"Figures: {name}", notes, tables, latency_charts(requests) if charts else ())
+    bars = [ledger_bars(bills)] if charts else ()
+    yield PageSection(f"Ledger: {name}", [_LEDGER_NOTE], [ledgers_table(bills, price)], bars)
+    table = errors_table(case["prediction_errors"])
+    yield PageSection(f"Error of prediction: {name}", [_ERRORS_NOTE], [table])
 
 
-def _engine_line(engine: JsonObject) -> str:
-    return "{model} in {dtype} on {device} ({platform}), {seats} seats".format_map(engine)
+_LEDGER_NOTE = (
+    "Where every computed row went. A step's time is split evenly over its rows, padding included."
+)
+_ERRORS_NOTE = (
+    "Step times are learned from the steps of continuous batching; the error is that of the "
+    "simulated figure beside the measured one."
+)
+
+
+def _curve_sections(report: JsonObject, charts: bool) -> Iterator[PageSection]:
+    from jitney.dashboard import PageSection, curve_table
+    from jitney.dashboard import load_curve as curve_chart
+
+    simulated, measured = report["load_curve"], report["measured_loads"]
+    if simulated:
+        tables = [curve_table(points) for points in (simulated, measured) if points]
+        drawn = [curve_chart(simulated, measured)] if charts else ()
+        title = "p99 time to first token over the load, simulated"
+        if measured:
+            title += ", then measured"
+        yield PageSection(title, [_CURVE_NOTE], tables, drawn)
+
+
+_CURVE_NOTE = (
+    "Load: times what continuous batching can serve. A wait in brackets is that of a queue that "
+    "grows without bound: it says how long the run was."
+)
+
+
+def _case_lines(case: JsonObject) -> Iterator[str]:
+    """The traffic, whether the answers agree, and whose queue grew for the whole run."""
+    yield case["what"]
+    unlike = case["differences"]
+    if unlike:
+        requests = {difference["request"] for difference in unlike}
+        first = "request {request} from token {at} ({policies[0]} / {policies[1]})"
+        examples = ", ".join(first.format_map(difference) for difference in unlike[:5])
+        yield f"got other tokens under another policy: {len(requests)}; {examples}"
+    else:
+        yield "all policies gave every request the same tokens"
+    for policy, figures in case["policies"].items():
+        backlog, share = figures["backlog"], case["share_of_capacity"].get(policy)
+        if backlog and backlog["grew"]:
+            offered = f"; it was offered {share:.2f} times what it can serve" if share else ""
+            yield f"{policy}: {QueueGrowth(**backlog)}{offered}"

@@ -1,5 +1,5 @@
-"""`jitney bench serve`: traffic for an OpenAI-compatible endpoint, ours or another's, and what it
-made of it.
+"""`jitney bench serve`: traffic for an OpenAI-compatible endpoint, ours or another's, and the times
+of its answers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.requests import JsonDict, JsonObject
-from jitney.engine.common.terminal import visible
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.lab.backlog import QueueGrowth
-from jitney.engine.lab.bench.online import EngineAbout, OnlineBench, OnlineRun, Sending
+from jitney.engine.lab.bench.online import EngineAbout, OnlineBench, OnlineRun
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, progress, traffic_line
+from jitney.engine.lab.simulation.recordings import write_recording
 from jitney.engine.server import Answer, RemoteEndpoint
 
 if TYPE_CHECKING:
-    from jitney.dashboard import PageSection
-    from jitney.engine.common.request_record import RequestRecord
-    from jitney.engine.core import Bill
+    from jitney.dashboard import Page
 
 #: Where an API key may stand; a flag would show it to other users of the machine.
 _KEY_VARIABLES = ("JITNEY_BENCH_KEY", "OPENAI_API_KEY")
@@ -46,23 +44,23 @@ def bench_serve(arguments: Sequence[str]) -> int:
     args.check_writable("json", "html", "trace_to")
     args.check_numbers(rate=0.001, concurrency=0, warmup=0, timeout_s=0.001)
     args.slo()
-    arrivals = args.draw(_rate_from(args))
-    report = _measure(args, arrivals)
-    return int(report["figures"]["served"] == 0)
-
-
-def _measure(args: EndpointArguments, arrivals: list[Arrival]) -> JsonDict:
-    """Send, and say what came of it; the report."""
-    online = _measured(args, arrivals)
-    report = _make_report(args, online, arrivals)
-    _deliver(args, report, online)
-    return report
-
-
-def _measured(args: EndpointArguments, arrivals: list[Arrival]) -> OnlineRun:
+    rate = _rate_from(args)
+    arrivals = args.draw(rate)
+    bench = OnlineBench(args.endpoint(), args.warmup)
     with progress() as watch:
-        sending = Sending(args.concurrency, args.is_closed, args.warmup, partial(watch, "requests"))
-        return asyncio.run(OnlineBench(args.endpoint()).measure(arrivals, sending))
+        measured = bench.measure(
+            arrivals,
+            concurrency=args.concurrency,
+            closed=args.is_closed,
+            watch=partial(watch, "requests"),
+        )
+        run = asyncio.run(measured)
+    traffic = args.describe(arrivals, rate) | {"concurrency": args.concurrency}
+    report = _make_report(args, run, arrivals, traffic)
+    if args.trace_to:
+        write_recording(args.trace_to, run.load.requests, run.load.started)
+    args.deliver(report, partial(_page, args, report, run))
+    return int(report["figures"]["served"] == 0)
 
 
 _MODEL = Flag.of("--model", "the model's name there [the first in its list]", "", metavar="NAME")
@@ -144,42 +142,27 @@ def _rate_from(args: TrafficArguments) -> float:
     return args.rate or 0.0
 
 
-def _make_report(args: TrafficArguments, online: OnlineRun, arrivals: list[Arrival]) -> JsonDict:
-    answers = online.load.answers
+def _make_report(
+    args: TrafficArguments, run: OnlineRun, arrivals: Sequence[Arrival], traffic: JsonDict
+) -> JsonDict:
+    answers = run.load.answers
+    short = 0
+    for request, arrival in zip(run.load.requests, arrivals, strict=True):
+        short += request.served and request.n_output < _NEARLY_ALL * arrival.n_output
     return {
-        "url": online.endpoint.url,
-        "model": online.endpoint.model,
-        "figures": args.figures_of(online.load, closed=args.is_closed),
-        "engine": online.about._asdict(),
+        "url": run.endpoint.url,
+        "model": run.endpoint.model,
+        "figures": args.figures_of(run.load, closed=args.is_closed),
+        "engine": run.about._asdict(),
         "client_machine": cpu_name(),
-        "server_queue_mean_s": online.queue_mean_s,
-        "ledger": _server_ledger(args, online),
+        "server_queue_mean_s": run.queue_mean_s,
+        "ledger": None if run.bill is None else run.bill.as_json(args.price_per_hour),
         "errors": _errors_of(answers),
-        "short_outputs": _short_outputs(online, arrivals),
+        "short_outputs": short,
         "cached_prompt_tokens": sum(answer.n_cached for answer in answers),
-        "client": online.load.sender.as_json(),
-        "traffic": _traffic(args, arrivals),
+        "client": run.load.sender.as_json(),
+        "traffic": traffic,
     }
-
-
-def _server_ledger(args: TrafficArguments, online: OnlineRun) -> JsonDict | None:
-    if online.bill is None:
-        return None
-    return online.bill.as_json(args.price_per_hour)
-
-
-def _traffic(args: TrafficArguments, arrivals: list[Arrival]) -> JsonDict:
-    traffic = args.describe(arrivals, _rate_from(args))
-    return traffic | {"concurrency": args.concurrency}
-
-
-def _short_outputs(online: OnlineRun, arrivals: Sequence[Arrival]) -> int:
-    pairs = zip(online.load.requests, arrivals, strict=True)
-    return sum(_is_short(request, arrival) for request, arrival in pairs)
-
-
-def _is_short(request: RequestRecord, arrival: Arrival) -> bool:
-    return request.served and request.n_output < _NEARLY_ALL * arrival.n_output
 
 
 def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
@@ -190,87 +173,50 @@ def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
     return {kind: {"count": n, "first": first[kind]} for kind, n in counts.most_common()}
 
 
-def _deliver(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
-    from jitney.engine.lab.bench.saved import write_recording
-
-    if args.trace_to:
-        write_recording(args.trace_to, online.load.requests, online.load.started)
-    if args.html:
-        _write_page(args, report, online)
-    if args.write_report(report):
-        _print_report(args, report, online)
-
-
-def _print_report(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
-    from jitney.dashboard import figures_table, ledger_table
-
-    print(visible("\n".join(_summary(report))))
-    figures_table({"measured": report["figures"]}).print()
-    if online.bill is not None:
-        ledger = ledger_table(online.bill, args.price_per_hour)
-        ledger.print("Ledger of the server over the run")
-
-
-def _summary(report: JsonObject) -> list[str]:
-    client = report["client"]
-    return [
-        f"{report['model']} at {report['url']}",
-        f"{EngineAbout(**report['engine'])}; client's machine: {report['client_machine']}",
-        traffic_line(report["traffic"]),
-        *_doubts(report),
-        *_server_lines(report),
-        f"this client used {client['cpu_share']:.0%} of a core",
-        *filter(None, [client["trouble"]]),
-    ]
-
-
-def _doubts(report: JsonObject) -> Iterator[str]:
-    served, backlog = report["figures"]["served"], report["figures"]["backlog"]
-    if 0 < served < ENOUGH_FOR_P99:
-        yield f"p99 of {served} requests is nearly the slowest of them"
-    if backlog is not None:
-        yield str(QueueGrowth(**backlog))
-    yield from _failures(report)
-
-
-def _failures(report: JsonObject) -> Iterator[str]:
-    for kind, error in report["errors"].items():
-        sent = report["figures"]["requests"]
-        yield f"failed with {kind}: {error['count']} of {sent}; {error['first']}"
-    short = report["short_outputs"]
-    if short:
-        yield f"ended before their length: {short}; the endpoint does not ignore the end of a text"
-
-
-def _server_lines(report: JsonObject) -> Iterator[str]:
-    waited, cached = report["server_queue_mean_s"], report["cached_prompt_tokens"]
-    if waited is not None:
-        yield f"requests waited {1e3 * waited:.1f} ms in the server's queue, on average"
-    if cached:
-        yield f"{cached:,} prompt tokens were found in the server's prefix cache"
-
-
-def _write_page(args: TrafficArguments, report: JsonObject, online: OnlineRun) -> None:
-    """The HTML report: figures, curves, and the server's ledger if it has one."""
-    from jitney.dashboard import Page
-
-    sections = list(_sections(report, online))
-    if online.bill is not None:
-        sections.append(_ledger_section(online.bill, args.price_per_hour))
-    Page(f"Traffic for {report['model']}", _summary(report), sections).write(args.html)
-
-
-def _sections(report: JsonObject, online: OnlineRun) -> Iterator[PageSection]:
-    from jitney.dashboard import PageSection, figures_table, latency_charts
+def _page(args: TrafficArguments, report: JsonObject, run: OnlineRun, charts: bool) -> Page:
+    """The report for people: figures, curves, and the server's ledger if it has one."""
+    from jitney.dashboard import (
+        Page,
+        PageSection,
+        figures_table,
+        latency_charts,
+        ledger_bars,
+        ledger_table,
+    )
 
     note = "Latencies count from the time a request should have been sent."
-    yield PageSection("Figures", [note], [figures_table({"measured": report["figures"]})])
-    charts = latency_charts({"measured": online.load.requests})
-    yield PageSection("Distributions", charts=charts)
+    curves = latency_charts({"measured": run.load.requests}) if charts else []
+    table = figures_table({"measured": report["figures"]})
+    sections = [PageSection("Figures", [note], [table], curves)]
+    if run.bill is not None:
+        bars = [ledger_bars({"measured": run.bill})] if charts else []
+        table = ledger_table(run.bill, args.price_per_hour)
+        title = "Ledger of the server over the run"
+        sections.append(PageSection(title, [_LEDGER_NOTE], [table], bars))
+    return Page(f"Traffic for {report['model']}", list(_summary(report)), sections)
 
 
-def _ledger_section(bill: Bill, price_per_hour: float | None) -> PageSection:
-    from jitney.dashboard import PageSection, ledger_bars, ledger_table
-
-    table = ledger_table(bill, price_per_hour)
-    return PageSection("Ledger", [_LEDGER_NOTE], [table], [ledger_bars({"measured": bill})])
+def _summary(report: JsonObject) -> Iterator[str]:
+    client, figures = report["client"], report["figures"]
+    yield f"{report['model']} at {report['url']}"
+    yield f"{EngineAbout(**report['engine'])}; client's machine: {report['client_machine']}"
+    yield traffic_line(report["traffic"])
+    if 0 < figures["served"] < ENOUGH_FOR_P99:
+        yield f"p99 of {figures['served']} requests is nearly the slowest of them"
+    if figures["backlog"] is not None:
+        yield str(QueueGrowth(**figures["backlog"]))
+    for kind, error in report["errors"].items():
+        of = f"{error['count']} of {figures['requests']}"
+        yield f"failed with {kind}: {of}; {error['first']}"
+    if report["short_outputs"]:
+        short = report["short_outputs"]
+        yield f"ended before their length: {short}; the endpoint does not ignore the end of a text"
+    if report["server_queue_mean_s"] is not None:
+        waited = 1e3 * report["server_queue_mean_s"]
+        yield f"requests waited {waited:.1f} ms in the server's queue, on average"
+    if report["cached_prompt_tokens"]:
+        cached = report["cached_prompt_tokens"]
+        yield f"{cached:,} prompt tokens were found in the server's prefix cache"
+    yield f"this client used {client['cpu_share']:.0%} of a core"
+    if client["trouble"]:
+        yield client["trouble"]

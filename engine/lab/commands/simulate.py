@@ -5,7 +5,7 @@ traffic.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,22 +17,14 @@ from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import TraceLine
 from jitney.engine.config import FOR, Command, Config, Flag, FlagGroup
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
-from jitney.engine.lab.simulation.accuracy import (
-    COMPARED,
-    EngineName,
-    MeasuredRun,
-    Recording,
-    cross_errors,
-    errors,
-)
+from jitney.engine.lab.simulation.accuracy import COMPARED, errors, verdict_of
+from jitney.engine.lab.simulation.recordings import EngineName, EngineRun, Recording
 from jitney.engine.lab.simulation.step_table import StepTable
-from jitney.engine.lab.simulation.verdicts import verdict_of
 
 if TYPE_CHECKING:
     from jitney.dashboard import Table
     from jitney.engine.lab.simulation.simulator import SimulatedRun
     from jitney.engine.lab.simulation.step_table import StepTimes
-    from jitney.engine.lab.simulation.verdicts import ErrorsElsewhere
 
 
 def simulate(arguments: Sequence[str]) -> int:
@@ -47,10 +39,13 @@ def simulate(arguments: Sequence[str]) -> int:
     _check_flags(args)
     args.on_device = args.chip is not None
     config = args.load_config()
-    if args.measured:
-        _deliver(args, _predicted_runs(args, config))
-    else:
-        _deliver(args, _simulated(args, config))
+    report = _predicted_runs(args, config) if args.measured else _simulated(args, config)
+    predicted, measured = report["policies"], report["measured"]
+    for policy in measured.keys() & predicted.keys():
+        report["errors"][policy] = errors(predicted[policy], measured[policy])
+    report["verdict"] = verdict_of(predicted, report["errors"])
+    if args.write_report(report):
+        _show(report)
     return 0
 
 
@@ -108,26 +103,6 @@ def _timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) -
     figures = simulated().figures(**options)
     figures["simulated_in_s"] = round(time.perf_counter() - started, 3)
     return figures
-
-
-def _deliver(args: SimulateArguments, report: JsonDict) -> None:
-    """Work out the errors of what was also measured, print the tables and write the file."""
-    predicted = report["policies"]
-    for policy, measured in report["measured"].items():
-        if policy in predicted:
-            report["errors"][policy] = errors(predicted[policy], measured)
-    report["verdict"] = verdict_of(predicted, report["errors"], _errors_elsewhere(args))
-    if args.write_report(report):
-        _show(report)
-
-
-def _errors_elsewhere(args: SimulateArguments) -> ErrorsElsewhere | None:
-    """What is known of predictions by the steps of a run under the policy that was recorded; None
-    where step times come from no such run.
-    """
-    from jitney.engine.lab.simulation.verdicts import PolicyErrors
-
-    return PolicyErrors.shipped().learned_from(args.measured_policy) if args.records else None
 
 
 _SUBJECT = (
@@ -240,132 +215,93 @@ def _clients_of(args: SimulateArguments, recording: Recording) -> int:
     return recording.clients()
 
 
-#: Measured runs by the policy's name.
-_Runs = Mapping[str, MeasuredRun]
-
-
 def _predicted_runs(args: SimulateArguments, config: Config) -> JsonDict:
     """The arrivals of every run in the file of --measured, simulated on that run's own engine, and
     how far off that is.
     """
-    runs = MeasuredRun.read_all(args.measured)
-    chosen = _chosen(args, runs)
-    tables = _calibrated(args, config, runs)
-    options = args.figure_options()
-    figures = {name: _predicted(args, run, tables[name]) for name, run in chosen.items()}
-    learns = args.learns_from_runs
-    return {
-        "source": "; ".join(dict.fromkeys(tables[name].source for name in chosen)),
-        "engine": list(chosen.values())[-1].note.shape.as_json(),
-        "policies": figures,
-        "measured": {name: run.figures(**options) for name, run in chosen.items()},
-        "errors": {},
-        "cross_errors": cross_errors(chosen, args.seed) if learns else {},
-    }
-
-
-def _predicted(args: SimulateArguments, run: MeasuredRun, table: StepTimes) -> JsonDict:
-    concurrency = args.concurrency or None
-    simulated = partial(run.predicted, table, concurrency=concurrency, seed=args.seed)
-    return _timed_figures(simulated, args.figure_options())
-
-
-def _chosen(args: SimulateArguments, runs: _Runs) -> dict[str, MeasuredRun]:
-    """The runs that the flags ask for."""
-    chosen = {name: runs[name] for name in runs if name in args.compared()}
+    runs = EngineRun.read_all(args.measured)
+    chosen = {name: run for name, run in runs.items() if name in args.compared()}
     if not chosen:
         raise ConfigError(
             f"{args.measured} holds the runs {', '.join(runs)}, none of which is asked for"
         )
-    return chosen
+    tables = _calibrated(args, config, runs)
+    options = args.figure_options()
+    figures = {}
+    for name, run in chosen.items():
+        n_open = args.concurrency or None
+        simulated = partial(run.predicted, tables[name], concurrency=n_open, seed=args.seed)
+        figures[name] = _timed_figures(simulated, options)
+    return {
+        "source": "; ".join(dict.fromkeys(tables[name].source for name in chosen)),
+        "engine": list(chosen.values())[-1].shape.as_json(),
+        "policies": figures,
+        "measured": {name: run.figures(**options) for name, run in chosen.items()},
+        "errors": {},
+    }
 
 
-def _calibrated(args: SimulateArguments, config: Config, runs: _Runs) -> dict[str, StepTimes]:
+def _calibrated(
+    args: SimulateArguments, config: Config, runs: Mapping[str, EngineRun]
+) -> dict[str, StepTimes]:
     """The step times to predict each run with: what the flags ask for, else those of the runs
     themselves.
     """
     if not args.learns_from_runs:
         return dict.fromkeys(runs, args.step_times(config))
-    source = args.calibrate_on or _default_source(runs)
+    source = args.calibrate_on or ("continuous" if "continuous" in runs else next(iter(runs)))
     if source == "each":
         return {name: _learned({name: run}) for name, run in runs.items()}
-    return dict.fromkeys(runs, _learned(_runs_named(source, runs)))
-
-
-def _runs_named(source: str, runs: _Runs) -> _Runs:
-    """The runs to learn from."""
-    if source == "all":
-        return runs
-    if source not in runs:
+    if source != "all" and source not in runs:
         raise ConfigError(
             f"--calibrate-on {source}: must be all, each, or one of {', '.join(runs)}"
         )
-    return {source: runs[source]}
+    return dict.fromkeys(runs, _learned(runs if source == "all" else {source: runs[source]}))
 
 
-def _default_source(runs: _Runs) -> str:
-    return "continuous" if "continuous" in runs else next(iter(runs))
-
-
-def _learned(runs: _Runs) -> StepTimes:
+def _learned(runs: Mapping[str, EngineRun]) -> StepTimes:
     """From the steps of all these runs."""
     records = np.concatenate([run.records for run in runs.values()])
     return StepTable.from_records(records, f"the steps of {', '.join(runs)}")
 
 
 def _show(report: JsonObject) -> None:
-    from jitney.dashboard import print_lines
+    from jitney.dashboard import Table, print_lines
 
     print_lines(_notes(report))
-    for title, table in _tables(report):
-        table.print(title)
+    _table(report["policies"]).print("predicted")
+    for policy, off in report["errors"].items():
+        both = report["policies"][policy], report["measured"][policy]
+        rows = []
+        for name, error in off.items():
+            cells = [_cell(name, COMPARED[name].of(figures)) for figures in both]
+            rows.append([name, *cells, f"{error:+.1%}"])
+        Table(["", "predicted", "measured", "error"], rows).print(
+            f"{policy}: predicted and measured"
+        )
     print_lines(filter(None, [report["verdict"]]))
-
-
-def _tables(report: JsonObject) -> Iterator[tuple[str, Table]]:
-    """(title, table)."""
-    from jitney.dashboard import CROSS_TITLE, cross_table
-
-    yield "predicted", _predicted_table(report["policies"])
-    for policy in report["errors"]:
-        yield f"{policy}: predicted and measured", _error_table(report, policy)
-    if report.get("cross_errors"):
-        yield CROSS_TITLE, cross_table(report["cross_errors"])
 
 
 def _notes(report: JsonObject) -> Iterator[str]:
     yield f"step times: {report['source']}"
-    clients, cached = report.get("closed_loop"), report.get("cached_tokens")
-    elsewhere = report.get("not_compared")
-    if elsewhere:
-        yield f"no comparison with what was measured: {elsewhere}"
-    if clients:
-        yield f"closed loop: {clients} requests are open at a time"
-    if cached:
-        yield f"{cached:,} prompt tokens are found cached, as recorded"
+    if report.get("not_compared"):
+        yield f"no comparison with what was measured: {report['not_compared']}"
+    if report.get("closed_loop"):
+        yield f"closed loop: {report['closed_loop']} requests are open at a time"
+    if report.get("cached_tokens"):
+        yield f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded"
 
 
-def _predicted_table(policies: Mapping[str, JsonObject]) -> Table:
-    """Figures that nobody knows are left out."""
+def _table(policies: Mapping[str, JsonObject]) -> Table:
+    """One column for each policy; figures that no run has are left out."""
     from jitney.dashboard import Table
 
-    rows = [(name, _cells(name, policies.values())) for name in COMPARED]
-    return Table(["", *policies], [[name, *cells] for name, cells in rows if any(cells)])
-
-
-def _cells(name: str, runs: Iterable[JsonObject]) -> list[str]:
-    """A figure of several runs."""
-    return [_cell(name, COMPARED[name].of(figures)) for figures in runs]
-
-
-def _error_table(report: JsonObject, policy: str) -> Table:
-    from jitney.dashboard import Table
-
-    both = report["policies"][policy], report["measured"][policy]
     rows = []
-    for name, error in report["errors"][policy].items():
-        rows.append([name, *_cells(name, both), f"{error:+.1%}"])
-    return Table(["", "predicted", "measured", "error"], rows)
+    for name, compared in COMPARED.items():
+        cells = [_cell(name, compared.of(figures)) for figures in policies.values()]
+        if any(cells):
+            rows.append([name, *cells])
+    return Table(["", *policies], rows)
 
 
 #: Figures that are shares of something.

@@ -28,6 +28,7 @@ from jitney.engine.core import (
     StateSizes,
     served_by,
 )
+from jitney.engine.lab.bench.offline import outputs_of
 from jitney.engine.lab.device.loop import make_traffic, random_requests
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.lab.device.steps import RandomModel
@@ -188,7 +189,7 @@ def _token_row(job: PartJob, model: RandomModel, row: Row) -> Iterator[Row]:
     prompt = min(_PROMPT, model.config.context_length - _OUTPUT)
     traffic, _ = make_traffic(job, model, context=prompt + _OUTPUT)
     requests = random_requests(job, _REQUESTS, (1, prompt), (_OUTPUT, _OUTPUT))
-    outputs = traffic.run(requests, concurrency=job.sizes.streams).tokens
+    outputs = outputs_of(traffic.run(requests, concurrency=job.sizes.streams))
     reference = _Reference(model, job.page_size, prompt + _OUTPUT)
     errors = [0.0]
     same = 0

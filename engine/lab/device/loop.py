@@ -27,9 +27,10 @@ from jitney.engine.core import (
     SchedulerLimits,
     StepWork,
 )
-from jitney.engine.lab.bench.offline import OfflineBench, OfflineRun, PromptedArrival
+from jitney.engine.lab.bench.offline import OfflineBench, PromptedArrival
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.lab.device.steps import RandomModel, StepBench
+from jitney.engine.lab.simulation.recordings import EngineRun
 from jitney.kernels.interface import KernelSet
 
 #: Seconds of warm-up before anything counts.
@@ -128,16 +129,16 @@ def _loop_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
     yield _gap_row(run, replace(row, name="host gap", goal="gap"))
 
 
-def _run_row(job: PartJob, bench: StepBench, run: OfflineRun, row: Row) -> Row:
+def _run_row(job: PartJob, bench: StepBench, run: EngineRun, row: Row) -> Row:
     """Output tokens a second, and the floor of all its steps one after another."""
-    tokens = sum(len(output) for output in run.tokens)
+    tokens = sum(request.n_output for request in run.requests)
     return replace(
         row.timed([run.seconds]),
         floor_s=sum(_floors_of(job, bench, run.records)),
         bound="steps",
         figures={
             "tokens_s": tokens / run.seconds,
-            "requests_s": len(run.tokens) / run.seconds,
+            "requests_s": len(run.requests) / run.seconds,
             "steps": float(len(run.records)),
         },
     )
@@ -152,7 +153,7 @@ def _floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[
         yield floor_s
 
 
-def _gap_row(run: OfflineRun, row: Row) -> Row:
+def _gap_row(run: EngineRun, row: Row) -> Row:
     """How long the device had nothing to do before a step, on average, and as a share of the time
     between steps.
     """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import FakeClock, make_core, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.core.cost import Bill, CostLine, RowOwners, _split
+from jitney.engine.core.cost import Bill, CostLine, _split
 
 
 def step(number: int, device_s: float, **rows: int) -> np.ndarray:
@@ -71,45 +70,3 @@ def test_a_part_is_within_a_nanosecond_of_its_share(total: int, rows: list[int])
     assert all(
         abs(part - total * count / sum(rows)) <= 1 for part, count in zip(parts, rows, strict=True)
     )
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=12),
-    st.integers(5, 33),
-)
-def test_requests_and_padding_share_all_of_a_run(lengths: list[tuple[int, int]], pages: int):
-    """On a pool so small that sequences are preempted and computed again."""
-    core, riders = make_core(pages=max(pages, 10), clock=FakeClock(0.001)), RowOwners()
-    pack = core.runner.batch
-
-    def batch(plan):
-        riders.note(plan)
-        return pack(plan)
-
-    core.runner.batch = batch  # type: ignore[method-assign]
-    for number, (n_prompt, n_output) in enumerate(lengths):
-        core.add(make_request(f"r{number}", [1 + number % 30] * n_prompt, max_tokens=n_output))
-    core.run_until_idle()
-    records = core.ledger.since(-1)
-    for free in (True, False):
-        lines, rest = riders.bill(records, padding_is_free=free)
-        whole = Bill.of_steps(records, seconds=0.0, padding_is_free=free)
-        assert rest == whole["padding"]
-        paid = sum(line.nanoseconds for line in lines.values()) + rest.nanoseconds
-        assert paid == sum(line.nanoseconds for line in whole.values())
-        rows = sum(line.rows for line in lines.values()) + rest.rows
-        assert rows == records["bucket_tokens"].sum()
-    assert set(lines) == {f"r{number}" for number in range(len(lengths))}
-
-
-def test_a_request_pays_for_its_own_rows():
-    core, riders = make_core(retain=False), RowOwners()
-    for number in range(2):
-        core.add(make_request(f"r{number}", [5] * 3 * (number + 1), max_tokens=2, ignore_eos=True))
-    riders.note(plan := core.scheduler.plan(0.0))  # type: ignore[arg-type]
-    assert plan is not None and plan.rows == 9
-    record = step(plan.number, 0.5, prefill=9, padding=plan.bucket.tokens - 9)
-    lines, rest = riders.bill(record)
-    per_row = 500_000_000 // plan.bucket.tokens
-    assert lines == {"r0": CostLine(3, 3 * per_row), "r1": CostLine(6, 6 * per_row)}
-    assert rest == CostLine(plan.bucket.tokens - 9, (plan.bucket.tokens - 9) * per_row)

@@ -24,7 +24,7 @@ from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.cost import CostLine
 from jitney.engine.lab.bench.load import _record_of, _Sender, run_load
-from jitney.engine.lab.bench.online import OnlineBench, Sending, _Ruler, _ServerMetrics
+from jitney.engine.lab.bench.online import OnlineBench, _Ruler, _ServerMetrics
 from jitney.engine.lab.simulation.workload import WORKLOADS
 from jitney.engine.server.http.client import Answer, EndpointClient, RemoteEndpoint, events
 
@@ -310,10 +310,8 @@ def test_texts_are_sized_by_the_endpoints_own_count():
     async def main():
         async with ScriptedServer(handler) as url:
             arrivals = [Arrival(0.0, 101, 4), Arrival(0.0, 33, 2)]
-            return await OnlineBench(RemoteEndpoint(url, "")).measure(
-                arrivals,
-                Sending(2, True, 1, lambda done, total: None),
-            )
+            bench = OnlineBench(RemoteEndpoint(url, ""), warmup=1)
+            return await bench.measure(arrivals, concurrency=2, closed=True)
 
     online = asyncio.run(main())
     assert [(t.n_prompt, t.n_output, t.finish) for t in online.load.requests] == [
@@ -375,25 +373,10 @@ def test_the_serve_command_measures_anothers_endpoint(
         words = ["bench", "serve", "--url", url, "--chat", "--warmup", "2"]
         assert main([*words, "--requests", "3"]) == 1
         assert "--no-ignore-eos leaves that field out" in capsys.readouterr().err
-        words += [
-            "--no-ignore-eos",
-            "--trace",
-            str(tmp_path / "t.jsonl"),
-            "--json",
-            str(tmp_path / "s.json"),
-        ]
-        assert (
-            main(
-                [
-                    *words,
-                    "--html",
-                    str(tmp_path / "s.html"),
-                    "--trace-to",
-                    str(tmp_path / "r.jsonl"),
-                ]
-            )
-            == 0
-        )
+        files = {"--trace": "t.jsonl", "--json": "s.json", "--html": "s.html"}
+        for flag, name in (files | {"--trace-to": "r.jsonl"}).items():
+            words += [flag, str(tmp_path / name)]
+        assert main([*words, "--no-ignore-eos"]) == 0
     shown, report = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
     assert (
         "failed with http_429: 1 of 10; " in shown
@@ -416,24 +399,8 @@ def test_the_serve_command_measures_anothers_endpoint(
 
 def test_the_sweep_command_draws_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with in_background(foreign) as url:
-        words = [
-            "bench",
-            "sweep",
-            "--url",
-            url,
-            "--chat",
-            "--no-ignore-eos",
-            "--prompt",
-            "20",
-            "--output",
-            "3",
-            "--requests",
-            "4",
-            "--warmup",
-            "0",
-            "--html",
-            str(tmp_path / "c.html"),
-        ]
+        words = f"bench sweep --url {url} --chat --no-ignore-eos --prompt 20 --output 3".split()
+        words += f"--requests 4 --warmup 0 --html {tmp_path / 'c.html'}".split()
         assert main([*words, "--concurrencies", "1,2,4", "--json", str(tmp_path / "c.json")]) == 0
         assert "knee" in capsys.readouterr().out
         assert main([*words, "--rates", "50,100", "--json", "-"]) == 0
@@ -482,24 +449,8 @@ def test_a_sweep_over_loads_says_where_the_queue_grew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with in_background(overloaded(40.0, OURS)) as url:
-        words = [
-            "bench",
-            "sweep",
-            "--url",
-            url,
-            "--prompt",
-            "20",
-            "--output",
-            "3",
-            "--loads",
-            "0.3,6",
-            "--requests",
-            "64",
-            "--warmup",
-            "0",
-            "--html",
-            str(tmp_path / "l.html"),
-        ]
+        words = f"bench sweep --url {url} --prompt 20 --output 3 --loads 0.3,6".split()
+        words += f"--requests 64 --warmup 0 --html {tmp_path / 'l.html'}".split()
         assert main([*words, "--json", str(tmp_path / "l.json")]) == 0
     shown = capsys.readouterr().out
     report = json.loads((tmp_path / "l.json").read_text())
@@ -527,26 +478,9 @@ def test_a_report_names_the_engines_device_and_the_growing_queue(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with in_background(overloaded(60.0, OURS)) as url:
-        words = [
-            "bench",
-            "serve",
-            "--url",
-            url,
-            "--prompt",
-            "20",
-            "--output",
-            "3..5",
-            "--requests",
-            "60",
-            "--warmup",
-            "0",
-            "--arrivals",
-            "poisson",
-            "--json",
-            str(tmp_path / "s.json"),
-            "--html",
-            str(tmp_path / "s.html"),
-        ]
+        words = f"bench serve --url {url} --prompt 20 --output 3..5 --requests 60".split()
+        words += f"--warmup 0 --arrivals poisson --json {tmp_path / 's.json'}".split()
+        words += ["--html", str(tmp_path / "s.html")]
         assert main([*words, "--rate", "180"]) == 0
         over = capsys.readouterr().out
         report = json.loads((tmp_path / "s.json").read_text())
@@ -570,25 +504,8 @@ def test_a_report_names_the_engines_device_and_the_growing_queue(
 
 def test_a_foreign_endpoint_leaves_the_clients_machine_alone(capsys: pytest.CaptureFixture[str]):
     with in_background(overloaded(500.0, None)) as url:
-        assert (
-            main(
-                [
-                    "bench",
-                    "serve",
-                    "--url",
-                    url,
-                    "--prompt",
-                    "20",
-                    "--output",
-                    "3",
-                    "--requests",
-                    "4",
-                    "--warmup",
-                    "0",
-                ]
-            )
-            == 0
-        )
+        words = f"bench serve --url {url} --prompt 20 --output 3 --requests 4 --warmup 0"
+        assert main(words.split()) == 0
     shown = capsys.readouterr().out
     assert f"an engine that does not say what it is; client's machine: {cpu_name()}" in shown
     assert "the queue" not in shown, "a closed loop has no queue that could grow"
@@ -623,10 +540,7 @@ def test_an_endpoint_that_is_not_there_is_one_clear_error():
 
     async def main(model: str):
         async with ScriptedServer(nobody) as url:
-            await OnlineBench(RemoteEndpoint(url, model)).measure(
-                [Arrival(0.0, 9, 1)],
-                Sending(1, True, 0, lambda done, total: None),
-            )
+            await OnlineBench(RemoteEndpoint(url, model)).measure([Arrival(0.0, 9, 1)])
 
     with pytest.raises(ConfigError, match="no model list"):
         asyncio.run(main(""))

@@ -17,28 +17,14 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.lab.bench.saved import _STAYS_DTYPE, _TIMES_DTYPE, write_recording
-from jitney.engine.lab.simulation.accuracy import (
-    COMPARED,
-    MeasuredRun,
-    Recording,
-    RunNote,
-    cross_errors,
-    errors,
-    span,
-)
+from jitney.engine.lab.bench.compare import prediction_errors
+from jitney.engine.lab.simulation.accuracy import COMPARED, errors, verdict_of
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import simulate
+from jitney.engine.lab.simulation.recordings import EngineRun, Recording
+from jitney.engine.lab.simulation.simulator import simulate, span
 from jitney.engine.lab.simulation.step_table import Curve, HostTimes, StepTable
-from jitney.engine.lab.simulation.verdicts import (
-    ErrorsElsewhere,
-    PolicyErrors,
-    _speed_error,
-    _verdict,
-)
 from jitney.engine.lab.simulation.workload import Poisson, Uniform, synthesise
 
-ROOT = Path(__file__).parents[4]
 POLICIES = ("static", "dynamic", "continuous")
 TABLE = StepTable(
     [Curve(4, 4, 0.02, 1e-5), Curve(8, 8, 0.03, 1e-5), Curve(64, 8, 0.05, 0.0, 0.0, 1e-4)],
@@ -76,35 +62,23 @@ def test_lines_without_a_measurement_do_not_count():
     assert span([times]) == 3.0 and Recording.of(lines[:1]).figures() is None
 
 
-def measured_file(path: Path) -> None:
-    """What `bench policies --records` would write, had it measured an engine whose steps are
-    exactly TABLE's.
-    """
+def measured_runs() -> dict[str, EngineRun]:
+    """Runs of an engine whose steps are exactly TABLE's, as `bench policies` would have them."""
     arrivals = synthesise(60, Uniform(5, 40), Uniform(5, 40), Poisson(8.0), 0)
-    arrays = {}
+    buckets = Buckets.of(max_seats=8, token_budget=64, seat_sizes=(4, 8))
+    runs = {}
     for policy in POLICIES:
         limits = SchedulerLimits(
             max_seats=8, context_length=128, policy=policy, max_waiting_requests=1000
         )
-        engine = EngineShape(
-            limits, Buckets.of(max_seats=8, token_budget=64, seat_sizes=(4, 8)), 129
-        )
-        run = simulate(arrivals, engine, TABLE)
-        rows = [
-            (t.number, t.n_prompt, t.n_output, t.arrival, t.boarded, t.first_token, t.finished)
-            for t in run.requests
-        ]
-        stays = [
-            (s.seat, r.number, s.start, np.nan if s.first_token is None else s.first_token, s.end)
-            for r, s in run.stays
-        ]
-        arrays |= {
-            f"records_{policy}": run.records,
-            f"times_{policy}": np.array(rows, _TIMES_DTYPE),
-            f"stays_{policy}": np.array(stays, _STAYS_DTYPE),
-            f"note_{policy}": np.array(msgspec.json.encode(RunNote(engine)).decode()),
-        }
-    np.savez(path, **arrays)
+        shape = EngineShape(limits, buckets, 129)
+        run = simulate(arrivals, shape, TABLE)
+        runs[policy] = EngineRun(run.requests, run.records, shape)
+    return runs
+
+
+def measured_file(path: Path) -> None:
+    EngineRun.write_all(path, measured_runs())
 
 
 def test_a_measured_engine_is_predicted_from_its_own_records(tmp_path: Path, capsys):
@@ -134,21 +108,18 @@ def test_a_measured_engine_is_predicted_from_its_own_records(tmp_path: Path, cap
             "mixed-32",
             "mixed-64",
         ]
-        assert set(report["cross_errors"]) == set(report["cross_errors"]["static"]) == set(POLICIES)
-        assert abs(report["cross_errors"]["continuous"]["static"]["output_tok_s"]) < 0.02
-        assert "x the tokens of" in report["verdict"] and "±" in report["verdict"]
+        assert "x the tokens of" in report["verdict"] and "off by up to" in report["verdict"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert "static: predicted and measured" in shown and "continuous -> static" in shown
+    assert "static: predicted and measured" in shown
     assert report["verdict"] in " ".join(shown.split())
 
 
-def test_step_times_of_one_run_predict_another_and_the_error_is_told(tmp_path: Path):
+def test_step_times_of_one_run_predict_another_and_the_error_is_told():
     """An engine that is a tenth slower under static than under continuous: exactly that is off, and
     only there.
     """
-    measured_file(tmp_path / "r.npz")
-    runs = MeasuredRun.read_all(tmp_path / "r.npz")
+    runs = measured_runs()
     static = runs["static"]
     slow = [
         msgspec.structs.replace(
@@ -159,82 +130,26 @@ def test_step_times_of_one_run_predict_another_and_the_error_is_told(tmp_path: P
         )
         for t in static.requests
     ]
-    runs["static"] = static._replace(requests=slow)
-    cross = cross_errors(runs)
-    assert cross["continuous"]["static"]["output_tok_s"] == pytest.approx(0.1, abs=0.02)
-    assert abs(cross["continuous"]["dynamic"]["output_tok_s"]) < 0.02
-    assert abs(cross["static"]["continuous"]["output_tok_s"]) < 0.02
+    runs["static"] = EngineRun(slow, static.records, static.shape)
+    off = prediction_errors(runs)
+    assert off["static"]["output_tok_s"] == pytest.approx(0.1, abs=0.02)
+    assert abs(off["dynamic"]["output_tok_s"]) < 0.02
+    assert abs(off["continuous"]["output_tok_s"]) < 0.02
 
 
 def test_a_verdict_is_never_without_its_error():
-    rates = {"static": 100.0, "dynamic": 200.0, "continuous": 290.0}
-    assert _verdict(rates, {}) == (
-        "By simulation continuous makes 2.90x the tokens of static; error unknown: neither "
-        "was measured."
-    )
-    assert _verdict(rates, {"continuous": 0.05, "static": 0.03}).endswith(
-        "2.90x the tokens of static, ±8 %."
-    )
-    assert _verdict(rates, {"continuous": 0.08}).endswith(
-        "±8 % for continuous, error unknown for static, which was not measured."
-    )
-    assert _verdict(rates, {"dynamic": 0.01, "static": None}).endswith(
-        "error unknown: neither was measured."
-    )
-    elsewhere = ErrorsElsewhere("A CPU, 2 cores, 2026-11-22", {"static": 0.09, "continuous": 0.2})
-    assert _verdict(rates, {"continuous": 0.08}, elsewhere).endswith(
-        "2.90x the tokens of static, ±17 % (for static measured on A CPU, 2 cores, 2026-11-22)."
-    )
-    assert _verdict(rates, {}, elsewhere).endswith(
-        "2.90x the tokens of static, ±29 % (measured on A CPU, 2 cores, 2026-11-22)."
-    )
-    assert _verdict(rates, {"continuous": 0.05, "static": 0.03}, elsewhere).endswith(", ±8 %.")
-    assert _verdict({"static": 1.0}, {}) == "" and "same" in _verdict(
-        {"static": 2.0, "dynamic": 2.0}, {}
-    )
-
-
-def test_the_errors_that_are_shipped_are_the_published_ones():
-    report = json.loads((ROOT / "docs/benchmarks/policies.json").read_text())
-    assert PolicyErrors.shipped() == PolicyErrors.of_report(report)
-    known = PolicyErrors.shipped().learned_from("continuous")
-    assert known.where == "AMD EPYC (family 26, model 2), 2 cores, 2026-11-26"
-    # The largest of the three cases: its ITL in the light one.
-    assert known.errors["static"] == pytest.approx(0.0335, abs=1e-4)
-    assert set(known.errors) == set(POLICIES)
-    assert PolicyErrors.shipped().learned_from("other").errors == {}
-    here = PolicyErrors.shipped().learned_from("continuous", PolicyErrors.shipped().machine)
-    there = PolicyErrors.shipped().learned_from("continuous", "A CPU, 2 cores")
-    assert here == known and there.errors == known.errors
-    assert "not on this one" in there.where and known.where in there.where
-
-
-def test_a_recording_under_one_policy_says_the_error_of_predicting_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    measured_file(tmp_path / "r.npz")
-    run = MeasuredRun.read_all(tmp_path / "r.npz")["continuous"]
-    np.save(tmp_path / "steps.npy", run.records)
-    write_recording(str(tmp_path / "t.jsonl"), run.requests, 0.0)
-    (tmp_path / "table.json").write_text(json.dumps({"table": TABLE.contents()}))
-    words = ["simulate", "--trace", str(tmp_path / "t.jsonl"), "--seats", "8", "--json", "-"]
-    assert main([*words, "--records", str(tmp_path / "steps.npy")]) == 0
-    told = json.loads(capsys.readouterr().out)["verdict"]
-    assert (
-        f"(for static measured on {PolicyErrors.shipped().learned_from('continuous').where})."
-        in told
-    )
-    assert main([*words, "--table", str(tmp_path / "table.json")]) == 0
-    told = json.loads(capsys.readouterr().out)["verdict"]
-    assert "error unknown for static" in told, "a table of steps was learned from no such run"
-
-
-def test_the_error_of_speed_is_not_that_of_the_traffic():
-    """An engine that is half empty makes the tokens that were asked for, however wrong its step
-    times are.
+    """The error is that of speed: an engine that is half empty makes the tokens that were asked
+    for, however wrong its step times are.
     """
-    assert _speed_error({"output_tok_s": 0.001, "itl_p50_s": -0.12, "ttft_p99_s": 3.0}) == 0.12
-    assert _speed_error({"ttft_p50_s": 0.1}) is None
+    rates = {"static": 100.0, "dynamic": 200.0, "continuous": 290.0}
+    predicted = {name: {"output_tok_s": rate} for name, rate in rates.items()}
+    unknown = verdict_of(predicted, {"static": {"ttft_p50_s": 0.5}})
+    assert "continuous makes 2.90x the tokens of static" in unknown and "unknown" in unknown
+    off = {"output_tok_s": 0.001, "itl_p50_s": -0.12, "ttft_p99_s": 3.0}
+    assert verdict_of(predicted, {"dynamic": off}).endswith(
+        "predictions of dynamic were off by up to 12 %."
+    )
+    assert verdict_of({"static": predicted["static"]}, {}) == ""
 
 
 def served(arrival: float, finished: float, finish: str = "length") -> RequestRecord:
@@ -299,7 +214,7 @@ def test_what_cannot_be_compared_is_one_line(
 def test_files_that_hold_no_runs_are_one_line(tmp_path: Path):
     np.savez(tmp_path / "other.npz", x=np.zeros(2))
     (tmp_path / "text.npz").write_text("hello")
-    np.savez(tmp_path / "half.npz", times_a=np.zeros(1, _TIMES_DTYPE))
+    np.savez(tmp_path / "half.npz", note_a=np.array("{}"))
     for name, complaint in (
         ("other.npz", "no runs"),
         ("text.npz", "no runs"),
@@ -307,7 +222,7 @@ def test_files_that_hold_no_runs_are_one_line(tmp_path: Path):
         ("absent.npz", "No such file"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            MeasuredRun.read_all(tmp_path / name)
+            EngineRun.read_all(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from traces import write_trace
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.lab.bench.text import arrival_ids, arrival_prose
-from jitney.engine.lab.commands.bench_flags import _at_rate, _make_pattern, _repeated_tokens
+from jitney.engine.lab.commands.bench_flags import _at_rate, _repeated_tokens
 from jitney.engine.lab.simulation.workload import (
     WORKLOADS,
     Closed,
@@ -175,15 +175,6 @@ def test_lengths_are_read_from_flags(tmp_path: Path):
 def test_bad_lengths_are_refused_by_their_flag(text: str):
     with pytest.raises(ConfigError, match="--output"):
         parse_lengths(text, "--output")
-
-
-def test_patterns_have_names():
-    assert _make_pattern("gamma", rate=2.0, shape=0.5) == Gamma(2.0, 0.5)
-    assert _make_pattern("closed", concurrency=4) == Closed(4)
-    with pytest.raises(ConfigError, match="known: closed, poisson, gamma"):
-        _make_pattern("uniform")
-    with pytest.raises(ConfigError, match="need a rate"):
-        _make_pattern("poisson")
 
 
 def test_a_summary_of_lengths_is_numpys():

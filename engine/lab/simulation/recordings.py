@@ -1,0 +1,248 @@
+"""What engines were sent and what was measured of it: traces, and runs with their step records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.request_record import RequestRecord
+from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.summary import summarise
+from jitney.engine.common.trace import Arrival, TraceLine
+from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.simulator import SimulatedRun, simulate, span
+from jitney.engine.lab.simulation.step_table import StepTimes
+
+#: Of closed-loop traffic: share of the arrivals that follow an end, within which share of a median
+#: request, and at least how many seconds.
+_MOSTLY, _FOLLOWS_SHARE, _FOLLOWS_S = 0.9, 0.1, 0.05
+
+
+class EngineName(NamedTuple):
+    """A model, and what it runs on, in words."""
+
+    model: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.device}"
+
+    def is_like(self, other: EngineName) -> bool:
+        """Whether both may be the same: "h100" is a name of an "NVIDIA H100 80GB HBM3", and an
+        empty model may be any.
+        """
+        pairs = [(ours.lower(), theirs.lower()) for ours, theirs in zip(self, other, strict=True)]
+        return all(ours in theirs or theirs in ours for ours, theirs in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Requests that an engine was once sent, and what was measured of them."""
+
+    requests: Sequence[RequestRecord]
+    #: What answered them; None: the recording does not say.
+    engine: EngineName | None = None
+
+    @classmethod
+    def of(cls, lines: Sequence[TraceLine]) -> Recording:
+        """Of a trace; lines without a measurement are left out."""
+        numbered = enumerate(lines)
+        requests = [_measured_request(*each) for each in numbered if each[1].e2e_s is not None]
+        engines = (EngineName(line.model, line.device) for line in lines if line.device)
+        return cls(requests, next(engines, None))
+
+    def figures(self, **options: Any) -> JsonDict | None:
+        """From the first arrival to the last end; None if nothing was measured. options: of
+        `summary.summarise`.
+        """
+        if not self.requests:
+            return None
+        return summarise(self.requests, records=None, seconds=span(self.requests), **options)
+
+    def clients(self) -> int:
+        """How many clients sent these requests, each the next one when its last had ended; 0 if the
+        requests came at times of their own.
+
+        Traffic of such clients waits for the engine: replayed at its recorded times, a slower
+        policy would meet more requests than its clients could send.
+        """
+        if any(each.first_token is None and each.finish == "error" for each in self.requests):
+            return 0  # such clients come again, at their own times
+        by_arrival = sorted(self.requests, key=lambda request: request.arrival)
+        clients = _most_open(by_arrival)
+        later = by_arrival[clients:]
+        if len(by_arrival) < 3 * clients or not later:
+            return 0
+        usual = float(np.median([request.end - request.arrival for request in by_arrival]))
+        soon = max(_FOLLOWS_S, _FOLLOWS_SHARE * usual)
+        following = _count_following(later, sorted(request.end for request in by_arrival), soon)
+        return clients if following >= _MOSTLY * len(later) else 0
+
+
+def _measured_request(number: int, line: TraceLine) -> RequestRecord:
+    def after(seconds: float | None) -> float | None:
+        return None if seconds is None else line.at + seconds
+
+    return RequestRecord(
+        number=number,
+        tenant=line.tenant,
+        n_prompt=line.n_prompt,
+        n_output=line.n_output,
+        arrival=line.at,
+        boarded=after(line.queue_s),
+        first_token=after(line.ttft_s),
+        finished=after(line.e2e_s),
+        finish=line.finish or "length",
+    )
+
+
+def _most_open(requests: Iterable[RequestRecord]) -> int:
+    """The most requests that are open at a time."""
+    moments = []
+    for request in requests:
+        moments += [(request.arrival, 1), (request.end, -1)]
+    changes = [change for _, change in sorted(moments)]
+    return int(np.max(np.cumsum(changes), initial=0))
+
+
+def _count_following(requests: Iterable[RequestRecord], ends: Sequence[float], soon: float) -> int:
+    """How many requests, by arrival, come within `soon` seconds after an end that no other request
+    follows. ends: ascending.
+    """
+    count = place = 0
+    for request in requests:
+        while place < len(ends) and ends[place] < request.arrival - soon:
+            place += 1
+        if place < len(ends) and ends[place] <= request.arrival:
+            count += 1
+            place += 1
+    return count
+
+
+def write_recording(path: str | Path, requests: Iterable[RequestRecord], started: float) -> None:
+    """One line per request, with what was measured, as `jitney serve --record` writes it; times
+    since `started`. ConfigError if the file cannot be written.
+    """
+    lines = []
+    for request in requests:
+        measured = {name: getattr(request, name) for name in _MEASURED}
+        lines.append(TraceLine(at=max(0.0, request.arrival - started), **measured))
+    with _config_errors(path):
+        Path(path).write_bytes(msgspec.json.Encoder().encode_lines(lines))
+
+
+#: Fields of a request that a trace has too.
+_MEASURED = ("n_prompt", "n_output", "tenant", "queue_s", "ttft_s", "e2e_s", "finish")
+
+
+@contextmanager
+def _config_errors(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+
+class _RunNote(msgspec.Struct, frozen=True):
+    """What stands beside the step records of a run."""
+
+    shape: EngineShape
+    requests: list[RequestRecord]
+    #: As in `EngineRun`.
+    started: float
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """A run of an engine in this process."""
+
+    #: In order of the arrivals, with their stays; seconds of one clock.
+    requests: list[RequestRecord]
+    #: [steps] STEP_DTYPE.
+    records: np.ndarray
+    #: The engine that ran.
+    shape: EngineShape
+    #: The zero of the arrivals' times.
+    started: float = 0.0
+    #: Requests that a closed loop kept open, 0: they came at their times.
+    concurrency: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last end."""
+        return span(self.requests)
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        """The requests, by time; the first at 0."""
+        requests = sorted(self.requests, key=lambda request: request.arrival)
+        first = requests[0].arrival
+        return [Arrival(each.arrival - first, each.n_prompt, each.n_output) for each in requests]
+
+    def figures(self, **options: Any) -> JsonDict:
+        """As `summary.summarise`; options: its slo and price_per_hour."""
+        return summarise(
+            self.requests,
+            records=self.records,
+            seats=self.shape.limits.max_seats,
+            seconds=self.seconds,
+            **options,
+        )
+
+    def predicted(
+        self, table: StepTimes, *, concurrency: int | None = None, seed: int = 0
+    ) -> SimulatedRun:
+        """The same requests on the same engine, simulated; concurrency: None takes the run's
+        own.
+        """
+        n_open = self.concurrency if concurrency is None else concurrency
+        return simulate(self.arrivals, self.shape, table, concurrency=n_open or None, seed=seed)
+
+    @classmethod
+    def write_all(cls, path: str | Path, runs: Mapping[str, EngineRun]) -> None:
+        """An .npz with records_<name> (STEP_DTYPE) and note_<name> (JSON) for each run. ConfigError
+        if the file cannot be written.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        for name, run in runs.items():
+            requests = [
+                msgspec.structs.replace(each, tokens=None, token_times=None)
+                for each in run.requests
+            ]
+            note = _RunNote(run.shape, requests, run.started, run.concurrency)
+            arrays[f"records_{name}"] = run.records
+            arrays[f"note_{name}"] = np.array(msgspec.json.encode(note).decode())
+        with _config_errors(path), open(path, "wb") as file:  # a name without .npz stays as it is
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def read_all(cls, path: str | Path) -> dict[str, EngineRun]:
+        """The runs that `write_all` wrote, by name. Raises ConfigError if there are none."""
+        see = "(see jitney bench policies --records)"
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                names = [key.removeprefix("note_") for key in arrays if key.startswith("note_")]
+                runs = {name: _read_run(arrays, name) for name in names}
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: {error.strerror or 'cannot be read as an .npz file'}"
+            ) from None
+        except (ValueError, KeyError, msgspec.DecodeError) as error:
+            raise ConfigError(f"{path}: holds no runs of this version {see}: {error}") from None
+        if not runs:
+            raise ConfigError(f"{path}: holds no runs of this version {see}")
+        return runs
+
+
+def _read_run(arrays: Mapping[str, np.ndarray], name: str) -> EngineRun:
+    note = msgspec.json.decode(str(arrays[f"note_{name}"]), type=_RunNote)
+    records = arrays[f"records_{name}"]
+    return EngineRun(note.requests, records, note.shape, note.started, note.concurrency)
