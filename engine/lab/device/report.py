@@ -16,8 +16,6 @@ from jitney.engine.lab.device.run import PARTS, DeviceResults
 from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.prompt_choices import PromptChoice, PromptChoices
 
-#: Kernels that are measured beside those that can serve.
-_OTHERS = ("cuDNN",)
 #: Share of our time that FlashInfer may take at most to be chosen: its kernels are compiled by the
 #: first start, for minutes, and an even race is not worth that.
 _WORTH = 0.95
@@ -136,14 +134,12 @@ class DeviceReport:
         results, about = self.results, self.results.about
         if about is None or not about.sm or not results.real:
             return None
-        times = {name: _times_of(results.rows, name) for name in (*PromptChoices.serving, *_OTHERS)}
+        times = {name: _times_of(results.rows, name) for name in PromptChoices.serving}
         cases = set.intersection(*(set(times[name]) for name in PromptChoices.serving))
         if not cases:
             return None
         seconds = {
-            name: round(sum(found[case] for case in cases), 9)
-            for name, found in times.items()
-            if cases <= set(found)
+            name: round(sum(found[case] for case in cases), 9) for name, found in times.items()
         }
         ours, theirs = PromptChoices.serving
         return {

@@ -22,7 +22,6 @@ from typing import IO, ClassVar, Protocol
 import msgspec
 
 from jitney.engine.common.errors import ConfigError, JitneyError
-from jitney.engine.lab.device.power import PowerMeter
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row
 from jitney.engine.lab.device.worker import PartMessage
 
@@ -46,8 +45,6 @@ PARTS = {
     "write": "norm, rotation and write of keys and values",
     "sampling": "top-p threshold over the vocabulary",
     "flashinfer": "prompt attention by FlashInfer's kernels, called as they would serve",
-    "cudnn": "prompt attention by cuDNN",
-    "torch": "attention by PyTorch and FlashInfer, compiled decode steps in PyTorch",
 }
 #: What must be in the environment of a part; it is added to what is there.
 _ENVIRONMENT = {
@@ -262,15 +259,7 @@ class _Measuring:
             return
         environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
         limit_s = self._limit_of(part)
-        meter = PowerMeter()
-        meter.start()
-        try:
-            yield from self.start(results.job(part, limit_s), environment)
-        finally:
-            drawn = meter.stop()
-        if drawn:
-            row = Row(part=part, name="power", case="while it ran", by="nvidia-smi", figures=drawn)
-            yield PartMessage(row=row)
+        yield from self.start(results.job(part, limit_s), environment)
 
     def _limit_of(self, part: str) -> float:
         """Seconds after which its process is ended."""

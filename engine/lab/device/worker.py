@@ -40,9 +40,8 @@ _OURS = {
     "prefill": "steps",
     "quantised": "steps",
     "flashinfer": "prompt_peers",
-    "cudnn": "prompt_peers",
 }
-_PEERS = {"transformers": "peers", "vllm": "vllm_peer", "torch": "peers"}
+_PEERS = {"transformers": "peers", "vllm": "vllm_peer"}
 _PACKAGES = (
     "jitney",
     "jax",

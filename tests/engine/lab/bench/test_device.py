@@ -24,18 +24,16 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.core.executor.autotuning import RESULTS
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.commands.bench_device import bench_device
-from jitney.engine.lab.device import kernels, prompt_peers, steps, timing, worker
+from jitney.engine.lab.device import kernels, steps, timing, worker
 from jitney.engine.lab.device import run as device_run
 from jitney.engine.lab.device.check import TASKS
 from jitney.engine.lab.device.kernels import Contexts, _make_inputs, attend_row
-from jitney.engine.lab.device.power import PowerMeter
 from jitney.engine.lab.device.report import _GOALS, DeviceReport, _goal_values
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row, Task
 from jitney.engine.lab.device.run import (
@@ -216,7 +214,7 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
     assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
-    peers = {"transformers", "vllm", "cudnn", "flashinfer", "torch"}
+    peers = {"transformers", "vllm", "flashinfer"}
     assert silent <= {"check", "graphs", "cublas", "write", "sampling", *peers}
     for part in (
         "steps",
@@ -372,44 +370,6 @@ def test_both_files_say_the_same(found: tuple[DeviceResults, Path]):
 
 
 # What goes wrong
-
-
-def test_cudnn_is_asked_for_the_attention_that_ours_computes(monkeypatch: pytest.MonkeyPatch):
-    """As far as a machine without a GPU goes: what is compared with is a naive attention over the
-    pages, and what a GPU would be given is cuDNN's, over pages and causal.
-    """
-    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.float32, 0)
-    order = np.asarray(given.table).reshape(-1)
-    assert sorted(order) == [0, 1, 2] and given.keys.shape[:2] == (3, 16)
-    keys, values = (np.asarray(pool)[order].reshape(48, -1, 16) for pool in given[1:3])
-    queries = np.asarray(given.q)[0]
-    group = queries.shape[1] // keys.shape[1]
-    scores = np.einsum("thd,shd->hts", queries, keys.repeat(group, 1)) / 4
-    scores = np.where(np.tri(48, dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    wanted = np.einsum("hts,shd->thd", weights, values.repeat(group, 1))
-    np.testing.assert_allclose(prompt_peers._in_a_row(given)[0], wanted, atol=1e-5)
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
-    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
-    traced = jax.jit(prompt_peers._over_pages).trace(given)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    [call] = [line for line in text.splitlines() if "custom_call" in line]
-    assert "__cudnn$fmhaSoftmax" in call and "PADDING_CAUSAL" in call
-    assert re.search(r"is_paged_attention\S* true", call)
-
-
-def test_cudnn_cannot_serve_since_it_asks_for_a_pool_of_the_tables_size(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Once jax takes a pool with more pages than the table names, decision 113 is to be read
-    anew.
-    """
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
-    given = prompt_peers._make_prompt(job("cudnn"), 48, jnp.bfloat16, 0)
-    pool = jnp.concatenate([given.keys, given.keys])
-    with pytest.raises(ValueError, match="must have same number of blocks, got 6 vs 3"):
-        jax.eval_shape(prompt_peers._over_pages, given._replace(keys=pool, values=pool))
 
 
 def test_a_wrong_kernel_is_said_and_not_timed():
@@ -717,19 +677,6 @@ def test_the_reference_is_never_measured_in_silence():
     slow = msgspec.structs.replace(CPU, kernel_set="reference")
     DevicePlan(only=("check",)).measure(Kept(), said.append, Device(slow))
     assert any("REFERENCE kernels are measured" in line for line in said)
-
-
-def test_power_is_read_until_it_is_stopped():
-    script = "import time\nprint('[N/A]\\n100.5\\n200.5', flush=True)\ntime.sleep(60)"
-    meter = PowerMeter((sys.executable, "-c", script))
-    meter.start()
-    deadline = time.monotonic() + 30
-    while len(meter.watts) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert meter.stop() == {"watts on average": 150.5, "watts at most": 200.5}
-    absent = PowerMeter(("no-such-program",))
-    absent.start()
-    assert absent.stop() == {}
 
 
 def test_a_large_shape_on_a_cpu_and_no_floors_are_one_line():

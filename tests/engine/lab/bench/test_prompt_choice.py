@@ -42,9 +42,6 @@ MEASURED = [
     prompt("triton", "4,096", 2e-3),
     prompt("flashinfer", "512", 0.25e-3),
     prompt("flashinfer", "4,096", 1e-3),
-    prompt("cuDNN", "512", 0.5e-3),
-    prompt("cuDNN", "4,096", 1e-3),
-    prompt("FlashInfer", "4,096", 0.1e-3),  # as PyTorch calls it, which no engine here can
     Row(part="attention", name="decode attention", case="1 x 512", by="triton", seconds=1.0),
 ]
 
@@ -60,14 +57,14 @@ def test_the_quicker_one_over_all_sizes_is_chosen():
         "sm": 90,
         "head_dim": 128,
         "by": "flashinfer",
-        "seconds": {"triton": 2.25e-3, "flashinfer": 1.25e-3, "cuDNN": 1.5e-3},
+        "seconds": {"triton": 2.25e-3, "flashinfer": 1.25e-3},
         "rows": [512, 4096],
         "device": "NVIDIA H100 80GB HBM3",
         "versions": {"jax": "0.11.2", "flashinfer-python": "0.7.2.post1"},
     }
     assert _choice_line(choice) == (
         "prompt attention on sm_90 with heads of 128 (512, 4,096 rows): triton 2.25 ms, flashinfer "
-        "1.25 ms, cuDNN 1.50 ms; chosen: flashinfer"
+        "1.25 ms; chosen: flashinfer"
     )
 
 
@@ -82,9 +79,6 @@ def test_sizes_that_one_has_not_do_not_count():
     rows = [*MEASURED, prompt("triton", "8,192", 9e-3), prompt("flashinfer", "8,192", None)]
     choice = DeviceReport(results(rows)).prompt_choice()
     assert choice is not None and choice["rows"] == [512, 4096]
-    without = [row for row in MEASURED if (row.by, row.case) != ("cuDNN", "512 rows")]
-    choice = DeviceReport(results(without)).prompt_choice()
-    assert choice is not None and list(choice["seconds"]) == ["triton", "flashinfer"]
 
 
 def test_nothing_is_chosen_where_only_ours_was_measured_or_no_gpu_was():
