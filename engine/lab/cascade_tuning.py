@@ -1,5 +1,5 @@
-"""Which threshold a cascade should have: what each would have cost, and how often it would have
-agreed with the large model, over requests that both models answered.
+"""The threshold of a cascade: the cost of each, and how often it would have agreed with the large
+model, over requests that both models answered.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,7 @@ _Z = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """What answers took. Seconds: from asking to the end of the answer."""
+    """The cost of answers. Seconds: from asking to the end of the answer."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -78,7 +79,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class Threshold:
     """What a cascade with this threshold would have done."""
 
     threshold: float
@@ -89,66 +90,63 @@ class Rung:
     low: float
     high: float
     spent: _Spent
-    #: What it cost beside the large model alone; over 1 where it cost more.
+    #: Its cost over that of the large model alone.
     cost_share: float
+
+    @classmethod
+    def of(cls, order: Sequence[Pair], asked: int, threshold: float, by: Cost) -> Threshold:
+        """Where the large model answers the first `asked` of the pairs, the least sure ones."""
+        n = len(order)
+        everything = sum((pair.large for pair in order), _Spent())
+        spent = sum((pair.small for pair in order), _Spent())
+        spent = sum((pair.large for pair in order[:asked]), spent)
+        agreement = (asked + sum(pair.agreement for pair in order[asked:])) / n
+        low, high = _interval(agreement, n)
+        share = spent.of(by) / everything.of(by) if everything.of(by) else math.inf
+        return cls(threshold, 1 - asked / n, agreement, low, high, spent, share)
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
-    """All thresholds that make a difference, from the one that sends everything the small model
-    says.
+class Thresholds:
+    """All thresholds of a measure that make a difference, ascending; the first sends every answer
+    of the small model.
     """
 
     measure: Measure
-    rungs: list[Rung]
+    thresholds: list[Threshold]
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair], measure: Measure, by: Cost) -> Ladder:
+    def of(cls, pairs: Sequence[Pair], measure: Measure, by: Cost) -> Thresholds:
         """The thresholds lie halfway between confidences that were seen, so that none hangs on the
         last digit of a log-probability.
         """
         order = sorted(pairs, key=lambda pair: pair.confidence(measure))
         confidences = [pair.confidence(measure) for pair in order]
-        rungs = [_rung(order, 0, 0.0, by)]
-        for place in range(1, len(order)):
-            if confidences[place] > confidences[place - 1]:
-                threshold = (confidences[place - 1] + confidences[place]) / 2
-                rungs.append(_rung(order, place, threshold, by))
-        if confidences[-1] < 1.0:
-            rungs.append(_rung(order, len(order), (confidences[-1] + 1.0) / 2, by))
-        return cls(measure, rungs)
+        found = [Threshold.of(order, 0, 0.0, by)]
+        for asked, (before, after) in enumerate(pairwise([*confidences, 1.0]), 1):
+            if after > before:
+                found.append(Threshold.of(order, asked, (before + after) / 2, by))
+        return cls(measure, found)
 
-    def cheapest(self, agreement: float) -> Rung | None:
+    def cheapest(self, agreement: float) -> Threshold | None:
         """Of those that agree so often, the one that costs least; None if none does."""
-        good = [rung for rung in self.rungs if rung.agreement >= agreement]
-        return min(good, key=lambda rung: (rung.cost_share, -rung.agreement), default=None)
+        good = [each for each in self.thresholds if each.agreement >= agreement]
+        return min(good, key=lambda each: (each.cost_share, -each.agreement), default=None)
 
     def cost_share(self, agreement: float) -> float:
-        """Of the cheapest threshold for this agreement, rounded so that ladders can be compared;
+        """Of the cheapest threshold for this agreement, rounded so that measures can be compared;
         infinite where there is none.
         """
-        found = self.cheapest(agreement)
-        return math.inf if found is None else round(found.cost_share, _DIGITS)
+        cheapest = self.cheapest(agreement)
+        return math.inf if cheapest is None else round(cheapest.cost_share, _DIGITS)
 
-    def shown(self, most: int, chosen: Rung | None) -> list[Rung]:
+    def shown(self, most: int, chosen: Threshold | None) -> list[Threshold]:
         """At most so many, evenly spread, both ends and the chosen one among them."""
-        last = len(self.rungs) - 1
+        last = len(self.thresholds) - 1
         places = {round(last * step / (most - 1)) for step in range(most)}
         if chosen is not None:
-            places.add(self.rungs.index(chosen))
-        return [self.rungs[place] for place in sorted(places)]
-
-
-def _rung(order: Sequence[Pair], asked: int, threshold: float, by: Cost) -> Rung:
-    """asked: the large model answers so many, the least sure ones."""
-    n = len(order)
-    everything = sum((pair.large for pair in order), _Spent())
-    spent = sum((pair.small for pair in order), _Spent())
-    spent = sum((pair.large for pair in order[:asked]), spent)
-    agreement = (asked + sum(pair.agreement for pair in order[asked:])) / n
-    low, high = _interval(agreement, n)
-    share = spent.of(by) / everything.of(by) if everything.of(by) else math.inf
-    return Rung(threshold, 1 - asked / n, agreement, low, high, spent, share)
+            places.add(self.thresholds.index(chosen))
+        return [self.thresholds[place] for place in sorted(places)]
 
 
 def _interval(share: float, n: int) -> tuple[float, float]:
@@ -246,15 +244,13 @@ class ModelComparison:
 
     def _agreement(self, small: ModelAnswer, large: ModelAnswer) -> float:
         """The mean of the choices."""
-        likenesses = list(self._likenesses(small, large))
+        alike = _likeness if self.agreement == "words" else _are_equal
+        likenesses = list(map(alike, small.normalised, large.normalised))
         return sum(likenesses) / len(likenesses) if likenesses else 0.0
 
-    def _likenesses(self, small: ModelAnswer, large: ModelAnswer) -> Iterator[float]:
-        for first, second in zip(small.normalised, large.normalised, strict=False):
-            if self.agreement == "words":
-                yield _likeness(first, second)
-            else:
-                yield float(first == second)
+
+def _are_equal(first: str, second: str) -> float:
+    return float(first == second)
 
 
 def _likeness(first: str, second: str) -> float:

@@ -18,10 +18,10 @@ from jitney.engine.config import Arguments, Command, Flag, FlagGroup, progress_r
 from jitney.engine.fleet import Measure, Question
 from jitney.engine.lab.cascade_tuning import (
     Cost,
-    Ladder,
     ModelComparison,
     Pair,
-    Rung,
+    Threshold,
+    Thresholds,
     TokenPrices,
     read_questions,
 )
@@ -34,9 +34,9 @@ _SMALL, _LARGE = "small", "large"
 #: Where API keys may stand; a flag would show them to other users of the machine.
 _KEYS = {_SMALL: "JITNEY_SMALL_KEY", _LARGE: "JITNEY_LARGE_KEY"}
 _ANY_KEY = "OPENAI_API_KEY"
-#: Rungs that a ladder shows.
+#: Thresholds that a table shows.
 _SHOWN = 12
-#: What is tried: the whole answer, and windows of it.
+#: Measures to try: the whole answer, and windows of it.
 _MEASURES = (Measure("mean"), *(Measure("least", window) for window in (1, 2, 4, 8, 16, 32)))
 _UNITS: dict[Cost, str] = {"price": "the prices given", "seconds": "seconds", "tokens": "tokens"}
 
@@ -103,11 +103,11 @@ def cascade_tune(arguments: Sequence[str]) -> int:
     pairs, refusals = asyncio.run(_compare(args, questions))
     if not pairs:
         raise JitneyError(f"no request was answered by both models: {refusals[0]}")
-    ladders = [Ladder.of(pairs, measure, by) for measure in measures]
+    tried = [Thresholds.of(pairs, measure, by) for measure in measures]
     # Of equals the first.
-    best = min(ladders, key=lambda ladder: ladder.cost_share(args.agreement))
+    best = min(tried, key=lambda each: each.cost_share(args.agreement))
     chosen = best.cheapest(args.agreement)
-    tuned = _Tuned(by, args.agreement, pairs, refusals, ladders, best, chosen)
+    tuned = _Tuned(by, args.agreement, pairs, refusals, tried, best, chosen)
     if args.write_report(_report_of(tuned)):
         _show(tuned)
     return int(chosen is None)
@@ -115,16 +115,17 @@ def cascade_tune(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Tuned:
-    """All that was found."""
+    """The result."""
 
     by: Cost
     wanted: float
     pairs: list[Pair]
     refusals: list[str]
-    ladders: list[Ladder]
-    best: Ladder
+    #: By measure.
+    tried: list[Thresholds]
+    best: Thresholds
     #: None: no threshold agrees as often as wanted.
-    chosen: Rung | None
+    chosen: Threshold | None
 
 
 def _check(args: Arguments) -> None:
@@ -208,7 +209,7 @@ def _report_of(tuned: _Tuned) -> JsonDict:
         "large": msgspec.to_builtins(_total(tuned.pairs, _LARGE)),
         "measure": msgspec.to_builtins(tuned.best.measure),
         "chosen": msgspec.to_builtins(tuned.chosen),
-        "ladders": msgspec.to_builtins(tuned.ladders),
+        "measures": msgspec.to_builtins(tuned.tried),
     }
 
 
@@ -219,48 +220,41 @@ def _total(pairs: Sequence[Pair], name: str) -> JsonDict:
 
 
 def _show(tuned: _Tuned) -> None:
-    from jitney.dashboard import print_lines
+    from jitney.dashboard import Table, print_lines
 
-    if len(tuned.ladders) > 1:
-        title = f"Each measure's cheapest for {tuned.wanted:.1%}"
-        _measures_table(tuned).print(title)
-    _ladder_table(tuned).print(f"Thresholds by the measure {tuned.best.measure}")
+    if len(tuned.tried) > 1:
+        rows: list[list[str]] = []
+        for each in tuned.tried:
+            cheapest = each.cheapest(tuned.wanted)
+            rows.append([str(each.measure), *(_cells(cheapest)[:4] if cheapest else [""] * 4)])
+        heads = ["measure", "threshold", "small sends", "agreement", "cost"]
+        Table(heads, rows).print(f"Each measure's cheapest for {tuned.wanted:.1%}")
+    _threshold_table(tuned).print(f"Thresholds by the measure {tuned.best.measure}")
     print_lines(_lines(tuned))
 
 
-def _measures_table(tuned: _Tuned) -> Table:
-    from jitney.dashboard import Table
-
-    rows: list[list[str]] = []
-    for each in tuned.ladders:
-        found = each.cheapest(tuned.wanted)
-        cells = ["", "", "", ""] if found is None else _cells(found)[:4]
-        rows.append([str(each.measure), *cells])
-    return Table(["measure", "threshold", "small sends", "agreement", "cost"], rows)
-
-
-def _ladder_table(tuned: _Tuned) -> Table:
+def _threshold_table(tuned: _Tuned) -> Table:
     from jitney.dashboard import Table
 
     heads = ["threshold", "small sends", "agreement", "cost", "95 %", "tokens", "seconds", ""]
     if tuned.by == "price":
         heads.insert(-1, "price")
     rows: list[list[str]] = []
-    for rung in tuned.best.shown(_SHOWN, tuned.chosen):
-        cells = [*_cells(rung), f"{rung.spent.tokens:,}", f"{rung.spent.seconds:.1f}"]
+    for each in tuned.best.shown(_SHOWN, tuned.chosen):
+        cells = [*_cells(each), f"{each.spent.tokens:,}", f"{each.spent.seconds:.1f}"]
         if tuned.by == "price":
-            cells.append(f"{rung.spent.price:.4g}")
-        rows.append([*cells, "chosen" if rung == tuned.chosen else ""])
+            cells.append(f"{each.spent.price:.4g}")
+        rows.append([*cells, "chosen" if each == tuned.chosen else ""])
     return Table(heads, rows)
 
 
-def _cells(rung: Rung) -> list[str]:
+def _cells(threshold: Threshold) -> list[str]:
     return [
-        f"{rung.threshold:.4f}",
-        f"{rung.kept:.1%}",
-        f"{rung.agreement:.1%}",
-        f"{rung.cost_share:.1%}",
-        f"{rung.low:.1%} to {rung.high:.1%}",
+        f"{threshold.threshold:.4f}",
+        f"{threshold.kept:.1%}",
+        f"{threshold.agreement:.1%}",
+        f"{threshold.cost_share:.1%}",
+        f"{threshold.low:.1%} to {threshold.high:.1%}",
     ]
 
 

@@ -13,12 +13,12 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import Slo
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup
-from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
+from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
-from jitney.engine.lab.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
+from jitney.engine.lab.simulation.roofline import SHAPES, Assumptions, Roofline
 
 if TYPE_CHECKING:
-    from jitney.dashboard import Table
+    pass
 
 _WEIGHTS = ("bf16", "fp8", "int8", "int4")
 #: Fields of `Load` that flags of the same name give.
@@ -164,25 +164,21 @@ def _report_of(roofline: Roofline, load: Load, sizing: Sizing) -> JsonDict:
 
 
 def _show(model: str, roofline: Roofline, load: Load, sizing: Sizing) -> None:
-    from jitney.dashboard import print_lines
+    from jitney.dashboard import Table, print_lines
 
     title = f"{model} on {roofline.count} x {roofline.device.name}"
     tokens = f"{load.prompt} prompt and {load.output} output tokens"
-    _curve_table(sizing).print(f"{title}: {tokens}")
+    heads = ["seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
+    table = Table(heads, [_cells(point, sizing) for point in sizing.curve])
+    table.print(f"{title}: {tokens}")
     print_lines(_answers(roofline, load, sizing))
     print("assumed:")
     print_lines(f"  {line}" for line in _assumptions(roofline, load))
 
 
-def _curve_table(sizing: Sizing) -> Table:
-    from jitney.dashboard import Table
-
-    heads = ["seats", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
-    return Table(heads, [_cells(point, sizing) for point in sizing.curve])
-
-
 def _cells(point: OperatingPoint, sizing: Sizing) -> list[str]:
     cost = point.cost_per_million
+    marks = {"knee": sizing.knee, "within limits": sizing.within_slo}
     return [
         str(point.seats),
         f"{1e3 * point.step_s:.2f}",
@@ -191,50 +187,25 @@ def _cells(point: OperatingPoint, sizing: Sizing) -> list[str]:
         f"{1e3 * point.ttft_s:.0f}",
         point.bound,
         "" if cost is None else f"{cost:.3f}",
-        _mark(point, sizing),
+        ", ".join(name for name, marked in marks.items() if marked == point),
     ]
-
-
-def _mark(point: OperatingPoint, sizing: Sizing) -> str:
-    """What is special about a point of the curve."""
-    marks = {"knee": sizing.knee, "within limits": sizing.within_slo}
-    return ", ".join(name for name, marked in marks.items() if marked == point)
 
 
 def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:
     """The answers, a line each."""
-    yield _memory_line(sizing)
-    if sizing.chosen is None:
-        yield _no_choice(sizing.curve[0])
-        return
-    yield from _choice(sizing.chosen, sizing)
-    if sizing.replicas is not None:
-        yield _replicas_line(roofline, load, sizing.replicas)
-
-
-def _no_choice(first: OperatingPoint) -> str:
-    step, ttft = 1e3 * first.step_s, 1e3 * first.ttft_s
-    return (
-        f"no batch size keeps the limits: with one seat a step takes {step:.1f} "
-        f"ms and the first token {ttft:.0f} ms"
-    )
-
-
-def _replicas_line(roofline: Roofline, load: Load, replicas: int) -> str:
-    chips = replicas * roofline.count
-    return f"replicas: {replicas} for {load.rate:g} requests/s ({chips} chips)"
-
-
-def _memory_line(sizing: Sizing) -> str:
-    memory = sizing.memory
-    return (
+    memory, chosen = sizing.memory, sizing.chosen
+    yield (
         f"memory: {memory.weight_bytes / 1e9:.1f} GB of weights, {memory.kv_room_bytes / 1e9:.1f} "
         f"GB for KV = {memory.positions:,} tokens in {memory.pages:,} pages: {memory.seats_mean} "
         f"seats at the mean context, {memory.seats_full} at the whole length"
     )
-
-
-def _choice(chosen: OperatingPoint, sizing: Sizing) -> Iterator[str]:
+    if chosen is None:
+        step, ttft = 1e3 * sizing.curve[0].step_s, 1e3 * sizing.curve[0].ttft_s
+        yield (
+            f"no batch size keeps the limits: with one seat a step takes {step:.1f} "
+            f"ms and the first token {ttft:.0f} ms"
+        )
+        return
     speed = f"{chosen.output_tok_s:,.0f} output tokens/s, {1e3 * chosen.step_s:.1f} ms"
     yield f"chosen: {chosen.seats} seats, {speed} between tokens"
     yield f"load at {Sizing.UTILISATION:.0%}: {sizing.load_req_s:.2f} requests/s a replica"
@@ -242,36 +213,50 @@ def _choice(chosen: OperatingPoint, sizing: Sizing) -> Iterator[str]:
     if loaded is not None:
         price = f"{full:.3f} a million output tokens when full, {loaded:.3f}"
         yield f"cost: {price} at {Sizing.UTILISATION:.0%}"
+    if sizing.replicas is not None:
+        chips = sizing.replicas * roofline.count
+        yield f"replicas: {sizing.replicas} for {load.rate:g} requests/s ({chips} chips)"
 
 
 def _assumptions(roofline: Roofline, load: Load) -> Iterator[str]:
-    """Everything that was taken for granted, a line each."""
+    """Everything that was assumed, a line each."""
     yield from assumptions_of(roofline)
-    yield _steady_state(load)
-    yield _TTFT
+    yield (
+        f"steady state: every step carries {load.prompt_rows:g} prompt rows beside each decode "
+        f"row, at most {load.token_budget} rows; mean context {load.mean_context:g}; nothing "
+        "shared between prompts"
+    )
+    yield (
+        f"TTFT: p{100 * Sizing.TTFT_QUANTILE:g} at {Sizing.UTILISATION:.0%} load, seats as servers "
+        "of a Markov queue (Erlang C), then the prompt's own steps"
+    )
 
 
 def assumptions_of(roofline: Roofline) -> Iterator[str]:
-    """What a roofline takes for granted, a line each."""
-    yield _peaks(roofline.device)
-    yield _reached(roofline.assumed)
-    yield _counted(roofline.cost)
-    yield from _narrow(roofline)
-    if roofline.count > 1:
-        yield _exchange(roofline)
-
-
-_TTFT = (
-    f"TTFT: p{100 * Sizing.TTFT_QUANTILE:g} at {Sizing.UTILISATION:.0%} load, seats as servers of "
-    "a Markov queue (Erlang C), then the prompt's own steps"
-)
-
-
-def _counted(cost: ModelCost) -> str:
-    return (
+    """What a roofline assumes, a line each."""
+    device, cost, assumed = roofline.device, roofline.cost, roofline.assumed
+    rates = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())
+    yield (
+        f"{device.name}: {device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s, TFLOP/s "
+        f"{rates} (published peaks, dense)"
+    )
+    yield (
+        f"reached: {assumed.bandwidth:.0%} of the bandwidth, {assumed.flops:.0%} of the "
+        f"operations, {1e3 * assumed.overhead_s:g} ms fixed a step, {assumed.memory:.0%} of the "
+        "memory usable"
+    )
+    yield (
         f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; "
         "attention over the whole context, in every layer"
     )
+    yield from _narrow(roofline)
+    if roofline.count > 1:
+        norms = "; a third one of two numbers a row for the norms of queries and keys"
+        yield (
+            f"tensor parallel: two ring all-reduces a layer over {device.link / 1e9:g} GB/s "
+            f"one way, {1e6 * assumed.hop_s:g} us each, not overlapped"
+            f"{norms if roofline.hops > 2 else ''}; KV divided over {roofline.kv_split}"
+        )
 
 
 def _narrow(roofline: Roofline) -> Iterator[str]:
@@ -287,40 +272,4 @@ def _narrow(roofline: Roofline) -> Iterator[str]:
         names = " and ".join(widened)
         yield f"{names} are widened to bfloat16 as they are read: fewer bytes, the same arithmetic"
     if "fp8 weights" in widened and roofline.device.rounds_fp8:
-        yield _WHY_WIDENED
-
-
-_WHY_WIDENED = "the experts of a mixture are widened, whatever multiplies its other matrices"
-
-
-def _peaks(device: Accelerator) -> str:
-    rates = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())
-    memory = f"{device.memory / 1e9:g} GB, {device.bandwidth / 1e9:,.0f} GB/s"
-    return f"{device.name}: {memory}, TFLOP/s {rates} (published peaks, dense)"
-
-
-def _reached(assumed: Assumptions) -> str:
-    return (
-        f"reached: {assumed.bandwidth:.0%} of the bandwidth, {assumed.flops:.0%} of the "
-        f"operations, {1e3 * assumed.overhead_s:g} ms fixed a step, {assumed.memory:.0%} of the "
-        "memory usable"
-    )
-
-
-def _steady_state(load: Load) -> str:
-    return (
-        f"steady state: every step carries {load.prompt_rows:g} prompt rows beside each decode "
-        f"row, at most {load.token_budget} rows; mean context {load.mean_context:g}; nothing "
-        "shared between prompts"
-    )
-
-
-def _exchange(roofline: Roofline) -> str:
-    norms = ""
-    if roofline.hops > 2:
-        norms = "; a third one of two numbers a row for the norms of queries and keys"
-    return (
-        f"tensor parallel: two ring all-reduces a layer over {roofline.device.link / 1e9:g} GB/s "
-        f"one way, {1e6 * roofline.assumed.hop_s:g} us each, not overlapped{norms}; KV divided "
-        f"over {roofline.kv_split}"
-    )
+        yield "the experts of a mixture are widened, whatever multiplies its other matrices"

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
@@ -22,9 +21,6 @@ from jitney.engine.lab.simulation.fleet_planner import (
 )
 from jitney.engine.lab.simulation.fleet_traffic import Day, Recorded
 
-if TYPE_CHECKING:
-    from jitney.dashboard import Table
-
 _HOUR_S = 3600.0
 
 
@@ -33,7 +29,11 @@ def plan_fleet(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse_as(FleetArguments, arguments)
     _check(args)
     kinds = _kinds_of(args)
-    traffic, targets, how = args.traffic(), _targets_of(args), _assumptions_of(args)
+    traffic, targets, how = (
+        args.traffic(),
+        Targets(args.slo_ttft_ms / 1e3, args.stream_tok_s, args.refused / 100),
+        _assumptions_of(args),
+    )
     began = time.perf_counter()
     sizings = [FleetSizing.of(kind, traffic, targets, how) for kind in kinds]
     report = _report_of(args, traffic, sizings, how)
@@ -129,10 +129,6 @@ def _prices_of(args: FleetArguments) -> dict[str, float]:
     return prices
 
 
-def _targets_of(args: FleetArguments) -> Targets:
-    return Targets(args.slo_ttft_ms / 1e3, args.stream_tok_s, args.refused / 100)
-
-
 def _assumptions_of(args: FleetArguments) -> FleetAssumptions:
     return FleetAssumptions(
         router=args.router,
@@ -178,18 +174,17 @@ def _fleet_json(sizing: FleetSizing) -> JsonDict:
         "chips": sizing.replicas * kind.roofline.count,
         "by_hour": list(sizing.by_hour),
         "price_per_hour": sizing.price_per_hour,
-        "fixed": _bill(sizing, sizing.fixed_replica_hours),
-        "scaled": _bill(sizing, sizing.scaled_replica_hours),
+        "fixed": {
+            "replica_hours": sizing.fixed_replica_hours,
+            "cost_per_million": sizing.cost_per_million(sizing.fixed_replica_hours),
+        },
+        "scaled": {
+            "replica_hours": sizing.scaled_replica_hours,
+            "cost_per_million": sizing.cost_per_million(sizing.scaled_replica_hours),
+        },
         "output_tokens": sizing.output_tokens,
         "simulated_replicas": sizing.simulated,
         "busiest": sizing.figures or None,
-    }
-
-
-def _bill(sizing: FleetSizing, replica_hours: float) -> JsonDict:
-    return {
-        "replica_hours": replica_hours,
-        "cost_per_million": sizing.cost_per_million(replica_hours),
     }
 
 
@@ -206,22 +201,22 @@ def _scaled_cost(sizing: FleetSizing) -> float:
 
 
 def _show(
-    args: FleetArguments, traffic: Day | Recorded, sizings: list[FleetSizing], report: JsonDict
+    args: FleetArguments,
+    traffic: Day | Recorded,
+    sizings: list[FleetSizing],
+    report: JsonDict,
 ) -> None:
-    from jitney.dashboard import print_lines
+    from jitney.dashboard import Table, print_lines
 
-    busiest = max(traffic.rates)
-    title = f"{args.model}: {busiest:,.6g} requests/s in the busiest {_hour_of(traffic)}"
+    hour = "hour" if traffic.hour_s == _HOUR_S else f"{traffic.hour_s:g} s"
     cheapest = _cheapest(sizings)
-    _table(sizings, cheapest).print(title)
-    problems = [f"{each.kind.name}: {each.problem}" for each in sizings if each.problem]
-    print_lines(problems)
+    cells = [_cells(sizing, sizing is cheapest) for sizing in sizings]
+    Table(list(_HEADS), cells).print(
+        f"{args.model}: {max(traffic.rates):,.6g} requests/s in the busiest {hour}"
+    )
+    print_lines(f"{each.kind.name}: {each.problem}" for each in sizings if each.problem)
     print(f"planned in {report['planned_in_s']:g} s; assumed:")
     print_lines(f"  {line}" for line in report["assumed"])
-
-
-def _hour_of(traffic: Day | Recorded) -> str:
-    return "hour" if traffic.hour_s == _HOUR_S else f"{traffic.hour_s:g} s"
 
 
 _HEADS = (
@@ -241,17 +236,10 @@ _HEADS = (
 )
 
 
-def _table(sizings: Sequence[FleetSizing], cheapest: FleetSizing | None) -> Table:
-    from jitney.dashboard import Table
-
-    return Table(list(_HEADS), [_cells(sizing, sizing is cheapest) for sizing in sizings])
-
-
 def _cells(sizing: FleetSizing, is_cheapest: bool) -> list[str]:
     if sizing.problem:
         return [sizing.kind.name, *[""] * (len(_HEADS) - 2), "no"]
-    figures = sizing.figures
-    rates = figures["stream_tok_s"]
+    figures, rates = sizing.figures, sizing.figures["stream_tok_s"]
     return [
         sizing.kind.name,
         str(sizing.seats),
@@ -274,14 +262,20 @@ def _money(value: float | None, digits: int) -> str:
 
 
 def _assumptions(sizings: Sequence[FleetSizing], how: FleetAssumptions) -> Iterator[str]:
-    """Everything that was taken for granted, and how far off it may be, a line each."""
+    """Everything that was assumed, a line each."""
     lines = [line for sizing in sizings for line in assumptions_of(sizing.kind.roofline)]
     yield from dict.fromkeys(lines)
     yield (
         "step times are estimates from published peaks, not measurements; the replicas run the "
         "engine's own scheduler on them"
     )
-    yield _failing(how)
+    failures = how.failures
+    yield (
+        f"a core dies every {failures.core_mtbf_s / _HOUR_S:g} h and is back in "
+        f"{failures.core_recovery_s:g} s, a chip is lost every "
+        f"{failures.machine_mtbf_s / _HOUR_S:g} h, a replica starts in {how.start_s:g} s; spare: "
+        "that fewer are up than needed has a chance of 1 in 1,000"
+    )
     yield (
         f"router {how.router}; the ingress sees loads every 0.25 s and predicted waits every "
         "second, and takes no time itself; no prefix is found in a cache"
@@ -292,13 +286,3 @@ def _assumptions(sizings: Sequence[FleetSizing], how: FleetAssumptions) -> Itera
         f"{how.most_requests:,} requests"
     )
     yield "scaled: as many as each hour needs, started so long before it; fixed: as the busiest"
-
-
-def _failing(how: FleetAssumptions) -> str:
-    failures = how.failures
-    return (
-        f"a core dies every {failures.core_mtbf_s / _HOUR_S:g} h and is back in "
-        f"{failures.core_recovery_s:g} s, a chip is lost every "
-        f"{failures.machine_mtbf_s / _HOUR_S:g} h, a replica starts in {how.start_s:g} s; to "
-        "spare: that fewer are up than needed has a chance of 1 in 1,000"
-    )

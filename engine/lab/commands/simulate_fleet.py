@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 from jitney.engine.common.errors import ConfigError
@@ -21,7 +21,7 @@ from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
 from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans, Recorded
 
 #: Least and most replicas, such as 2:50.
-_SCALE = re.compile(r"(?P<least>[1-9]\d*):(?P<most>[1-9]\d*)")
+_SCALE = re.compile(r"([1-9]\d*):([1-9]\d*)")
 _RULE = ScalingRule()
 _DEFAULT = FleetAssumptions()
 #: Most requests of a run, if not said otherwise: half a minute.
@@ -172,15 +172,16 @@ def _scaling_of(args: FleetArguments) -> ScalingRule | None:
     """None: there are always as many. Raises ConfigError."""
     if args.scale is None:
         return None
-    found = _SCALE.fullmatch(args.scale)
-    if found is None:
+    scale = _SCALE.fullmatch(args.scale)
+    if scale is None:
         raise ConfigError(f"--scale: {args.scale!r} is none; write least and most, such as 2:50")
+    least, most = map(int, scale.groups())
     return ScalingRule(
         target_wait_s=args.target_wait_s,
         fill=args.fill,
         calm_s=args.calm_s,
-        least=int(found["least"]),
-        most=int(found["most"]),
+        least=least,
+        most=most,
     )
 
 
@@ -208,45 +209,42 @@ def _report_of(
 def _show(args: FleetArguments, report: JsonDict) -> None:
     from jitney.dashboard import Table, print_lines
 
-    title = f"{args.replicas:,} x {args.device} ({args.model}), router {args.router}"
-    Table(["", "value"], list(_rows(report))).print(title)
-    print_lines(_notes(report))
-
-
-def _rows(report: JsonDict) -> Iterator[list[str]]:
-    """What came of it, a figure each."""
-    figures = report["figures"]
-    yield ["requests", f"{figures['requests']:,}"]
-    yield ["refused", f"{figures['refused_share']:.2%}"]
-    yield ["requests/s", f"{figures['req_s']:,.1f}"]
-    yield ["output tokens/s", f"{figures['output_tok_s']:,.0f}"]
-    if figures["ttft_s"]:
-        for name in ("p50", "p99"):
-            yield [f"first token {name}", f"{1e3 * figures['ttft_s'][name]:,.0f} ms"]
-    if figures["stream_tok_s"]:
-        yield ["tokens/s of the slowest 1 %", f"{figures['stream_tok_s']['p1']:.0f}"]
-    if figures["hit_rate"]:
-        yield ["prompt tokens found", f"{figures['hit_rate']:.1%}"]
-    yield [
-        "cores lost, machines lost",
-        f"{figures['core_failures']}, {figures['machine_failures']}",
+    figures, engine = report["figures"], report["engine"]
+    rows = [
+        ("requests", f"{figures['requests']:,}"),
+        ("refused", f"{figures['refused_share']:.2%}"),
+        ("requests/s", f"{figures['req_s']:,.1f}"),
+        ("output tokens/s", f"{figures['output_tok_s']:,.0f}"),
+        ("first token p50", _milliseconds(figures["ttft_s"], "p50")),
+        ("first token p99", _milliseconds(figures["ttft_s"], "p99")),
+        ("tokens/s of the slowest 1 %", _number(figures["stream_tok_s"], "p1")),
+        ("prompt tokens found", f"{figures['hit_rate']:.1%}"),
+        ("cores lost", f"{figures['core_failures']}"),
+        ("machines lost", f"{figures['machine_failures']}"),
+        ("went on in a new core", f"{figures['continued']:,}"),
+        ("begun again elsewhere", f"{figures['repeated']:,}"),
+        ("replicas started", f"{figures['started']}"),
+        ("most replicas ready", f"{figures['most_ready'] or ''}"),
+        ("replica-hours", f"{figures['replica_hours']:.2f}"),
     ]
-    yield ["went on in a new core", f"{figures['continued']:,}"]
-    yield ["begun again elsewhere", f"{figures['repeated']:,}"]
-    yield ["replicas started", str(figures["started"])]
-    if figures["most_ready"]:
-        yield ["most replicas ready", str(figures["most_ready"])]
-    yield ["replica-hours", f"{figures['replica_hours']:.2f}"]
     if report["cost_per_million"] is not None:
-        yield ["cost of a million output tokens", f"{report['cost_per_million']:.3f}"]
-
-
-def _notes(report: JsonDict) -> Iterator[str]:
-    engine, asked = report["engine"], report["requests_of_traffic"]
-    if report["figures"]["requests"] < asked:
-        yield f"of {asked:,} requests those of the busiest time (--requests)"
-    yield f"a replica has {engine['seats']} seats and {engine['pages']:,} pages"
-    yield (
+        rows.append(("cost of a million output tokens", f"{report['cost_per_million']:.3f}"))
+    title = f"{args.replicas:,} x {args.device} ({args.model}), router {args.router}"
+    Table(["", "value"], [list(row) for row in rows if row[1]]).print(title)
+    notes = [
+        f"a replica has {engine['seats']} seats and {engine['pages']:,} pages",
         f"simulated in {report['simulated_in_s']:g} s; step times are estimates from published "
-        "peaks, latencies are those after the first tenth of the time"
-    )
+        "peaks, latencies are those after the first tenth of the time",
+    ]
+    asked = report["requests_of_traffic"]
+    if figures["requests"] < asked:
+        notes.insert(0, f"of {asked:,} requests those of the busiest time (--requests)")
+    print_lines(notes)
+
+
+def _milliseconds(spread: JsonDict | None, quantile: str) -> str:
+    return "" if spread is None else f"{1e3 * spread[quantile]:,.0f} ms"
+
+
+def _number(spread: JsonDict | None, quantile: str) -> str:
+    return "" if spread is None else f"{spread[quantile]:.0f}"

@@ -1,4 +1,4 @@
-"""Tuning a cascade: what the ladder says, and that a cascade then does it."""
+"""Tuning a cascade: what the table says, and that a cascade then does it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jitney.engine.fleet.compositions.answering import ModelAnswer
 from jitney.engine.fleet.compositions.cascade import Cascade, CascadeSettings, Measure
 from jitney.engine.fleet.compositions.question import Question
 from jitney.engine.lab.cascade_tuning import (
-    Ladder,
     ModelComparison,
     Pair,
+    Thresholds,
     TokenPrices,
     _likeness,
     _Spent,
@@ -36,18 +36,19 @@ def pair(p: float, agrees: float, small: int = 10, large: int = 100) -> Pair:
 PAIRS = [pair(0.9, 1), pair(0.8, 1), pair(0.6, 0), pair(0.4, 1), pair(0.2, 0)]
 
 
-def test_every_threshold_that_makes_a_difference_is_a_rung():
-    whole = Ladder.of(PAIRS, MEAN, "tokens")
-    assert [rung.threshold for rung in whole.rungs] == pytest.approx([0, 0.3, 0.5, 0.7, 0.85, 0.95])
-    assert [rung.kept for rung in whole.rungs] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0])
-    assert [rung.agreement for rung in whole.rungs] == pytest.approx([0.6, 0.8, 0.8, 1, 1, 1])
-    assert [rung.spent.tokens for rung in whole.rungs] == [50, 150, 250, 350, 450, 550]
-    assert whole.rungs[3].cost_share == pytest.approx(0.7)
-    assert all(rung.low <= rung.agreement <= rung.high for rung in whole.rungs)
+def test_every_threshold_that_makes_a_difference_is_in_the_table():
+    whole = Thresholds.of(PAIRS, MEAN, "tokens")
+    values = [each.threshold for each in whole.thresholds]
+    assert values == pytest.approx([0, 0.3, 0.5, 0.7, 0.85, 0.95])
+    assert [each.kept for each in whole.thresholds] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0])
+    assert [each.agreement for each in whole.thresholds] == pytest.approx([0.6, 0.8, 0.8, 1, 1, 1])
+    assert [each.spent.tokens for each in whole.thresholds] == [50, 150, 250, 350, 450, 550]
+    assert whole.thresholds[3].cost_share == pytest.approx(0.7)
+    assert all(each.low <= each.agreement <= each.high for each in whole.thresholds)
 
 
 def test_the_cheapest_that_agrees_often_enough():
-    whole = Ladder.of(PAIRS, MEAN, "tokens")
+    whole = Thresholds.of(PAIRS, MEAN, "tokens")
     cases = {0.5: 0.0, 0.8: 0.3, 0.81: 0.7, 1.0: 0.7}
     for wanted, threshold in cases.items():
         found = whole.cheapest(wanted)
@@ -62,23 +63,23 @@ def test_the_measure_that_costs_least_is_taken():
         Pair([[*long, math.log(0.1)]], _Spent(1), _Spent(10), 0.0),
         Pair([[math.log(0.9)] * 5], _Spent(1), _Spent(10), 1.0),
     ]
-    ladders = [Ladder.of(pairs, measure, "tokens") for measure in _MEASURES]
-    best = min(ladders, key=lambda each: each.cost_share(1.0))
+    tried = [Thresholds.of(pairs, measure, "tokens") for measure in _MEASURES]
+    best = min(tried, key=lambda each: each.cost_share(1.0))
     assert best.measure == Measure("least", 1)
     found = best.cheapest(1.0)
     assert found is not None and found.kept == 0.5
 
 
 def test_of_measures_that_cost_the_same_the_first_is_taken():
-    ladders = [Ladder.of(PAIRS, measure, "tokens") for measure in _MEASURES]
-    assert min(ladders, key=lambda each: each.cost_share(0.8)).measure == MEAN
+    tried = [Thresholds.of(PAIRS, measure, "tokens") for measure in _MEASURES]
+    assert min(tried, key=lambda each: each.cost_share(0.8)).measure == MEAN
 
 
 def test_both_ends_and_the_chosen_rung_are_shown():
-    whole = Ladder.of([pair(n / 100, n % 2) for n in range(1, 99)], MEAN, "tokens")
-    chosen = whole.rungs[37]
+    whole = Thresholds.of([pair(n / 100, n % 2) for n in range(1, 99)], MEAN, "tokens")
+    chosen = whole.thresholds[37]
     shown = whole.shown(12, chosen)
-    assert shown[0] == whole.rungs[0] and shown[-1] == whole.rungs[-1]
+    assert shown[0] == whole.thresholds[0] and shown[-1] == whole.thresholds[-1]
     assert chosen in shown and len(shown) <= 13
 
 
@@ -110,7 +111,7 @@ def test_the_threshold_does_what_the_table_says():
         comparison = ModelComparison(models, "tiny", "big", "equal", TokenPrices())
         pairs, refusals = await comparison.run(questions, 4, lambda done: None)
         assert len(pairs) == 200 and not refusals
-        found.append(Ladder.of(pairs, MEAN, "tokens").cheapest(0.9))
+        found.append(Thresholds.of(pairs, MEAN, "tokens").cheapest(0.9))
         settings = CascadeSettings(
             kind="cascade",
             small="tiny",
@@ -123,14 +124,14 @@ def test_the_threshold_does_what_the_table_says():
 
     found: list = []
     answers = asyncio.run(scene())
-    rung = found[0]
-    assert 0.2 < rung.kept < 0.9  # it is no end of the ladder
+    chosen = found[0]
+    assert 0.2 < chosen.kept < 0.9
     kept = sum(answer.body["model"] == "tiny" for answer in answers) / 200
     agreed = sum(answer.normalised[0] == "right" for answer in answers) / 200
     tokens = sum(answer.usage["total_tokens"] for answer in answers)
-    assert kept == pytest.approx(rung.kept)
-    assert agreed == pytest.approx(rung.agreement)
-    assert tokens == rung.spent.tokens
+    assert kept == pytest.approx(chosen.kept)
+    assert agreed == pytest.approx(chosen.agreement)
+    assert tokens == chosen.spent.tokens
 
 
 def test_prices_and_refusals_are_told():
@@ -153,7 +154,7 @@ def test_prices_and_refusals_are_told():
     assert [pair.agreement for pair in pairs] == [1.0, 1.0]
     assert pairs[0].small.price == pytest.approx(20e-6)
     assert pairs[0].large.price == pytest.approx(200e-6)
-    found = Ladder.of(pairs, MEAN, "price").rungs[0]
+    found = Thresholds.of(pairs, MEAN, "price").thresholds[0]
     assert found.cost_share == pytest.approx(0.1)
 
 

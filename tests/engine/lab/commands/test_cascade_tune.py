@@ -30,7 +30,7 @@ def requests_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_it_prints_the_ladder_and_the_threshold(
+def test_it_prints_the_table_and_the_threshold(
     servers: tuple[str, str], requests_file: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["cascade", "tune", str(requests_file), "--small", servers[0], "--large", servers[1]]
@@ -52,8 +52,8 @@ def test_its_report_says_which_threshold_and_why(
     assert report["cost_by"] == "price"
     assert report["chosen"]["kept"] == 0.75
     assert report["chosen"]["agreement"] == 1.0
-    (rungs,) = [each["rungs"] for each in report["ladders"]]
-    assert rungs[0]["agreement"] == 0.75
+    (tried,) = report["measures"]
+    assert tried["thresholds"][0]["agreement"] == 0.75
     assert report["small"]["tokens"] < report["large"]["tokens"] * 2
 
 
