@@ -215,19 +215,19 @@ def failures(requests: int) -> Iterator[list[str]]:
 RULES = (
     ("6 replicas, fixed", None, 0.0),
     ("2 replicas, fixed", None, 0.0),
-    ("wait above 1 s, or three quarters of the seats", ScalingRule(least=2), 30.0),
-    ("the same", ScalingRule(least=2), 180.0),
-    ("wait above 1 s alone", ScalingRule(least=2, fill=1.0), 30.0),
+    ("wait above 1 s, or three quarters of the seats", ScalingRule(least=2), 10.0),
+    ("the same", ScalingRule(least=2), 60.0),
+    ("wait above 1 s alone", ScalingRule(least=2, fill=1.0), 10.0),
 )
 
 
 def scaling() -> Iterator[list[str]]:
-    """Traffic that grows threefold in ten minutes, stays for five, and falls again."""
+    """Traffic that grows threefold in 200 seconds, stays for 100, and falls again."""
     sizing = FleetSizing.of(H100, day(100.0), TARGETS, replace(HOW, most_seats=8))
     up, down = np.linspace(2, 6, 11).tolist(), np.linspace(6, 2, 6).tolist()
     shares = [2.0] * 4 + up + [6.0] * 5 + down + [2.0] * 6
     rates = [0.9 * share * sizing.load_req_s for share in shares]
-    traffic = day(*rates, hour_s=60.0).whole(1)
+    traffic = day(*rates, hour_s=20.0).whole(1)
     for name, rule, start_s in RULES:
         replicas = 6 if name.startswith("6") else 2
         plan = FleetPlan(engine_of(sizing), H100.roofline, replicas, scaling=rule, start_s=start_s)

@@ -21,7 +21,7 @@ from jitney.engine.common.trace import Arrival
 from jitney.engine.lab.bench.offline import PolicyRuns, outputs_of
 from jitney.engine.lab.simulation.accuracy import COMPARED, errors
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import simulate
+from jitney.engine.lab.simulation.simulator import predict, simulate
 from jitney.engine.lab.simulation.step_table import StepTable, StepTimes
 
 #: What others report for in-flight batching over each of these, as (least, most) times the
@@ -139,7 +139,7 @@ def prediction_errors(runs: PolicyRuns) -> dict[str, dict[str, float]]:
     source = runs.get(_BEST, next(iter(runs.values())))
     table = StepTable.from_records(source.records)
     return {
-        name: errors(run.predicted(table).figures(), run.figures()) for name, run in runs.items()
+        name: errors(predict(run, table).figures(), run.figures()) for name, run in runs.items()
     }
 
 

@@ -24,8 +24,8 @@ from jitney.engine.core import Bill, EngineCore, PagePool, Scheduler
 from jitney.engine.lab.bench.load import Watch, ignore_progress
 from jitney.engine.lab.bench.text import arrival_ids
 from jitney.engine.lab.simulation.drive import Offer, drive
+from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.recordings import EngineRun
 
 #: Requests that the capacity is measured with, for each seat.
 _CAPACITY_ROUNDS = 4

@@ -17,7 +17,7 @@ from jitney.engine.core import LLM
 from jitney.engine.lab.bench.load import LoadResult, Watch
 from jitney.engine.lab.bench.offline import OfflineBench
 from jitney.engine.lab.bench.online import EngineAbout, OnlineBench
-from jitney.engine.lab.simulation.recordings import EngineRun
+from jitney.engine.lab.simulation.engine_run import EngineRun
 
 #: Rates and latencies of a point.
 _RATES = ("output_tok_s", "req_s", "goodput_req_s", "seat_fill")

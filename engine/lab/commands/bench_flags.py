@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jitney.dashboard import Page
     from jitney.engine.lab.bench.load import LoadResult
     from jitney.engine.lab.bench.offline import NamedWatch
-    from jitney.engine.lab.simulation.recordings import EngineRun
+    from jitney.engine.lab.simulation.engine_run import EngineRun
 
 
 #: What the requests are made of.

@@ -42,7 +42,8 @@ from jitney.engine.lab.bench.offline import (
     bill_of,
 )
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, progress, traffic_line
-from jitney.engine.lab.simulation.recordings import EngineRun, write_recording
+from jitney.engine.lab.simulation.engine_run import EngineRun
+from jitney.engine.lab.simulation.recordings import write_recording
 from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import StepTable
 

@@ -18,12 +18,14 @@ from jitney.engine.common.trace import TraceLine
 from jitney.engine.config import FOR, Command, Config, Flag, FlagGroup
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
 from jitney.engine.lab.simulation.accuracy import COMPARED, errors, verdict_of
-from jitney.engine.lab.simulation.recordings import EngineName, EngineRun, Recording
+from jitney.engine.lab.simulation.engine_run import EngineRun
+from jitney.engine.lab.simulation.recordings import EngineName, Recording
+from jitney.engine.lab.simulation.simulator import predict
 from jitney.engine.lab.simulation.step_table import StepTable
 
 if TYPE_CHECKING:
     from jitney.dashboard import Table
-    from jitney.engine.lab.simulation.simulator import SimulatedRun
+    from jitney.engine.lab.simulation.engine_run import EngineRun
     from jitney.engine.lab.simulation.step_table import StepTimes
 
 
@@ -97,7 +99,7 @@ def _why_elsewhere(
     return f"the trace is of {traced}, the step times are those of {timed}"
 
 
-def _timed_figures(simulated: Callable[[], SimulatedRun], options: JsonObject) -> JsonDict:
+def _timed_figures(simulated: Callable[[], EngineRun], options: JsonObject) -> JsonDict:
     """The figures of a run, and how long simulating it took."""
     started = time.perf_counter()
     figures = simulated().figures(**options)
@@ -230,7 +232,7 @@ def _predicted_runs(args: SimulateArguments, config: Config) -> JsonDict:
     figures = {}
     for name, run in chosen.items():
         n_open = args.concurrency or None
-        simulated = partial(run.predicted, tables[name], concurrency=n_open, seed=args.seed)
+        simulated = partial(predict, run, tables[name], concurrency=n_open, seed=args.seed)
         figures[name] = _timed_figures(simulated, options)
     return {
         "source": "; ".join(dict.fromkeys(tables[name].source for name in chosen)),

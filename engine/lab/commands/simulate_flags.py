@@ -15,9 +15,9 @@ from jitney.engine.lab.commands.bench_flags import TrafficArguments
 if TYPE_CHECKING:
     import numpy as np
 
+    from jitney.engine.lab.simulation.engine_run import EngineRun
     from jitney.engine.lab.simulation.engine_shape import EngineShape
     from jitney.engine.lab.simulation.roofline import Roofline
-    from jitney.engine.lab.simulation.simulator import SimulatedRun
     from jitney.engine.lab.simulation.step_table import StepTimes
 
 _NO_CAP = 2**31 - 1
@@ -148,7 +148,7 @@ class SimulateArguments(TrafficArguments):
         shape: EngineShape,
         table: StepTimes,
         clients: int,
-    ) -> SimulatedRun:
+    ) -> EngineRun:
         """One run; only the policy differs from those of the others. Static waits for its batch
         unless told otherwise.
 

@@ -30,7 +30,7 @@ from jitney.engine.core import (
 from jitney.engine.lab.bench.offline import OfflineBench, PromptedArrival
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.lab.device.steps import RandomModel, StepBench
-from jitney.engine.lab.simulation.recordings import EngineRun
+from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.kernels.interface import KernelSet
 
 #: Seconds of warm-up before anything counts.

@@ -78,8 +78,6 @@ class StepLog:
 
     #: One STEP_DTYPE item each, in bytes.
     packed: list[bytes] = field(default_factory=list)
-    #: When each step's tokens were handed out, seconds of the loop's clock.
-    done: list[float] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -130,6 +128,5 @@ def drive(
         now = clock()
         if report.record:
             log.packed.append(report.record)
-            log.done.append(now)
         requests.apply(report, log.last_step, now)
     return log

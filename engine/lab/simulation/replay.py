@@ -17,16 +17,17 @@ import msgspec
 import numpy as np
 
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.common.request_record import RequestRecord, SeatStay
+from jitney.engine.common.request_record import RequestRecord, SeatStay, stays_of
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import spread, summarise
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import EngineSection
 from jitney.engine.core import Bucket, Buckets
 from jitney.engine.lab.simulation.accuracy import errors, verdict_of
+from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.recordings import Recording
-from jitney.engine.lab.simulation.simulator import SimulatedRun, simulate, weighted_spread
+from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import StepTable
 
 _NICENESS = 15
@@ -191,7 +192,7 @@ def _own_error(
     return errors(_compared(figures), _compared(measured))
 
 
-def _again(job: ReplayJob, table: StepTable, clients: int) -> SimulatedRun:
+def _again(job: ReplayJob, table: StepTable, clients: int) -> EngineRun:
     """What was recorded."""
     shape = job.engine.shape({"policy": job.recorded})
     return simulate(job.arrivals, shape, table, concurrency=clients or None)
@@ -234,14 +235,15 @@ def _delivered(request: RequestRecord, end: float) -> float:
     return 1 + (request.n_output - 1) * (end - first) / (last - first)
 
 
-def _result_of(run: SimulatedRun, price_per_hour: float | None) -> JsonDict:
+def _result_of(run: EngineRun, price_per_hour: float | None) -> JsonDict:
     first = min(request.arrival for request in run.requests)
+    stays = stays_of(run.requests)
     return {
         "figures": run.figures(price_per_hour=price_per_hour),
-        "seats": run.seats,
+        "seats": run.shape.limits.max_seats,
         "seconds": run.seconds,
-        "stays_left_out": max(0, len(run.stays) - _MAX_STAYS),
-        "stays": _columns(run.stays[:_MAX_STAYS], first),
+        "stays_left_out": max(0, len(stays) - _MAX_STAYS),
+        "stays": _columns(stays[:_MAX_STAYS], first),
     }
 
 
@@ -269,7 +271,7 @@ def _gaps_of(records: np.ndarray) -> dict[str, float] | None:
     """Time between tokens: of the steps, as often as they had decode rows."""
     steps = records[records["decode"] > 0]
     spans = steps["device_s"].astype(np.float64) + steps["gap_s"]
-    return weighted_spread(spans, steps["decode"].astype(np.int64))
+    return spread(np.repeat(spans, steps["decode"]))
 
 
 def _array(file: bytes) -> np.ndarray:

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,7 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.messages import StepReport
 from jitney.engine.common.records import Ledger
-from jitney.engine.common.request_record import RequestRecord, SeatStay, stays_of
-from jitney.engine.common.requests import EngineRequest, JsonDict
-from jitney.engine.common.summary import QUANTILES, summarise
+from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core import (
     Draft,
@@ -39,7 +37,8 @@ from jitney.engine.core import (
     Sequence,
     StepResult,
 )
-from jitney.engine.lab.simulation.drive import Offer, StepLog, drive
+from jitney.engine.lab.simulation.drive import Offer, drive
+from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.step_table import StepTimes
 
@@ -69,41 +68,6 @@ class _RecordedHits(Scheduler):
             seq.cached_tokens += saved
             draft.cached_tokens += saved
         return True
-
-
-@dataclass(slots=True)
-class SimulatedRun:
-    """What a simulation brought."""
-
-    #: In order of the arrivals; virtual seconds.
-    requests: list[RequestRecord]
-    #: [steps] STEP_DTYPE.
-    records: np.ndarray
-    #: From the first arrival to the last end.
-    seconds: float
-    #: Of the engine.
-    seats: int
-    #: Every wait between two tokens of a request, see `_token_waits`.
-    gaps: np.ndarray
-    #: How often each came.
-    gap_counts: np.ndarray
-
-    @property
-    def stays(self) -> list[SeatStay]:
-        """Who sat where, by the beginning of each stay."""
-        return stays_of(self.requests)
-
-    def figures(self, **options: Any) -> JsonDict:
-        """The figures of `summary.summarise`, with its slo and price_per_hour as options;
-        inter-token waits are exact though no token's time is kept.
-        """
-        return summarise(
-            self.requests,
-            records=self.records,
-            seats=self.seats,
-            seconds=self.seconds,
-            **options,
-        ) | {"itl_s": weighted_spread(self.gaps, self.gap_counts)}
 
 
 class _FlyingStep(NamedTuple):
@@ -211,86 +175,40 @@ def simulate(
     *,
     concurrency: int | None = None,
     seed: int = 0,
-    keep_times: bool = False,
-) -> SimulatedRun:
+) -> EngineRun:
     """Run the arrivals (ascending in time) through the engine, as fast as Python goes.
 
     concurrency: a closed loop, in which a request comes when fewer than so many are open, whatever
-    its time says. seed: of the scatter of step times, if the table knows any. keep_times: fill
-    `RequestRecord.token_times`. Requests that the engine refuses end with finish "error". Raises
-    ConfigError if there is nothing to simulate.
+    its time says. seed: of the scatter of step times, if the table knows any. Requests that the
+    engine refuses end with finish "error". Raises ConfigError if there is nothing to simulate.
     """
     if not arrivals:
         raise ConfigError("there is no request to simulate")
-    history = RequestRecords(keep_times=keep_times)
+    history = RequestRecords(keep_times=True)
     device = VirtualDevice(table, seed)
-    device.clock.now = arrivals[0].at
+    device.clock.now = started = arrivals[0].at
     core = device.new_core(engine, _hits_of(arrivals))
-    offer = _offer_of(arrivals, concurrency or 0)
+    offer = Offer(
+        [arrival.at for arrival in arrivals], partial(_request_at, arrivals), concurrency or 0
+    )
     with no_collection():
         log = drive(core, device.clock, offer, history, device.reported)
     core.check()
-    return _run_of(list(history.oldest()), log, engine.limits.max_seats)
+    return EngineRun(list(history.oldest()), log.records, engine, started, concurrency or 0)
 
 
-def _run_of(requests: list[RequestRecord], log: StepLog, seats: int) -> SimulatedRun:
-    records = log.records
-    gaps, gap_counts = _token_waits(requests, records["step"], np.array(log.done))
-    return SimulatedRun(requests, records, span(requests), seats, gaps, gap_counts)
-
-
-def _token_waits(
-    requests: Series[RequestRecord], steps: np.ndarray, done: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(waits between two tokens of a request, s; how many tokens waited so long), all of them.
-
-    steps: numbers of the run's steps [steps], ascending; done: when each handed out its tokens
-    [steps] f8. Every step of a stay brings a token, from its first one on, so the waits are those
-    between neighbouring steps; who lost its seat waits from one stay to the next.
-    """
-    first, last, follows = _stay_steps(requests)
-    began, ended = np.searchsorted(steps, first), np.searchsorted(steps, last)
-    # A stay's tokens but the first have waited for one step: add at its second, take off behind
-    # its last.
-    more = np.bincount(began + 1, minlength=len(steps) + 1)
-    fewer = np.bincount(ended + 1, minlength=len(steps) + 1)
-    counts = np.cumsum(more - fewer)[1 : len(steps)]
-    waited = counts > 0
-    between_stays = done[began[1:][follows]] - done[ended[:-1][follows]]
-    waits = np.concatenate((np.diff(done)[waited], between_stays))
-    return waits, np.concatenate((counts[waited], np.ones(len(between_stays), np.int64)))
-
-
-def _stay_steps(requests: Series[RequestRecord]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps of the first [n] i8 and last [n] i8 token of each stay that brought one; and whether
-    each but the first stay [n - 1] bool is of the same request as the one before it.
-    """
-    first, last, owner = [], [], []
-    for number, request in enumerate(requests):
-        for stay in request.stays:
-            if stay.first_step >= 0:
-                first.append(stay.first_step)
-                last.append(stay.last_step)
-                owner.append(number)
-    return np.array(first, np.int64), np.array(last, np.int64), np.diff(owner) == 0
-
-
-def span(requests: Series[RequestRecord]) -> float:
-    """Seconds from the first arrival to the last end."""
-    first = min(request.arrival for request in requests)
-    return max(request.end for request in requests) - first
+def predict(
+    run: EngineRun, table: StepTimes, *, concurrency: int | None = None, seed: int = 0
+) -> EngineRun:
+    """The requests of a run on its own engine, simulated; concurrency: None takes the run's own."""
+    n_open = run.concurrency if concurrency is None else concurrency
+    return simulate(run.arrivals, run.shape, table, concurrency=n_open or None, seed=seed)
 
 
 def _hits_of(arrivals: Series[Arrival]) -> dict[str, int]:
     """Request id -> prompt tokens that were found cached, of those that found any."""
     hits = {str(number): arrival.n_cached for number, arrival in enumerate(arrivals)}
     return {name: n_cached for name, n_cached in hits.items() if n_cached}
-
-
-def _offer_of(arrivals: Series[Arrival], concurrency: int) -> Offer:
-    """The arrivals with prompts of zeros."""
-    times = [arrival.at for arrival in arrivals]
-    return Offer(times, partial(_request_at, arrivals), concurrency)
 
 
 def _request_at(arrivals: Series[Arrival], number: int, at: float) -> EngineRequest:
@@ -310,32 +228,3 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def weighted_spread(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:
-    """Percentiles (linear between neighbours, as numpy's), mean, most and number of values [n] that
-    stand counts [n] times.
-    """
-    if not len(values):
-        return None
-    order = np.argsort(values)
-    values, counts = values[order], counts[order]
-    points = _weighted_percentiles(values, counts, list(QUANTILES.values()))
-    figures = dict(zip(QUANTILES, points.tolist(), strict=True))
-    figures["mean"] = float(np.average(values, weights=counts))
-    figures["max"] = float(values[-1])
-    figures["n"] = int(counts.sum())
-    return figures
-
-
-def _weighted_percentiles(
-    values: np.ndarray, counts: np.ndarray, percents: Series[float]
-) -> np.ndarray:
-    """values: ascending."""
-    ends = np.cumsum(counts)
-    most = ends[-1] - 1
-    rank = most * np.array(percents) / 100
-    whole = np.floor(rank)
-    low = values[np.searchsorted(ends, np.minimum(whole, most), side="right")]
-    high = values[np.searchsorted(ends, np.minimum(whole + 1, most), side="right")]
-    return low + (high - low) * (rank - whole)

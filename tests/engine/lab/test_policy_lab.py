@@ -276,7 +276,8 @@ def test_a_request_that_runs_on_has_brought_what_it_has():
 
 def test_the_status_before_any_experiment():
     client = FakeClient()
-    status = get(page(client), "/lab").json()
+    app = Dashboard(client, ServerSettings(), lab=Lab(client, None)).to_mount()  # type: ignore[arg-type]
+    status = get(app, "/lab").json()
     assert status["state"] == "idle" and status["result"] is None and status["settings"] == {}
     status = get(lab_app(served_client()), "/lab").json()
     assert (

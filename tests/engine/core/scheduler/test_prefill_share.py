@@ -17,8 +17,9 @@ from jitney.engine.config.schema import AUTO, Config, Share
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.estimates import _LEAST_SHARE, PrefillBudget, StepTimeEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import SimulatedRun, simulate
+from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Closed, Fixed, Lengths, LogNormal, synthesise
 
@@ -41,13 +42,13 @@ BY_ROWS = StepTable(
 
 def run(
     arrivals: list[Arrival], share: Share, concurrency: int | None = None, *, free: bool = False
-) -> SimulatedRun:
+) -> EngineRun:
     """32 seats, 512 rows, as many pages as anybody wants. free: padding is."""
     limits = SchedulerLimits(32, 8192, max_waiting_requests=1000, prefill_share=share)
     sizes = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=free)
     table = BY_ROWS if free else TABLE
     engine = EngineShape(limits, sizes, 4097)
-    return simulate(arrivals, engine, table, concurrency=concurrency, keep_times=True)
+    return simulate(arrivals, engine, table, concurrency=concurrency)
 
 
 @pytest.mark.parametrize(

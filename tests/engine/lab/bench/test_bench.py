@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -47,8 +48,9 @@ from jitney.engine.lab.commands.bench_policies import (
     _Traffic,
 )
 from jitney.engine.lab.commands.bench_sweep import _curve_table
+from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.recordings import EngineRun, write_recording
+from jitney.engine.lab.simulation.recordings import write_recording
 from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import (
@@ -464,30 +466,13 @@ def test_a_sweep_shows_one_in_a_thousand_where_a_thousand_came():
     assert enough["TTFT p99"] and few["TTFT p99"]
 
 
-ENGINE = [
-    "tiny-random",
-    "--context",
-    "128",
-    "--token-budget",
-    "32",
-    "--platform",
-    "cpu",
-    "--kernels",
-    "reference",
-]
+ENGINE = shlex.split(
+    "tiny-random --context 128 --token-budget 32 --platform cpu --kernels reference"
+)
 
 
 def test_the_command_sweeps_loads_on_a_real_engine(capsys: pytest.CaptureFixture[str]):
-    sizes = [
-        "--max-seats",
-        "2",
-        "--seat-buckets",
-        "2",
-        "--token-buckets",
-        "32",
-        "--policy",
-        "static",
-    ]
+    sizes = shlex.split("--max-seats 2 --seat-buckets 2 --token-buckets 32 --policy static")
     traffic = ["--prompt", "4..8", "--output", "2..8", "--loads", "0.2,6", "--requests", "48"]
     assert main(["bench", "sweep", *ENGINE, *sizes, *traffic, "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -504,18 +489,7 @@ def test_the_command_compares_the_policies_on_a_real_engine(
     monkeypatch.setattr("jitney.engine.lab.commands.bench_policies._CURVE_REQUESTS", 50)
     out = {name: tmp_path / name for name in ("p.json", "p.html", "p.npz")}
     sizes = ["--seats", "4", "--seat-buckets", "4", "--token-buckets", "32"]
-    traffic = [
-        "--requests",
-        "10",
-        "--prompt",
-        "4..12",
-        "--output",
-        "2..20",
-        "--load",
-        "1.2",
-        "--warmup-s",
-        "0",
-    ]
+    traffic = shlex.split("--requests 10 --prompt 4..12 --output 2..20 --load 1.2 --warmup-s 0")
     asked = ["--price-per-hour", "2", "--slo-ttft-ms", "1000", "--measure-loads", "0.5"]
     files = ["--json", out["p.json"], "--html", out["p.html"], "--records", out["p.npz"]]
     files += ["--traces", tmp_path / "t"]

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -702,16 +703,7 @@ def test_a_process_that_dies_becomes_a_row(tmp_path: Path):
 def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (
         bench_device(
-            [
-                "--only",
-                "write",
-                "--platform",
-                "cpu",
-                "--dtype",
-                "float32",
-                "--out-dir",
-                str(tmp_path),
-            ]
+            shlex.split(f"--only write --platform cpu --dtype float32 --out-dir {tmp_path}")
         )
         == 0
     )

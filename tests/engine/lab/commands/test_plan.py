@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -53,20 +54,10 @@ def test_a_plan_answers_every_question(capsys):
 def test_the_terminal_shows_the_same(capsys):
     assert (
         main(
-            [
-                "plan",
-                "llama-3.1-70b",
-                "--device",
-                "h100",
-                "--count",
-                "4",
-                "--weights",
-                "fp8",
-                "--rate",
-                "10",
-                "--price-per-hour",
-                "2",
-            ]
+            shlex.split(
+                "plan llama-3.1-70b --device h100 --count 4 --weights fp8 --rate 10 "
+                "--price-per-hour 2"
+            )
         )
         == 0
     )
@@ -171,18 +162,10 @@ def test_buckets_from_records(tmp_path: Path, capsys):
     records["bucket_tokens"][40:], records["padding"][40:], records["mixed"][40:] = 64, 24, 1
     records["bucket_seats"] = 16
     np.save(tmp_path / "r.npy", records)
-    words = [
-        "plan",
-        "buckets",
-        "--records",
-        str(tmp_path / "r.npy"),
-        "--max-seats",
-        "16",
-        "--token-budget",
-        "64",
-        "--table",
-        str(tmp_path / "t.json"),
-    ]
+    words = shlex.split(
+        f"plan buckets --records {tmp_path / 'r.npy'} --max-seats 16 "
+        f"--token-budget 64 --table {tmp_path / 't.json'}"
+    )
     assert main([*words, "--budget", "8", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["seat_buckets"], report["token_buckets"]) == ([5, 12, 16], [40, 64])
@@ -203,26 +186,11 @@ def test_buckets_from_simulated_traffic(tmp_path: Path, capsys):
     (tmp_path / "t.json").write_text(json.dumps({"table": table.contents()}))
     assert (
         main(
-            [
-                "plan",
-                "buckets",
-                "--table",
-                str(tmp_path / "t.json"),
-                "--max-seats",
-                "8",
-                "--token-budget",
-                "64",
-                "--requests",
-                "50",
-                "--rate",
-                "5",
-                "--prompt",
-                "20",
-                "--output",
-                "8",
-                "--json",
-                "-",
-            ]
+            shlex.split(
+                f"plan buckets --table {tmp_path / 't.json'} --max-seats 8 "
+                "--token-budget 64 --requests 50 --rate 5 --prompt 20 --output 8 --json "
+                "-"
+            )
         )
         == 0
     )

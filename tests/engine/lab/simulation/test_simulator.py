@@ -5,6 +5,7 @@ fake device.
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from step_tables import constant_table
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE, Ledger
-from jitney.engine.common.request_record import Stay
+from jitney.engine.common.request_record import Stay, stays_of
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.summary import Slo
 from jitney.engine.common.trace import Arrival, TraceLine
@@ -31,14 +32,10 @@ from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import Plan, StepResult
 from jitney.engine.core.scheduler.scheduler import Scheduler
-from jitney.engine.lab.simulation.accuracy import Recording
+from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import (
-    SimulatedRun,
-    VirtualDevice,
-    simulate,
-    weighted_spread,
-)
+from jitney.engine.lab.simulation.recordings import Recording
+from jitney.engine.lab.simulation.simulator import VirtualDevice, simulate
 from jitney.engine.lab.simulation.step_table import Curve, HostTimes, StepTable
 from jitney.engine.lab.simulation.workload import Closed, Fixed, Poisson, Uniform, synthesise
 
@@ -64,14 +61,14 @@ def end_of(stay: Stay) -> float:
     return stay.end
 
 
-def times_of(run: SimulatedRun) -> list[tuple[float | None, float | None, float]]:
+def times_of(run: EngineRun) -> list[tuple[float | None, float | None, float]]:
     """(boarded, first token, finished) of each request."""
     return [(t.boarded, t.first_token, t.end) for t in run.requests]
 
 
-def stays_in(run: SimulatedRun) -> list[tuple[int, int, float, float | None, float | None]]:
+def stays_in(run: EngineRun) -> list[tuple[int, int, float, float | None, float | None]]:
     """(seat, request, start, first token, end) of each stay."""
-    return [(s.seat, r.number, s.start, s.first_token, s.end) for r, s in run.stays]
+    return [(s.seat, r.number, s.start, s.first_token, s.end) for r, s in stays_of(run.requests)]
 
 
 def _ten_tokens() -> EngineRequest:
@@ -112,7 +109,7 @@ def test_company_ends_a_while_before_the_step_does():
 
 def test_one_request_by_hand():
     """Step k takes the k-th second; the host plans each while the one before runs."""
-    run = simulate([Arrival(0.0, 5, 3)], shape(), SECOND, keep_times=True)
+    run = simulate([Arrival(0.0, 5, 3)], shape(), SECOND)
     assert times_of(run) == [(0.0, 1.0, 3.0)] and run.requests[0].token_times == [1.0, 2.0, 3.0]
     assert (run.requests[0].finish, run.requests[0].n_output, run.seconds) == ("length", 3, 3.0)
     assert stays_in(run) == [(0, 0, 0.0, 1.0, 3.0)]
@@ -167,7 +164,7 @@ def test_the_host_hides_behind_the_device_until_it_is_the_slower_one():
     fast = simulate(
         [Arrival(0.0, 4, 10)], shape(), StepTable([Curve(2, 2, 0.1), Curve(8, 2, 0.1)], host)
     )
-    assert np.diff(fast.gaps).size and fast.figures()["itl_s"]["p50"] == pytest.approx(0.5)
+    assert fast.figures()["itl_s"]["p50"] == pytest.approx(0.5)
     assert fast.records["device_s"][2:-1].tolist() == pytest.approx(
         [0.5] * 7
     )  # until the host looks
@@ -228,7 +225,7 @@ def test_static_boards_its_number_at_a_time(
         concurrency=concurrency,
     )
     batches: dict[float, list[Stay]] = {}
-    for _, stay in run.stays:
+    for _, stay in stays_of(run.requests):
         batches.setdefault(stay.start, []).append(stay)
     in_turn = [batches[start] for start in sorted(batches)]
     whole = min(size, concurrency or size)
@@ -246,7 +243,7 @@ def test_seats_in_use_are_counted_from_the_stays():
     run = simulate(arrivals, shape(seats=4, pages=15), SECOND)
     assert run.records["preempted"].sum() > 10
     busy = np.zeros(4)
-    for _, stay in run.stays:
+    for _, stay in stays_of(run.requests):
         busy[stay.seat] += end_of(stay) - stay.start
     figures = run.figures()
     assert figures["seat_fill"] == pytest.approx(busy.sum() / (4 * run.seconds))
@@ -379,10 +376,10 @@ def test_the_steps_are_those_of_the_real_core(policy: str):
 
     new_core = VirtualDevice.new_core
 
-    def watched(device: VirtualDevice, shape: EngineShape, hits: dict[str, int]) -> EngineCore:
+    def watched(device: VirtualDevice, *shape: Any) -> EngineCore:
         batch = device.batch
         device.batch = lambda plan: (diary.append(diary_of(plan)), batch(plan))[1]
-        return new_core(device, shape, hits)
+        return new_core(device, *shape)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VirtualDevice, "new_core", watched)
@@ -430,13 +427,12 @@ def test_every_request_ends_and_the_ledger_closes(
     for t in run.requests:
         assert t.boarded is not None and t.first_token is not None
         assert t.arrival <= t.boarded < t.first_token <= t.end
-    assert run.gap_counts.sum() == sum(a.n_output - 1 for a in arrivals)
     for seat in range(seats):
-        stays = [stay for _, stay in run.stays if stay.seat == seat]
+        stays = [stay for _, stay in stays_of(run.requests) if stay.seat == seat]
         assert all(end_of(before) <= after.start for before, after in pairwise(stays))
 
 
-def scattered(seed: int) -> SimulatedRun:
+def scattered(seed: int) -> EngineRun:
     arrivals = synthesise(40, Uniform(1, 30), Uniform(1, 20), Poisson(1.0), 3)
     table = StepTable(
         [Curve(2, 2, 0.1), Curve(8, 2, 0.2)], noise={"decode": [0.5, 1.0, 1.5], "mixed": [0.9, 1.1]}
@@ -451,31 +447,6 @@ def test_the_same_seed_gives_the_same_run():
     decode = first.records[first.records["mixed"] == 0]["device_s"]
     assert np.unique(decode).tolist() == pytest.approx([0.05, 0.1, 0.15])
     assert decode.mean() == pytest.approx(0.1, rel=0.1)
-
-
-@pytest.mark.usefixtures("rash")
-def test_token_waits_are_exact_without_keeping_tokens():
-    arrivals = synthesise(60, Uniform(1, 30), Uniform(1, 20), Poisson(1.0), 3)
-    kept = simulate(arrivals, shape(pages=17, context=64), SECOND, keep_times=True)
-    assert kept.records["preempted"].sum() > 0  # some waits are longer than a step
-    gaps = np.concatenate([np.diff(np.array(t.token_times)) for t in kept.requests])
-    assert np.sort(np.repeat(kept.gaps, kept.gap_counts)).tolist() == pytest.approx(
-        np.sort(gaps).tolist()
-    )
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 9)), min_size=1, max_size=30))
-def test_weighted_percentiles_are_numpys(pairs: list[tuple[float, int]]):
-    values, counts = (np.array(column) for column in zip(*pairs, strict=True))
-    spread = weighted_spread(values, counts)
-    all_of_them = np.repeat(values, counts)
-    expected = np.percentile(all_of_them, [50, 90, 99, 99.9]).tolist()
-    assert spread is not None and [
-        spread[q] for q in ("p50", "p90", "p99", "p999")
-    ] == pytest.approx(expected)
-    assert (spread["mean"], spread["max"]) == (pytest.approx(all_of_them.mean()), all_of_them.max())
-    assert spread["n"] == len(all_of_them)
-    assert weighted_spread(np.array([]), np.array([])) is None
 
 
 def test_a_closed_loop_keeps_so_many_open():
@@ -545,17 +516,10 @@ def test_the_command_prints_the_error_beside_a_recording(tmp_path: Path, table_f
     (trace := tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, TRACE)))
     assert (
         main(
-            [
-                "simulate",
-                "--table",
-                str(table_file),
-                "--trace",
-                str(trace),
-                "--max-seats",
-                "8",
-                "--json",
-                str(tmp_path / "out.json"),
-            ]
+            shlex.split(
+                f"simulate --table {table_file} --trace {trace} --max-seats 8 --json "
+                f"{tmp_path / 'out.json'}"
+            )
         )
         == 0
     )
@@ -616,23 +580,10 @@ def test_a_trace_of_another_machine_is_no_measure(
 def test_the_command_makes_traffic_up(table_file: Path, capsys):
     assert (
         main(
-            [
-                "simulate",
-                "--table",
-                str(table_file),
-                "--requests",
-                "20",
-                "--arrivals",
-                "closed",
-                "--concurrency",
-                "4",
-                "--seats",
-                "8",
-                "--policy",
-                "continuous",
-                "--json",
-                "-",
-            ]
+            shlex.split(
+                f"simulate --table {table_file} --requests 20 --arrivals closed "
+                "--concurrency 4 --seats 8 --policy continuous --json -"
+            )
         )
         == 0
     )
@@ -647,19 +598,10 @@ def test_the_command_makes_traffic_up(table_file: Path, capsys):
 def test_the_command_takes_a_device_and_a_model(capsys):
     assert (
         main(
-            [
-                "simulate",
-                "--device",
-                "h100",
-                "--model",
-                "llama-3.1-8b",
-                "--requests",
-                "10",
-                "--policies",
-                "continuous",
-                "--price-per-hour",
-                "3",
-            ]
+            shlex.split(
+                "simulate --device h100 --model llama-3.1-8b --requests 10 --policies "
+                "continuous --price-per-hour 3"
+            )
         )
         == 0
     )
@@ -696,19 +638,10 @@ def test_records_calibrate_the_command(tmp_path: Path, capsys):
     np.savez(tmp_path / "r.npz", continuous=run.records, other=np.zeros(3))
     assert (
         main(
-            [
-                "simulate",
-                "--records",
-                str(tmp_path / "r.npz"),
-                "--seats",
-                "8",
-                "--policies",
-                "continuous",
-                "--requests",
-                "20",
-                "--json",
-                "-",
-            ]
+            shlex.split(
+                f"simulate --records {tmp_path / 'r.npz'} --seats 8 --policies "
+                "continuous --requests 20 --json -"
+            )
         )
         == 0
     )
