@@ -17,7 +17,6 @@ from .distributed.link import OtherHost as OtherHost
 from .distributed.messages import Goodbye as Goodbye
 from .distributed.messages import Hello as Hello
 from .engine_core import EngineCore as EngineCore
-from .engine_core import StepRunner as StepRunner
 from .executor.autotuning import RESULTS as RESULTS
 from .executor.autotuning import name_of as name_of
 from .executor.ceiling import measure_ceiling as measure_ceiling

@@ -50,7 +50,7 @@ _PREDICT_EVERY_S = 0.5
 _SURE, _LAUNCH_S, _SHORTEST_S = 0.9, 0.002, 0.001
 
 
-class StepRunner(Protocol):
+class _StepRunner(Protocol):
     """The device half of a step. An exception of `batch`, `launch` or `fetch` costs the step, and
     perhaps one request (`EngineCore.step`); one of `restore` is fatal to the engine.
     """
@@ -102,7 +102,7 @@ class _Flight:
     """A launched step, and when each part of its launch was done (clock, seconds)."""
 
     plan: Plan
-    #: What `StepRunner.launch` returned for it.
+    #: What `_StepRunner.launch` returned for it.
     launched_step: Any
     #: Its plan was begun, and made.
     started: float
@@ -143,7 +143,7 @@ class EngineCore:
     """
 
     scheduler: Scheduler
-    runner: StepRunner
+    runner: _StepRunner
     ledger: Ledger
     #: Seconds.
     clock: Callable[[], float] = time.monotonic

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -85,12 +85,6 @@ class _Measurement(NamedTuple):
         """As a closed loop takes them."""
         lengths = zip(self.prompts, self.outputs, strict=True)
         return [Arrival(0.0, len(prompt), n_output) for prompt, n_output in lengths]
-
-
-def _figure_of(name: str) -> str:
-    if name.startswith("prompts_"):
-        return "prompt_tok_s"
-    return "output_tok_s"
 
 
 @dataclass(slots=True)
@@ -292,88 +286,71 @@ def _figures_of(load: LoadResult) -> JsonDict:
     }
 
 
-#: Figures whose medians are reported: where each stands among a measurement's.
-_MEDIANS = {
-    "output_tok_s": ("output_tok_s",),
-    "prompt_tok_s": ("prompt_tok_s",),
-    "ttft_p50_s": ("ttft_s", "p50"),
-    "ttft_p99_s": ("ttft_s", "p99"),
-    "client_cpu_share": ("client", "cpu_share"),
+#: Figures whose medians are reported, by where each stands among a measurement's.
+_MEDIANS: dict[str, Callable[[JsonObject], float]] = {
+    "output_tok_s": lambda figures: figures["output_tok_s"],
+    "prompt_tok_s": lambda figures: figures["prompt_tok_s"],
+    "ttft_p50_s": lambda figures: figures["ttft_s"]["p50"],
+    "ttft_p99_s": lambda figures: figures["ttft_s"]["p99"],
+    "client_cpu_share": lambda figures: figures["client"]["cpu_share"],
 }
 
 
 def _medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]:
     """For each measurement the median, least and most of its figures over the repetitions."""
-    names = dict.fromkeys(name for run in runs for name in run)  # in order, each once
-    return {name: _medians([run[name] for run in runs if name in run]) for name in names}
+    medians: dict[str, JsonDict] = {}
+    for name in dict.fromkeys(name for run in runs for name in run):  # in order, each once
+        repetitions = [run[name] for run in runs if name in run]
+        medians[name] = {}
+        for figure, read in _MEDIANS.items():
+            values = list(map(read, repetitions))
+            spread = {"median": median(values), "least": min(values), "most": max(values)}
+            medians[name][figure] = spread
+    return medians
 
 
-def _medians(repetitions: Sequence[JsonObject]) -> dict[str, dict[str, float]]:
-    columns = {name: [_at(each, path) for each in repetitions] for name, path in _MEDIANS.items()}
-    return {name: _middle(values) for name, values in columns.items()}
+def kernel_ratios(report: JsonObject, engines: Sequence[str]) -> dict[str, float]:
+    """For each measurement, the first engine's median over the second's: prompt tokens where
+    outputs are one token long, else output tokens. Empty if one of them was not measured.
+    """
+    known = report["engines"]
+    if not known.keys() >= set(engines):
+        return {}
+    first, second = (known[engine]["medians"] for engine in engines)
+    return {
+        name: _speed(first, name)["median"] / _speed(second, name)["median"]
+        for name in first
+        if name in second
+    }
 
 
-def _middle(values: Sequence[float]) -> dict[str, float]:
-    return {"median": median(values), "least": min(values), "most": max(values)}
+def _speed(medians: JsonObject, name: str) -> JsonDict:
+    """Median, least and most of the tokens a second that a measurement is about."""
+    return medians[name]["prompt_tok_s" if name.startswith("prompts_") else "output_tok_s"]
 
 
-def _at(figures: Any, path: Sequence[str]) -> float:
-    for key in path:
-        figures = figures[key]
-    return figures
-
-
-@dataclass(frozen=True, slots=True)
-class PeerReport:
-    """What `PeerBench` found."""
-
-    #: As `PeerBench.report` returns it.
-    figures: JsonObject
-
-    def kernel_ratios(self, engines: Sequence[str]) -> dict[str, float]:
-        """For each measurement, the first engine's median over the second's: prompt tokens where
-        outputs are one token long, else output tokens. Empty if one of them was not measured.
-        """
-        known = self.figures["engines"]
-        if not known.keys() >= set(engines):
-            return {}
-        first, second = (known[engine]["medians"] for engine in engines)
-        both = [name for name in first if name in second]
-        return {name: _speed(first, name) / _speed(second, name) for name in both}
-
-    def markdown(self) -> str:
-        """The table for a page, with what it was taken on above it."""
-        taken = (
-            f"{self.figures['machine']}; over HTTP with streaming, the client on the same machine; "
-            "medians (least - most)."
-        )
-        return "\n".join([taken, "", *_table_of(self.figures).markdown_lines(), ""])
-
-
-def _speed(medians: JsonObject, name: str) -> float:
-    return medians[name][_figure_of(name)]["median"]
-
-
-def _table_of(report: JsonObject) -> Table:
+def markdown(report: JsonObject) -> str:
+    """The table for a page, with what it was taken on above it. report: as `PeerBench.report`
+    returns it.
+    """
+    taken = (
+        f"{report['machine']}; over HTTP with streaming, the client on the same machine; "
+        "medians (least - most)."
+    )
     work = report["work"]
-    heads = [_head(name, sent) for name, sent in work.items()]
-    most = work[_busiest(work)]["streams"]
-    measured = {name: engine for name, engine in report["engines"].items() if engine["medians"]}
-    rows = [_engine_row(name, engine, work) for name, engine in measured.items()]
-    return Table(["", *heads, f"first token at {most} streams, p50 / p99"], rows)
-
-
-def _busiest(work: JsonObject) -> str:
-    """The closed loop of most streams."""
     loops = [name for name in work if name.startswith("streams_")]
-    return max(loops, key=lambda name: work[name]["streams"])
-
-
-def _engine_row(name: str, engine: JsonObject, work: JsonObject) -> list[str]:
-    medians = engine["medians"]
-    speeds = [_speed_cell(each, medians) for each in work]
-    title = f"{name} {engine['version']}".strip()
-    return [title, *speeds, _wait_cell(_busiest(work), medians)]
+    busiest = max(loops, key=lambda name: work[name]["streams"])
+    heads = [_head(name, sent) for name, sent in work.items()]
+    waits = f"first token at {work[busiest]['streams']} streams, p50 / p99"
+    rows = []
+    for name, engine in report["engines"].items():
+        medians = engine["medians"]
+        if medians:
+            speeds = [_speed_cell(medians, each) for each in work]
+            title = f"{name} {engine['version']}".strip()
+            rows.append([title, *speeds, _wait_cell(medians, busiest)])
+    table = Table(["", *heads, waits], rows)
+    return "\n".join([taken, "", *table.markdown_lines(), ""])
 
 
 def _head(name: str, sent: JsonObject) -> str:
@@ -383,19 +360,19 @@ def _head(name: str, sent: JsonObject) -> str:
     return f"{sent['streams']} stream{plural}, output tok/s"
 
 
-def _speed_cell(name: str, medians: JsonObject) -> str:
+def _speed_cell(medians: JsonObject, name: str) -> str:
     """Median, and in brackets least and most where they differ; empty where nothing was
     measured.
     """
     if name not in medians:
         return ""
-    figure = medians[name][_figure_of(name)]
+    figure = _speed(medians, name)
     is_one = figure["least"] == figure["most"]
     cell = "{median:,.0f}" if is_one else "{median:,.0f} ({least:,.0f} - {most:,.0f})"
     return cell.format_map(figure)
 
 
-def _wait_cell(name: str, medians: JsonObject) -> str:
+def _wait_cell(medians: JsonObject, name: str) -> str:
     if name not in medians:
         return ""
     p50, p99 = (1e3 * medians[name][f"ttft_{q}_s"]["median"] for q in ("p50", "p99"))

@@ -5,7 +5,7 @@ client over HTTP.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from jitney.engine.common.terminal import visible
 from jitney.engine.common.text_file import write_text
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup, say
 from jitney.engine.lab.bench.peer_process import Peer
-from jitney.engine.lab.bench.peers import Encode, PeerBench, PeerReport
+from jitney.engine.lab.bench.peers import PeerBench, kernel_ratios, markdown
 
 _ENGINES = {
     "auto": "this engine with the kernels that it chooses",
@@ -76,24 +76,22 @@ def bench_peers(arguments: Sequence[str]) -> int:
 
 def _measured(args: Arguments) -> JsonDict:
     """All figures; they are written down after every measurement."""
+    from jitney.engine.core import ModelSource, Tokenizer
+
     streams = args.numbers_of("streams", int)
     with TemporaryDirectory() as folder:
-        return _measured_beside(args, streams, _peers_from(args, Path(folder)))
-
-
-def _measured_beside(args: Arguments, streams: list[int], peers: list[Peer]) -> JsonDict:
-    bench = PeerBench.of(
-        _encoder(args.model),
-        streams,
-        args.requests,
-        port=args.port,
-        save=partial(_save, args),
-        say=say,
-    )
-    report = bench.compare(peers, args.repetitions)
+        peers = _peers_from(args, Path(folder))
+        bench = PeerBench.of(
+            Tokenizer.load(ModelSource.resolve(args.model)).encode,
+            streams,
+            args.requests,
+            port=args.port,
+            save=partial(_save, args),
+            say=say,
+        )
+        report = bench.compare(peers, args.repetitions)
     pair = [Peer.ours(args.model, kernels, args.dtype).name for kernels in ("auto", "reference")]
-    report["auto_over_reference"] = PeerReport(report).kernel_ratios(pair)
-    return report
+    return report | {"auto_over_reference": kernel_ratios(report, pair)}
 
 
 def _save(args: Arguments, report: JsonObject) -> None:
@@ -140,46 +138,28 @@ def _vllm_from(args: Arguments) -> Peer | None:
     return Peer.vllm(program, folder, args.dtype)
 
 
-def _encoder(model: str) -> Encode:
-    """How the model's text becomes ids."""
-    from jitney.engine.core import ModelSource, Tokenizer
-
-    return Tokenizer.load(ModelSource.resolve(model)).encode
-
-
 def _deliver(args: Arguments, report: JsonObject) -> None:
-    table = PeerReport(report).markdown()
+    table = markdown(report)
     if args.markdown:
         write_text("--markdown", args.markdown, table)
     if args.write_report(report):
         print(visible("\n".join([table, *_remarks(report)])))
 
 
-def _remarks(report: JsonObject) -> list[str]:
+def _remarks(report: JsonObject) -> Iterator[str]:
     """What a reader of the table has to know beside it."""
-    lines = []
     for name, engine in report["engines"].items():
-        lines += _engine_remarks(name, engine)
-    return [*lines, *_ratio_lines(report["auto_over_reference"])]
-
-
-def _engine_remarks(name: str, engine: JsonObject) -> Iterator[str]:
-    if engine["failed"]:
-        yield f"{name} failed: {engine['failed']}"
-    shares = [figures["client_cpu_share"]["median"] for figures in engine["medians"].values()]
-    if shares:
-        used = f"{min(shares):.0%} to {max(shares):.0%} of a core"
-        yield f"{name}: the client used {used}; {engine['settings']}"
-
-
-def _ratio_lines(ratios: Mapping[str, float]) -> Iterator[str]:
+        if engine["failed"]:
+            yield f"{name} failed: {engine['failed']}"
+        shares = [figures["client_cpu_share"]["median"] for figures in engine["medians"].values()]
+        if shares:
+            used = f"{min(shares):.0%} to {max(shares):.0%} of a core"
+            yield f"{name}: the client used {used}; {engine['settings']}"
+    ratios = report["auto_over_reference"]
     if ratios:
         each = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
-        yield f"auto over reference kernels: {each}; {_verdict_of(ratios)}"
-
-
-def _verdict_of(ratios: Mapping[str, float]) -> str:
-    below = [name for name, ratio in ratios.items() if ratio < 1]
-    if below:
-        return f"BELOW the reference: {', '.join(below)}"
-    return "none below the reference"
+        below = [name for name, ratio in ratios.items() if ratio < 1]
+        verdict = (
+            f"BELOW the reference: {', '.join(below)}" if below else "none below the reference"
+        )
+        yield f"auto over reference kernels: {each}; {verdict}"

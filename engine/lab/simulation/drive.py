@@ -18,7 +18,7 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core import EngineCore
 
 
-class LoopClock(Protocol):
+class _LoopClock(Protocol):
     """The time that a loop goes by, in seconds."""
 
     def __call__(self) -> float: ...
@@ -90,7 +90,7 @@ class StepLog:
         return np.frombuffer(b"".join(self.packed), STEP_DTYPE)
 
 
-def step_or_wait(core: EngineCore, clock: LoopClock, until: float) -> StepReport | None:
+def step_or_wait(core: EngineCore, clock: _LoopClock, until: float) -> StepReport | None:
     """Take a step of a core that has work; or wait, no longer than until `until`, if it pauses."""
     if core.pause_s <= 0:
         return core.step()
@@ -102,7 +102,7 @@ def step_or_wait(core: EngineCore, clock: LoopClock, until: float) -> StepReport
 
 def drive(
     core: EngineCore,
-    clock: LoopClock,
+    clock: _LoopClock,
     offer: Offer,
     requests: RequestRecords,
     reported: Callable[[StepReport], None] = lambda report: None,

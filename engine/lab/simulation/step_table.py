@@ -15,7 +15,6 @@ its neighbours by linear interpolation over the rows, and the slopes of the near
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -182,9 +181,11 @@ class StepTable:
         noise: dict[str, list[float]] | None = None,
     ) -> StepTable:
         """Fit measured steps. noise: None takes it from the residuals."""
-        kinds = _by_kind(points)
-        curves = itertools.chain.from_iterable(map(_fit_steadily, kinds.values()))
-        table = cls(list(curves), host, noise, source=source)
+        kinds: dict[str, list[_Point]] = {}
+        for point in sorted(points, key=lambda each: not each.bucket.decode_only):
+            kinds.setdefault(point.bucket.kind, []).append(point)
+        curves = [curve for group in kinds.values() for curve in _fit_steadily(group)]
+        table = cls(curves, host, noise, source=source)
         for kind, group in kinds.items():
             ratios, table.errors[kind] = _residuals(table, group)
             if noise is None:
@@ -220,7 +221,9 @@ class StepTable:
             raise ConfigError(
                 "no step records to calibrate from: record a run with at least one step"
             )
-        points, host = _points_of(usable), HostTimes.of(usable)
+        buckets = map(Bucket, usable["bucket_tokens"].tolist(), usable["bucket_seats"].tolist())
+        points = list(map(_Point, buckets, works_of(usable), usable["device_s"].tolist()))
+        host = HostTimes.of(usable)
         return cls._from_points(points, host, f"{source} ({len(usable)} steps)")
 
     def contents(self) -> JsonDict:
@@ -245,14 +248,6 @@ class StepTable:
         table = cls(read.curves, read.host, read.noise, read.errors, read.source)
         table.model, table.device = report.model, report.device
         return table
-
-
-def _by_kind(points: Sequence[_Point]) -> dict[str, list[_Point]]:
-    """Decode steps before mixed ones; a kind without points is left out."""
-    kinds: dict[str, list[_Point]] = {"decode": [], "mixed": []}
-    for point in points:
-        kinds[point.bucket.kind].append(point)
-    return {kind: group for kind, group in kinds.items() if group}
 
 
 class _Contents(msgspec.Struct):
@@ -293,50 +288,35 @@ def works_of(records: np.ndarray) -> Iterable[StepWork]:
     )
 
 
-def _points_of(records: np.ndarray) -> list[_Point]:
-    buckets = map(Bucket, records["bucket_tokens"].tolist(), records["bucket_seats"].tolist())
-    return list(map(_Point, buckets, works_of(records), records["device_s"].tolist()))
-
-
 def _fit_steadily(points: Sequence[_Point]) -> list[Curve]:
-    """Curves of one kind that a few stalled steps do not bend: what exceeds STALL times a first fit
-    shapes no curve, and is spread over all of them, so that the sum of the steps stays what it
-    was."""
-    curves, measured = _fit_kind(points), _seconds_of(points)
+    """Curves of one kind that a few stalled steps do not bend: time beyond STALL times a first fit
+    shapes no curve, and is spread over all of them, so that the sum of the steps stays as it was.
+    """
+    curves, measured = _fit_kind(points), np.array([point.seconds for point in points])
     for _ in range(_ROUNDS):
         most = _STALL * _fitted_to(curves, points)
         if np.all(measured <= most):
             break
-        curves = _fit_kind(_retimed(points, np.minimum(measured, most)))
+        clipped = np.minimum(measured, most).tolist()
+        curves = _fit_kind(
+            [point._replace(seconds=each) for point, each in zip(points, clipped, strict=True)]
+        )
     scale = float(measured.sum() / _fitted_to(curves, points).sum())
-    return [_scaled(curve, scale) for curve in curves]
-
-
-def _retimed(points: Sequence[_Point], seconds: np.ndarray) -> list[_Point]:
-    """The same work with other times."""
-    return list(map(_with_time, points, seconds.tolist()))
-
-
-def _with_time(point: _Point, seconds: float) -> _Point:
-    return point._replace(seconds=seconds)
-
-
-def _seconds_of(points: Sequence[_Point]) -> np.ndarray:
-    return np.array([point.seconds for point in points])
-
-
-def _scaled(curve: Curve, scale: float) -> Curve:
-    changes = {name: scale * getattr(curve, name) for name in _COEFFICIENTS}
-    return msgspec.structs.replace(curve, **changes)
+    return [
+        msgspec.structs.replace(
+            curve, **{name: scale * getattr(curve, name) for name in _COEFFICIENTS}
+        )
+        for curve in curves
+    ]
 
 
 def _fitted_to(curves: Sequence[Curve], points: Sequence[_Point]) -> np.ndarray:
-    """What the curves say of the points, seconds, never quite 0."""
+    """The curves' seconds for the points, never quite 0."""
     by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
-    seconds = []
-    for point in points:
-        curve = by_shape[point.bucket.tokens, point.bucket.seats]
-        seconds.append(curve.seconds(point.work))
+    shapes = [(point.bucket.tokens, point.bucket.seats) for point in points]
+    seconds = [
+        by_shape[shape].seconds(point.work) for shape, point in zip(shapes, points, strict=True)
+    ]
     return np.maximum(seconds, 1e-9)
 
 
@@ -344,40 +324,23 @@ def _fit_kind(points: Sequence[_Point]) -> list[Curve]:
     """Curves of all buckets of one kind, rows ascending."""
     shapes = np.array([(point.bucket.tokens, point.bucket.seats) for point in points])
     buckets, which = np.unique(shapes, axis=0, return_inverse=True)
-    slopes = np.array([_slopes_of(point.work) for point in points], float)
-    slopes[:, ~_tell_apart(slopes, which.reshape(-1))] = 0.0
-    fixed = (which.reshape(-1, 1) == np.arange(len(buckets))).astype(float)
-    seconds = _seconds_of(points)
+    which = which.reshape(-1)
+    works = [point.work for point in points]
+    slopes = np.array([(w.keys, w.longest, w.prompt, w.pairs, w.decode) for w in works], float)
+    # Columns that differ in no bucket cannot be told from the fixed part, which then has all.
+    groups = [slopes[which == bucket] for bucket in range(len(buckets))]
+    slopes[:, ~np.any([np.ptp(group, axis=0) > 0 for group in groups], axis=0)] = 0.0
+    fixed = (which[:, None] == np.arange(len(buckets))).astype(float)
+    seconds = np.array([point.seconds for point in points])
     common = _nonnegative(np.hstack((fixed, slopes)), seconds)
     curves = []
     for at, (tokens, seats) in enumerate(buckets.tolist()):
-        mine = fixed[:, at] > 0
+        mine = which == at
         prior = np.array([common[at], *common[len(buckets) :]])
-        curves.append(_fit_bucket(tokens, seats, slopes[mine], seconds[mine], prior))
+        design = np.column_stack((np.ones(mine.sum()), slopes[mine]))
+        own = _nonnegative(design, seconds[mine], prior)
+        curves.append(Curve(tokens, seats, *own.tolist(), points=int(mine.sum())))
     return curves
-
-
-def _tell_apart(slopes: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """Columns bool [k] of slopes [n, k] that differ among the steps of some bucket, `which` [n]:
-    the others cannot be told from the fixed part, which then has all of it.
-    """
-    groups = [slopes[which == bucket] for bucket in np.unique(which)]
-    return np.any([np.ptp(group, axis=0) > 0 for group in groups], axis=0)
-
-
-def _fit_bucket(
-    tokens: int, seats: int, slopes: np.ndarray, seconds: np.ndarray, prior: np.ndarray
-) -> Curve:
-    """prior: the fit of all buckets of its kind together."""
-    count = len(seconds)
-    design = np.column_stack((np.ones(count), slopes))
-    own = _nonnegative(design, seconds, prior)
-    return Curve(tokens, seats, *own.tolist(), points=count)
-
-
-def _slopes_of(work: StepWork) -> tuple[int, ...]:
-    """What the slopes of a curve are multiplied with, in their order."""
-    return work.keys, work.longest, work.prompt, work.pairs, work.decode
 
 
 def _nonnegative(
@@ -387,7 +350,10 @@ def _nonnegative(
     prior, x is pulled to it as if PULL more rows had said so of each typical column value."""
     from scipy.optimize import nnls
 
-    scale = _column_scale(design)
+    # Columns differ by ten orders of magnitude (1 beside query-key pairs): scaled, they are alike
+    # to the solver.
+    scale = np.sqrt(np.mean(design**2, axis=0))
+    scale[scale == 0] = 1.0
     rows, wanted = design / scale, target
     if prior is not None:
         rows = np.vstack((rows, np.sqrt(_PULL) * np.eye(design.shape[1])))
@@ -395,18 +361,10 @@ def _nonnegative(
     return nnls(rows, wanted)[0] / scale
 
 
-def _column_scale(design: np.ndarray) -> np.ndarray:
-    """Columns differ by ten orders of magnitude (1 beside query-key pairs): scaled, they are alike
-    to the solver. [k], never 0.
-    """
-    scale = np.sqrt(np.mean(design**2, axis=0))
-    scale[scale == 0] = 1.0
-    return scale
-
-
 def _residuals(table: StepTable, points: Sequence[_Point]) -> tuple[list[float], _FitError]:
     """(factors of scatter, the error) over the points."""
-    measured, fitted = _seconds_of(points), _fitted_to(table.curves, points)
+    measured = np.array([point.seconds for point in points])
+    fitted = _fitted_to(table.curves, points)
     error = _FitError(
         len(points),
         float(np.median(np.abs(fitted / measured - 1))),
@@ -428,28 +386,16 @@ def _noise_factors(ratios: np.ndarray) -> list[float]:
 
 def _between(curves: Sequence[Curve], bucket: Bucket) -> Curve:
     """The curve of a bucket that was never measured, from those of its kind (from all if there are
-    none).
+    none). Past the last measured bucket the fixed part grows on as between the last two.
     """
-    kin = [c for c in curves if c.decode_only == bucket.decode_only] or list(curves)
-    kin.sort(key=lambda c: c.tokens)
-    nearest = min(kin, key=lambda c: abs(c.tokens - bucket.tokens))
+    kin = [curve for curve in curves if curve.decode_only == bucket.decode_only] or list(curves)
+    kin.sort(key=lambda curve: curve.tokens)
+    nearest = min(kin, key=lambda curve: abs(curve.tokens - bucket.tokens))
+    rows, fixed = [curve.tokens for curve in kin], [curve.fixed for curve in kin]
+    seconds = float(np.interp(bucket.tokens, rows, fixed))
+    if bucket.tokens > rows[-1] and len(kin) > 1:
+        slope = max(0.0, (fixed[-1] - fixed[-2]) / max(1, rows[-1] - rows[-2]))
+        seconds += slope * (bucket.tokens - rows[-1])
     return msgspec.structs.replace(
-        nearest,
-        tokens=bucket.tokens,
-        seats=bucket.seats,
-        points=0,
-        fixed=_fixed_between(kin, bucket.tokens),
+        nearest, tokens=bucket.tokens, seats=bucket.seats, points=0, fixed=seconds
     )
-
-
-def _fixed_between(kin: Sequence[Curve], tokens: int) -> float:
-    """Interpolated fixed part; past the last measured bucket it grows on as between the last
-    two.
-    """
-    last = kin[-1]
-    if tokens <= last.tokens or len(kin) == 1:
-        rows, fixed = zip(*((curve.tokens, curve.fixed) for curve in kin), strict=True)
-        return float(np.interp(tokens, rows, fixed))
-    before = kin[-2]
-    slope = max(0.0, (last.fixed - before.fixed) / max(1, last.tokens - before.tokens))
-    return last.fixed + slope * (tokens - last.tokens)

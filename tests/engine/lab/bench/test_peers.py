@@ -28,9 +28,10 @@ from jitney.engine.lab.bench.peers import (
     OUTPUTS,
     PROMPTS,
     PeerBench,
-    PeerReport,
     _make_measurements,
     _medians_of,
+    kernel_ratios,
+    markdown,
 )
 from jitney.engine.lab.commands.bench_peers import _remarks
 
@@ -82,7 +83,7 @@ def test_engines_take_turns_and_get_the_same_work(tmp_path: Path):
         slow["medians"][name]["output_tok_s"]["median"] for name in ("streams_3", "streams_1")
     )
     assert crowd > 1.3 * alone
-    assert PeerReport(report).kernel_ratios(("fast", "slow"))["streams_1"] > 1.5
+    assert kernel_ratios(report, ("fast", "slow"))["streams_1"] > 1.5
     done = [
         sum(len(run) for one in step["engines"].values() for run in one["runs"]) for step in saved
     ]
@@ -111,9 +112,9 @@ def test_an_engine_that_fails_is_left_out_with_its_reason(tmp_path: Path):
     assert "counted" in wrong["failed"] and "cannot be started" in gone["failed"]
     assert good["failed"] is None and len(good["runs"]) == 2 and not dead["medians"]
     assert log.read_text().count("dead dies") == 1, "it is not tried again"
-    table = PeerReport(report).markdown()
+    table = markdown(report)
     assert "| good good-1.0 |" in table and "dead" not in table
-    shown = _remarks(report | {"auto_over_reference": {}})
+    shown = list(_remarks(report | {"auto_over_reference": {}}))
     assert any("says the fake" in line for line in shown) and any(
         "of a core" in line for line in shown
     )
@@ -165,18 +166,18 @@ def test_the_table_has_a_column_for_each_measurement_and_the_machine_above():
         "work": works,
         "engines": {"ours": engine, "plain": slower},
     }
-    lines = PeerReport(report).markdown().splitlines()
+    lines = markdown(report).splitlines()
     assert lines[0].startswith("A CPU 9, 2 cores; over HTTP")
     assert lines[2] == (
         "| | 32 streams, output tok/s | 1 stream, output tok/s | prompt tok/s, 512-token prompts | "
         "first token at 32 streams, p50 / p99 |"
     )
     assert lines[4] == "| ours 0.1 | 700 | 700 | 1,401 | 250 / 500 ms |"
-    ratios = PeerReport(report).kernel_ratios(("ours", "plain"))
+    ratios = kernel_ratios(report, ("ours", "plain"))
     assert ratios == pytest.approx(dict.fromkeys(works, 0.7004))
-    shown = _remarks(report | {"auto_over_reference": ratios})
+    shown = list(_remarks(report | {"auto_over_reference": ratios}))
     assert "BELOW the reference: streams_32, streams_1, prompts_512" in shown[-1]
-    better = _remarks(report | {"auto_over_reference": {"streams_32": 1.5}})
+    better = list(_remarks(report | {"auto_over_reference": {"streams_32": 1.5}}))
     assert better[-1].endswith("streams_32 1.50x; none below the reference")
 
 
