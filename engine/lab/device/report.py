@@ -232,14 +232,12 @@ def _programs(about: About) -> str:
 def _goal_cells(row: JsonObject) -> list[str]:
     """A row of `DeviceReport.goals`."""
     goal = _GOALS[row["goal"]]
-    worst = "not measured"
-    if row["worst"] is not None:
-        worst = _number(goal, row["worst"])
+    sign = "<" if goal.most else ">="
     return [
         goal.what,
-        _bound(goal, goal.first),
-        _bound(goal, goal.then),
-        worst,
+        f"{sign} {_number(goal, goal.first)}",
+        f"{sign} {_number(goal, goal.then)}",
+        "not measured" if row["worst"] is None else _number(goal, row["worst"]),
         str(row["counted"]),
         _VERDICTS[row["met_first"]],
         _VERDICTS[row["met_then"]],
@@ -248,14 +246,7 @@ def _goal_cells(row: JsonObject) -> list[str]:
 
 def _number(goal: _Goal, value: float) -> str:
     """A ratio as such, a share in percent."""
-    if goal is _GOALS["peer"]:
-        return f"{value:.2f}x"
-    return f"{value:.1%}"
-
-
-def _bound(goal: _Goal, limit: float) -> str:
-    sign = "<" if goal.most else ">="
-    return f"{sign} {_number(goal, limit)}"
+    return f"{value:.2f}x" if goal is _GOALS["peer"] else f"{value:.1%}"
 
 
 def _cells(row: Row) -> list[str]:
@@ -263,6 +254,10 @@ def _cells(row: Row) -> list[str]:
     floor = _duration(row.floor_s)
     if floor:
         floor += f" ({row.bound})"
+    spread = None
+    if row.seconds and row.repeats >= 2:
+        spread = ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
+    figures = (_figure(name, value) for name, value in row.figures.items())
     return [
         row.name,
         row.case,
@@ -270,25 +265,14 @@ def _cells(row: Row) -> list[str]:
         _duration(row.seconds),
         floor,
         _percent(row.fraction),
-        _percent(_spread(row)),
-        _error(row.error),
-        row.note or ", ".join(_figures(row)),
+        _percent(spread),
+        "" if row.error is None else f"{row.error:.1e}",
+        row.note or ", ".join(figures),
     ]
 
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
-
-
-def _error(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
-
-
-def _spread(row: Row) -> float | None:
-    """(most - least) / median, where there are repeats."""
-    if not row.seconds or row.repeats < 2:
-        return None
-    return ((row.most or 0.0) - (row.least or 0.0)) / row.seconds
 
 
 def _duration(seconds: float | None) -> str:
@@ -300,12 +284,6 @@ def _duration(seconds: float | None) -> str:
     if seconds >= 1e-3:
         return f"{seconds / 1e-3:.3f} ms"
     return f"{seconds / 1e-6:.1f} us"
-
-
-def _figures(row: Row) -> Iterator[str]:
-    """What else was read off."""
-    for name, value in row.figures.items():
-        yield _figure(name, value)
 
 
 def _figure(name: str, value: float) -> str:

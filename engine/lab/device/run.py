@@ -231,7 +231,9 @@ class _Measuring:
             raise JitneyError(
                 "the device could not be measured: see the messages above, and jitney doctor"
             )
-        if not any(_undone(row) for row in results.rows[begun:] if row.part == part):
+        rows = [row for row in results.rows[begun:] if row.part == part]
+        died = [row for row in rows if row.note.startswith("failed: the process")]
+        if not died and not any(Row.NO_TIME in row.note for row in rows):
             results.finished.append(part)
         self._save()
 
@@ -253,9 +255,14 @@ class _Measuring:
     def _messages(self, part: str) -> Iterator[PartMessage]:
         """What a part says; a row why it says nothing, if it was not begun."""
         results = self.results
-        why = _unfit(results, part, self.left)
-        if why:
+        assert results.about is not None  # else nothing is measured
+        platform = results.about.platform
+        if part in _ENVIRONMENT and platform not in ("gpu", "cuda"):
+            why = f"not run: it is about NVIDIA's GPUs, this is {platform}"
             yield _note(part, "all", why)
+            return
+        if part != "floors" and self.left <= _LEAST_S:
+            yield _note(part, "all", f"not run: {Row.NO_TIME}")
             return
         environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
         limit_s = self._limit_of(part)
@@ -280,17 +287,16 @@ class _Measuring:
             about = message.about
             report(f"{about.device}: {about.kernels} kernels, {about.dtype}")
         if message.floors is not None:
-            results.floors = message.floors
-            report(_describe(message.floors))
+            floors = results.floors = message.floors
+            report(
+                f"copy {floors.copy_bytes_s / 1e9:,.1f} GB/s, products "
+                f"{floors.product_flops_s / 1e12:,.2f} TFLOP/s, a launch "
+                f"{1e6 * floors.launch_s:.1f} us"
+            )
         if message.row is not None:
             row = message.row
             results.add(row)
             report(f"{row.part}: {row.name}, {row.case}: {_outcome(row)}")
-
-
-def _undone(row: Row) -> bool:
-    """Whether a later call should try again: time ran out, or the process died."""
-    return Row.NO_TIME in row.note or row.note.startswith("failed: the process")
 
 
 def _note(part: str, case: str, why: str) -> PartMessage:
@@ -298,30 +304,9 @@ def _note(part: str, case: str, why: str) -> PartMessage:
     return PartMessage(row=Row(part=part, name=PARTS[part], case=case, by="", note=why))
 
 
-def _unfit(results: DeviceResults, part: str, left: float) -> str:
-    """Why a part is not begun; empty if it is."""
-    assert results.about is not None  # else nothing is measured
-    platform = results.about.platform
-    if part in _ENVIRONMENT and platform not in ("gpu", "cuda"):
-        return f"not run: it is about NVIDIA's GPUs, this is {platform}"
-    if part != "floors" and left <= _LEAST_S:
-        return f"not run: {Row.NO_TIME}"
-    return ""
-
-
 def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
     """Variables with what the environment already says in front."""
-    extended = {}
-    for name, text in wanted.items():
-        extended[name] = f"{os.environ.get(name, '')} {text}".strip()
-    return extended
-
-
-def _describe(floors: Floors) -> str:
-    return (
-        f"copy {floors.copy_bytes_s / 1e9:,.1f} GB/s, products "
-        f"{floors.product_flops_s / 1e12:,.2f} TFLOP/s, a launch {1e6 * floors.launch_s:.1f} us"
-    )
+    return {name: f"{os.environ.get(name, '')} {text}".strip() for name, text in wanted.items()}
 
 
 def _outcome(row: Row) -> str:
@@ -408,7 +393,14 @@ def _start_worker(
 def _read_lines(stream: IO[bytes], until: float) -> Iterator[PartMessage]:
     """The lines until the stream ends; TimeoutError if that is after `until` (monotonic)."""
     lines: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_copy_lines, args=(stream, lines), daemon=True).start()
+
+    def copy_lines() -> None:
+        """Every line, then an empty one."""
+        for line in stream:
+            lines.put(line)
+        lines.put(b"")
+
+    threading.Thread(target=copy_lines, daemon=True).start()
     while True:
         try:
             text = lines.get(timeout=max(0.0, until - time.monotonic()))
@@ -420,16 +412,7 @@ def _read_lines(stream: IO[bytes], until: float) -> Iterator[PartMessage]:
             yield msgspec.json.decode(text, type=PartMessage)
 
 
-def _copy_lines(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
-    """Every line, then an empty one."""
-    for line in stream:
-        lines.put(line)
-    lines.put(b"")
-
-
 def _last_line(errors: IO[bytes]) -> str:
     errors.seek(0)
     said = errors.read().decode(errors="replace").strip().splitlines()
-    if not said:
-        return "nothing said"
-    return said[-1][:200]
+    return said[-1][:200] if said else "nothing said"

@@ -8,9 +8,8 @@ m^2); the two kinds of buckets share one budget of executables.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -89,7 +88,8 @@ class SeenSteps:
             else:
                 decode[rows[at]] += 1
                 works[rows[at]].append(work)
-        return cls(decode, mixed, {key: _mean(some) for key, some in works.items()})
+        means = {key: StepWork(*np.mean(some, axis=0).tolist()) for key, some in works.items()}
+        return cls(decode, mixed, means)
 
     def propose(self, present: Buckets, executables: int, times: StepTimes) -> Proposal:
         """The best sizes within a budget of executables, for the seats and the token budget of
@@ -106,28 +106,39 @@ class SeenSteps:
             seat_sizes=seat_sizes,
             token_sizes=token_sizes,
         )
-        rows_of_prompts = sum(rows * count for (rows, _), count in self.mixed.items())
+        prompts = sum(rows * count for (rows, _), count in self.mixed.items())
+        padding, seconds = self._in(proposed, times)
+        padding_now, seconds_now = self._in(present, times)
         return Proposal(
             seat_buckets=seat_sizes,
             token_buckets=token_sizes,
             executables=DECODE_EXECUTABLES * len(seat_sizes)
             + _MIXED_EXECUTABLES * len(token_sizes),
-            padding=_paddings(self, proposed),
-            padding_now=_paddings(self, present),
-            rows=_total(self.decode) + rows_of_prompts,
-            seconds=_seconds(self, proposed, times),
-            seconds_now=_seconds(self, present, times),
+            padding=padding,
+            padding_now=padding_now,
+            rows=sum(rows * count for rows, count in self.decode.items()) + prompts,
+            seconds=seconds,
+            seconds_now=seconds_now,
         )
+
+    def _in(self, buckets: Buckets, times: StepTimes) -> tuple[dict[str, int], float]:
+        """(padding rows by kind, seconds) of all steps in these buckets."""
+        padding, seconds = {"decode": 0, "mixed": 0}, 0.0
+        for rows, count in self.decode.items():
+            bucket = next(each for each in buckets.decode if rows <= each.tokens)
+            padding["decode"] += count * (bucket.tokens - rows)
+            seconds += count * times.seconds(bucket, self.work(rows))
+        for (rows, taken), count in self.mixed.items():
+            bucket = next(each for each in buckets.mixed_for(taken) if rows <= each.tokens)
+            padding["mixed"] += count * (bucket.tokens - rows)
+            seconds += count * times.seconds(bucket, self.work((rows, taken)))
+        return padding, seconds
 
     def work(self, key: int | tuple[int, int]) -> StepWork:
         """What a step of `decode` or `mixed` computes."""
         if key in self.works:
             return self.works[key]
         return StepWork(decode=key) if isinstance(key, int) else StepWork(prompt=key[0])
-
-
-def _mean(works: Sequence[StepWork]) -> StepWork:
-    return StepWork(*np.mean(works, axis=0).tolist())
 
 
 def check_budget(executables: int) -> None:
@@ -172,7 +183,7 @@ def _least_time(
 
 
 class _Steps:
-    """Steps of one kind by the least bucket that holds them: how many, and what they compute."""
+    """Steps of one kind by the least bucket that holds them: how many, and their mean work."""
 
     def __init__(self) -> None:
         self.counts = Counter[int]()
@@ -183,88 +194,53 @@ class _Steps:
         self.counts[rows] += count
         self._sums[rows] = self._sums.get(rows, 0) + count * np.array(work, float)
 
+    def _work(self, rows: int) -> StepWork:
+        return StepWork(*(self._sums[rows] / self.counts[rows]).tolist())
+
     def thinned(self, largest: int) -> _Steps:
         """The same with at most _MOST_SIZES sizes: steps of a size that is left out count as those
         of the next one.
         """
         sizes = sorted({*self.counts, largest})
-        every = -(-len(sizes) // _MOST_SIZES)
-        kept = sizes[::-1][::every][::-1]
+        kept = sizes[::-1][:: -(-len(sizes) // _MOST_SIZES)][::-1]
         thin = _Steps()
         for rows, count in self.counts.items():
-            mean = StepWork(*(self._sums[rows] / count).tolist())
-            thin.add(next(size for size in kept if rows <= size), count, mean)
+            thin.add(next(size for size in kept if rows <= size), count, self._work(rows))
         return thin
 
     def best_sizes(
         self, largest: int, most: int, seconds: Callable[[StepWork, int], float]
-    ) -> list[tuple[float, tuple[int, ...]]]:
+    ) -> list[tuple[float, _Sizes]]:
         """See `_best_sizes`. seconds: of a step, from its work and its bucket's size."""
 
         def cost(rows: int, size: int) -> float:
             count = self.counts[rows]
-            if not count:
-                return 0.0
-            return count * seconds(StepWork(*(self._sums[rows] / count).tolist()), size)
+            return count * seconds(self._work(rows), size) if count else 0.0
 
         return _best_sizes(sorted({*self.counts, largest}), most, cost)
-
-
-def _total(seen: Mapping[int, int]) -> int:
-    return sum(rows * count for rows, count in seen.items())
-
-
-def _paddings(seen: SeenSteps, buckets: Buckets) -> dict[str, int]:
-    """Rows computed for nothing by kind."""
-    decode = sum(
-        count * (bucket.tokens - rows) for rows, count, bucket in _decode_in(seen, buckets)
-    )
-    mixed = sum(
-        count * (bucket.tokens - rows) for (rows, _), count, bucket in _mixed_in(seen, buckets)
-    )
-    return {"decode": decode, "mixed": mixed}
-
-
-def _seconds(seen: SeenSteps, buckets: Buckets, times: StepTimes) -> float:
-    """Of all steps seen."""
-    steps: Iterable[tuple[Any, int, Bucket]] = (
-        *_decode_in(seen, buckets),
-        *_mixed_in(seen, buckets),
-    )
-    return sum(count * times.seconds(bucket, seen.work(key)) for key, count, bucket in steps)
-
-
-def _decode_in(seen: SeenSteps, buckets: Buckets) -> Iterable[tuple[int, int, Bucket]]:
-    """Decode-only steps, how many of each, and the bucket that they run in."""
-    for rows, count in seen.decode.items():
-        yield rows, count, next(each for each in buckets.decode if rows <= each.tokens)
-
-
-def _mixed_in(seen: SeenSteps, buckets: Buckets) -> Iterable[tuple[tuple[int, int], int, Bucket]]:
-    """The same of steps with prompt rows."""
-    for (rows, taken), count in seen.mixed.items():
-        bucket = next(each for each in buckets.mixed_for(taken) if rows <= each.tokens)
-        yield (rows, taken), count, bucket
 
 
 #: Ascending rows.
 _Sizes = tuple[int, ...]
 
 
-def _best_sizes(
-    sizes: Sequence[int], most: int, cost: _Cost
-) -> list[tuple[float, tuple[int, ...]]]:
+def _best_sizes(sizes: Sequence[int], most: int, cost: _Cost) -> list[tuple[float, _Sizes]]:
     """For every k from 0 to `most`: (least seconds, the k sizes), the largest always among them;
     entry 0 is a filler.
 
     Fewer than `most` entries if more sizes would not help. sizes: ascending, of the steps.
     """
-    together = _together(sizes, cost)
-    least = np.full(len(sizes) + 1, np.inf)
+    count = len(sizes)
+    # [i, j]: seconds when sizes i .. j all run in the bucket of size j.
+    together = np.full((count, count), np.inf)
+    for j, size in enumerate(sizes):
+        alone = [cost(rows, size) for rows in sizes[: j + 1]]
+        together[: j + 1, j] = np.cumsum(alone[::-1])[::-1]
+    least = np.full(count + 1, np.inf)
     least[0] = 0
-    found: list[tuple[float, tuple[int, ...]]] = [(float(least[-1]), ())]
+    found: list[tuple[float, _Sizes]] = [(float(least[-1]), ())]
     choices: list[np.ndarray] = []
-    for _ in range(min(most, len(sizes))):
+    for _ in range(min(most, count)):
         through = least[:-1, None] + together
         choices.append(through.argmin(axis=0))
         least = np.concatenate(([np.inf], through.min(axis=0)))
@@ -272,18 +248,8 @@ def _best_sizes(
     return found
 
 
-def _together(sizes: Sequence[int], cost: _Cost) -> np.ndarray:
-    """[i, j]: seconds when sizes i .. j all run in the bucket of size j."""
-    count = len(sizes)
-    each = np.full((count, count), np.inf)
-    for j, size in enumerate(sizes):
-        alone = [cost(rows, size) for rows in sizes[: j + 1]]
-        each[: j + 1, j] = np.cumsum(alone[::-1])[::-1]
-    return each
-
-
-def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """The sizes that the last stage's best solution uses, walking back over the stages."""
+def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> _Sizes:
+    """The sizes of the last stage's best solution, walking back over the stages."""
     chosen, end = [], len(sizes)
     for choice in reversed(choices):
         chosen.append(sizes[end - 1])
