@@ -24,6 +24,7 @@ WHEELS=(
     etils==1.15.0
     flax==0.12.12
     jax-triton==0.4.1
+    lazy-loader==0.6
     markdown-it-py==4.3.0
     mdurl==0.1.2
     msgpack==1.2.4
