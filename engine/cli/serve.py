@@ -32,6 +32,7 @@ from jitney.engine.config import (
     check_platform,
     say,
     settings,
+    values,
 )
 from jitney.engine.core import Display, make_display, placed
 from jitney.engine.lab import ServerSizes
@@ -42,6 +43,7 @@ from jitney.engine.server import (
     Equipment,
     FreshSettings,
     Reloader,
+    at_a_start_only,
     base_url,
     check_tls,
     drain_status,
@@ -112,12 +114,7 @@ def _reread(args: Arguments, given: Layered) -> FreshSettings:
     start. Raises ConfigError.
     """
     fresh = args.load_layers().config
-    changed: list[str] = []
-    for name, place in settings().items():
-        before = getattr(getattr(given.config, place.section), place.key)
-        if name not in LIVE and getattr(getattr(fresh, place.section), place.key) != before:
-            changed.append(name)
-    return FreshSettings(fresh.server, changed)
+    return FreshSettings(fresh.server, at_a_start_only(values(given.config), values(fresh)))
 
 
 def _say_all(lines: Iterable[str]) -> None:
@@ -219,7 +216,7 @@ class _Server:
             reread,
             accepted,
             self.connections,
-            service.own_requests,
+            service,
             tls=lambda: self.web.config.ssl,
             on_taken=self._show_taken,
         )

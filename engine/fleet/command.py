@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import Command, Config, Flag, FlagGroup, how_to_install, read_key_file
 from jitney.engine.server import (
-    LIVE,
     AcceptedKeys,
     FreshSettings,
     Reloader,
+    at_a_start_only,
     base_url,
     check_tls,
     drain_status,
@@ -158,6 +158,13 @@ def _ignore() -> None:
     """The log says it."""
 
 
+def _values(config: FleetConfig) -> dict[str, object]:
+    """Settings of the fleet by name, but that of the key that engines are asked with."""
+    own = dict(config.server) | dict(config.fleet) | {"models": config.models}
+    del own[_ENGINE_KEY_FILE]
+    return own
+
+
 class _Serving:
     """One run: the endpoint, the engines, and the order in which they come and go."""
 
@@ -185,14 +192,12 @@ class _Serving:
         self._settings = replace(settings, data_dir=config.data_dir)
         accepted, connections = ApiKeys(settings), Connections(settings)
         self.web = self._web_server(accepted, connections)
-        own = fleet.own_requests
-        assert own is not None  # the ingress has made them
         self.reload = fleet.reload = Reloader(
             config.server,
             self._reread,
             accepted,
             connections,
-            own,
+            fleet,
             tls=lambda: self.web.config.ssl,
             on_taken=lambda _, keys: engines.accept(keys.admins),
         )
@@ -212,16 +217,8 @@ class _Serving:
 
     def _reread(self) -> FreshSettings:
         """The fleet's file as it is now. Raises ConfigError."""
-        fresh, before = self._read(), self.config
-        sections = ((fresh.server, before.server), (fresh.fleet, before.fleet))
-        changed = [
-            name
-            for new, old in sections
-            for name in type(new).model_fields
-            if name not in LIVE | {_ENGINE_KEY_FILE} and getattr(new, name) != getattr(old, name)
-        ]
-        if fresh.models != before.models:
-            changed.append("models")
+        fresh = self._read()
+        changed = at_a_start_only(_values(self.config), _values(fresh))
         key = _engine_key(fresh)
         if bool(key) != bool(self._engine_key):
             raise ConfigError(

@@ -70,6 +70,7 @@ from .http.reload import RELOAD_ROUTES as RELOAD_ROUTES
 from .http.reloader import LIVE as LIVE
 from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import Reloader as Reloader
+from .http.reloader import at_a_start_only as at_a_start_only
 from .http.routes import ROUTES as ROUTES
 from .http.routing import HttpRoute as HttpRoute
 from .http.routing import Role as Role

@@ -41,6 +41,8 @@ class ReloadAnswer(Described):
     certificate: FileNews
     #: The key that a fleet asks engines of `urls` with.
     engine_key: FileNews
+    #: Other settings that were changed and count from now on.
+    settings: list[str]
     #: Settings that were changed and count only at the next start.
     needs_restart: list[str]
 
