@@ -65,6 +65,16 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
     ticket: int
 
 
+class SetAdapters(msgspec.Struct, tag="set_adapters", frozen=True):
+    """Serve these adapters from now on, and no others; answered by `AdaptersSet`."""
+
+    ticket: int
+    #: Folders by name.
+    folders: dict[str, str]
+    #: No adapter that comes gets a smaller number.
+    first_number: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Stop the loop after the current step and exit with status 0."""
 
@@ -166,8 +176,8 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     events: list[SequenceEvent] = []
     #: The prompt chunks of the step.
     chunks: list[PromptChunk] = []
-    #: To whoever asked for the seats since the last report.
-    answers: list[SeatMap] = []
+    #: To those who asked for the seats, or for other adapters, since the last report.
+    answers: list[SeatMap | AdaptersSet] = []
     #: Of the sequences that were computed again since the last report.
     canary: list[CanaryFinding] = []
     #: None: there was none.
@@ -222,6 +232,22 @@ class Done(msgspec.Struct, tag="done", frozen=True, omit_defaults=True):
     freed: int = 0
 
 
+class AdaptersSet(msgspec.Struct, tag="adapters_set", frozen=True, omit_defaults=True):
+    """The adapters that are served from now on, or why they are those from before."""
+
+    ticket: int
+    #: None: they have been set.
+    error: ErrorInfo | None = None
+    #: Numbers by name.
+    adapters: dict[str, int] = {}
+    #: Of the configuration with them.
+    config_digest: str = ""
+    #: Names of those that came, that went, and whose files are others than before.
+    added: list[str] = []
+    removed: list[str] = []
+    replaced: list[str] = []
+
+
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     """The core cannot start or go on; its process exits after this."""
 
@@ -255,7 +281,16 @@ class Left(msgspec.Struct, tag="left", frozen=True):
 
 
 type ToCore = (
-    Add | Abort | AskSeatMap | TokenizerJson | Sleep | Wake | ResetPrefixCache | Part | Shutdown
+    Add
+    | Abort
+    | AskSeatMap
+    | TokenizerJson
+    | Sleep
+    | Wake
+    | ResetPrefixCache
+    | SetAdapters
+    | Part
+    | Shutdown
 )
 type FromCore = (
     Progress
@@ -266,6 +301,7 @@ type FromCore = (
     | Awaiting
     | SeatMap
     | Done
+    | AdaptersSet
     | Parting
     | Fatal
     | Left

@@ -27,8 +27,8 @@ from .layers import Layered as Layered
 from .layers import load_config as load_config
 from .layers import read_toml as read_toml
 from .layers import settings as settings
-from .layers import values as values
 from .layers import unknown_word as unknown_word
+from .layers import values as values
 from .platforms import check_devices as check_devices
 from .platforms import check_platform as check_platform
 from .platforms import prepare_platform as prepare_platform

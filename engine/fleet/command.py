@@ -160,7 +160,11 @@ def _ignore() -> None:
 
 def _values(config: FleetConfig) -> dict[str, object]:
     """Settings of the fleet by name, but that of the key that engines are asked with."""
-    own = dict(config.server) | dict(config.fleet) | {"models": config.models}
+    own: dict[str, object] = {
+        **dict(config.server),
+        **dict(config.fleet),
+        "models": config.models,
+    }
     del own[_ENGINE_KEY_FILE]
     return own
 

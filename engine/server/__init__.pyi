@@ -15,6 +15,7 @@ from .chat.schema import ModelBody as ModelBody
 from .chat.schema import checked as checked
 from .device_use import DeviceUse as DeviceUse
 from .equipment import Equipment as Equipment
+from .equipment import check_adapter_names as check_adapter_names
 from .http.access import EVERYBODY as EVERYBODY
 from .http.access import NOBODY as NOBODY
 from .http.access import AccessControl as AccessControl
@@ -67,6 +68,7 @@ from .http.own_requests import OwnRequests as OwnRequests
 from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
 from .http.reload import RELOAD_ROUTES as RELOAD_ROUTES
+from .http.reload import AdapterNews as AdapterNews
 from .http.reloader import LIVE as LIVE
 from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import Reloader as Reloader

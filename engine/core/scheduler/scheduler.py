@@ -14,6 +14,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from jitney.engine.common.engine_info import Seat
 from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
@@ -167,6 +169,18 @@ class Scheduler:
         """Where a batch keeps its seats to its end, nobody in it could give way."""
         if request.background and self._policy.holds:
             raise RequestError("batches need a server with the policy continuous")
+
+    def serve_adapters(self, numbers: Iterable[int]) -> None:
+        """Let requests choose from these adapters, too."""
+        limits = self.request_limits
+        adapters = limits.adapters.union(numbers)
+        if adapters != limits.adapters:
+            self._admission.request_limits = msgspec.structs.replace(limits, adapters=adapters)
+
+    @property
+    def open_adapters(self) -> set[int]:
+        """Numbers of the adapters that open requests ask for."""
+        return {group.request.adapter for group in self.state.groups.values()}
 
     @property
     def request_limits(self) -> RequestLimits:

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from jitney.engine.server.http.access import ApiKeys
     from jitney.engine.server.http.connections import Connections
     from jitney.engine.server.http.own_requests import OwnRequests
-    from jitney.engine.server.http.reload import FileNews, KeyNews, ReloadAnswer
+    from jitney.engine.server.http.reload import (
+        AdapterNews,
+        FileNews,
+        KeyNews,
+        ReloadAnswer,
+    )
     from jitney.engine.server.http.settings import ServerSettings
 
 _log = logging.getLogger("jitney")
@@ -51,13 +56,24 @@ LIVE = _READ_AT_USE | {
 }
 
 
-async def _nothing_more() -> FileNews:
+async def _no_key() -> FileNews:
     return "none"
 
 
-def at_a_start_only(before: Mapping[str, object], fresh: Mapping[str, object]) -> list[str]:
-    """Names of the settings that differ and that no running server takes over."""
-    return sorted(name for name in before.keys() - LIVE if fresh[name] != before[name])
+async def _no_adapters() -> AdapterNews:
+    from jitney.engine.server.http.reload import AdapterNews
+
+    return AdapterNews()
+
+
+def at_a_start_only(
+    before: Mapping[str, object], fresh: Mapping[str, object], *live: str
+) -> list[str]:
+    """Names of the settings that differ and that a running server does not take over. live: those
+    that this one does, beside `LIVE`.
+    """
+    names = before.keys() - LIVE - set(live)
+    return sorted(name for name in names if fresh[name] != before[name])
 
 
 class _Limits(Protocol):
@@ -84,7 +100,9 @@ class FreshSettings:
     #: Settings that differ from those of the start and count only at the next one.
     needs_restart: list[str]
     #: Takes over the key that engines are asked with.
-    take_engine_key: Callable[[], Awaitable[FileNews]] = _nothing_more
+    take_engine_key: Callable[[], Awaitable[FileNews]] = _no_key
+    #: Has the adapters loaded. Raises JitneyError, naming one, and then nothing has changed.
+    take_adapters: Callable[[], Awaitable[AdapterNews]] = _no_adapters
 
 
 @dataclass(eq=False)
@@ -119,6 +137,7 @@ class Reloader:
             fresh = await asyncio.to_thread(self.read)
             accepted = await asyncio.to_thread(self._checked, fresh.server)
             secret = await asyncio.to_thread(_webhook_secret, fresh.server)
+            adapters = await fresh.take_adapters()
             certificate = await asyncio.to_thread(self._take_certificate, fresh.server)
             engine_key = await fresh.take_engine_key()
             keys = await self._take_keys(accepted)
@@ -130,6 +149,7 @@ class Reloader:
             keys=keys,
             certificate=certificate,
             engine_key=engine_key,
+            adapters=adapters,
             settings=settings,
             needs_restart=fresh.needs_restart,
         )
@@ -270,6 +290,9 @@ def _in_words(answer: ReloadAnswer) -> str:
     ]
     if answer.engine_key != "none":
         words.append(f"engine key: {answer.engine_key}")
+    for change, names in answer.adapters.model_dump().items():
+        if names:
+            words.append(f"adapters {change}: {', '.join(names)}")
     if answer.settings:
         words.append(f"from now on: {', '.join(answer.settings)}")
     if answer.needs_restart:

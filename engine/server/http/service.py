@@ -183,13 +183,14 @@ class Service:
     def adapters(self) -> tuple[str, ...]:
         """Names that ask for the model with an adapter; none until the engine is ready."""
         info = self.client.info
-        return () if info is None else info.model.adapters
+        return () if info is None else tuple(info.model.adapters)
 
     def adapter_number(self, model: str | None) -> int:
         """Of the adapter that a request's model names; 0: the model itself."""
-        if model is None or model not in self.adapters:
+        info = self.client.info
+        if info is None or model is None:
             return 0
-        return 1 + self.adapters.index(model)
+        return info.model.adapters.get(model, 0)
 
     def check_model(self, name: str | None) -> None:
         """Raises HttpError 404 for a name that is none of the model's or of its adapters."""

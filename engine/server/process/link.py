@@ -129,7 +129,7 @@ class CoreLink:
         """The next message."""
         return _decode(await self.from_core.recv())
 
-    def answer(self, message: messages.SeatMap | messages.Done) -> None:
+    def answer(self, message: messages.SeatMap | messages.Done | messages.AdaptersSet) -> None:
         """Wake whoever asked with this ticket, unless it has given up."""
         waiter = self.tickets.pop(message.ticket, None)
         if waiter is not None and not waiter.done():
@@ -174,9 +174,12 @@ class Workshop:
             os.close(self._spare.pop())
 
     @contextlib.asynccontextmanager
-    async def open_link(self, config: Config, builder: str) -> AsyncIterator[CoreLink]:
+    async def open_link(
+        self, config: Config, builder: str, adapters: dict[str, int]
+    ) -> AsyncIterator[CoreLink]:
         """Start a core process; leaving kills it if it still runs. The sockets lie in a new folder
-        of this user's alone. Raises OSError or ZMQError if it cannot be started.
+        of this user's alone. adapters: see `Start`. Raises OSError or ZMQError if it cannot be
+        started.
         """
         context = self.context
         with (
@@ -185,7 +188,7 @@ class Workshop:
             zmq.asyncio.Context.shadow(context).socket(zmq.PULL) as from_core,
         ):
             settings = config.model_dump(mode="json", exclude={"server"})
-            start = Start(settings, folder, builder, config.server.log_level)
+            start = Start(settings, folder, builder, config.server.log_level, adapters)
             for socket, address in ((to_core, start.to_core), (from_core, start.from_core)):
                 socket.set_hwm(0)
                 socket.linger = 0

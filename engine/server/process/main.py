@@ -64,6 +64,8 @@ class Start(msgspec.Struct, frozen=True):
     #: What makes the core, MODULE:FUNCTION.
     builder: str
     log_level: str = "info"
+    #: Numbers of adapters by name, as an earlier core had them; empty: there was none.
+    adapters: dict[str, int] = {}
 
     @property
     def to_core(self) -> str:
@@ -168,8 +170,13 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, outbox: zmq.Socket) -> Non
         with met(config, source, report, start.from_core) as hosts:
             _serve_together(start, config, source, hosts, inbox, outbox)
         return
-    core, info = _builder(start.builder)(config, source, report)
+    core, info = _builder(start.builder)(config, source, report, **_numbered(start))
     _start_serving(core, info, inbox, outbox)
+
+
+def _numbered(start: Start) -> dict[str, Any]:
+    """What the core's builder is told of an earlier core's adapters."""
+    return {"adapters": start.adapters} if start.adapters else {}
 
 
 def _start_serving(
@@ -332,6 +339,10 @@ def _handle(core: EngineCore, message: messages.ToCore, outbox: zmq.Socket) -> N
         case messages.ResetPrefixCache(ticket=ticket):
             core.reset_prefix_cache()
             outbox.send(messages.encode(messages.Done(ticket)))
+        case messages.SetAdapters():
+            answer = core.set_adapters(message)
+            if answer is not None:
+                outbox.send(messages.encode(answer))
         case messages.Part(drained=drained):
             if isinstance(core, JoinedCore):
                 core.rounds.part(drained=drained)

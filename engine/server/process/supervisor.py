@@ -367,7 +367,8 @@ class ProcessClient:
         workshop = self._workshop
         assert workshop is not None  # `start` made it
         workshop.free_spare()
-        async with workshop.open_link(self.config, self.builder) as link:
+        numbers = {} if self.info is None else self.info.model.adapters
+        async with workshop.open_link(self.config, self.builder, numbers) as link:
             self._link = link
             self._watchdog.core_starts()
             tasks = [
@@ -462,7 +463,7 @@ class ProcessClient:
                 self._take_ready(link, info)
             case messages.Awaiting(hosts=hosts):
                 link.awaits = hosts
-            case messages.SeatMap() | messages.Done():
+            case messages.SeatMap() | messages.Done() | messages.AdaptersSet():
                 link.answer(message)
             case messages.Fatal(error=error):
                 link.fatal = link.fatal or error  # the first one is the reason of the others
@@ -711,9 +712,30 @@ class ProcessClient:
         """See `EngineClient`."""
         await self._ask(messages.ResetPrefixCache, _SEAT_MAP_S)
 
-    async def _ask(self, question: Callable[[int], messages.ToCore], wait_s: float) -> Any:
-        """What the core answers. question: made of a ticket. Raises RequestError if no core answers
-        in time.
+    async def set_adapters(self, adapters: tuple[str, ...]) -> messages.AdaptersSet:
+        """Serve these adapters from now on, NAME=FOLDER each; also after the core has died. Raises
+        RequestError, naming the adapter, for one that cannot be loaded, and then nothing changes.
+        """
+        model = self.config.model.model_copy(update={"adapters": adapters})
+        first = 1 + max(self.history.adapters, default=0)
+        done: messages.AdaptersSet = await self._ask(
+            lambda ticket: messages.SetAdapters(ticket, model.adapter_folders, first), None
+        )
+        if done.error is not None:
+            raise RequestError.from_info(done.error)
+        assert self.info is not None  # a core has answered
+        self.config = self.config.model_copy(update={"model": model})
+        self.info = replace(
+            self.info,
+            config_digest=done.config_digest,
+            model=replace(self.info.model, adapters=done.adapters),
+        )
+        self.history.learn_adapters(self.info)
+        return done
+
+    async def _ask(self, question: Callable[[int], messages.ToCore], wait_s: float | None) -> Any:
+        """What the core answers. question: made of a ticket. wait_s: None: until the core ends.
+        Raises RequestError if no core answers in time.
         """
         link = self._ready_link
         if link is None:

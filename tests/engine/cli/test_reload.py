@@ -32,6 +32,7 @@ from jitney.engine.server.app import create_app
 from jitney.engine.server.http.access import ApiKeys
 from jitney.engine.server.http.connections import Connections
 from jitney.engine.server.http.listen import AcceptedKeys, base_url, listen
+from jitney.engine.server.http.reload import AdapterNews
 from jitney.engine.server.http.reloader import FreshSettings, Reloader
 from jitney.engine.server.http.web_server import limits, web_server
 
@@ -329,7 +330,8 @@ def test_limits_of_each_key_count_from_now_on(running: Running):
         running.http("ann") as web,
         web.stream("POST", "/v1/completions", json=stream(max_tokens=200)) as answer,
     ):
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         running.settings.update(key_max_concurrent="1", key_jobs="1")
         assert running.reload().json()["settings"] == ["key_jobs", "key_max_concurrent"]
         assert web.post("/v1/completions", json=PROMPT).json()["error"]["code"] == "rate_limit"
@@ -380,6 +382,10 @@ def test_what_counts_at_the_next_start_only_is_named(running: Running):
     assert running.reload().json()["needs_restart"] == ["max_seats"]
 
 
+async def never(config: Config) -> AdapterNews:
+    raise AssertionError(config)
+
+
 def test_the_configurations_file_is_read_again(tmp_path: Path):
     keys, file = tmp_path / "keys", tmp_path / "run.toml"
     keys.write_text("one\n")
@@ -388,7 +394,7 @@ def test_the_configurations_file_is_read_again(tmp_path: Path):
     args = Arguments(config=str(file), model_word=None, page_size=32)
     before = args.load_layers()
     file.write_text('[server]\nadmin_keys = ["two"]\ndrain_s = 1.5\n[engine]\nmax_seats = 8\n')
-    fresh = _reread(args, before)
+    fresh = _reread(args, before, never)
     assert AcceptedKeys.of(fresh.server) == AcceptedKeys(admins=("two",))
     assert sorted(fresh.needs_restart) == ["drain_s", "max_seats"]
 
