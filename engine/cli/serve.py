@@ -76,6 +76,8 @@ _DASHBOARD = "/dashboard"
 #: Where settings come from that were read again.
 _REREAD = "read again"
 
+#: Called before the settings are read again; may block.
+before_rereading: list[Callable[[], None]] = []
 #: Has the engine serve the adapters that are configured now.
 type _TakeAdapters = Callable[[Config], Awaitable[AdapterNews]]
 
@@ -119,6 +121,8 @@ def _reread(args: Arguments, given: Layered, take_adapters: _TakeAdapters) -> Fr
     """The settings as file, environment and flags have them now. given: as they had them at the
     start. Raises ConfigError.
     """
+    for catch_up in before_rereading:
+        catch_up()
     before, fresh = given.config, args.load_layers().config
     if before.engine.n_hosts > 1:  # each host reads its own files, and all change together
         return FreshSettings(fresh.server, at_a_start_only(values(before), values(fresh)))

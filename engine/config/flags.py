@@ -34,7 +34,7 @@ _NO_DEFAULT = (None, "", (), [])
 #: Settings whose flags the short help shows: what most people set, and little else.
 _USUAL = frozenset(
     (
-        *("model", "revision", "dtype", "weights", "context", "adapters", "adapter_room"),
+        *("model", "revision", "dtype", "weights", "context", "adapters"),
         *("max_seats", "pages", "memory_gib", "kv_dtype", "policy", "order", "tensor_parallel"),
         *("platform", "threads", "max_waiting_requests", "max_predicted_wait_s"),
         *("generation_config", "default_temperature"),

@@ -539,7 +539,7 @@ runpy.run_module("jitney.engine.cli.fleet_engine", run_name="__main__")
     ) as engine:
         assert engine.stdin is not None and engine.stdout is not None
         assert engine.stdout.readline() == "before\n"
-        engine.stdin.write("root,fleet\n")
+        engine.stdin.write('{"JITNEY_ADMIN_KEYS": "root,fleet"}\n')
         engine.stdin.flush()
         assert engine.stdout.readline() == "root,fleet\n"
         engine.stdin.close()
