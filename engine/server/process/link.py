@@ -147,7 +147,7 @@ class CoreLink:
                 self.process.kill()
 
 
-class Workshop:
+class LinkRuntime:
     """What every link needs and what must be there when no descriptor is left: ZeroMQ's own
     threads, and descriptors to give away. Folders that killed servers left go when it is made.
 

@@ -31,7 +31,7 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.config import Config
 from jitney.engine.server.process.client import OutputListener
 from jitney.engine.server.process.counters import EngineCounters
-from jitney.engine.server.process.link import CoreLink, Workshop
+from jitney.engine.server.process.link import CoreLink, LinkRuntime
 from jitney.engine.server.process.quarantine import Quarantine
 from jitney.engine.server.process.stream import Stream
 from jitney.engine.server.process.suspicion import Suspicion
@@ -174,7 +174,7 @@ class ProcessClient:
     _alive_at: float = field(default_factory=time.monotonic)
     _watchdog: Watchdog = field(init=False)
     #: What each link to a core needs; None before the start and after the end.
-    _workshop: Workshop | None = None
+    _runtime: LinkRuntime | None = None
     _quarantine: Quarantine = field(default_factory=Quarantine)
     #: JSON; "" until it is known.
     _tokenizer: str = ""
@@ -195,7 +195,7 @@ class ProcessClient:
 
     async def start(self) -> None:
         """Start the core process and return at once; it is `loading`."""
-        self._workshop = Workshop()
+        self._runtime = LinkRuntime()
         self._supervision = asyncio.create_task(self._supervise())
 
     def learn(self, tokenizer: str) -> None:
@@ -244,9 +244,9 @@ class ProcessClient:
                 await asyncio.wait([self._supervision], timeout=_SHUTDOWN_S)
             self._supervision.cancel()
             await asyncio.gather(self._supervision, return_exceptions=True)
-        if self._workshop is not None:
-            self._workshop.close()
-            self._workshop = None
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
         self._set_state("dead")
 
     def kill(self) -> None:
@@ -364,10 +364,10 @@ class ProcessClient:
 
     async def _run_link(self) -> _CoreEnd:
         """As `_run_core`. Raises OSError or ZMQError if there is no way to start a process."""
-        workshop = self._workshop
-        assert workshop is not None  # `start` made it
-        workshop.free_spare()
-        async with workshop.open_link(self.config, self.builder) as link:
+        runtime = self._runtime
+        assert runtime is not None  # `start` made it
+        runtime.free_spare()
+        async with runtime.open_link(self.config, self.builder) as link:
             self._link = link
             self._watchdog.core_starts()
             tasks = [
@@ -446,7 +446,7 @@ class ProcessClient:
 
     def _take(self, link: CoreLink, message: messages.FromCore) -> None:
         self._alive_at = time.monotonic()
-        self._watchdog.heard(awaits_others=isinstance(message, messages.Awaiting))
+        self._watchdog.heard(awaits_others=isinstance(message, messages.WaitingFor))
         self._teach(link)  # before its first request
         match message:
             case messages.StepReport():
@@ -460,33 +460,33 @@ class ProcessClient:
                 self.on_progress(message)
             case messages.Ready(info=info):
                 self._take_ready(link, info)
-            case messages.Awaiting(hosts=hosts):
+            case messages.WaitingFor(hosts=hosts):
                 link.awaits = hosts
             case messages.SeatMap() | messages.Done():
                 link.answer(message)
             case messages.Fatal(error=error):
                 link.fatal = link.fatal or error  # the first one is the reason of the others
-            case messages.Parting(drained=True):
+            case messages.DrainState(drained=True):
                 self._all_drained.set()
-            case messages.Parting():
+            case messages.DrainState():
                 self._others_drain.set()
-            case messages.Left(reason=reason):
+            case messages.PeerLeft(reason=reason):
                 link.left = reason
                 self.dismissed = True
-            case messages.Tick(waiting=waiting):
+            case messages.Heartbeat(waiting=waiting):
                 self.counters.observe_idle(waiting)
 
     def _take_ready(self, link: CoreLink, info: EngineInfo) -> None:
         """A core can serve: it gets the requests that one before it had."""
-        if self._workshop is not None:
-            self._workshop.keep_spare()
+        if self._runtime is not None:
+            self._runtime.keep_spare()
         self.info, link.ready = info, True
         self._ready_at = time.monotonic()
         self.history.core_ready(info)
         self._watchdog.core_ready()
         self._send_resumed(link, self._suspicion.core_ready(self._streams.values()))
         if self._draining:
-            self._part(link)
+            self._announce_drain(link)
         if self.state in ("loading", "restarting"):
             self._set_state("ready")
 
@@ -566,12 +566,12 @@ class ProcessClient:
         if self.state != "dead":
             self._set_state("draining")
         if self._ready_link is not None:
-            self._part(self._ready_link)
+            self._announce_drain(self._ready_link)
 
-    def _part(self, link: CoreLink) -> None:
+    def _announce_drain(self, link: CoreLink) -> None:
         """Tell the others, if there are some, how far the drain is."""
         if self._is_joined:
-            link.send(messages.Part(self._has_drained))
+            link.send(messages.Drain(self._has_drained))
 
     @property
     def _is_joined(self) -> bool:
@@ -592,7 +592,7 @@ class ProcessClient:
         if not self._is_joined:
             return
         if self._ready_link is not None:
-            self._part(self._ready_link)
+            self._announce_drain(self._ready_link)
         waiting = [
             asyncio.create_task(self._all_drained.wait()),
             asyncio.create_task(self.until("dead")),

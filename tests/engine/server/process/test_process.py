@@ -861,9 +861,9 @@ def test_an_engine_that_others_keep_waiting_names_them(hosts: list[int], who: st
     """Its own requests are no reason for that."""
     client = ProcessClient(config())
     link = CoreLink(None, None, None, ready=True)  # pyright: ignore[reportArgumentType]
-    client._take(link, messages.Awaiting(hosts))
+    client._take(link, messages.WaitingFor(hosts))
     client._watchdog.waited(client._watchdog.limit)
-    client._take(link, messages.Awaiting(hosts))
+    client._take(link, messages.WaitingFor(hosts))
     assert not client._watchdog.overdue
     client._watchdog.waited(2 * client._watchdog.limit)
     assert client._watchdog.overdue
