@@ -12,7 +12,7 @@ import msgspec
 
 from jitney.engine.common import messages
 from jitney.engine.config.schema import Config
-from jitney.engine.server.process.supervisor import ProcessClient
+from jitney.engine.server.process.process_client import ProcessClient
 
 
 def test_others_run_between_two_reports():
