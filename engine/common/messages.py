@@ -79,9 +79,9 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Stop the loop after the current step and exit with status 0."""
 
 
-class Part(msgspec.Struct, tag="part", frozen=True):
+class Drain(msgspec.Struct, tag="drain", frozen=True):
     """Of an engine that shares experts, which ends with the others: it takes no requests any more.
-    Answered to all of them, by `Parting`.
+    Answered to all of them, by `DrainState`.
     """
 
     #: It has none left.
@@ -176,7 +176,7 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     events: list[SequenceEvent] = []
     #: The prompt chunks of the step.
     chunks: list[PromptChunk] = []
-    #: To those who asked for the seats, or for other adapters, since the last report.
+    #: Answers to questions about seats, or to new adapters, since the last report.
     answers: list[SeatMap | AdaptersSet] = []
     #: Of the sequences that were computed again since the last report.
     canary: list[CanaryFinding] = []
@@ -196,14 +196,14 @@ class FirstStep(msgspec.Struct, tag="first_step", frozen=True):
     step: int
 
 
-class Tick(msgspec.Struct, tag="tick", frozen=True):
+class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True):
     """The idle loop is alive (sent about once a second while there is no work)."""
 
     #: Sequences without a seat.
     waiting: int
 
 
-class Awaiting(msgspec.Struct, tag="awaiting", frozen=True):
+class WaitingFor(msgspec.Struct, tag="waiting_for", frozen=True):
     """The core has a step to run and waits for engines that share experts with it, which have to
     say how large it is to be; sent every second of that.
     """
@@ -265,13 +265,13 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
         return cls(ErrorInfo(code, " ".join(reason.split())[:500]))
 
 
-class Parting(msgspec.Struct, tag="parting", frozen=True):
+class DrainState(msgspec.Struct, tag="drain_state", frozen=True):
     """Of engines that share experts: one is told to end, so all are to drain; or all have."""
 
     drained: bool
 
 
-class Left(msgspec.Struct, tag="left", frozen=True):
+class PeerLeft(msgspec.Struct, tag="peer_left", frozen=True):
     """The first host of an engine over several has ended it: nothing is left to do here, and the
     core's process exits after this.
     """
@@ -289,7 +289,7 @@ type ToCore = (
     | Wake
     | ResetPrefixCache
     | SetAdapters
-    | Part
+    | Drain
     | Shutdown
 )
 type FromCore = (
@@ -297,14 +297,14 @@ type FromCore = (
     | Ready
     | FirstStep
     | StepReport
-    | Tick
-    | Awaiting
+    | Heartbeat
+    | WaitingFor
     | SeatMap
     | Done
     | AdaptersSet
-    | Parting
+    | DrainState
     | Fatal
-    | Left
+    | PeerLeft
 )
 
 encode = msgspec.msgpack.encode

@@ -11,12 +11,12 @@ from .display import load_llm as load_llm
 from .display import make_display as make_display
 from .distributed.connection import HostAddress as HostAddress
 from .distributed.environment import placed as placed
-from .distributed.joined import JoinedCore as JoinedCore
-from .distributed.link import FirstHost as FirstHost
+from .distributed.link import Leader as Leader
 from .distributed.link import Lost as Lost
-from .distributed.link import OtherHost as OtherHost
-from .distributed.messages import Goodbye as Goodbye
+from .distributed.link import Worker as Worker
+from .distributed.lockstep import LockstepCore as LockstepCore
 from .distributed.messages import Hello as Hello
+from .distributed.messages import Leave as Leave
 from .engine_core import EngineCore as EngineCore
 from .engine_core import StepRunner as StepRunner
 from .executor.autotuning import RESULTS as RESULTS

@@ -53,13 +53,13 @@ from jitney.engine.config import (
 )
 from jitney.engine.core.adapter_manager import AdapterManager, ServedModel
 from jitney.engine.core.canary import CanaryCore
-from jitney.engine.core.distributed.joined import JoinedCore
-from jitney.engine.core.distributed.link import FirstHost, Hosts, OtherHost
+from jitney.engine.core.distributed.link import Hosts, Leader, Worker
+from jitney.engine.core.distributed.lockstep import LockstepCore
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.autotuning import programs_folder
 from jitney.engine.core.executor.ceiling import ceiling_or_none
 from jitney.engine.core.executor.fits import context_of
-from jitney.engine.core.executor.hosts import Follower, JoinedRunner, LeadingRunner
+from jitney.engine.core.executor.hosts import Follower, LeaderRunner, LockstepRunner
 from jitney.engine.core.executor.memory import (
     GIB,
     PoolRoom,
@@ -244,11 +244,11 @@ def build_engine(
     """
     built = _build(config, source, progress, hosts, adapters)
     runner = built.runner
-    if isinstance(runner, JoinedRunner):
+    if isinstance(runner, LockstepRunner):
         assert hosts is not None  # _runner_class
-        runner.join(hosts.rounds())
-    if isinstance(runner, LeadingRunner):
-        assert isinstance(hosts, FirstHost)  # _runner_class
+        runner.join(hosts.step_barrier())
+    if isinstance(runner, LeaderRunner):
+        assert isinstance(hosts, Leader)  # _runner_class
         runner.lead(hosts)
     core = _make_core(built.setup, runner, built.alone)
     core.adapters = built.adapters
@@ -256,7 +256,7 @@ def build_engine(
 
 
 def build_follower(
-    config: Config, source: ModelSource, progress: _Report, hosts: OtherHost
+    config: Config, source: ModelSource, progress: _Report, hosts: Worker
 ) -> tuple[Follower, EngineInfo]:
     """As `build_engine`, on a host that follows the first one."""
     built = _build(config, source, progress, hosts)
@@ -569,9 +569,9 @@ def _make_runner(setup: _Setup, model: Model, kernels: KernelSet) -> Runner:
 
 def _runner_class(setup: _Setup) -> type[Runner]:
     if setup.settings.data_parallel > 1:
-        return JoinedRunner
-    if isinstance(setup.hosts, FirstHost):
-        return LeadingRunner
+        return LockstepRunner
+    if isinstance(setup.hosts, Leader):
+        return LeaderRunner
     return Runner
 
 
@@ -592,8 +592,10 @@ def _make_core(setup: _Setup, runner: Runner, alone: EngineCore | None) -> Engin
     """The engine; alone: the core that checks it, if one does."""
     scheduler = _make_scheduler(setup, runner)
     late = setup.device.platform == "cpu" and setup.hosts is None
-    if isinstance(runner, JoinedRunner):
-        return JoinedCore(scheduler, runner, Ledger(), partner=runner, rounds=runner.rounds)
+    if isinstance(runner, LockstepRunner):
+        return LockstepCore(
+            scheduler, runner, Ledger(), lockstep_runner=runner, barrier=runner.barrier
+        )
     if alone is None:
         return EngineCore(scheduler, runner, Ledger(), plans_late=late)
     limit, every = _CANARY_LIMITS[jnp.dtype(setup.dtype).name], setup.settings.canary_every

@@ -92,7 +92,7 @@ from .http.worker_pool import WorkerKind as WorkerKind
 from .http.worker_pool import WorkerPool as WorkerPool
 from .process.client import EngineClient as EngineClient
 from .process.link import core_environ as core_environ
-from .process.supervisor import ProcessClient as ProcessClient
+from .process.process_client import ProcessClient as ProcessClient
 from .process.trace_recorder import Recorder as Recorder
 from .tasks.batches.execution import LineExecutor as LineExecutor
 from .tasks.batches.offline import OfflineBatch as OfflineBatch

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jitney.engine.server.chat.chat_templates import ChatTemplates
     from jitney.engine.server.chat.grammars import Grammars
     from jitney.engine.server.http.service import Service
-    from jitney.engine.server.process.supervisor import ProcessClient
+    from jitney.engine.server.process.process_client import ProcessClient
 
 
 #: What tries a tokenizer, and the most that it may take: seconds of processor time, memory, and
