@@ -1,4 +1,6 @@
 from .arguments import Arguments as Arguments
+from .cache_folder import keep as keep
+from .cache_folder import kept_file as kept_file
 from .cache_folder import make_folders as make_folders
 from .cache_folder import make_private as make_private
 from .cache_folder import open_compilation_cache as open_compilation_cache

@@ -26,6 +26,8 @@ from .executor.fits import check_fits as check_fits
 from .executor.memory import GIB as GIB
 from .executor.memory import available_host_bytes as available_host_bytes
 from .executor.memory import claim_memory as claim_memory
+from .executor.other_work import MOST_OTHER_WORK as MOST_OTHER_WORK
+from .executor.other_work import OtherWork as OtherWork
 from .executor.program import StateSizes as StateSizes
 from .executor.proving import served_by as served_by
 from .executor.runner import LaunchedStep as LaunchedStep

@@ -57,7 +57,7 @@ from jitney.engine.core.distributed.link import Hosts, Leader, Worker
 from jitney.engine.core.distributed.lockstep import LockstepCore
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.autotuning import programs_folder
-from jitney.engine.core.executor.ceiling import ceiling_or_none
+from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling
 from jitney.engine.core.executor.fits import context_of
 from jitney.engine.core.executor.hosts import Follower, LeaderRunner, LockstepRunner
 from jitney.engine.core.executor.memory import (
@@ -348,7 +348,8 @@ def _measure_ceiling(setup: _Setup, model: Model, kernels: KernelSet) -> DeviceC
     held = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
     if held < _LEAST_MEASURED_BYTES or setup.is_encoder:
         return None
-    ceiling = ceiling_or_none(kernels, setup.dtype, len(setup.devices))
+    measure = kept_ceiling if setup.settings.compilation_cache else ceiling_or_none
+    ceiling = measure(kernels, setup.dtype, len(setup.devices))
     narrow = {"int8": kernels.int8, "fp8": kernels.fp8}
     if ceiling and any(narrow.get(one.packed.scheme) for one in model.linears()):
         return msgspec.structs.replace(ceiling, operations_s=None)

@@ -312,8 +312,15 @@ class Service:
         assert info is not None and tokenizer is not None  # `unready` has just checked
         return info, tokenizer
 
-    def turned_away(self, reply: ErrorReply) -> None:
-        """See `middleware.RequestObserver`: the page tells of it."""
+    def answered(self, context: Context, reply: ErrorReply | None) -> None:
+        """See `middleware.RequestObserver`: the page tells of clients that were told to come again.
+        Lines of batches are not: their sender asks again.
+        """
+        if reply is None or context.background:
+            return
+        generates = context.route is not None and context.route.generates
+        if reply.status != 429 and not (reply.status == 503 and generates):
+            return
         retry_s = retry_after_s(reply.headers, 0.0) or None
         self.client.history.turned_away(reply.status, reply.code or "", retry_s)
 
