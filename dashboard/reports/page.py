@@ -4,7 +4,7 @@ charts and the tables. It asks the network for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -60,6 +60,13 @@ class Table:
         yield _markdown_row(self.heads)
         yield f"|{'---|' * len(self.heads)}"
         yield from map(_markdown_row, self.rows)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """On standard output, wrapped at the terminal's width."""
+    shown = console()
+    for line in lines:
+        shown.print(line, highlight=False, markup=False)
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ the ledger.
 from __future__ import annotations
 
 import contextlib
-import re
+import math
 import secrets
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.records import ROW_KINDS
+from jitney.engine.common.scrape import Scrape
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core import Bill
 from jitney.engine.lab.bench.load import LoadResult, Watch, ignore_progress, run_load
@@ -25,15 +26,6 @@ _FEW_WORDS, _MANY_WORDS = 16, 160
 #: Requests open while the capacity of a server is measured that does not say how many it runs at
 #: once.
 _UNKNOWN_STREAMS = 64
-_SAMPLE = re.compile(r"^(jitney_\w+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|\+Inf)$")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-#: The metric that is 1 where padding is free.
-_FREE = "jitney_padding_is_free"
-
-type _SampleName = tuple[str, tuple[tuple[str, str], ...]]
-#: (name, sorted labels) -> value.
-type _Samples = dict[_SampleName, float]
 
 
 class _Ruler(NamedTuple):
@@ -234,24 +226,16 @@ async def _likely_streams(client: EndpointClient) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _ServerMetrics:
-    """What a server's /metrics said at one time: the ledger (`jitney_rows_total`) and the queue."""
+    """A server's /metrics at one time: the ledger (`jitney_rows_total`) and the queue."""
 
-    samples: _Samples
+    scrape: Scrape
 
     @classmethod
     async def read(cls, client: EndpointClient) -> _ServerMetrics | None:
         """Now; None if it has no such page, or publishes none of ours."""
         page = await client.read_page("/metrics")
-        if page is None:
-            return None
-        metrics = cls.of(page.text)
-        return None if metrics._rows("prefill") is None else metrics
-
-    @classmethod
-    def of(cls, text: str) -> _ServerMetrics:
-        """Our samples of a page in Prometheus' text format."""
-        matches = filter(None, map(_SAMPLE.match, text.splitlines()))
-        return cls(dict(_sample(*match.groups()) for match in matches))
+        scrape = Scrape("" if page is None else page.text)
+        return cls(scrape) if "rows_total" in scrape.names() else None
 
     def bill_since(self, before: _ServerMetrics, seconds: float) -> Bill:
         """Rows and device time by kind since another reading, `seconds` ago.
@@ -260,33 +244,21 @@ class _ServerMetrics:
         alike, unlike a bill made from step records, or over all but padding where that is free;
         idle is the rest of `seconds`.
         """
-        rows = {kind: self._rows_since(before, kind) for kind in ROW_KINDS}
-        busy_s = self._step_seconds() - before._step_seconds()
-        is_free = bool(self.samples.get((_FREE, ())))
+        rows = {kind: round(self._since(before, "rows_total", kind=kind)) for kind in ROW_KINDS}
+        busy_s = self._since(before, "step_seconds_sum")
+        is_free = self._value("padding_is_free") > 0
         return Bill.of_totals(rows, busy_s, seconds, padding_is_free=is_free)
 
     def queue_mean_since(self, before: _ServerMetrics) -> float | None:
-        """Mean wait in the server's queue, seconds, of who boarded since another reading; None if
-        nobody did.
+        """Mean wait in the server's queue, seconds, of the requests that boarded since another
+        reading; None if there are none.
         """
-        count = self._growth("jitney_queue_seconds_count", before)
-        if count <= 0:
-            return None
-        return self._growth("jitney_queue_seconds_sum", before) / count
+        count = self._since(before, "queue_seconds_count")
+        return self._since(before, "queue_seconds_sum") / count if count > 0 else None
 
-    def _rows(self, kind: str) -> float | None:
-        return self.samples.get(("jitney_rows_total", (("kind", kind),)))
+    def _value(self, name: str, **labels: str) -> float:
+        value = self.scrape.value(name, **labels)
+        return 0.0 if math.isnan(value) else value
 
-    def _rows_since(self, before: _ServerMetrics, kind: str) -> int:
-        return round((self._rows(kind) or 0) - (before._rows(kind) or 0))
-
-    def _step_seconds(self) -> float:
-        named = self.samples.items()
-        return sum(value for (name, _), value in named if name == "jitney_step_seconds_sum")
-
-    def _growth(self, name: str, before: _ServerMetrics) -> float:
-        return self.samples.get((name, ()), 0.0) - before.samples.get((name, ()), 0.0)
-
-
-def _sample(name: str, labels: str | None, value: str) -> tuple[_SampleName, float]:
-    return (name, tuple(sorted(_LABEL.findall(labels or "")))), float(value)
+    def _since(self, before: _ServerMetrics, name: str, **labels: str) -> float:
+        return self._value(name, **labels) - before._value(name, **labels)

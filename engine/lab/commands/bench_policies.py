@@ -435,12 +435,11 @@ def _page(args: TrafficArguments, report: JsonObject, runs: _CaseRuns, charts: b
 def _case_sections(
     name: str, case: JsonObject, runs: PolicyRuns, price: float | None, charts: bool
 ) -> Iterator[PageSection]:
-    from jitney.dashboard import (
-        PageSection,
+    from jitney.dashboard import PageSection
+    from jitney.engine.lab.bench.charts import latency_charts, ledger_bars
+    from jitney.engine.lab.bench.tables import (
         errors_table,
         figures_table,
-        latency_charts,
-        ledger_bars,
         ledgers_table,
         ratio_table,
     )
@@ -468,8 +467,9 @@ _ERRORS_NOTE = (
 
 
 def _curve_sections(report: JsonObject, charts: bool) -> Iterator[PageSection]:
-    from jitney.dashboard import PageSection, curve_table
-    from jitney.dashboard import load_curve as curve_chart
+    from jitney.dashboard import PageSection
+    from jitney.engine.lab.bench.charts import load_curve as curve_chart
+    from jitney.engine.lab.bench.tables import curve_table
 
     simulated, measured = report["load_curve"], report["measured_loads"]
     if simulated:

@@ -175,14 +175,9 @@ def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
 
 def _page(args: TrafficArguments, report: JsonObject, run: OnlineRun, charts: bool) -> Page:
     """The report for people: figures, curves, and the server's ledger if it has one."""
-    from jitney.dashboard import (
-        Page,
-        PageSection,
-        figures_table,
-        latency_charts,
-        ledger_bars,
-        ledger_table,
-    )
+    from jitney.dashboard import Page, PageSection
+    from jitney.engine.lab.bench.charts import latency_charts, ledger_bars
+    from jitney.engine.lab.bench.tables import figures_table, ledger_table
 
     note = "Latencies count from the time a request should have been sent."
     curves = latency_charts({"measured": run.load.requests}) if charts else []

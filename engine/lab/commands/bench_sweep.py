@@ -257,7 +257,7 @@ def _curve_table(report: JsonObject, knee: int | None) -> Table:
 
 
 def _cells(axis: str, point: JsonObject) -> dict[str, str]:
-    from jitney.dashboard import duration, number, quantile_cell, queue
+    from jitney.engine.lab.bench.tables import duration, number, quantile_cell, queue
 
     cells = {"open" if axis == "concurrency" else axis: f"{point[axis]:g}"}
     if axis == "load":
@@ -281,7 +281,7 @@ _AXIS_TITLES = {
 
 
 def _charts(axis: str, points: Sequence[JsonObject], knee: int | None) -> list[go.Figure]:
-    from jitney.dashboard import curve, waits_over
+    from jitney.engine.lab.bench.charts import curve, waits_over
 
     def column(name: str) -> list[float | None]:
         return [point[name] for point in points]

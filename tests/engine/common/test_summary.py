@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from jitney.dashboard.reports.tables import quantile_cell
 from jitney.engine.common.records import STEP_DTYPE
 from jitney.engine.common.request_record import RequestRecord, Stay
 from jitney.engine.common.summary import Slo, quantile_of, spread, summarise
+from jitney.engine.lab.bench.tables import quantile_cell
 
 
 def request(

@@ -15,10 +15,7 @@ import plotly.graph_objects as go
 import pytest
 from fakes import VOCAB, FakeClock, make_core, make_request, solo
 
-from jitney.dashboard.reports.figures import ledger_bars
-from jitney.dashboard.reports.figures import load_curve as chart_of_loads
 from jitney.dashboard.reports.page import Page, PageSection, Table
-from jitney.dashboard.reports.tables import curve_table, figures_table, ledgers_table
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.machine import cpu_name
@@ -27,6 +24,8 @@ from jitney.engine.common.summary import spread
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.lab.bench.charts import ledger_bars
+from jitney.engine.lab.bench.charts import load_curve as chart_of_loads
 from jitney.engine.lab.bench.compare import (
     _CURVE_LOADS,
     CASES,
@@ -39,6 +38,7 @@ from jitney.engine.lab.bench.compare import (
 )
 from jitney.engine.lab.bench.offline import OfflineBench, bill_of, outputs_of
 from jitney.engine.lab.bench.sweep import _knee, knee_of, point_of
+from jitney.engine.lab.bench.tables import curve_table, figures_table, ledgers_table
 from jitney.engine.lab.bench.text import _prompt_ids, prose
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, _repeated_tokens
 from jitney.engine.lab.commands.bench_policies import (

@@ -22,6 +22,7 @@ from traces import write_trace
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.scrape import Scrape
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.cost import CostLine
 from jitney.engine.lab.bench.load import _record_of, _Sender, run_load
@@ -253,6 +254,10 @@ def test_the_client_says_when_it_is_the_bottleneck():
     assert "client may be the bottleneck" in load.sender.trouble
 
 
+def metrics(text: str) -> _ServerMetrics:
+    return _ServerMetrics(Scrape(text))
+
+
 METRICS = """# HELP jitney_rows_total computed rows
 jitney_rows_total{kind="prefill"} %d
 jitney_rows_total{kind="decode"} %d
@@ -267,8 +272,8 @@ jitney_up 1
 
 
 def test_the_servers_ledger_is_the_difference_of_two_readings():
-    before = _ServerMetrics.of(METRICS % (10, 20, 30, "0.5", 4, "2.0"))
-    after = _ServerMetrics.of(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
+    before = metrics(METRICS % (10, 20, 30, "0.5", 4, "2.0"))
+    after = metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5"))
     lines = after.bill_since(before, seconds=1.25)
     assert after.queue_mean_since(before) == 0.125 and after.queue_mean_since(after) is None
     assert lines["prefill"] == CostLine(2, 200_000_000) and lines["decode"] == CostLine(
@@ -278,7 +283,7 @@ def test_the_servers_ledger_is_the_difference_of_two_readings():
         0, 250_000_000
     )
     assert lines["cancelled"] == CostLine(0, 0)
-    free = _ServerMetrics.of(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
+    free = metrics(METRICS % (12, 26, 32, "1.5", 8, "2.5") + "jitney_padding_is_free 1\n")
     lines = free.bill_since(before, seconds=1.25)
     assert lines["padding"] == CostLine(2, 0)
     assert lines["prefill"] == CostLine(2, 250_000_000)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jitney.dashboard.reports.page import Table
+from jitney.dashboard import Table
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.common.summary import quantile_of
-from jitney.engine.common.terminal import console
 from jitney.engine.core import Bill, CostLine
 
 _QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
@@ -210,13 +209,6 @@ def _curve_cell(waits: Mapping[str, float | None]) -> str:
     """The wait, in brackets if its queue grows without bound."""
     wait = duration(waits["ttft_p99_s"])
     return f"({wait})" if (waits["share_of_capacity"] or 0) >= 1 else wait
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """On standard output, wrapped at the terminal's width."""
-    shown = console()
-    for line in lines:
-        shown.print(line, highlight=False, markup=False)
 
 
 def number(value: float | None) -> str:
