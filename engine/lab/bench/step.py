@@ -72,10 +72,19 @@ class StepCase:
 
     def plan(self, number: int, page_size: int) -> Plan:
         """It as a plan whose sequences have just boarded, each with pages of its own."""
-        maker = _ChunkMaker(number, page_size)
-        chunks = [maker.chunk(length, 1, decode=True) for length in self.decode]
-        for start, count in self.prompts:
-            chunks.append(maker.chunk(start, count, decode=False))
+        rows = [(length, 1, True) for length in self.decode]
+        rows += [(start, count, False) for start, count in self.prompts]
+        chunks = []
+        page = 1  # 0 is trash
+        for seat, (start, count, decode) in enumerate(rows):
+            # A decoding row's token is still on the device, as it is when the engine runs.
+            tokens = [1] * (start if decode else start + count)
+            name = f"{number}-{seat}"
+            request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
+            last = page - (-(start + count) // page_size)
+            seq = Seq(request, 0, 0, tokens, 1, seat=seat, pages=list(range(page, last)))
+            page = last
+            chunks.append(Chunk(seq, start, count, decode=decode, sample=True))
         boarded = [chunk.seq for chunk in chunks]
         return Plan(number, chunks, self.bucket, True, StepWork.of(chunks), boarded=boarded)
 
@@ -141,35 +150,6 @@ def _lone_prompts(bucket: Bucket, context: int) -> Iterator[tuple[tuple[int, int
     yield ((late, whole),)
 
 
-@dataclass(slots=True)
-class _ChunkMaker:
-    """Makes the chunks of one plan, seat after seat."""
-
-    #: Of the plan.
-    number: int
-    page_size: int
-    seat: int = 0
-    #: The first one that nobody holds.
-    page: int = 1
-
-    def chunk(self, start: int, count: int, *, decode: bool) -> Chunk:
-        """Rows of a sequence that has computed `start` positions."""
-        end = start + count
-        # A decoding row's token is still on the device, as it is when the engine runs.
-        tokens = [1] * (start if decode else end)
-        name = f"{self.number}-{self.seat}"
-        request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
-        seq = Seq(request, 0, 0, tokens, 1, seat=self.seat, pages=self._next_pages(end))
-        self.seat += 1
-        return Chunk(seq, start, count, decode=decode, sample=True)
-
-    def _next_pages(self, positions: int) -> list[int]:
-        """Pages for so many positions that nobody else has."""
-        first = self.page
-        self.page += -(-positions // self.page_size)
-        return list(range(first, self.page))
-
-
 def _time_cases(
     runner: Runner,
     wanted: Sequence[StepCase],
@@ -202,25 +182,24 @@ def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
     """Device seconds of each plan, as `records.STEP_DTYPE` defines them: each is launched before
     the one before it is fetched.
     """
+
+    def launch(plan: Plan) -> tuple[Any, float]:
+        """(the launched step to fetch, when it was launched)."""
+        launched = runner.launch(runner.batch(plan))
+        return launched, time.perf_counter()
+
     spent = []
     ready = -np.inf
-    launched = _launch(runner, plans[0])
+    launched = launch(plans[0])
     for following in [*plans[1:], None]:
-        in_flight = launched
+        step, since = launched
         if following is not None:
-            launched = _launch(runner, following)
-        step, since = in_flight
+            launched = launch(following)
         runner.fetch(step)
         now = time.perf_counter()
         spent.append(now - max(since, ready))
         ready = now
     return spent
-
-
-def _launch(runner: Runner, plan: Plan) -> tuple[Any, float]:
-    """(the launched step to fetch, when it was launched)."""
-    launched = runner.launch(runner.batch(plan))
-    return launched, time.perf_counter()
 
 
 def _measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
@@ -232,22 +211,18 @@ def _measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: flo
 
 
 def _host_of(core: EngineCore, seats: int) -> HostTimes:
-    """What the host needs for a step, from a short run of the engine itself with full seats."""
+    """The host's times of a step, from a short run of the engine itself with full seats."""
     pool, limits = core.scheduler.pool, core.scheduler.limits
     longest = min(limits.context_length, pool.capacity * pool.page_size // max(1, seats))
+    prompt = [1] * max(1, min(32, longest // 2 - 1))
     first = core.ledger.steps
     for number in range(2 * seats):
-        core.add(_host_request(f"host-{first}-{number}", longest, number % 2, core.clock()))
+        n_output = max(2, min(24, longest // 2)) - number % 2
+        name = f"host-{first}-{number}"
+        sampling = msgspec.structs.replace(_GREEDY, max_tokens=n_output)
+        core.add(EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=core.clock()))
     core.run_until_idle()
     return HostTimes.of(core.ledger.since(first))
-
-
-def _host_request(name: str, longest: int, shorter: int, now: float) -> EngineRequest:
-    """A request of at most `longest` tokens, `shorter` of them less."""
-    prompt = [1] * max(1, min(32, longest // 2 - 1))
-    n_output = max(2, min(24, longest // 2)) - shorter
-    sampling = msgspec.structs.replace(_GREEDY, max_tokens=n_output)
-    return EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=now)
 
 
 def measure(

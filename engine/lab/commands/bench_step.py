@@ -4,7 +4,7 @@ the floor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.config import Arguments, Command, Config, Flag, FlagGroup
@@ -129,28 +129,18 @@ def _cells(case: JsonObject) -> list[str]:
 
 def _notes(report: JsonObject) -> Iterator[str]:
     """How to read the table, what else was measured, and how well the table fits."""
-    yield _HOW_TO_READ
+    yield (
+        "rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: what the "
+        "table says; floor: bytes or operations at the measured rates"
+    )
     read, multiplied = report["read_bytes_s"] / 1e9, report["product_flops_s"] / 1e9
     yield f"reading {read:.1f} GB/s, matrix products {multiplied:,.0f} GFLOP/s"
-    yield _host_note(report["table"]["host"])
+    host = report["table"]["host"]
+    yield (
+        f"host: {1e3 * host['before']:.2f} ms a step + {1e6 * host['before_per_row']:.1f} us a "
+        f"sequence before the launch, {1e3 * host['after']:.2f} ms + "
+        f"{1e6 * host['after_per_row']:.1f} us after"
+    )
     for kind, error in report["table"]["errors"].items():
         off = f"median error {error['median']:.1%}, of the sum {error['total']:+.1%}"
         yield f"fit of {kind} steps: {off}"
-
-
-_HOW_TO_READ = (
-    "rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: what the "
-    "table says; floor: bytes or operations at the measured rates"
-)
-
-
-def _host_note(host: Mapping[str, float]) -> str:
-    scaled = [scale * host[name] for name, scale in _HOST_SCALES.items()]
-    return _HOST_NOTE.format(*scaled)
-
-
-_HOST_NOTE = (
-    "host: {:.2f} ms a step + {:.1f} us a sequence before the launch, {:.2f} ms + {:.1f} us after"
-)
-#: Parts of a second in which the note gives each of a host's times.
-_HOST_SCALES = {"before": 1e3, "before_per_row": 1e6, "after": 1e3, "after_per_row": 1e6}

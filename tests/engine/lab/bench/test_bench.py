@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -20,11 +19,9 @@ from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
-from jitney.engine.common.summary import spread
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.lab.bench.charts import ledger_bars
 from jitney.engine.lab.bench.charts import load_curve as chart_of_loads
 from jitney.engine.lab.bench.compare import (
     _CURVE_LOADS,
@@ -36,18 +33,16 @@ from jitney.engine.lab.bench.compare import (
     load_curve,
     ratios,
 )
-from jitney.engine.lab.bench.offline import OfflineBench, bill_of, outputs_of
-from jitney.engine.lab.bench.sweep import _knee, knee_of, point_of
-from jitney.engine.lab.bench.tables import curve_table, figures_table, ledgers_table
+from jitney.engine.lab.bench.offline import OfflineBench, outputs_of
+from jitney.engine.lab.bench.sweep import _knee, knee_of
+from jitney.engine.lab.bench.tables import curve_table
 from jitney.engine.lab.bench.text import _prompt_ids, prose
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, _repeated_tokens
 from jitney.engine.lab.commands.bench_policies import (
     _COMMAND,
-    _case_lines,
     _cases_from,
     _Traffic,
 )
-from jitney.engine.lab.commands.bench_sweep import _curve_table
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.recordings import write_recording
@@ -274,26 +269,6 @@ def test_the_curve_shows_each_policy_where_it_is_best():
     assert traces[0]["marker"]["symbol"] == ["circle", "circle", "circle-open"]
 
 
-def test_a_case_says_whose_queue_grew_and_what_it_was_offered():
-    level = {"grew": False, "offered_req_s": 3.0, "waiting_at_end": 0, "wait_s": [0.1] * 4}
-    grown = {"grew": True, "offered_req_s": 3.0, "waiting_at_end": 9, "wait_s": [1.0, 2, 3, 4]}
-    lines = _case_lines(
-        {
-            "what": "x",
-            "differences": [],
-            "policies": {"static": {"backlog": grown}, "continuous": {"backlog": level}},
-            "share_of_capacity": {"static": 4.2, "continuous": 0.9},
-        }
-    )
-    assert list(lines) == [
-        "x",
-        "all policies gave every request the same tokens",
-        "static: the queue grew for the whole run, from 1.00 to 4.00 s of waiting, and 9 waited "
-        "when the last request came: p99 is the length of the run; it was offered 4.20 times what "
-        "it can serve",
-    ]
-
-
 def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_carries():
     cases = _cases_from(_COMMAND.parse_as(TrafficArguments, []))
     assert list(cases) == ["heavy", "uniform", "light"]
@@ -415,29 +390,9 @@ def test_the_report_asks_nobody_for_anything_and_shows_markup_as_text():
     assert "Plotly.newPlot" in text and len(text) > 1_000_000, "plotly.js stands in the page itself"
 
 
-def measured(policies: Sequence[str] = POLICIES) -> dict[str, EngineRun]:
-    bench = make_bench()
-    return bench.run_policies(bench.requests(mixed(Poisson(30.0))), policies)
-
-
-def test_tables_have_a_column_for_each_run():
-    runs = measured()
-    figures = {name: run.figures() for name, run in runs.items()}
-    table = figures_table(figures, {"static": 1.234})
-    assert table.rows[-1] == ["offered / what it can serve", "1.23x", "", ""]
-    table = figures_table(figures)
-    assert list(table.heads) == ["", *POLICIES] and all(len(row) == 4 for row in table.rows)
-    assert "goodput, requests/s" not in [row[0] for row in table.rows], (
-        "nobody named a service level"
-    )
-    bills = {name: bill_of(run) for name, run in runs.items()}
-    ledgers = ledgers_table(bills, 2.0)
-    assert {len(row) for row in ledgers.rows} == {7} and ledgers.rows[-1][0] == "cost"
-    assert len(ledger_bars(bills).to_dict()["data"]) >= 3
-
-
 def test_recordings_and_records_come_back(tmp_path: Path):
-    runs = measured(["continuous"])
+    bench = make_bench()
+    runs = bench.run_policies(bench.requests(mixed(Poisson(30.0))), ["continuous"])
     run = runs["continuous"]
     EngineRun.write_all(tmp_path / "r.npz", runs)
     back = EngineRun.read_all(tmp_path / "r.npz")["continuous"]
@@ -450,20 +405,6 @@ def test_recordings_and_records_come_back(tmp_path: Path):
         sorted(t.e2e_s or 0.0 for t in run.requests)
     )
     assert {line.finish for line in lines} == {"length"}
-
-
-def test_a_sweep_shows_one_in_a_thousand_where_a_thousand_came():
-    def point(rate: float, n: int) -> dict[str, Any]:
-        waits = spread(np.arange(float(n)))
-        figures = dict.fromkeys(("output_tok_s", "req_s", "goodput_req_s", "seat_fill"), 1.0)
-        figures |= dict.fromkeys(("ttft_s", "itl_s", "e2e_s"), waits) | {"backlog": None}
-        return {"rate": rate, "figures": figures} | point_of(figures)
-
-    table = _curve_table({"axis": "rate", "points": [point(1, 1001), point(2, 100)]}, None)
-    enough, few = (dict(zip(table.heads, row, strict=True)) for row in table.rows)
-    assert (enough["TTFT p99.9"], few["TTFT p99.9"]) == ("999.00 s", "–")
-    assert (enough["ITL p99.9"], few["ITL p99.9"]) == ("999.00 s", "–")
-    assert enough["TTFT p99"] and few["TTFT p99"]
 
 
 ENGINE = shlex.split(
@@ -570,12 +511,3 @@ def test_bad_flags_are_told_in_one_line(
     assert main(["bench", *words]) == 2
     error = capsys.readouterr().err.strip()
     assert complaint in error and "\n" not in error
-
-
-def test_kinds_are_listed_and_guessed(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench"])
-    assert ended.value.code == 2 and "policies" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["bench", "polices"])
-    assert "did you mean policies?" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from jitney.engine.common.records import STEP_DTYPE
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import StepWork
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
+from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.roofline import (
     SHAPES,
     Assumptions,
@@ -367,13 +366,6 @@ def test_two_chips_share_weights_and_talk():
     assert Roofline(cost, DEVICES["v5e"], 16).kv_split == 8  # no more KV heads than that
 
 
-def test_devices_are_found_and_listed():
-    assert Accelerator.named("H100").bandwidth == 3.35e12
-    assert set(DEVICES) == {"l4", "a100-40", "a100-80", "h100", "h200", "v5e", "v6e", "v7x"}
-    with pytest.raises(ConfigError, match="v6e"):
-        Accelerator.named("tpu")
-
-
 def test_shapes_come_from_names_files_and_models(tmp_path: Path):
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -405,7 +397,3 @@ def test_impossible_assumptions_are_refused(wrong: dict[str, float]):
         Assumptions(**wrong)
     with pytest.raises(ConfigError, match="number format"):
         ModelCost(tiny_config(), "int3")
-
-
-def test_curves_are_plain_data():
-    assert msgspec.to_builtins(Curve(8, 8, 0.1))["fixed"] == 0.1

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from places import ROOT
 from traces import write_trace
 
 from jitney.engine.common.errors import ConfigError
@@ -54,22 +53,12 @@ def test_gamma_gaps_have_the_rate_and_the_burstiness(shape: float):
     assert found.std() / found.mean() == pytest.approx(shape**-0.5, rel=0.05)
 
 
-def test_a_closed_loop_is_all_there_at_once():
-    assert {a.at for a in synthesise(10, Fixed(1), Fixed(1), Closed(3), 0)} == {0.0}
-
-
 def test_lognormal_has_its_mean_and_stays_within_its_bounds():
     rng = np.random.default_rng(1)
     assert LogNormal(200.0, 0.6).draw(rng, N).mean() == pytest.approx(200, rel=0.02)
     assert np.log(LogNormal(5000.0, 0.6).draw(rng, N)).std() == pytest.approx(0.6, rel=0.02)
     cut = LogNormal(200.0, 1.0, 50, 300).draw(rng, N)
     assert (cut.min(), cut.max()) == (50, 300)
-
-
-def test_uniform_takes_every_length_alike():
-    drawn = Uniform(3, 6).draw(np.random.default_rng(0), N)
-    counts = np.bincount(drawn, minlength=7)
-    assert counts[:3].sum() == 0 and counts[3:] == pytest.approx(N / 4, rel=0.06)
 
 
 def test_empirical_draws_what_was_seen():
@@ -202,19 +191,6 @@ def test_no_named_workload_is_mostly_its_own_cuts(name: str):
     assert arrivals != WORKLOADS[name].arrivals(4000, Closed(), 1)
 
 
-def test_the_named_workloads_are_four_kinds_of_traffic():
-    def means(name: str) -> tuple[float, float]:
-        arrivals = WORKLOADS[name].arrivals(4000, Closed(), 0)
-        return float(np.mean([a.n_prompt for a in arrivals])), float(
-            np.mean([a.n_output for a in arrivals])
-        )
-
-    (_, short), (_, mixed), (_, long), (chat_in, chat_out) = map(
-        means, ("short", "mixed", "long-form", "chat")
-    )
-    assert 3 * short < mixed and 2 * mixed < long and chat_in > 2 * chat_out
-
-
 def test_a_turn_carries_everything_that_was_said_before():
     talks = Conversations(n_shared=10, turns=Fixed(3), live=2)
     arrivals = talks.requests(12, Fixed(4), Fixed(6), Closed(), 0)
@@ -254,13 +230,3 @@ def test_prompts_of_one_conversation_begin_alike_and_others_do_not():
     assert len({tuple(ids[n][:160]) for n in firsts if len(ids[n]) >= 160}) == sum(
         len(ids[n]) >= 160 for n in firsts
     )
-
-
-def test_the_page_of_the_workloads_tells_what_they_come_to():
-    page = (ROOT / "docs" / "workloads.md").read_text()
-    for name, workload in WORKLOADS.items():
-        arrivals = workload.arrivals(10_000, Closed(), 0)
-        prompts = LengthSummary.of(a.n_prompt for a in arrivals)
-        outputs = LengthSummary.of(a.n_output for a in arrivals)
-        assert f"| `{name}` | {prompts} | {outputs} |" in page
-        assert f"- `{name}`" in page
