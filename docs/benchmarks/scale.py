@@ -222,12 +222,14 @@ RULES = (
 
 
 def scaling() -> Iterator[list[str]]:
-    """Traffic that grows threefold in 200 seconds, stays for 100, and falls again."""
-    sizing = FleetSizing.of(H100, day(100.0), TARGETS, replace(HOW, most_seats=8))
+    """Traffic that grows threefold in 100 seconds, stays for 50, and falls again."""
+    sizing = FleetSizing.of(
+        H100, day(100.0), TARGETS, replace(HOW, most_seats=4, most_requests=2000)
+    )
     up, down = np.linspace(2, 6, 11).tolist(), np.linspace(6, 2, 6).tolist()
     shares = [2.0] * 4 + up + [6.0] * 5 + down + [2.0] * 6
     rates = [0.9 * share * sizing.load_req_s for share in shares]
-    traffic = day(*rates, hour_s=20.0).whole(1)
+    traffic = day(*rates, hour_s=10.0).whole(1)
     for name, rule, start_s in RULES:
         replicas = 6 if name.startswith("6") else 2
         plan = FleetPlan(engine_of(sizing), H100.roofline, replicas, scaling=rule, start_s=start_s)

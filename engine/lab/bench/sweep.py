@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core import LLM
@@ -18,6 +16,7 @@ from jitney.engine.lab.bench.load import LoadResult, Watch
 from jitney.engine.lab.bench.offline import OfflineBench
 from jitney.engine.lab.bench.online import EngineAbout, OnlineBench
 from jitney.engine.lab.simulation.engine_run import EngineRun
+from jitney.engine.lab.simulation.planner import knee
 
 #: Rates and latencies of a point.
 _RATES = ("output_tok_s", "req_s", "goodput_req_s", "seat_fill")
@@ -135,29 +134,4 @@ def knee_of(axis: str, points: Sequence[JsonObject]) -> int | None:
     values = [point[figure] for point in points]
     if None in values:
         return None
-    return _knee([point[axis] for point in points], values, convex=convex)
-
-
-def _knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int | None:
-    """Index of the knee of an ascending curve, None if it has none (a straight line, or fewer than
-    three points).
-
-    Kneedle without its smoothing (Satopää et al. 2011, "Finding a 'Kneedle' in a Haystack"): both
-    axes scaled to [0, 1], the point farthest from the diagonal: above it for a curve that flattens
-    (throughput over concurrency), below it for one that steepens (convex: latency over rate). A
-    curve that falls again is taken as level there, so that its knee is not at a dip.
-    """
-    if len(x) < 3:
-        return None
-    above = _unit(np.maximum.accumulate(np.asarray(y, np.float64)))
-    above -= _unit(np.asarray(x, np.float64))
-    if convex:
-        above = -above
-    best = int(np.argmax(above))
-    return best if above[best] > 1e-9 else None
-
-
-def _unit(values: np.ndarray) -> np.ndarray:
-    """Values [n] f8 scaled to [0, 1]; all 0 if they are all alike."""
-    above = values - values.min()
-    return above / (above.max() or 1.0)
+    return knee([point[axis] for point in points], values, convex=convex)

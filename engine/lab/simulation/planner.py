@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
+
+import numpy as np
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.core import Bucket, StepWork, powers_of_two
@@ -158,39 +159,32 @@ class Sizing:
         does not fit.
         """
         roofline.check_split()
-        _check_context(roofline, load)
+        context = roofline.cost.config.context_length
+        if load.longest > context:
+            raise ConfigError(
+                f"prompt and output together are {load.longest} tokens, more than the context of "
+                f"{context}"
+            )
         memory = _fit(roofline, load)
         sizes = powers_of_two(1, min(memory.seats_mean, _MOST_SEATS, load.token_budget - 1))
         curve = tuple(OperatingPoint.of(roofline, load, seats) for seats in sizes)
-        chosen, within = _knee(curve), None
+        at = knee([point.step_s for point in curve], [point.output_tok_s for point in curve])
+        chosen = bend = max(curve, key=_throughput) if at is None else curve[at]
+        within = None
         if load.is_limited:
-            chosen = within = _last_within(curve, load)
-        sizing = cls(memory, curve, _knee(curve), within, chosen)
-        return sizing if chosen is None else _loaded(sizing, chosen, load.rate)
-
-
-def _last_within(curve: Sequence[OperatingPoint], load: Load) -> OperatingPoint | None:
-    """The point of most seats that keeps the limits."""
-    kept = [point for point in curve if _keeps(point, load)]
-    return kept[-1] if kept else None
-
-
-def _check_context(roofline: Roofline, load: Load) -> None:
-    context = roofline.cost.config.context_length
-    if load.longest > context:
-        raise ConfigError(
-            f"prompt and output together are {load.longest} tokens, more than the context of "
-            f"{context}"
+            kept = [point for point in curve if _keeps(point, load)]
+            chosen = within = kept[-1] if kept else None
+        sizing = cls(memory, curve, bend, within, chosen)
+        if chosen is None:
+            return sizing
+        req_s = Sizing.UTILISATION * chosen.req_s
+        full = chosen.cost_per_million
+        return replace(
+            sizing,
+            load_req_s=req_s,
+            cost_per_million_loaded=full / Sizing.UTILISATION if full else None,
+            replicas=math.ceil(load.rate / req_s) if load.rate else None,
         )
-
-
-def _loaded(sizing: Sizing, chosen: OperatingPoint, rate: float) -> Sizing:
-    """With the load to give it, what a token costs then, and replicas for so many requests/s."""
-    load = Sizing.UTILISATION * chosen.req_s
-    full = chosen.cost_per_million
-    cost = full / Sizing.UTILISATION if full else None
-    replicas = math.ceil(rate / load) if rate else None
-    return replace(sizing, load_req_s=load, cost_per_million_loaded=cost, replicas=replicas)
 
 
 def _fit(roofline: Roofline, load: Load) -> _Memory:
@@ -284,26 +278,30 @@ def _keeps(point: OperatingPoint, load: Load) -> bool:
     return load.ttft_s is None or point.ttft_s <= load.ttft_s
 
 
-def _knee(curve: Sequence[OperatingPoint]) -> OperatingPoint:
-    """The point farthest above the straight line between the ends of tokens/s over step time, both
-    scaled to 0..1 (Kneedle: Satopaa and others, 2011); the last one if none is above it, as of a
-    mixture of experts, of which few more rows read many more.
+def _throughput(point: OperatingPoint) -> float:
+    return point.output_tok_s
+
+
+def knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int | None:
+    """Index of the knee of an ascending curve, None if it has none (a straight line, or fewer than
+    three points).
+
+    Kneedle without its smoothing (Satopää et al. 2011, "Finding a 'Kneedle' in a Haystack"): both
+    axes scaled to [0, 1], the point farthest from the diagonal: above it for a curve that flattens
+    (throughput over concurrency), below it for one that steepens (convex: latency over rate). A
+    curve that falls again is taken as level there, so that its knee is not at a dip.
     """
-    first, last = curve[0], curve[-1]
-    if last.step_s <= first.step_s or last.output_tok_s <= first.output_tok_s:
-        return max(curve, key=lambda point: point.output_tok_s)
-    return max(curve, key=partial(_above_line, first, last))
+    if len(x) < 3:
+        return None
+    above = _unit(np.maximum.accumulate(np.asarray(y, np.float64)))
+    above -= _unit(np.asarray(x, np.float64))
+    if convex:
+        above = -above
+    best = int(np.argmax(above))
+    return best if above[best] > 1e-9 else None
 
 
-def _above_line(
-    first: OperatingPoint, last: OperatingPoint, point: OperatingPoint
-) -> tuple[float, float]:
-    """How far above the line, and, where several are as far, which of them is the fastest."""
-    above = _part("output_tok_s", first, last, point) - _part("step_s", first, last, point)
-    return above, point.output_tok_s
-
-
-def _part(name: str, *points: OperatingPoint) -> float:
-    """How far the third point's figure is from the first one's to the second's, 0 .. 1."""
-    begin, end, value = (getattr(point, name) for point in points)
-    return (value - begin) / (end - begin)
+def _unit(values: np.ndarray) -> np.ndarray:
+    """Values [n] f8 scaled to [0, 1]; all 0 if they are all alike."""
+    above = values - values.min()
+    return above / (above.max() or 1.0)

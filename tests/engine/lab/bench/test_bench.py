@@ -34,7 +34,7 @@ from jitney.engine.lab.bench.compare import (
     ratios,
 )
 from jitney.engine.lab.bench.offline import OfflineBench, outputs_of
-from jitney.engine.lab.bench.sweep import _knee, knee_of
+from jitney.engine.lab.bench.sweep import knee_of
 from jitney.engine.lab.bench.tables import curve_table
 from jitney.engine.lab.bench.text import _prompt_ids, prose
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, _repeated_tokens
@@ -45,6 +45,7 @@ from jitney.engine.lab.commands.bench_policies import (
 )
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.lab.simulation.planner import knee
 from jitney.engine.lab.simulation.recordings import write_recording
 from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import Curve, StepTable
@@ -321,11 +322,11 @@ def test_ratios_are_gains_of_continuous():
 
 def test_the_knee_is_farthest_from_the_diagonal():
     x = [1, 2, 4, 8, 16, 32]
-    assert _knee(x, [10, 20, 40, 78, 84, 86]) == 3
-    assert _knee(x, [1, 1, 1, 1, 2, 20], convex=True) == 4
-    assert _knee(x, x) is None and _knee([1, 2], [1, 2]) is None and _knee(x, [5] * 6) is None
-    assert _knee(x, [10, 20, 40, 80, 70, 60]) == 3
-    assert _knee([5, 10, 20, 40, 80], [60, 83, 62, 353, 234], convex=True) == 2, (
+    assert knee(x, [10, 20, 40, 78, 84, 86]) == 3
+    assert knee(x, [1, 1, 1, 1, 2, 20], convex=True) == 4
+    assert knee(x, x) is None and knee([1, 2], [1, 2]) is None and knee(x, [5] * 6) is None
+    assert knee(x, [10, 20, 40, 80, 70, 60]) == 3
+    assert knee([5, 10, 20, 40, 80], [60, 83, 62, 353, 234], convex=True) == 2, (
         "the dip at the end is no knee"
     )
     tok_s = [

@@ -18,8 +18,8 @@ from jitney.engine.lab.simulation.planner import (
     Sizing,
     _first_token,
     _fit,
-    _knee,
     _seat_wait,
+    knee,
 )
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.lab.simulation.simulator import simulate
@@ -83,16 +83,11 @@ def test_a_prompt_longer_than_the_budget_takes_several_steps():
     assert _first_token(demand, 100, 0.01) == pytest.approx(waits + 0.01 + 5 * 0.01)
 
 
-def at(seats: int, step: float, tok: float) -> OperatingPoint:
-    return OperatingPoint(seats, seats, step, tok, tok, 0.0, "memory", None)
-
-
 def test_the_knee_is_where_the_curve_bends():
-    curve = [at(1, 1.0, 10), at(2, 1.1, 20), at(4, 1.2, 40), at(8, 2.4, 44), at(16, 4.8, 46)]
-    assert _knee(curve).seats == 4
-    assert _knee([at(1, 1.0, 10), at(2, 1.0, 20)]).seats == 2  # no latency is lost
+    assert knee([1.0, 1.1, 1.2, 2.4, 4.8], [10, 20, 40, 44, 46]) == 2
+    assert knee([1.0, 1.0], [10, 20]) is None
     # A mixture of experts: all is gained at the end.
-    assert _knee([at(1, 1.0, 10), at(2, 2.0, 12), at(4, 2.5, 30), at(8, 2.6, 60)]).seats == 8
+    assert knee([1.0, 2.0, 2.5, 2.6], [10, 12, 30, 60]) is None
 
 
 def test_limits_choose_the_batch_size_and_replicas():
