@@ -334,48 +334,29 @@ def _check(experiment: Experiment, settings: EngineSection) -> None:
     own settings.
     """
     History.check_minutes(experiment.minutes)
-    _check_speed(experiment.speed)
-    _check_price(experiment.price_per_hour)
-    _check_policies(experiment.policies)
-    _check_settings(experiment.settings, settings)
-
-
-def _check_speed(speed: float) -> None:
-    if not 0.1 <= speed <= 10:
+    if not 0.1 <= experiment.speed <= 10:
         raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
-
-
-def _check_price(price: float | None) -> None:
+    price = experiment.price_per_hour
     if price is not None and not 0 < price < 1e6:
         raise RequestError(
             "price_per_hour must be more than 0 and less than a million, or null",
             param="price_per_hour",
         )
-
-
-_SOME_POLICIES = f"policies must name some of: {', '.join(POLICIES)}, each once"
-
-
-def _check_policies(names: list[str]) -> None:
-    known = set(names) & set(POLICIES)
-    if not names or len(known) < len(names):
-        raise RequestError(_SOME_POLICIES, param="policies")
-
-
-def _check_settings(changes: JsonDict, settings: EngineSection) -> None:
+    names = experiment.policies
+    if not names or len(set(names) & set(POLICIES)) < len(names):
+        known = ", ".join(POLICIES)
+        raise RequestError(f"policies must name some of: {known}, each once", param="policies")
+    changes = experiment.settings
     for name in changes:
-        _check_known(name)
+        if name not in _SETTINGS:
+            known = ", ".join(_SETTINGS)
+            raise RequestError(
+                f"{name[:40]} cannot be changed here; known: {known}", param="settings"
+            )
     try:
         EngineSection.model_validate(settings.model_dump(mode="python") | changes)
     except ValidationError as error:
         raise _field_error(error) from None
-
-
-def _check_known(name: str) -> None:
-    if name not in _SETTINGS:
-        known = ", ".join(_SETTINGS)
-        message = f"{name[:40]} cannot be changed here; known: {known}"
-        raise RequestError(message, param="settings")
 
 
 def _field_error(error: ValidationError) -> RequestError:
@@ -411,54 +392,44 @@ def _wanted(request: RequestRecord, lengths: np.ndarray) -> int:
     """How many tokens a request asks for. lengths: of the answers that were given to the end,
     ascending.
 
-    Who was cut short asks for as much as it got. Whose answer nobody saw to its end (it runs or
-    waits still, or was refused, or left the queue) asks for as much as some answer that was longer
-    than what it has so far.
+    A request that was cut short asks for as much as it got. One whose answer has no end yet (it
+    runs or waits still, or was refused, or left the queue) asks for as much as some answer that was
+    longer than what it has so far.
     """
     if _rode_to_the_end(request):
         return max(1, request.n_output)
-    length = _some_longer(request, lengths)
-    return max(1, min(length, request.max_tokens or length))
-
-
-def _some_longer(request: RequestRecord, lengths: np.ndarray) -> int:
     longer = lengths[np.searchsorted(lengths, request.n_output, "right") :]
-    if not len(longer):
-        return request.n_output + 1
-    # The same request asks for the same every time.
-    draw = np.random.default_rng(request.number).integers(len(longer))
-    return int(longer[draw])
+    length = request.n_output + 1
+    if len(longer):
+        # The same request asks for the same every time.
+        length = int(np.random.default_rng(request.number).choice(longer))
+    return max(1, min(length, request.max_tokens or length))
 
 
 def _counted(requests: list[RequestRecord]) -> dict[str, int]:
     """How many requests ended in which state. left: in the queue, but not refused."""
     counts: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
     for request in requests:
-        counts[_state_in_the_end(request)] += 1
+        if _rode_to_the_end(request):
+            state = "ended"
+        elif request.finish == "error":
+            state = "refused"
+        elif request.finished is not None:
+            state = "left"
+        else:
+            state = "waiting" if request.stay is None else "running"
+        counts[state] += 1
     return counts
-
-
-def _state_in_the_end(request: RequestRecord) -> str:
-    if _rode_to_the_end(request):
-        return "ended"
-    if request.finish == "error":
-        return "refused"
-    if request.finished is not None:
-        return "left"
-    return "waiting" if request.stay is None else "running"
 
 
 def _measured_stays(traffic: _Traffic) -> Generator[None, None, dict[str, list[Any]]]:
     """The stays of that time as they were, in seconds from its beginning."""
     columns = yield from stay_columns(traffic.stays[-_MOST_RECORDS:])
     for name in ("from", "first_token", "to"):
-        columns[name] = [_since(traffic.first, t) for t in columns[name]]
+        times = columns[name]
+        columns[name] = [None if t is None else round(t - traffic.first, 4) for t in times]
         yield
     return columns
-
-
-def _since(first: float, t: float | None) -> float | None:
-    return None if t is None else round(t - first, 4)
 
 
 def _npy(records: np.ndarray) -> bytes:

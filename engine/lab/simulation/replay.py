@@ -153,7 +153,7 @@ def _work(job: ReplayJob) -> JsonDict:
 
 
 def _predicted(job: ReplayJob, policy: str, table: StepTable, clients: int) -> JsonDict:
-    """What the recorded traffic would have met under a policy."""
+    """The recorded traffic, simulated under a policy."""
     shape = job.engine.shape(job.changes | {"policy": policy})
     # Static is compared as what it is: it waits for its number, unless a timeout was asked for.
     shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
@@ -187,20 +187,13 @@ def _own_error(
     """
     if sum(request.served for request in job.requests) < _FEWEST_ENDED:
         return {}
-    run = _again(job, table, clients)
-    figures = run.figures() | _seen_until(run.requests, job.seconds)
-    return errors(_compared(figures), _compared(measured))
-
-
-def _again(job: ReplayJob, table: StepTable, clients: int) -> EngineRun:
-    """What was recorded."""
     shape = job.engine.shape({"policy": job.recorded})
-    return simulate(job.arrivals, shape, table, concurrency=clients or None)
-
-
-def _compared(figures: JsonDict) -> JsonDict:
-    """Those of them that can be looked at before everybody has ended."""
-    return {name: figures[name] for name in ("output_tok_s", "ttft_s", "e2e_s", "itl_s")}
+    run = simulate(job.arrivals, shape, table, concurrency=clients or None)
+    predicted = run.figures() | _seen_until(run.requests, job.seconds)
+    # The figures that are known before every request has ended.
+    names = ("output_tok_s", "ttft_s", "e2e_s", "itl_s")
+    ours, theirs = ({name: each[name] for name in names} for each in (predicted, measured))
+    return errors(ours, theirs)
 
 
 def _seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
@@ -249,22 +242,18 @@ def _result_of(run: EngineRun, price_per_hour: float | None) -> JsonDict:
 
 def _columns(stays: list[SeatStay], first: float) -> dict[str, list[Any]]:
     """Seconds since `first`."""
-    columns = {
-        name: [_since(first, getattr(stay, field)) for _, stay in stays]
-        for name, field in _TIMES.items()
+
+    def column(field: str) -> list[float | None]:
+        times = [getattr(stay, field) for _, stay in stays]
+        return [None if t is None else round(t - first, 4) for t in times]
+
+    return {
+        "from": column("start"),
+        "first_token": column("first_token"),
+        "to": column("end"),
+        "seat": [stay.seat for _, stay in stays],
+        "request": [request.number for request, _ in stays],
     }
-    seats = [stay.seat for _, stay in stays]
-    return columns | {"seat": seats, "request": [request.number for request, _ in stays]}
-
-
-#: Columns of times, by the fields of a stay.
-_TIMES = {"from": "start", "first_token": "first_token", "to": "end"}
-
-
-def _since(first: float, t: float | None) -> float | None:
-    if t is None:
-        return None
-    return round(t - first, 4)
 
 
 def _gaps_of(records: np.ndarray) -> dict[str, float] | None:
