@@ -24,7 +24,7 @@ _LEAST_RISE, _LEAST_WAITING = 3.0, 0.05
 
 
 class QueueGrowth(msgspec.Struct, frozen=True):
-    """How the queue of an open loop went."""
+    """Growth of an open loop's queue."""
 
     #: It grew for the whole run, so that p99 is the length of the run.
     grew: bool
@@ -38,7 +38,7 @@ class QueueGrowth(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, requests: Iterable[RequestRecord]) -> QueueGrowth | None:
-        """Of a run whose requests came at times of their own; None if it is too short to tell.
+        """The growth in a run whose requests came at times of their own; None if it is too short.
 
         A request that timed out waited until then; refused ones do not count.
         """

@@ -80,7 +80,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """What a cascade with this threshold would have done."""
+    """A threshold, with the figures of a cascade that has it."""
 
     threshold: float
     #: Share of requests that the small model's answer was sent for.
@@ -129,12 +129,12 @@ class Thresholds:
         return cls(measure, found)
 
     def cheapest(self, agreement: float) -> Threshold | None:
-        """Of those that agree so often, the one that costs least; None if none does."""
+        """The threshold that costs least of those that agree so often; None if none does."""
         good = [each for each in self.thresholds if each.agreement >= agreement]
         return min(good, key=lambda each: (each.cost_share, -each.agreement), default=None)
 
     def cost_share(self, agreement: float) -> float:
-        """Of the cheapest threshold for this agreement, rounded so that measures can be compared;
+        """Cost of the cheapest threshold for this agreement, rounded to compare measures;
         infinite where there is none.
         """
         cheapest = self.cheapest(agreement)
@@ -254,7 +254,7 @@ def _are_equal(first: str, second: str) -> float:
 
 
 def _likeness(first: str, second: str) -> float:
-    """Of two normalised texts, 0 to 1: F1 of the words that they share."""
+    """Likeness of two normalised texts, 0 to 1: F1 of the words that they share."""
     if first == second:
         return 1.0
     words, others = Counter(first.split()), Counter(second.split())

@@ -61,11 +61,11 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """What was recorded of an experiment's minutes."""
+    """The recorded traffic of an experiment's minutes."""
 
     #: All requests that came, however they ended, by their arrival.
     requests: list[RequestRecord]
-    #: Who sat where in this time.
+    #: Requests with their stays in seats in this time.
     stays: list[tuple[RequestRecord, Stay]]
     #: When the first came, and when the last ended or the record does.
     first: float
@@ -153,7 +153,7 @@ class Lab:
         self._task = asyncio.create_task(self._run(job, basis))
 
     def _prepare(self, experiment: Experiment) -> Generator[None, None, tuple[ReplayJob, JsonDict]]:
-        """What the worker needs, and what is put around its answer. Work for `Slices`."""
+        """The worker's job, and the frame of its answer. Work for `Slices`."""
         info = self.client.info
         if self.settings is None or info is None:
             raise RequestError(
@@ -389,7 +389,7 @@ def _arrivals(requests: list[RequestRecord], first: float) -> Generator[None, No
 
 
 def _wanted(request: RequestRecord, lengths: np.ndarray) -> int:
-    """How many tokens a request asks for. lengths: of the answers that were given to the end,
+    """Tokens that a request asks for. lengths: of the answers that were given to the end,
     ascending.
 
     A request that was cut short asks for as much as it got. One whose answer has no end yet (it
@@ -407,7 +407,7 @@ def _wanted(request: RequestRecord, lengths: np.ndarray) -> int:
 
 
 def _counted(requests: list[RequestRecord]) -> dict[str, int]:
-    """How many requests ended in which state. left: in the queue, but not refused."""
+    """Number of requests by state at the end. left: in the queue, but not refused."""
     counts: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
     for request in requests:
         if _rode_to_the_end(request):

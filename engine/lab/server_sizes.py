@@ -35,11 +35,11 @@ class ServerSizes:
 
     @property
     def machine(self) -> str:
-        """What computes here: the processor, and what of it may be used. Raises ConfigError."""
+        """The processor, and which of its cores may be used. Raises ConfigError."""
         return f"{processor_name()}, {processors_here(self.layered.config.engine.threads)}"
 
     def kept(self) -> KeptSizes | None:
-        """What was measured here before, if the server goes by it."""
+        """Sizes that were measured here before, if the server goes by them."""
         if not KeptSizes.are_for(self.layered):
             return None
         kept = KeptSizes.read(self.layered.config, self.machine)

@@ -1,5 +1,5 @@
 """The three ways to batch on the same requests: the traffic that they are compared on, the load
-that each can serve, who wins by how much, and whether the answers are the same.
+that each can serve, which one wins by how much, and whether the answers are the same.
 
 One load cannot show three policies. Where continuous batching is full, the queues of the other two
 grow without bound, and a percentile of their waits says how long the run was; where static is not
@@ -79,8 +79,8 @@ CASES = {
 def capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes) -> float:
     """Requests a second that the engine serves where there is always a next one, by simulation.
 
-    Those count who board after the first round of seats, from the first boarding to the last: then
-    seats run empty.
+    Requests count that board after the first round of seats, from the first boarding to the last:
+    then seats run empty.
     """
     limits = shape.limits
     a_round = limits.max_seats if limits.policy == _BEST else limits.batch
@@ -123,7 +123,7 @@ def load_curve(
 
 
 def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:
-    """What the curve shows of a run. share_of_capacity: None where it is not known."""
+    """Figures of a run for the curve. share_of_capacity: None where it is not known."""
     return {
         "ttft_p50_s": COMPARED["ttft_p50_s"].of(figures),
         "ttft_p99_s": COMPARED["ttft_p99_s"].of(figures),
@@ -178,7 +178,7 @@ def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def ratios(figures: Mapping[str, JsonObject]) -> dict[str, JsonDict]:
-    """What continuous batching gains over each other policy: times its throughput, and how many
+    """Gains of continuous batching over each other policy: times its throughput, and how many
     times shorter its waits are. Empty if it did not run.
     """
     if _BEST not in figures:

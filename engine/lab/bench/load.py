@@ -36,7 +36,7 @@ type Watch = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class _Sender:
-    """How well the client kept up."""
+    """Whether the client kept up."""
 
     #: Of one CPU, over the run.
     cpu_share: float = 0.0

@@ -57,7 +57,7 @@ def outputs_of(run: EngineRun) -> list[list[int]]:
 
 
 def bill_of(run: EngineRun) -> Bill:
-    """What the device time of a run was spent on."""
+    """The device time of a run, by kind of rows."""
     free = run.shape.buckets.padding_is_free
     return Bill.of_steps(run.records, run.seconds, padding_is_free=free)
 

@@ -29,7 +29,7 @@ _UNKNOWN_STREAMS = 64
 
 
 class _Ruler(NamedTuple):
-    """How many tokens a text has on an endpoint."""
+    """Converts words to tokens of an endpoint."""
 
     #: Of the template around it.
     fixed: float
@@ -48,7 +48,7 @@ class _Ruler(NamedTuple):
 
 
 class EngineAbout(NamedTuple):
-    """What an endpoint says of itself at /version; a text is empty where it says nothing of that
+    """An endpoint's /version; a text is empty where it says nothing of that
     kind.
     """
 
@@ -60,7 +60,7 @@ class EngineAbout(NamedTuple):
 
     @classmethod
     async def read(cls, client: EndpointClient) -> EngineAbout:
-        """What the endpoint's /version says; nothing where there is no such page."""
+        """Read the endpoint's /version; all empty where there is no such page."""
         about = await _read_json(client, "/version")
         if not isinstance(about, dict):
             return cls()

@@ -206,7 +206,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else is in the group
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: the group holds nothing else
     process.wait()
 
 
@@ -248,7 +248,7 @@ def _stored(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _scheme() -> JsonDict:
-    """What config.json says of it."""
+    """The quantisation entry of config.json."""
     weights = _SCALED_INTS | {"strategy": "channel", "dynamic": False}
     rows = _SCALED_INTS | {"strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": rows}

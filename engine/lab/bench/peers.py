@@ -89,7 +89,7 @@ class _Measurement(NamedTuple):
 
 @dataclass(slots=True)
 class _PeerResult:
-    """What an engine did."""
+    """Results of one engine."""
 
     peer: Peer
     #: What it says of itself.

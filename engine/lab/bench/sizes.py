@@ -32,7 +32,7 @@ _AS_GOOD = 0.9
 _HARDLY = 1.03
 #: Half the threads are enough where they need no more than so many times as long.
 _AS_FAST = 1.05
-#: Seats that there are always, so that few who come together share a step.
+#: Fewest seats, so that few requests that come together share a step.
 _LEAST_SEATS = 4
 #: Rows of the smallest step with a prompt.
 _LEAST_ROWS = 16
@@ -59,7 +59,7 @@ class _SizeRule(NamedTuple):
 
 
 class Timed(msgspec.Struct, frozen=True, array_like=True):
-    """How long a step of one size took."""
+    """Time of a step of one size."""
 
     #: Rows, padding included.
     size: int
@@ -72,7 +72,7 @@ class Timed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SizeTimes(msgspec.Struct, frozen=True):
-    """What was timed with one number of threads, both ascending."""
+    """Times with one number of threads, both ascending."""
 
     threads: int
     #: Steps in which so many seats decode.
@@ -96,7 +96,7 @@ class TimedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TimingOrder(msgspec.Struct, frozen=True):
-    """What a process of measuring is told."""
+    """The order to a process that measures."""
 
     #: The JSON of a `Config`.
     config: msgspec.Raw
@@ -107,7 +107,7 @@ class TimingOrder(msgspec.Struct, frozen=True):
 
 
 class TimingLine(msgspec.Struct, frozen=True):
-    """What it says, one line each; the last one has `times`, or `other_work`."""
+    """A line of that process; the last one has `times`, or `other_work`."""
 
     step: TimedStep | None = None
     times: SizeTimes | None = None
@@ -152,7 +152,7 @@ _Values = dict[str, Value]
 
 
 class _Measured(msgspec.Struct, frozen=True):
-    """What was measured and chosen."""
+    """Measured times, and the chosen settings."""
 
     #: With all threads first, in the sizes that were tried last, then with the fewer threads.
     times: tuple[SizeTimes, ...]
@@ -205,7 +205,7 @@ async def _measure_sizes(config: Config, time_steps: _Time) -> _Measured:
 async def _choose_products(
     config: Config, times: SizeTimes, time_steps: _Time
 ) -> tuple[_Values, SizeTimes]:
-    """Who multiplies: settings that make steps quicker than in `times`, if there are any, and the
+    """Settings of the products that make steps quicker than in `times`, if there are any, and the
     times with them.
     """
     engine = config.engine
@@ -307,7 +307,7 @@ def _seat_buckets(timed: Sequence[Timed], seats: int) -> tuple[int, ...]:
 async def _try_fewer_threads(
     config: Config, times: SizeTimes, time_steps: _Time
 ) -> list[SizeTimes]:
-    """Of the sizes chosen, with half the threads each time, until that is slower."""
+    """Times of the sizes chosen, with half the threads each time, until that is slower."""
     seats, rows = config.engine.max_seats, config.engine.token_budget
     config = _with(config, seat_buckets=(seats,), token_buckets=(rows,))
     found: list[SizeTimes] = []
@@ -336,7 +336,9 @@ def _as_fast(fewer: SizeTimes, all_of_them: SizeTimes, seats: int, rows: int) ->
 
 
 def _seconds_of(timed: Sequence[Timed], size: int) -> float:
-    """Of the step that computes so many rows; of the largest, where none was timed that does."""
+    """Seconds of the step that computes so many rows; of the largest, where none was timed that
+    does.
+    """
     return next((step.seconds for step in timed if step.size >= size), timed[-1].seconds)
 
 

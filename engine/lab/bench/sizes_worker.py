@@ -1,4 +1,4 @@
-"""How long steps of growing sizes take, in a process of its own: a `TimingOrder` on standard input,
+"""Times steps of growing sizes in a process of its own: a `TimingOrder` on standard input,
 lines of JSON (`TimingLine`) on standard output.
 
 Its own process, since the threads that compute are chosen once, and so that nothing of it is left
@@ -82,7 +82,7 @@ def _main() -> int:
 
 
 def _die_with_parent() -> None:
-    """Whoever started this one holds its standard input open."""
+    """End this process when its parent, which holds its standard input open, has ended."""
     sys.stdin.read()
     os._exit(1)
 
@@ -171,7 +171,7 @@ class _StepTimer:
                 return
 
     def _seconds_alone(self, case: StepCase) -> float:
-        """Of a step beside which no other program worked. Raises OtherPrograms."""
+        """Seconds of a step beside which no other program worked. Raises OtherPrograms."""
         for turn in range(_TRIES):
             if turn:
                 time.sleep(_REST_S)
@@ -185,7 +185,7 @@ class _StepTimer:
 
 
 def _least_seconds(llm: LLM, case: StepCase) -> float:
-    """Of a step alone, from its plan to its tokens."""
+    """Least seconds of a step alone, from its plan to its tokens."""
     runner: Any = llm.core.runner
     plan = case.plan(0, llm.core.scheduler.pool.page_size)
 

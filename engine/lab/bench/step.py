@@ -71,7 +71,7 @@ class StepCase:
         return sum(self.decode) + len(self.decode) + prompts
 
     def plan(self, number: int, page_size: int) -> Plan:
-        """It as a plan whose sequences have just boarded, each with pages of its own."""
+        """The step as a plan whose sequences have just boarded, each with pages of its own."""
         rows = [(length, 1, True) for length in self.decode]
         rows += [(start, count, False) for start, count in self.prompts]
         chunks = []
@@ -105,7 +105,7 @@ class _StepTiming:
 
 
 def _cases(buckets: Buckets, room: int, context: int) -> list[StepCase]:
-    """What to measure: room is how many KV positions the pool holds, context the most of one
+    """The steps to measure: room is how many KV positions the pool holds, context the most of one
     sequence.
     """
     contexts = sorted({min(length, context - 1) for length in _CONTEXTS})

@@ -1,4 +1,4 @@
-"""What the parts of a step take, by the clocks of the native kernels: products, head, attention,
+"""Times of the parts of a step, by the clocks of the native kernels: products, head, attention,
 norms, rotation, and what is left of the step.
 
 A kernel adds the time of each of its calls to one sum a part. Steps run one after the other here,
@@ -36,7 +36,7 @@ _Clock = Callable[[], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class _PartTimes:
-    """What a step took, in seconds."""
+    """Times of a step, in seconds."""
 
     whole: float
     #: By the kernels' names; their sum is at most the whole.
@@ -44,7 +44,7 @@ class _PartTimes:
 
     @property
     def rest(self) -> float:
-        """What is no kernel's: XLA's own programs, sampling, the launch and the host."""
+        """Time of no kernel: XLA's own programs, sampling, the launch and the host."""
         return self.whole - sum(self.parts.values())
 
 

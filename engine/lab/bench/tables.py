@@ -94,7 +94,7 @@ def quantile_cell(spread: JsonObject, quantile: str) -> str:
 
 
 def queue(backlog: JsonObject | None, grew: str = "grew: p99 is the run's length") -> str:
-    """How the queue went, see `backlog.QueueGrowth`; empty where nothing is known of it."""
+    """Whether the queue grew, see `backlog.QueueGrowth`; empty where it is not known."""
     if backlog is None:
         return ""
     return grew if backlog["grew"] else "did not grow"
@@ -168,7 +168,7 @@ def _cost(line: CostLine, price_per_hour: float | None) -> list[str]:
 
 
 def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
-    """What continuous batching gains over the others, beside what is published: times the
+    """Gains of continuous batching over the others, beside published ones: times the
     throughput, and by what the waits are divided.
     """
     rows = [_gain_cells(name, gains) for name, gains in ratios.items()]

@@ -81,7 +81,7 @@ class TimingBehind:
 
 
 def _makes_steps(config: Config) -> str:
-    """What the time of a step depends on beside its size, as far as it is chosen."""
+    """The settings that the time of a step depends on beside its size."""
     engine = config.engine
     return f"{engine.threads} {engine.product_rows} {engine.kernels}"
 

@@ -107,7 +107,7 @@ def bench_device(arguments: Sequence[str]) -> int:
 
 
 def _plan_from(args: Arguments) -> DevicePlan:
-    """What the flags ask for. ConfigError where the platform is not here."""
+    """The plan that the flags ask for. ConfigError where the platform is not here."""
     platform, shape = args.platform, args.shape
     if args.rehearse:
         platform, shape = "cpu", PartJob.TINY

@@ -176,7 +176,9 @@ class TrafficArguments(Arguments):
             page(False).print()
 
     def _source(self) -> dict[str, str | None]:
-        """What was asked for. A preset is "custom" where a flag says other lengths than it has."""
+        """The flags of the traffic. A preset is "custom" where a flag says other lengths than it
+        has.
+        """
         if self.trace:
             return _OF_A_TRACE
         workload = WORKLOADS[self.preset]

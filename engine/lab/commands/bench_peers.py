@@ -147,7 +147,7 @@ def _deliver(args: Arguments, report: JsonObject) -> None:
 
 
 def _remarks(report: JsonObject) -> Iterator[str]:
-    """What a reader of the table has to know beside it."""
+    """Remarks that a reader of the table needs."""
     for name, engine in report["engines"].items():
         if engine["failed"]:
             yield f"{name} failed: {engine['failed']}"

@@ -166,7 +166,7 @@ def _make_report(
 
 
 def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
-    """How many requests failed in which way, and what was said to the first of them."""
+    """Number of failed requests by kind, and the message of the first of each."""
     failed = [answer for answer in answers if not answer.served]
     counts = Counter(answer.finish for answer in failed)
     first = {answer.finish: answer.detail for answer in reversed(failed)}

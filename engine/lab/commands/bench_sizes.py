@@ -71,7 +71,7 @@ def _check(layered: Layered) -> None:
         raise ConfigError("sizes are measured of an engine that is one process")
     for name in sorted(SIZES & set(layered.origins)):
         where = layered.origins[name]
-        raise ConfigError(f"{where}: who gives one of the sizes decides on all; leave it out")
+        raise ConfigError(f"{where}: one given size decides on all; leave it out")
 
 
 def _keep(sizes: ServerSizes, chosen: KeptSizes) -> None:

@@ -128,7 +128,7 @@ def _cells(case: JsonObject) -> list[str]:
 
 
 def _notes(report: JsonObject) -> Iterator[str]:
-    """How to read the table, what else was measured, and how well the table fits."""
+    """Notes: how to read the table, other measurements, and how well the table fits."""
     yield (
         "rows: decode + prompt; keys, longest: of the decode rows; ms: median; fitted: what the "
         "table says; floor: bytes or operations at the measured rates"

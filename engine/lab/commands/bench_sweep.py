@@ -144,7 +144,7 @@ _AXES = {"concurrencies": "concurrency", "rates": "rate", "loads": "load"}
 
 
 def _axis_from(args: TrafficArguments) -> tuple[str, list[float]]:
-    """What grows, and its values, ascending."""
+    """The axis, and its values, ascending."""
     given = [name for name in _AXES if getattr(args, name)] or ["concurrencies"]
     if len(given) > 1:
         raise ConfigError(f"give --{given[0]} or --{given[1]}, not both")
@@ -180,7 +180,7 @@ def _args_at(args: TrafficArguments, axis: str, value: float) -> TrafficArgument
 
 @contextmanager
 def _opened(args: EndpointArguments, axis: str, values: Sequence[float]) -> Iterator[Target]:
-    """What the flags say to sweep. An engine in this process has as many seats as the highest
+    """The target of the sweep. An engine in this process has as many seats as the highest
     concurrency unless told otherwise.
     """
     from jitney.engine.core import load_llm
@@ -233,7 +233,7 @@ def _summary(report: JsonObject) -> Iterator[str]:
 
 
 def _engine_line(report: JsonObject) -> str:
-    """What the engine runs on; beside it, for an endpoint, what this client runs on."""
+    """The engine's device; beside it, for an endpoint, this client's machine."""
     about = dict(report["engine"])
     policy = about.pop("policy", None)
     if policy is not None:

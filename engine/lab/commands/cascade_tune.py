@@ -214,7 +214,7 @@ def _report_of(tuned: _Tuned) -> JsonDict:
 
 
 def _total(pairs: Sequence[Pair], name: str) -> JsonDict:
-    """What one model's answers took together."""
+    """Cost of one model's answers together."""
     spent = [getattr(pair, name) for pair in pairs]
     return {field: sum(each.of(field) for each in spent) for field in _UNITS}
 

@@ -103,7 +103,7 @@ class FleetArguments(Arguments):
         return ReplicaKind(word, roofline, prices.get(roofline.device.name))
 
     def traffic(self) -> Day | Recorded:
-        """What the flags of `TRAFFIC` describe. Raises ConfigError."""
+        """The traffic that the flags describe. Raises ConfigError."""
         if self.trace:
             return Recorded(Arrival.read_all(self.trace))
         prompt = parse_lengths(self.prompt or _PROMPT, "--prompt")

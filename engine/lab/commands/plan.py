@@ -233,7 +233,7 @@ def _assumptions(roofline: Roofline, load: Load) -> Iterator[str]:
 
 
 def assumptions_of(roofline: Roofline) -> Iterator[str]:
-    """What a roofline assumes, a line each."""
+    """The assumptions of a roofline, a line each."""
     device, cost, assumed = roofline.device, roofline.cost, roofline.assumed
     rates = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())
     yield (
@@ -260,7 +260,7 @@ def assumptions_of(roofline: Roofline) -> Iterator[str]:
 
 
 def _narrow(roofline: Roofline) -> Iterator[str]:
-    """How numbers of 8 and 4 bits are multiplied."""
+    """Lines about how numbers of 8 and 4 bits are multiplied."""
     widened = roofline.cost.narrow
     if roofline.multiplies_fp8:
         widened.remove("fp8 weights")

@@ -74,7 +74,7 @@ _HOW = (
 )
 _COMMAND = Command(
     "plan --fleet",
-    "How many replicas of what, at which price, for a traffic and its targets.",
+    "Sizes a fleet: how many replicas of what, at which price, for a traffic and its targets.",
     (
         FlagGroup(_WHAT),
         FlagGroup(FleetArguments.TRAFFIC, "traffic"),

@@ -117,7 +117,7 @@ class SimulateArguments(TrafficArguments):
     ) -> EngineShape:
         """The engine of the settings. What they leave open is chosen so that it does not
         interfere: the context holds the longest request, pages suffice for every seat (or fill
-        the device's memory), and nobody is refused unless caps are given.
+        the device's memory), and no request is refused unless caps are given.
         """
         from jitney.engine.lab.simulation.engine_shape import EngineShape
         from jitney.engine.lab.simulation.roofline import Roofline

@@ -231,7 +231,7 @@ class _Reference:
         self._logits = jax.jit(partial(_logits_of, self._kernels))
 
     def behind_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-        """How far each token's logit lies below the best one, in spreads of its row."""
+        """Distance of each token's logit from the best one, in spreads of its row."""
         ids = [*prompt, *output]
         padded = np.zeros(self._tokens, np.int32)
         padded[: len(ids)] = ids

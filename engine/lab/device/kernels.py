@@ -51,7 +51,7 @@ _Attend = Callable[[_AttentionInputs], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """Who attends in one case."""
+    """Contexts of the sequences of one case."""
 
     decode: tuple[int, ...] = ()  # contexts, this step's token included
     prompts: tuple[tuple[int, int], ...] = ()  # (context, rows of them new)
@@ -151,7 +151,7 @@ def _attention_tasks(
 
 
 def _attention_cases(job: PartJob) -> Iterator[tuple[str, str, Contexts, str]]:
-    """(name, case, who attends, goal), in the order of what matters most."""
+    """(name, case, contexts, goal), the most important first."""
     sizes = job.sizes
     first, *others = sizes.attention
     yield _decode_case(job, *first)

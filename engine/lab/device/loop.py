@@ -154,7 +154,7 @@ def _floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[
 
 
 def _gap_row(run: EngineRun, row: Row) -> Row:
-    """How long the device had nothing to do before a step, on average, and as a share of the time
+    """Idle time of the device before a step, on average, and as a share of the time
     between steps.
     """
     records = run.records[1:]

@@ -63,7 +63,7 @@ _GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What has been measured so far, as a file, as a page and in a few lines."""
+    """The results so far, as a file, as a page and in a few lines."""
 
     results: DeviceResults
 
@@ -127,7 +127,7 @@ class DeviceReport:
         yield from Table(heads, rows).markdown_lines()
 
     def prompt_choice(self) -> PromptChoice | None:
-        """Whose kernels should attend to prompts on this device: the entry for the table
+        """The kernels that should attend to prompts on this device: the entry for the table
         `kernels/prompt_choices.json`. None until prompts of the same sizes were measured by every
         set that can serve, on an NVIDIA GPU.
         """
@@ -183,7 +183,7 @@ class DeviceReport:
 
 
 def _goal_values(rows: Sequence[Row], goal: str) -> list[float]:
-    """What counts for a goal: the rows' `share` figure where they have one, else their
+    """The values for a goal: the rows' `share` figure where they have one, else their
     fractions.
     """
     if goal == "peer":

@@ -1,4 +1,4 @@
-"""What a measurement of a device is made of: jobs, rows, floors and sizes. Knows no jax.
+"""Jobs, rows, floors and sizes of a device's measurement. Knows no jax.
 
 A floor is the least time that the device's own copy bandwidth and product rate, measured in the
 same run, allow for the bytes that must be moved and the operations that must be done (the roofline
@@ -26,7 +26,7 @@ _MOST_COPIES = 8
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """What the device reaches."""
+    """Rates that the device reaches."""
 
     copy_bytes_s: float  # bytes read and written, a second
     product_flops_s: float  # of a large product in the run's dtype
@@ -60,7 +60,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _CaseId(msgspec.Struct, frozen=True):
-    """What a row is of."""
+    """Names the case of a row."""
 
     #: As in `Row`.
     part: str
@@ -70,7 +70,7 @@ class _CaseId(msgspec.Struct, frozen=True):
 
 
 class PartJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part is to do. Until the device has been described and its floors measured, the
+    """The job of one part. Until the device has been described and its floors measured, the
     shape may be "", dtype and kernels "auto".
     """
 
@@ -111,8 +111,8 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
         return Row(part=self.part, name=name, case=case, by=by, goal=goal)
 
     def batch_row(self, streams: int, by: str, goal: str = "") -> Row:
-        """Of the batch of equal requests that peers are given too; the same case for all who answer
-        it.
+        """A row of the batch of equal requests that peers are given too; the same case for all
+        that answer it.
         """
         n_prompt, n_output = self.sizes.batch
         case = f"{streams} streams, {self.dtype}, {n_prompt} + {n_output} tokens"
@@ -126,7 +126,7 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
             yield Task(self.batch_row(streams, by, counts), partial(run, streams))
 
     def copies_of(self, moved: float) -> int:
-        """How many copies of inputs of `moved` bytes exceed the cache."""
+        """Number of copies of inputs of `moved` bytes that exceed the cache."""
         return max(1, min(_MOST_COPIES, math.ceil(self.sizes.cache_bytes / moved)))
 
 
@@ -154,7 +154,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of(self) -> _CaseId:
-        """What it is of; two rows of the same are two attempts."""
+        """Its case; two rows of the same case are two attempts."""
         return _CaseId(self.part, self.name, self.case, self.by)
 
     @property
@@ -206,7 +206,7 @@ type Tasks = Iterator[Task]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured at."""
+    """Sizes to measure at."""
 
     copy_bytes: int  #: of the copy that is the floor of bandwidth
     product_side: int  #: rows and columns of the square product that is the floor of operations

@@ -80,7 +80,9 @@ class _ResultStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What to measure. Raises ConfigError, which lists the parts, for one that is none."""
+    """The parts to measure, and how. Raises ConfigError, which lists the parts, for an unknown
+    one.
+    """
 
     #: Seconds of all parts together.
     TOTAL_S: ClassVar[float] = 1500.0
@@ -123,7 +125,7 @@ class DevicePlan:
 
 @dataclass(slots=True)
 class DeviceResults:
-    """What has been measured so far, by this call and by those before it."""
+    """The results so far, of this call and of those before it."""
 
     plan: DevicePlan
     about: About | None = None  #: of the device; None until it was asked
@@ -161,11 +163,11 @@ class DeviceResults:
 
     @property
     def wrong(self) -> list[Row]:
-        """What gave wrong answers."""
+        """Rows with wrong answers."""
         return [row for row in self.rows if row.wrong]
 
     def job(self, part: str, limit_s: float) -> PartJob:
-        """What a part is told; what was found first holds for all. limit_s: it is ended then."""
+        """The job of a part, with what the first part found. limit_s: it is ended then."""
         plan, about = self.plan, self.about
         shape, dtype, kernels = plan.shape, plan.dtype, plan.kernels
         if about is not None:
@@ -253,7 +255,7 @@ class _Measuring:
         self.store.save(self.results)
 
     def _messages(self, part: str) -> Iterator[PartMessage]:
-        """What a part says; a row why it says nothing, if it was not begun."""
+        """Messages of a part; a row with the reason, if it was not begun."""
         results = self.results
         assert results.about is not None  # else nothing is measured
         platform = results.about.platform
@@ -320,7 +322,7 @@ def _outcome(row: Row) -> str:
 
 def _check(results: DeviceResults, report: _Report) -> None:
     """Say on what this runs; refuse a shape that a CPU cannot be asked for, and to measure the
-    reference where nobody asked for it.
+    reference unless it was asked for.
     """
     about = results.about
     if about is None:

@@ -29,7 +29,7 @@ from jitney.kernels.prompt_choices import PromptChoices
 
 
 class _Saved(msgspec.Struct):
-    """What a file is read for; the rest follows from it."""
+    """The fields of a file that are read; the rest follows from them."""
 
     #: What must be alike for a later call to go on with it.
     key: JsonDict
@@ -129,8 +129,8 @@ class ResultFiles:
 
 
 class _Choices:
-    """What XLA measured to choose a GPU's products by: the archive of one card and release, and the
-    folder that XLA fills and reads.
+    """XLA's measurements to choose a GPU's products by: the archive of one card and release, and
+    the folder that XLA fills and reads.
 
     A machine that is lent takes its folders with it when it goes. The archive holds the folder that
     `engine.core.executor.autotuning` names, so unpacked into `engine/core/executor/autotuned` it is
@@ -179,7 +179,7 @@ _MAKERS = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu")
 
 
 def _key_of(results: DeviceResults) -> JsonDict:
-    """What must agree for two calls to be of one measurement: what decides figures."""
+    """The facts that decide figures: two calls of one measurement agree in them."""
     plan, about = results.plan, results.about
     assert about is not None  # else there is no file
     return {

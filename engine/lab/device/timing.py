@@ -1,4 +1,4 @@
-"""How device work is timed: long calls, many of them in flight, one wait at the end.
+"""Timing of device work: long calls, many of them in flight, one wait at the end.
 
 A call holds enough repeats of the work, each fed by the one before, that launching it costs little
 beside it; the next call is launched while the last one runs, so launches are hidden rather than

@@ -58,7 +58,7 @@ _PACKAGES = (
 
 
 class PartMessage(msgspec.Struct, omit_defaults=True):
-    """What the process prints: one of these."""
+    """A line that the process prints."""
 
     row: Row | None = None
     about: About | None = None
@@ -132,7 +132,7 @@ def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
 
 
 def _floors_in(dtype: np.dtype) -> Floors:
-    """What the device reaches."""
+    """Rates that the device reaches."""
     import jax
 
     from jitney.engine.lab.device.timing import measure_floors
@@ -162,7 +162,7 @@ def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
 
 
 def _compute_capability() -> int:
-    """Of an NVIDIA GPU, as 90 for 9.0; 0 for anything else."""
+    """Compute capability of an NVIDIA GPU, as 90 for 9.0; 0 for anything else."""
     from jitney.kernels.interface import KernelError
     from jitney.kernels.select import compute_capability
 
@@ -173,7 +173,7 @@ def _compute_capability() -> int:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that decide the figures, those that are here."""
+    """Versions of the packages that decide the figures, as far as they are installed."""
     found = {}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -41,7 +41,7 @@ class Proposal:
     #: Rows computed for nothing by kind ("decode", "mixed"), with these sizes and the present ones.
     padding: dict[str, int]
     padding_now: dict[str, int]
-    #: Rows computed for somebody.
+    #: Rows that are not padding.
     rows: int
     #: Seconds of all steps seen, with these sizes and the present ones.
     seconds: float
@@ -65,7 +65,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class SeenSteps:
-    """How often steps of so many rows came, padding excluded: decode-only ones, and those with
+    """Counts of steps by their rows, padding excluded: decode-only ones, and those with
     prompt rows, which by rows and by the seats that were taken.
     """
 
@@ -135,7 +135,7 @@ class SeenSteps:
         return padding, seconds
 
     def work(self, key: int | tuple[int, int]) -> StepWork:
-        """What a step of `decode` or `mixed` computes."""
+        """The work of a step of `decode` or `mixed`."""
         if key in self.works:
             return self.works[key]
         return StepWork(decode=key) if isinstance(key, int) else StepWork(prompt=key[0])

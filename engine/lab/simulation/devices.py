@@ -1,4 +1,4 @@
-"""What accelerators can do at best, as their makers publish it."""
+"""Peak rates of accelerators, as their makers publish them."""
 
 from __future__ import annotations
 

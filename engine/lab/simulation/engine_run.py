@@ -35,7 +35,7 @@ def file_errors(path: str | Path) -> Iterator[None]:
 
 
 class _RunNote(msgspec.Struct, frozen=True):
-    """What stands beside the step records of a run."""
+    """The part of a run that is no step records."""
 
     shape: EngineShape
     requests: list[RequestRecord]

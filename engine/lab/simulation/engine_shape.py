@@ -1,4 +1,4 @@
-"""What an engine is to the simulators: its limits, the sizes of its steps, and its pages."""
+"""The engine that simulators run: its limits, the sizes of its steps, and its pages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EngineShape:
         return replace(self, limits=limits)
 
     def open_to_all(self) -> EngineShape:
-        """The same engine, refusing nobody."""
+        """The same engine, which refuses no request."""
         limits = replace(
             self.limits,
             max_waiting_requests=_NO_CAP,

@@ -42,7 +42,7 @@ _WARM_UP = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """How replicas fail. Mean times between failures are those of one replica, in seconds, by
+    """Failures of replicas. Mean times between failures are those of one replica, in seconds, by
     chance without memory; infinity: never.
     """
 
@@ -65,7 +65,7 @@ class Failures:
             raise ConfigError("times to recover and to notice must be 0 or more")
 
     def of_replica(self, chips: int) -> Failures:
-        """Of a replica with so many machines of one chip, which is lost with any of them."""
+        """The failures of a replica with so many machines of one chip, lost with any of them."""
         return replace(self, machine_mtbf_s=self.machine_mtbf_s / chips)
 
 
@@ -154,7 +154,7 @@ class FleetRun:
         return sum(request.cached_tokens for request in self.served) / max(1, asked)
 
     def cost_per_million(self, price_per_hour: float) -> float | None:
-        """Of output tokens. price_per_hour: of one replica."""
+        """Cost of a million output tokens. price_per_hour: of one replica."""
         if not self.output_tokens:
             return None
         return self.replica_s / 3600 * price_per_hour / self.output_tokens * 1e6

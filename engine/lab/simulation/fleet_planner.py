@@ -1,4 +1,4 @@
-"""How many replicas of what, at which price, for a traffic and its targets.
+"""Sizes a fleet: how many replicas of what, at which price, for a traffic and its targets.
 
 For each kind of replica: seats that keep the speed of streams; then, by halving, the most requests
 a second at which a few simulated replicas keep every target; from that the replicas of each hour
@@ -41,7 +41,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What clients are to get."""
+    """Limits that clients are promised."""
 
     #: Seconds to the first token, for 99 of 100 requests.
     ttft_s: float
@@ -166,7 +166,7 @@ class FleetSizing:
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of the fleet in its busiest hour."""
+        """Price of the fleet in its busiest hour."""
         hour = self.kind.replica_hour
         return None if hour is None else hour * self.replicas
 
@@ -193,7 +193,7 @@ class FleetSizing:
         return sizer.checked(sizer.counted(request_s, lengths))
 
     def cost_per_million(self, replica_hours: float) -> float | None:
-        """Of output tokens, over all hours."""
+        """Cost of a million output tokens, over all hours."""
         hour = self.kind.replica_hour
         if hour is None or not self.output_tokens:
             return None

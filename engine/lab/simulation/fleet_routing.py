@@ -21,7 +21,7 @@ _DECAY = 0.9
 
 @dataclass(slots=True)
 class _Known:
-    """What the ingress knows of one replica."""
+    """A replica, as the ingress knows it."""
 
     #: Open requests.
     load: float = 0.0

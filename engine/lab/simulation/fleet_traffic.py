@@ -19,8 +19,8 @@ from jitney.engine.lab.simulation.workload import Lengths, Poisson, synthesise
 
 @dataclass(frozen=True, slots=True)
 class LengthMeans:
-    """What a fleet is sized by: mean tokens of a prompt and of an output, and the longest of both
-    together.
+    """Lengths that a fleet is sized by: mean tokens of a prompt and of an output, and the longest
+    of both together.
     """
 
     prompt: float
@@ -29,7 +29,7 @@ class LengthMeans:
 
     @classmethod
     def of(cls, arrivals: Sequence[Arrival]) -> LengthMeans:
-        """Of at least one request."""
+        """Lengths of at least one request."""
         return cls(
             fmean(arrival.n_prompt for arrival in arrivals),
             fmean(arrival.n_output for arrival in arrivals),

@@ -27,7 +27,7 @@ _LEAST = {"prompt": 1, "output": 1, "page_size": 1, "rate": 0, "token_budget": 2
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is wanted."""
+    """The load to size for, and its limits."""
 
     #: Mean tokens of a request.
     prompt: int
@@ -74,7 +74,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What fits on the chips together."""
+    """Weights, pages and seats that fit on the chips together."""
 
     #: Bytes of the weights, of the KV of one token, and of all KV there is room for.
     weight_bytes: float
@@ -240,7 +240,7 @@ def _cost_per_million(roofline: Roofline, load: Load, output_tok_s: float) -> fl
 
 
 def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
-    """What takes most of a step."""
+    """The resource that takes most of a step."""
     parts = {
         roofline.memory_seconds(bucket, work): "memory",
         roofline.compute_seconds(bucket, work): "compute",

@@ -48,7 +48,7 @@ class Recording:
 
     @classmethod
     def of(cls, lines: Sequence[TraceLine]) -> Recording:
-        """Of a trace; lines without a measurement are left out."""
+        """The recording in a trace; lines without a measurement are left out."""
         numbered = enumerate(lines)
         requests = [_measured_request(*each) for each in numbered if each[1].e2e_s is not None]
         engines = (EngineName(line.model, line.device) for line in lines if line.device)
@@ -63,8 +63,8 @@ class Recording:
         return summarise(self.requests, records=None, seconds=span(self.requests), **options)
 
     def clients(self) -> int:
-        """How many clients sent these requests, each the next one when its last had ended; 0 if the
-        requests came at times of their own.
+        """Number of clients that sent these requests, each the next one when its last had ended; 0
+        if the requests came at times of their own.
 
         Traffic of such clients waits for the engine: replayed at its recorded times, a slower
         policy would meet more requests than its clients could send.
@@ -109,8 +109,8 @@ def _most_open(requests: Iterable[RequestRecord]) -> int:
 
 
 def _count_following(requests: Iterable[RequestRecord], ends: Sequence[float], soon: float) -> int:
-    """How many requests, by arrival, come within `soon` seconds after an end that no other request
-    follows. ends: ascending.
+    """Number of requests, by arrival, that come within `soon` seconds after an end that no other
+    request follows. ends: ascending.
     """
     count = place = 0
     for request in requests:

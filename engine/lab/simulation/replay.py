@@ -57,8 +57,8 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     padding_is_free: bool = False
 
     def shape(self, changes: JsonDict) -> EngineShape:
-        """It with some settings changed; with as many seats and as large a budget it keeps its
-        buckets.
+        """The engine with some settings changed; with as many seats and as large a budget it keeps
+        its buckets.
         """
         settings = EngineSection.model_validate(self.settings | changes, strict=False)
         return EngineShape.of(
@@ -81,7 +81,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
 
 class ReplayJob(msgspec.Struct, frozen=True):
-    """What to replay and how."""
+    """The traffic to replay, and how."""
 
     #: At their recorded pace.
     arrivals: list[Arrival]
@@ -182,8 +182,8 @@ def _own_error(
 ) -> dict[str, float]:
     """`accuracy.errors` of simulating the very policy, settings and traffic that were recorded.
 
-    Empty if too few requests ended. Both are looked at until the record ended: who was still
-    running then has brought so many tokens and no end.
+    Empty if too few requests ended. Both are looked at until the record ended: a request that was
+    still running then has brought so many tokens and no end.
     """
     if sum(request.served for request in job.requests) < _FEWEST_ENDED:
         return {}
@@ -197,7 +197,7 @@ def _own_error(
 
 
 def _seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
-    """Tokens and latencies as somebody sees them who looks away `seconds` after the first
+    """Tokens and latencies as they were known `seconds` after the first
     arrival.
     """
     end = min(request.arrival for request in requests) + seconds

@@ -121,7 +121,7 @@ _SHARES = ("bandwidth", "flops", "memory")
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the roofline takes for granted."""
+    """The roofline's assumptions."""
 
     #: Shares of the published peaks that are reached.
     bandwidth: float = 0.8
@@ -161,13 +161,13 @@ class ModelCost:
 
     @property
     def narrow(self) -> list[str]:
-        """What is stored in fewer bits than bfloat16 has, in words."""
+        """Weights and KV with fewer bits than bfloat16, in words."""
         formats = {"weights": self.weights, "KV": self.kv}
         return [f"{kind} {name}" for name, kind in formats.items() if _BYTES[kind] < _BYTES["bf16"]]
 
     @cached_property
     def step(self) -> StepCost:
-        """Of each step."""
+        """Cost of each step."""
         return self.config.step_cost(
             weight_bytes=_BYTES[self.weights], head_bytes=self.head_bytes, kv_bytes=self.kv_bytes
         )
@@ -189,12 +189,12 @@ class ModelCost:
 
     @cached_property
     def table_bytes(self) -> float:
-        """Of the embedding."""
+        """Bytes of the embedding."""
         return self.table_weights * max(_BYTES[self.weights], _BYTES["bf16"])
 
     @cached_property
     def head_bytes(self) -> float:
-        """Of what turns hidden states into logits: the embedding once more, or a matrix like any
+        """Bytes of the output head: the embedding once more, or a matrix like any
         other.
         """
         if self.config.tie_embeddings:
@@ -258,15 +258,15 @@ class Roofline:
         count: int = 1,
         assumed: Assumptions = _USUAL,
     ) -> Roofline:
-        """Of a model, a built-in shape, a config.json or what `--model` takes, on chips of that
-        name. Raises ModelError and ConfigError.
+        """The roofline of a model (a built-in shape, a config.json or what `--model` takes) on
+        chips of that name. Raises ModelError and ConfigError.
         """
         cost = ModelCost(_find_shape(model), weights, kv)
         return cls(cost, Accelerator.named(device), count, assumed)
 
     @property
     def source(self) -> str:
-        """What the times come from, in words."""
+        """The origin of the times, in words."""
         chips = f"{self.count} x {self.device.name}"
         return f"roofline of {chips}, {self.cost.weights} weights, {self.cost.kv} KV"
 
@@ -301,7 +301,7 @@ class Roofline:
 
     @property
     def _unit(self) -> str:
-        """What multiplies the layers' weights."""
+        """The unit that multiplies the layers' weights."""
         if self.multiplies_fp8:
             return "fp8"
         return _UNITS.get(self.cost.weights, "bf16")

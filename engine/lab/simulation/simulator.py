@@ -80,7 +80,7 @@ class _FlyingStep(NamedTuple):
 
 @dataclass(slots=True)
 class _VirtualClock:
-    """Seconds that pass when somebody moves them."""
+    """A clock that is moved by hand."""
 
     now: float = 0.0
 

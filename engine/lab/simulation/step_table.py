@@ -1,4 +1,4 @@
-"""How long a step takes: curves fitted to measured steps, by bucket, with non-negative least
+"""Step times: curves fitted to measured steps, by bucket, with non-negative least
 squares.
 
 A step of bucket b takes
@@ -102,8 +102,8 @@ _NO_HOST = HostTimes()
 
 
 class _FitError(msgspec.Struct, frozen=True):
-    """How far the curves are from what they were fitted to: median of |fitted / measured - 1|, and
-    the ratio of the sums minus 1, over `points` steps."""
+    """Distance of the curves from the steps they were fitted to: median of |fitted / measured -
+    1|, and the ratio of the sums minus 1, over `points` steps."""
 
     points: int
     median: float
@@ -149,7 +149,7 @@ class StepTable:
             raise ConfigError("a step table needs at least one measured bucket")
         self.curves, self.host, self.source = tuple(curves), host, source
         self.noise, self.errors = noise or {}, errors or {}
-        #: What was timed; "": nobody says.
+        #: What was timed; "": not known.
         self.model = self.device = ""
         self._by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
 
@@ -251,7 +251,7 @@ class StepTable:
 
 
 class _Contents(msgspec.Struct):
-    """What `StepTable.contents` writes."""
+    """The content that `StepTable.contents` writes."""
 
     curves: list[Curve]
     #: What was measured, in words.
@@ -273,7 +273,7 @@ class _TableFile(msgspec.Struct):
 
 
 def works_of(records: np.ndarray) -> Iterable[StepWork]:
-    """What each step of a run computed; prompt rows are those the ledger counted as prefill or
+    """The work of each step of a run; prompt rows are those the ledger counted as prefill or
     recomputed.
     """
     prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)

@@ -260,7 +260,7 @@ WORKLOADS = {
 
 
 class LengthSummary(msgspec.Struct, frozen=True):
-    """What lengths came to, in tokens. Percentiles interpolate linearly."""
+    """Summary of lengths, in tokens. Percentiles interpolate linearly."""
 
     shortest: int
     #: Share of those that are exactly the shortest: of a distribution that was cut, those at its
@@ -275,7 +275,7 @@ class LengthSummary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> LengthSummary:
-        """Of at least one length."""
+        """Summary of at least one length."""
         values = np.fromiter(lengths, np.int64)
         shortest, longest = int(values.min()), int(values.max())
         return cls(
@@ -344,7 +344,7 @@ def _lognormal(mean: float, sigma: float, min: float = 1, max: float = 2**31 - 1
 
 
 def _plain_lengths(text: str) -> Lengths:
-    """Of "128" and "50..800"; ValueError for anything else."""
+    """The lengths of "128" and "50..800"; ValueError for anything else."""
     first, dots, last = text.partition("..")
     low = high = int(first)
     if dots:
