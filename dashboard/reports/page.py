@@ -119,8 +119,8 @@ class Page:
         for section in self.sections:
             if section.notes and section.tables:
                 print(visible("\n".join(["", *section.notes])))
-            for table in section.tables:
-                table.print(section.title)
+            for number, table in enumerate(section.tables):
+                table.print("" if number else section.title)
 
     def write(self, path: str | Path) -> None:
         """Write it to a file. ConfigError if that cannot be."""

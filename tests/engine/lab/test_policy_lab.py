@@ -18,11 +18,10 @@ from sliced_work import at_once
 from starlette.applications import Starlette
 
 from jitney.dashboard import Dashboard, Experiment
-from jitney.engine.common.errors import RequestError
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.scheduler.buckets import Buckets
-from jitney.engine.lab.policy_lab import _SETTINGS, Lab, _arrivals, _check, _wanted
+from jitney.engine.lab.policy_lab import _SETTINGS, Lab, _wanted
 from jitney.engine.lab.simulation.replay import (
     RecordedEngine,
     ReplayJob,
@@ -345,17 +344,6 @@ def test_a_running_experiment_can_be_stopped_and_has_its_time():
     run(session())
 
 
-def test_traffic_is_lengths_and_times_alone():
-    history = served_client().history
-    requests = sorted(history.ended(0), key=lambda request: request.arrival)
-    traffic = at_once(_arrivals(requests, requests[0].arrival))
-    assert [a.n_output for a in traffic] == [request.n_output for request in requests] and traffic[
-        0
-    ].at == 0
-    assert traffic[-1].at == pytest.approx(requests[-1].arrival - requests[0].arrival)
-    assert {a.tenant for a in traffic} == {"0"}
-
-
 def test_traffic_comes_faster_if_asked_to():
     client = served_client(40)
     slow, fast = (
@@ -365,9 +353,3 @@ def test_traffic_comes_faster_if_asked_to():
         for speed in (0.1, 0.2)
     )
     assert slow == pytest.approx(2 * fast, rel=0.1)
-
-
-def test_changes_are_checked_like_the_configuration():
-    _check(Experiment(settings={"batch_size": 2}), ENGINE)
-    with pytest.raises(RequestError, match="batch_size"):
-        _check(Experiment(settings={"batch_size": -1}), ENGINE)

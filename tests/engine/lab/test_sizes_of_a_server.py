@@ -146,12 +146,6 @@ def test_the_first_start_measures_and_the_next_goes_by_it(
     assert "--max-seats 16 --token-budget 128 --token-buckets 32,128" in said
 
 
-def test_what_was_chosen_is_logged(servers: Servers, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO, "jitney"):
-        started(servers)
-    assert "--max-seats 16 --token-budget 128 --token-buckets 32,128" in caplog.text
-
-
 @pytest.mark.parametrize(
     "flags", [["--no-measured-sizes"], ["--max-seats", "32"], ["--token-budget", "512"]]
 )
@@ -173,11 +167,6 @@ def test_a_setting_that_is_refused_is_the_only_line(
     assert main(["serve", *MODEL, "--api-key-file", "absent", *flags]) == 2
     said = capsys.readouterr().err
     assert said.startswith("jitney: api_key_file absent cannot be read") and said.count("\n") == 1
-
-
-def test_a_goal_has_its_own_sizes(servers: Servers, measuring: Measuring):
-    assert started(servers, "--for", "latency").config.engine.max_seats == 8
-    assert not measuring.asked
 
 
 def test_settings_that_a_step_depends_on_are_measured_apart(servers: Servers, measuring: Measuring):

@@ -231,12 +231,6 @@ def test_bad_flags_are_told(words: list[str], complaint: str, capsys: pytest.Cap
     assert complaint in capsys.readouterr().err
 
 
-def test_an_engine_that_is_not_installed_is_one_line(capsys: pytest.CaptureFixture[str]):
-    assert main(["bench", "peers", "--engines", "vllm", "--vllm", "/nowhere/vllm"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("vLLM is not installed here and is left out")
-
-
 def plain_folder(folder: Path, **config: object) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     shapes = {MATRIX: (8, 16), NORM: (16,), EMBEDDING: (32, 16)}

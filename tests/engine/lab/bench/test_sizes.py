@@ -144,12 +144,6 @@ def test_beyond_it_each_doubling_must_bring_a_tenth_more():
     assert _best_size([Timed(2, 0.1), Timed(4, 0.19), Timed(8, 0.33)], at_two) == 8
 
 
-def test_a_machine_on_which_the_usual_sizes_are_best_changes_nothing():
-    """32 seats take 0.15 s, of which double would be too many; 512 rows 0.3 s."""
-    machine = Machine(linear(0.05, 0.003), linear(0.05, 0.0005))
-    assert machine.chosen() == {"token_buckets": (16, 32, 64, 128, 256, 512)}
-
-
 def test_a_slow_machine_has_fewer_seats_and_rows():
     machine = Machine(linear(0.1, 0.01), linear(0.1, 0.004))
     values = machine.chosen()
@@ -219,12 +213,6 @@ def test_kernels_that_nobody_measured_serve_where_they_are_quicker():
     assert [engine.kernels for engine in machine.asked][:3] == ["auto", "reference", "reference"]
     # Who asks for them gets them.
     assert "kernels" not in Machine(plain=0.9).chosen(EngineSection(kernels="native"))
-
-
-def test_threads_that_are_given_stay():
-    machine = Machine(alone=1.0)
-    assert "threads" not in machine.chosen(EngineSection(threads=2))
-    assert {engine.threads for engine in machine.asked} == {2}
 
 
 def test_what_was_timed_decides_where_no_time_is_left():

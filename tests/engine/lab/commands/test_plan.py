@@ -203,11 +203,6 @@ def test_a_fleet_for_a_record_is_shown(capsys, tmp_path: Path):
         assert words in said
 
 
-def test_a_fleet_that_cannot_be_is_no_success(capsys):
-    assert main(["plan", "--fleet", "llama-3.1-8b", "--devices", "v5e", "--rates", "5"]) == 1
-    assert "leave no room" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

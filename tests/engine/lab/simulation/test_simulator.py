@@ -135,15 +135,6 @@ def test_three_requests_on_two_seats_by_hand():
     assert rows == [(6, 0, 2), (0, 2, 0), (3, 1, 0), (0, 2, 0)]
 
 
-def test_who_comes_during_a_step_boards_at_the_next_plan():
-    """At 0.5 the host waits for step 1; it looks again at 1, when step 2 is launched: D's prompt is
-    in step 3.
-    """
-    run = simulate([Arrival(0.0, 4, 8), Arrival(0.5, 3, 2)], shape(), SECOND)
-    assert times_of(run)[1] == (1.0, 3.0, 4.0)
-    assert run.requests[1].ttft_s == 2.5
-
-
 def test_time_passes_while_nobody_is_there():
     run = simulate([Arrival(3.0, 4, 1), Arrival(20.0, 4, 2)], shape(), SECOND)
     assert times_of(run) == [(3.0, 4.0, 4.0), (20.0, 21.0, 22.0)]
@@ -168,21 +159,6 @@ def test_the_host_hides_behind_the_device_until_it_is_the_slower_one():
     assert fast.records["device_s"][2:-1].tolist() == pytest.approx(
         [0.5] * 7
     )  # until the host looks
-
-
-def test_static_waits_for_all_and_holds_the_seats_by_hand():
-    """Two board; C waits until both are done, though A's seat is free after its second token, and
-    comes alone.
-    """
-    run = simulate(
-        [Arrival(0.0, 4, 2), Arrival(0.0, 4, 4), Arrival(0.0, 4, 2)], shape(policy="static"), SECOND
-    )
-    (a, b, c) = times_of(run)
-    assert (a, b) == ((0.0, 1.0, 2.0), (0.0, 1.0, 4.0))
-    assert c[0] is not None and c[0] >= 3.0 and c[2] - c[0] >= 2.0
-    assert (
-        simulate([Arrival(0.0, 4, 2)], shape(policy="static"), SECOND).requests[0].boarded == 0.0
-    ), "nobody else comes"
 
 
 def test_static_dynamic_and_continuous_are_three_policies():
@@ -593,19 +569,6 @@ def test_the_command_makes_traffic_up(table_file: Path, capsys):
         report["engine"]["limits"]["max_seats"] == 8
         and report["policies"]["continuous"]["served"] == 20
     )
-
-
-def test_the_command_takes_a_device_and_a_model(capsys):
-    assert (
-        main(
-            shlex.split(
-                "simulate --device h100 --model llama-3.1-8b --requests 10 --policies "
-                "continuous --price-per-hour 3"
-            )
-        )
-        == 0
-    )
-    assert "cost_per_million" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
