@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Command, Config, EngineSection, Flag, FlagGroup
 from jitney.engine.lab.commands.bench_flags import TrafficArguments
@@ -20,13 +19,6 @@ if TYPE_CHECKING:
     from jitney.engine.lab.simulation.roofline import Roofline
     from jitney.engine.lab.simulation.step_table import StepTimes
 
-_NO_CAP = 2**31 - 1
-#: What a server refuses requests by -> the value with which it refuses none.
-_CAPS = {
-    "max_waiting_requests": _NO_CAP,
-    "max_waiting_tokens": _NO_CAP,
-    "max_predicted_wait_s": 0.0,
-}
 #: Fields that step records of this version have.
 _NEEDED = {"device_s", "keys", "longest", "pairs"}
 
@@ -123,24 +115,20 @@ class SimulateArguments(TrafficArguments):
         from jitney.engine.lab.simulation.roofline import Roofline
         from jitney.engine.lab.simulation.step_table import StepTable
 
-        settings = self._settings(config.engine)
+        settings = config.engine
+        if self.seats:
+            budget = max(settings.token_budget, 2 * self.seats)
+            sizes = {"max_seats": self.seats, "token_budget": budget}
+            settings = settings.model_copy(update=sizes)
         context = config.model.context or max(map(_n_tokens, arrivals))
-        pages = settings.pages or _pages_for(table, settings, context)
-        return EngineShape.of(
+        shape = EngineShape.of(
             settings,
             context_length=context,
-            pages=pages,
+            pages=settings.pages or _pages_for(table, settings, context),
             on_device=isinstance(table, Roofline),
             padding_is_free=isinstance(table, StepTable) and table.padding_is_free,
         )
-
-    def _settings(self, settings: EngineSection) -> EngineSection:
-        """Without caps unless they are given, and with the seats that --seats names."""
-        changes: JsonDict = {name: none for name, none in _CAPS.items() if name not in vars(self)}
-        if self.seats:
-            changes["max_seats"] = self.seats
-            changes["token_budget"] = max(settings.token_budget, 2 * self.seats)
-        return settings.model_copy(update=changes)
+        return shape.open_to_all(vars(self))
 
     def simulate(
         self,

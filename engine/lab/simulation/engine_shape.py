@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 import msgspec
@@ -10,7 +11,12 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import EngineSection
 from jitney.engine.core import Buckets, SchedulerLimits
 
-_NO_CAP = 2**31 - 1
+#: Limits by which a server refuses requests -> the value with which it refuses none.
+_NO_CAPS = {
+    "max_waiting_requests": 2**31 - 1,
+    "max_waiting_tokens": 2**31 - 1,
+    "max_predicted_wait_s": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +72,10 @@ class EngineShape:
         limits = replace(self.limits, policy=policy, static_timeout_ms=timeout_ms)
         return replace(self, limits=limits)
 
-    def open_to_all(self) -> EngineShape:
-        """The same engine, which refuses no request."""
-        limits = replace(
-            self.limits,
-            max_waiting_requests=_NO_CAP,
-            max_waiting_tokens=_NO_CAP,
-            max_predicted_wait_s=0.0,
-        )
-        return replace(self, limits=limits)
+    def open_to_all(self, kept: Collection[str] = ()) -> EngineShape:
+        """The same engine, which refuses no request; kept: limits that stay as they are."""
+        caps = {name: none for name, none in _NO_CAPS.items() if name not in kept}
+        return replace(self, limits=replace(self.limits, **caps))
 
     def as_json(self) -> JsonDict:
         """For a report."""
