@@ -13,7 +13,7 @@
 #       --only steps,loop,transformers
 #
 # Needed there: Python 3.12, jax with its plugin for the device, numpy, triton (NVIDIA), transformers
-# and its needs; torch and vLLM are measured too where they can be imported. A call that is cut off
+# and its needs; vLLM is measured too where it can be imported. A call that is cut off
 # is run again as it was: it goes on where it stopped.
 set -euo pipefail
 

@@ -155,7 +155,7 @@ def load_curve(simulated: Sequence[JsonObject], measured: Sequence[JsonObject]) 
     """p99 time to first token over the load, a line for each policy; open marks: its queue grows
     without bound.
 
-    simulated, measured: points of `OfferedTraffic.load_curve`; measured ones are drawn as crosses.
+    simulated, measured: points of `compare.load_curve`; measured ones are drawn as crosses.
     """
     traces = []
     for number, policy in enumerate(simulated[0]["policies"]):
