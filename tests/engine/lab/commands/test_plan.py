@@ -168,7 +168,7 @@ def test_buckets_from_simulated_traffic(tmp_path: Path, capsys):
 
 
 FLEET = ("llama-3.1-8b", "--devices", "h100,4xv5e", "--prices", "h100=2.5,v5e=1.2")
-QUICK = ("--prompt", "100..300", "--output", "20..80", "--most-seats", "32", "--requests", "4000")
+QUICK = ("--prompt", "100..300", "--output", "20..80", "--most-seats", "32", "--requests", "1000")
 
 
 def test_fleets_are_compared(capsys):

@@ -24,7 +24,7 @@ LLAMA = ModelCost(SHAPES["llama-3.1-8b"])
 H100 = ReplicaKind("h100", Roofline(LLAMA, DEVICES["h100"]), chip_hour=3.0)
 DAY = Day((600.0, 200.0), Uniform(100, 400), Uniform(20, 100))
 TARGETS = Targets(ttft_s=0.5, stream_tok_s=50.0)
-HOW = FleetAssumptions(most_requests=2000, most_seats=32)
+HOW = FleetAssumptions(most_requests=800, most_seats=32)
 
 
 def test_a_fleet_keeps_its_targets_at_the_least_cost():
@@ -57,7 +57,7 @@ def test_a_record_is_sized_by_its_own_bursts():
     record = Recorded(replace(DAY, rates=(60.0,), hour_s=60.0).whole(3))
     found = FleetSizing.of(H100, record, TARGETS, HOW)
     assert not found.problem and found.replicas >= 1
-    assert found.figures["requests"] == min(2000, len(record.arrivals))
+    assert found.figures["requests"] == min(800, len(record.arrivals))
     assert found.fixed_replica_hours == pytest.approx(found.replicas * len(record.rates) / 60)
 
 
