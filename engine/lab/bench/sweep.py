@@ -111,11 +111,11 @@ def sweep(
         if isinstance(run, LoadResult):
             figures["client"] = run.sender.as_json()
         rate = {} if capacity is None else {"rate": value * capacity}
-        points.append({axis: value, **point_of(figures), "figures": figures, **rate})
+        points.append({axis: value, **_point_of(figures), "figures": figures, **rate})
     return capacity, points
 
 
-def point_of(figures: JsonObject) -> dict[str, float | None]:
+def _point_of(figures: JsonObject) -> dict[str, float | None]:
     """The few figures of a run that the curve shows: rates, and latencies as ttft_p50_s."""
     point = {name: figures[name] for name in _RATES}
     for name in _LATENCIES:
