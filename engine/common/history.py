@@ -64,9 +64,6 @@ class RequestRecords:
     #: The newest stay in each seat.
     _newest_stays: dict[int, Stay] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._keeps = self.keep_tokens or self.keep_times
-
     def submit(self, request: EngineRequest) -> None:
         """A request arrives: one record for each of its sequences."""
         n = request.sampling.n
@@ -100,6 +97,7 @@ class RequestRecords:
         of none. now: when that step was done.
         """
         records_of = self._records.get
+        keep_times = self.keep_times
         for output in report.outputs:
             records = records_of(output.request_id)
             if records is None:
@@ -110,7 +108,9 @@ class RequestRecords:
             if output.tokens:
                 # Every token of every sequence comes here: most of them need this line alone.
                 record.n_output += len(output.tokens)
-                if self._keeps or not record.stays or record.stays[-1].first_token is None:
+                if keep_times and record.token_times is not None:
+                    record.token_times += [now] * len(output.tokens)
+                if self.keep_tokens or not record.stays or record.stays[-1].first_token is None:
                     self._take_tokens(record, output, step, now)
             if output.finish is not None:
                 if output.error is not None:
@@ -124,8 +124,6 @@ class RequestRecords:
     ) -> None:
         if record.tokens is not None:
             record.tokens += output.tokens
-        if record.token_times is not None:
-            record.token_times += [now] * len(output.tokens)
         # Who was just preempted may have a token on its way: it belongs to the stay before.
         if record.stays and record.stays[-1].first_token is None:
             record.stays[-1].first_token = now
@@ -300,7 +298,6 @@ class History(RequestRecords):
     _ended: deque[RequestRecord] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.finished = dict.fromkeys(_FINISHES, 0)
         self._started = self.clock()
 
