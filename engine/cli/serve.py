@@ -219,7 +219,7 @@ class _Server:
             reread,
             accepted,
             self.connections,
-            service.own_requests,
+            service.internal_requests,
             tls=lambda: self.web.config.ssl,
             on_taken=self._show_taken,
         )

@@ -185,7 +185,7 @@ class _Serving:
         self._settings = replace(settings, data_dir=config.data_dir)
         accepted, connections = ApiKeys(settings), Connections(settings)
         self.web = self._web_server(accepted, connections)
-        own = fleet.own_requests
+        own = fleet.internal_requests
         assert own is not None  # the ingress has made them
         self.reload = fleet.reload = Reloader(
             config.server,

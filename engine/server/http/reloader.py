@@ -21,8 +21,8 @@ from jitney.engine.server.http.listen import AcceptedKeys, check_tls, load_certi
 if TYPE_CHECKING:
     from jitney.engine.server.http.access import ApiKeys
     from jitney.engine.server.http.connections import Connections
-    from jitney.engine.server.http.own_requests import OwnRequests
     from jitney.engine.server.http.reload import FileNews, KeyNews, ReloadAnswer
+    from jitney.engine.server.tasks.service import InternalRequests
 
 _log = logging.getLogger("jitney")
 
@@ -67,7 +67,7 @@ class Reloader:
     read: Callable[[], FreshSettings]
     keys: ApiKeys
     connections: Connections
-    own: OwnRequests
+    own: InternalRequests
     #: Of the listening socket; None: it speaks no TLS.
     tls: Callable[[], ssl.SSLContext | None]
     #: Hears of the settings and the keys that count from now on.

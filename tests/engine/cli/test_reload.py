@@ -98,7 +98,7 @@ class Running:
             lambda: FreshSettings(self.config.server, self.changed),
             keys,
             connections,
-            service.own_requests,
+            service.internal_requests,
             tls=lambda: server.config.ssl,
         )
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))

@@ -33,8 +33,8 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.ports import free_port
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import RouteTable
-from jitney.engine.server.tasks.batches.execution import LineExecutor
-from jitney.engine.server.tasks.batches.offline import OfflineBatch, _Counts
+from jitney.engine.server.tasks.execution import LineExecutor
+from jitney.engine.server.tasks.offline import OfflineBatch, _Counts
 
 
 @contextmanager

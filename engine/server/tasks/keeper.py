@@ -1,4 +1,4 @@
-"""The folder of files and batches, and the one thread that writes in it.
+"""The folder of files, batches and jobs, and the one thread that reads and writes its store.
 
 The folder must be ours alone, like the one of compiled programs, and one server's at a time: two
 would answer every line twice.
@@ -19,24 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Concatenate
 
-import orjson
-from starlette.requests import Request
-
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import make_private
-from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.errors import HttpError, echo
-from jitney.engine.server.tasks.batches.store import BatchStore, StoreUnavailable
+from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
 
 _log = logging.getLogger("jitney.api")
 
 _DATABASE = "batches.sqlite3"
-#: What an upload is called until all of it is there.
+#: Suffix of an upload until all of it is there.
 _PART = ".part"
 #: Seconds between two lines in the log about trouble with the disk.
 _SILENT_S = 60.0
-#: What the disk, or what lies on it, makes go wrong.
-_TROUBLE = (sqlite3.Error, OSError, orjson.JSONDecodeError, UnicodeDecodeError)
+#: What the disk, or damage on it, raises. ValueError: what should be ours is no JSON, no text, or
+#: of another type.
+_TROUBLE = (sqlite3.Error, OSError, ValueError)
 #: The part of SQLite's error codes that says of which kind an error is.
 _PRIMARY = 0xFF
 
@@ -44,16 +40,16 @@ _PRIMARY = 0xFF
 class StoreKeeper:
     """The store, reached from the event loop, and the paths of files. Made by `open`.
 
-    What goes wrong with the disk is raised as StoreUnavailable, and logged once in a while. A
-    store that is damaged is set aside with its files, and a new one begun.
+    Trouble with the disk is raised as StoreUnavailable, and logged once in a while. A store that is
+    damaged is set aside with its files, and a new one begun.
     """
 
     def __init__(self, folder: Path, lock: int, thread: ThreadPoolExecutor):
         self.folder = folder
         self._lock = lock
         self._thread = thread
-        #: Only its thread has to do with it; None before it is first asked for, and after damage.
-        self._store: BatchStore | None = None
+        #: Belongs to the thread; None before it is first asked for, and after damage.
+        self._store: TaskStore | None = None
         #: time.monotonic() before which trouble is not logged again.
         self._silent_until = 0.0
 
@@ -65,7 +61,7 @@ class StoreKeeper:
         lock = await asyncio.to_thread(_claim, folder)
         keeper = cls(folder, lock, ThreadPoolExecutor(1, thread_name_prefix="batches"))
         try:
-            await keeper.do(BatchStore.unfinished)  # what is damaged is set aside at once
+            await keeper.do(TaskStore.unfinished)  # what is damaged is set aside at once
         except StoreUnavailable:
             pass
         except BaseException:
@@ -75,7 +71,7 @@ class StoreKeeper:
 
     @classmethod
     def has_kept(cls, folder: Path) -> bool:
-        """Whether a server has kept batches here. Blocks."""
+        """Whether a server has kept a store here. Blocks."""
         return (folder / _DATABASE).exists()
 
     @staticmethod
@@ -86,14 +82,14 @@ class StoreKeeper:
         file.close()
 
     async def do[**P, T](
-        self, method: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs
+        self, function: Callable[Concatenate[TaskStore, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run one method of the store on its thread. It is run to its end, even if nobody waits for
-        it any more.
+        """Run a function with the store on its thread. It is run to its end, even if its caller is
+        cancelled.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._thread, self._run, lambda store: method(store, *args, **kwargs)
+            self._thread, self._run, lambda store: function(store, *args, **kwargs)
         )
 
     async def on_disk[**P, T](
@@ -105,23 +101,20 @@ class StoreKeeper:
         except OSError as error:
             raise self._trouble(error) from None
 
-    def _run[T](self, method: Callable[[BatchStore], T]) -> T:
-        """On the store's thread."""
+    def _run[T](self, function: Callable[[TaskStore], T]) -> T:
+        """Call a function with the store, on its thread."""
         try:
-            return self._run_or_begin_anew(method)
+            try:
+                return function(self._opened())
+            except _TROUBLE as error:
+                if not _is_damage(error):
+                    raise
+                self._begin_anew(error)
+                raise StoreUnavailable from None
         except _TROUBLE as error:
             raise self._trouble(error) from None
 
-    def _run_or_begin_anew[T](self, method: Callable[[BatchStore], T]) -> T:
-        try:
-            return method(self._opened())
-        except _TROUBLE as error:
-            if not _is_damage(error):
-                raise
-            self._begin_anew(error)
-            raise StoreUnavailable from None
-
-    def _opened(self) -> BatchStore:
+    def _opened(self) -> TaskStore:
         if self._store is None:
             try:
                 self._store = _open_store(self.folder)
@@ -150,25 +143,12 @@ class StoreKeeper:
                 store.close()
 
     def _trouble(self, error: Exception) -> StoreUnavailable:
-        """What is answered to an error of the disk, which is logged."""
+        """The answer to an error of the disk, which is logged."""
         now = time.monotonic()
         if now >= self._silent_until:
             self._silent_until = now + _SILENT_S
             _log.warning("files, batches and jobs cannot be kept in %s: %s", self.folder, error)
         return StoreUnavailable()
-
-    async def find_or_404[T](
-        self, request: Request, kind: str, find: Callable[[BatchStore, str, str], T | None]
-    ) -> T:
-        """The file, batch or job that the path of a request names, as `{kind}_id`. Raises HttpError
-        404 if it is not there, or not theirs.
-        """
-        param = f"{kind}_id"
-        id = request.path_params[param]
-        thing = await self.do(find, id, Context.of(request).tenant)
-        if thing is None:
-            raise HttpError(404, f"no {kind} {echo(id)}", code="not_found", param=param)
-        return thing
 
     def path(self, file_id: str) -> Path:
         """Where the bytes of a file lie. Only for ids of ours: those that the store knows."""
@@ -187,32 +167,43 @@ class StoreKeeper:
 
 
 def _claim(folder: Path) -> int:
-    """The lock of a folder, which is made if there is none."""
+    """A descriptor that holds the lock of a folder, which is made if there is none; the system lets
+    go of it with the process.
+    """
     reason = make_private(folder) or make_private(folder / "files")
     if reason:
         raise ConfigError(reason)
-    return _locked(folder)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(
+            f"{folder} is used by another server; give each its own data_dir"
+        ) from None
+    return lock
 
 
-def _open_store(folder: Path) -> BatchStore:
+def _open_store(folder: Path) -> TaskStore:
     """The store, made if there is none. Files that no store knows are set aside where it is new,
     and else removed: an earlier process has not finished writing them.
     """
-    files = folder / "files"
-    if not _size_of(folder / _DATABASE) and any(path.suffix != _PART for path in files.iterdir()):
+    files, database = folder / "files", folder / _DATABASE
+    is_new = not database.exists() or not database.stat().st_size
+    if is_new and any(path.suffix != _PART for path in files.iterdir()):
         _log.error("files without their store are set aside in %s", _set_aside(folder))
-    store = BatchStore(folder / _DATABASE)
-    _sweep(files, store.file_ids())
+    store = TaskStore(database)
+    known = store.file_ids()
+    for path in files.iterdir():
+        if path.name not in known:
+            path.unlink(missing_ok=True)
     return store
 
 
-def _size_of(path: Path) -> int:
-    """Bytes; 0 if it is not there."""
-    return path.stat().st_size if path.exists() else 0
-
-
 def _set_aside(folder: Path) -> Path:
-    """Move the store and its files into a folder of their own, where somebody may look at them."""
+    """Move the store and its files into a folder of their own, where an operator may look at
+    them.
+    """
     aside = Path(tempfile.mkdtemp(prefix="damaged-", dir=folder))
     for name in (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm", "files"):
         if (folder / name).exists():
@@ -226,7 +217,6 @@ def _is_damage(error: Exception, *, opening: bool = False) -> bool:
     opening: the store was being opened.
     """
     if not isinstance(error, sqlite3.DatabaseError):
-        # No JSON where we wrote some, or a message of SQLite's that quotes what is no text.
         return isinstance(error, ValueError)
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:  # a text that is not UTF-8
@@ -234,23 +224,3 @@ def _is_damage(error: Exception, *, opening: bool = False) -> bool:
     kinds = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
     # Tables that are there already, or cannot be read, under a version that says otherwise.
     return code & _PRIMARY in kinds or (opening and code == sqlite3.SQLITE_ERROR)
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder's lock; the system lets go of it with the process."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise ConfigError(
-            f"{folder} is used by another server; give each its own data_dir"
-        ) from None
-    return lock
-
-
-def _sweep(files: Path, known: set[str]) -> None:
-    """Remove what an earlier process has not finished writing."""
-    for path in files.iterdir():
-        if path.name not in known:
-            path.unlink(missing_ok=True)

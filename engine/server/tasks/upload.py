@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.http.errors import HttpError
-from jitney.engine.server.tasks.batches.keeper import StoreKeeper
+from jitney.engine.server.tasks.keeper import StoreKeeper
 
 #: Bytes that are written at once.
 _BLOCK = 1 << 18

@@ -1,27 +1,25 @@
 """A file of requests answered without a server: the same lines by the same routes, written to a
-file as they come, and gone on with where an earlier run stopped.
+file as they come. A second run goes on where the first stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import orjson
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.server.tasks.batches.execution import LineExecutor
-from jitney.engine.server.tasks.batches.lines import LineReader
-from jitney.engine.server.tasks.batches.records import Fault, Line, LineOutcome
-
-#: Faults of a file that are told.
-_MOST_FAULTS = 10
+from jitney.engine.server.tasks.execution import LineExecutor
+from jitney.engine.server.tasks.lines import MOST_FAULTS, LineReader, LineRequest
+from jitney.engine.server.tasks.records import Fault, Line, LineOutcome
 
 
 class _Counts(NamedTuple):
-    """How far a run is."""
+    """The progress of a run."""
 
     #: Lines of the file; those that have an answer by now, and how many of these are errors.
     total: int
@@ -37,27 +35,26 @@ def _lines_of(path: Path, most_bytes: int) -> list[Line]:
         reader = LineReader(path, most_bytes)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    lines: list[Line] = []
+    lines: dict[str, Line] = {}
     faults: list[Fault] = []
     done = False
-    while not done and len(faults) < _MOST_FAULTS:
+    while not done and len(faults) < MOST_FAULTS:
         group = reader.next_group()
-        lines += group.lines
         faults += group.faults
+        faults += [line.duplicate() for line in group.lines if not _is_new(line, lines)]
         done = group.done
     reader.close()
-    seen: set[str] = set()
-    for line in lines:
-        if line.custom_id in seen:
-            message = f"line {line.number} has the custom_id of a line before it"
-            faults.append(Fault("duplicate_custom_id", message, line.number))
-        seen.add(line.custom_id)
     if faults:
-        told = "; ".join(fault.message for fault in faults[:_MOST_FAULTS])
+        told = "; ".join(fault.message for fault in faults[:MOST_FAULTS])
         raise ConfigError(f"{path}: {told}")
     if not lines:
         raise ConfigError(f"{path} has no lines")
-    return lines
+    return list(lines.values())
+
+
+def _is_new(line: Line, lines: dict[str, Line]) -> bool:
+    """Add a line to those of its file; False if one before it has its custom_id."""
+    return lines.setdefault(line.custom_id, line) is line
 
 
 def _answered_in(path: Path) -> dict[str, bool]:
@@ -66,27 +63,22 @@ def _answered_in(path: Path) -> dict[str, bool]:
     """
     if not path.exists():
         return {}
-    found: dict[str, bool] = {}
-    whole = 0
+    answered: dict[str, bool] = {}
+    size = 0
     with path.open("rb+") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
                 break
-            custom_id, is_error = _answered(path, raw)
-            found[custom_id] = is_error
-            whole += len(raw)
-        file.truncate(whole)
-    return found
-
-
-def _answered(path: Path, raw: bytes) -> tuple[str, bool]:
-    try:
-        answer = orjson.loads(raw)
-        return str(answer["custom_id"]), answer["response"]["status_code"] != 200
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise ConfigError(
-            f"{path} is there and is no file of answers; it is not written to"
-        ) from None
+            try:
+                answer = orjson.loads(raw)
+                is_error = answer["response"]["status_code"] != 200
+                answered[str(answer["custom_id"])] = is_error
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                message = f"{path} is there and is no file of answers; it is not written to"
+                raise ConfigError(message) from None
+            size += len(raw)
+        file.truncate(size)
+    return answered
 
 
 class OfflineBatch:
@@ -100,8 +92,7 @@ class OfflineBatch:
         self._path = path
         self._out = out
         answered = _answered_in(out)
-        strangers = answered.keys() - {line.custom_id for line in lines}
-        if strangers:
+        if answered.keys() - {line.custom_id for line in lines}:
             raise ConfigError(f"{out} has answers to other lines than those of {path}")
         self._open = [line for line in lines if line.custom_id not in answered]
         self._total = len(lines)
@@ -115,14 +106,14 @@ class OfflineBatch:
     async def run(
         self, executor: LineExecutor, in_flight: int, on_answer: Callable[[_Counts], None]
     ) -> None:
-        """Until every line has its answer; so many at a time."""
-        places = asyncio.Semaphore(in_flight)
+        """Answer every line, `in_flight` at a time."""
+        slots = asyncio.Semaphore(in_flight)
         with self._out.open("ab", buffering=0) as out:
             async with asyncio.TaskGroup() as group:
                 for line in self._open:
-                    await places.acquire()
+                    await slots.acquire()
                     task = group.create_task(self._answer(line, executor, out, on_answer))
-                    task.add_done_callback(lambda _: places.release())
+                    task.add_done_callback(lambda _: slots.release())
 
     async def _answer(
         self,
@@ -131,9 +122,12 @@ class OfflineBatch:
         out: BinaryIO,
         on_answer: Callable[[_Counts], None],
     ) -> None:
-        raw = await asyncio.to_thread(line.read, self._path)
-        answer = await executor.answer(raw, line.custom_id, endpoint="", owner="")
-        out.write(answer.text + b"\n")
+        reply = await executor.answer(partial(self._read, line), owner="")
+        out.write(reply.line(line.custom_id) + b"\n")
         self._answered += 1
-        self._failed += answer.outcome is LineOutcome.FAILED
+        self._failed += reply.outcome is LineOutcome.FAILED
         on_answer(self.counts)
+
+    async def _read(self, line: Line) -> LineRequest:
+        raw = await asyncio.to_thread(line.read, self._path)
+        return await asyncio.to_thread(LineRequest.read, raw, endpoint="")

@@ -1,12 +1,13 @@
-"""What clients send to the routes of files and batches, and what they get."""
+"""The bodies of requests and responses of the routes of files, batches and jobs."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.chat.schema import Metadata
 from jitney.engine.server.http.answers import Described
 
@@ -17,17 +18,22 @@ _LONGEST_WINDOW_S = 7 * 86400
 
 def window_s(text: str) -> int:
     """Seconds of a completion window such as "24h". Raises ValueError."""
-    found = _WINDOW.match(text)
-    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    match = _WINDOW.match(text)
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < seconds <= _LONGEST_WINDOW_S:
         raise ValueError("must be a number with s, m, h or d behind it, at most 7d, such as 24h")
     return seconds
 
 
-def check_window(text: str) -> str:
-    """Raise ValueError unless it is a completion window."""
+def _check_window(text: str) -> str:
     window_s(text)
     return text
+
+
+#: How long a batch or a job may take, such as "24h".
+_Window = Annotated[str, AfterValidator(_check_window)]
+#: Path of the route that answers it.
+_Endpoint = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class BatchBody(BaseModel):
@@ -36,9 +42,8 @@ class BatchBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=128)]
-    #: The route that every line names.
-    endpoint: Annotated[str, Field(min_length=1, max_length=256)]
-    completion_window: Annotated[str, AfterValidator(check_window)]
+    endpoint: _Endpoint
+    completion_window: _Window
     metadata: Metadata | None = None
     #: Not supported: files stay until they are deleted.
     output_expires_after: None = None
@@ -70,14 +75,18 @@ class FileAnswer(Described):
     expires_at: None
 
 
-class FileList(Described):
-    """GET /v1/files."""
-
+class _Page(Described):
     object: Literal["list"]
-    data: list[FileAnswer]
+    data: list[Any]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class FileList(_Page):
+    """GET /v1/files."""
+
+    data: list[FileAnswer]
 
 
 class FileDeleted(Described):
@@ -146,11 +155,59 @@ class BatchAnswer(Described):
     metadata: dict[str, str] | None
 
 
-class BatchList(Described):
+class BatchList(_Page):
     """GET /v1/batches."""
 
-    object: Literal["list"]
     data: list[BatchAnswer]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+
+
+class JobBody(BaseModel):
+    """POST /v1/jobs."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    endpoint: _Endpoint
+    #: What that route takes, without `stream`.
+    body: JsonDict
+    window: _Window = "24h"
+    #: Where its end is told, if the server allows it.
+    webhook_url: Annotated[str, Field(max_length=2048)] | None = None
+    metadata: Metadata | None = None
+
+
+class JobResponse(Described):
+    """What the route answered, as HTTP would have."""
+
+    status_code: int
+    request_id: str
+    body: JsonDict
+
+
+class JobSummary(Described):
+    """A job in a list: without its answer."""
+
+    id: str
+    object: Literal["job"]
+    endpoint: str
+    status: Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
+    created_at: int
+    in_progress_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    cancelled_at: int | None
+    expired_at: int | None
+    expires_at: int
+    webhook_url: str | None
+    metadata: dict[str, str] | None
+
+
+class JobAnswer(JobSummary):
+    """A job."""
+
+    response: JobResponse | None
+
+
+class JobList(_Page):
+    """GET /v1/jobs."""
+
+    data: list[JobSummary]

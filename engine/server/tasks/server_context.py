@@ -12,10 +12,10 @@ from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.http.slices import Slices
 
 if TYPE_CHECKING:
-    from jitney.engine.server.http.own_requests import OwnRequests
+    from jitney.engine.server.tasks.service import InternalRequests
 
 
-class RequestHost(Protocol):
+class ServerContext(Protocol):
     """A server that also sends itself requests."""
 
     @property
@@ -23,17 +23,17 @@ class RequestHost(Protocol):
 
     @property
     def slices(self) -> Slices:
-        """The loop's time for long answers."""
+        """The event loop's time for long responses."""
         ...
 
     @property
-    def own_requests(self) -> OwnRequests | None:
+    def internal_requests(self) -> InternalRequests | None:
         """Its batches and jobs; None until the application is made."""
         ...
 
     @property
-    def own_places(self) -> int:
-        """Requests of its own that may be under way, at least one; asked while it is ready."""
+    def internal_seats(self) -> int:
+        """Most internal requests at a time, at least one; asked while it is ready."""
         ...
 
     @property
@@ -47,15 +47,15 @@ class RequestHost(Protocol):
         ...
 
     def unready(self) -> RequestError | None:
-        """Why no request can be answered now, or None."""
+        """The reason why no request can be answered now, or None."""
         ...
 
     def check_background(self) -> None:
-        """Raises RequestError where nothing may run in the background."""
+        """Raise RequestError where nothing may run in the background."""
         ...
 
     def opening(self, key: str) -> AbstractContextManager[None]:
-        """Counts a request of its own among those of the key that it came with, where the route
-        does not. Raises RequestError rate_limit.
+        """Count an internal request among those of its key, where the route does not. Raises
+        RequestError rate_limit.
         """
         ...

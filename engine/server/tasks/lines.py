@@ -1,10 +1,10 @@
 """A batch's file, line by line: what every line must be before any is answered, and the request
-that is in one. All here blocks: it runs on threads.
+that is in one. Everything here blocks: it runs on threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,22 +13,24 @@ import orjson
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.http.errors import echo
-from jitney.engine.server.tasks.batches.records import Fault, Line
+from jitney.engine.server.tasks.records import Fault, Line
 
+#: Faults of a file that are reported.
+MOST_FAULTS = 10
 #: Lines that are read at once.
 _GROUP = 256
 _MOST_ID_CHARS = 512
 #: Bytes of a line beside its body.
-_ROOM = 4096
+_ENVELOPE_BYTES = 4096
 
 
 @dataclass(slots=True)
 class _LineGroup:
     """Lines that were read together."""
 
-    lines: list[Line]
-    #: Lines that cannot be answered.
-    faults: list[Fault]
+    lines: list[Line] = field(default_factory=list[Line])
+    #: Of lines that cannot be answered.
+    faults: list[Fault] = field(default_factory=list[Fault])
     #: There are no more.
     done: bool = False
 
@@ -38,7 +40,7 @@ class LineReader:
 
     def __init__(self, path: Path, most_bytes: int):
         self._file: BinaryIO = path.open("rb")
-        self._most_bytes = most_bytes + _ROOM
+        self._most_bytes = most_bytes + _ENVELOPE_BYTES
         self._number = 0
         self._start = 0
 
@@ -46,7 +48,7 @@ class LineReader:
         self._file.close()
 
     def next_group(self) -> _LineGroup:
-        group = _LineGroup([], [])
+        group = _LineGroup()
         for _ in range(_GROUP):
             raw = self._file.readline(self._most_bytes + 1)
             if not raw:
@@ -55,26 +57,19 @@ class LineReader:
             self._number += 1
             start, self._start = self._start, self._start + len(raw)
             if len(raw) > self._most_bytes:
-                group.faults.append(self._too_long())
+                message = f"line {self._number} has more than {self._most_bytes} bytes"
+                group.faults.append(Fault("invalid_json_line", message, self._number))
                 group.done = True  # where the next line begins is not looked for
                 return group
-            if raw.strip():
-                self._take(raw, start, group)
+            custom_id = _custom_id(raw, self._number) if raw.strip() else ""
+            if isinstance(custom_id, Fault):
+                group.faults.append(custom_id)
+            elif custom_id:
+                group.lines.append(Line(self._number, custom_id, start, len(raw)))
         return group
 
-    def _take(self, raw: bytes, start: int, group: _LineGroup) -> None:
-        found = _id_in(raw, self._number)
-        if isinstance(found, Fault):
-            group.faults.append(found)
-        else:
-            group.lines.append(Line(self._number, found, start, len(raw)))
 
-    def _too_long(self) -> Fault:
-        message = f"line {self._number} has more than {self._most_bytes} bytes"
-        return Fault("invalid_json_line", message, self._number)
-
-
-def _id_in(raw: bytes, number: int) -> str | Fault:
+def _custom_id(raw: bytes, number: int) -> str | Fault:
     """The custom_id of a line, or why there is none."""
     try:
         value = orjson.loads(raw)
@@ -92,15 +87,16 @@ def _id_in(raw: bytes, number: int) -> str | Fault:
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """What a line asks for."""
+    """The request of a line, or of a job."""
 
+    #: Path of the route that answers it.
     url: str
     #: JSON of an object.
     body: bytes
 
     @classmethod
     def read(cls, raw: bytes, endpoint: str) -> LineRequest:
-        """The request in a line that `LineReader` has found sound. endpoint: the route that it must
+        """The request in a line that `LineReader` has accepted. endpoint: the route that it must
         name; empty for any. Raises RequestError.
         """
         value: JsonDict = orjson.loads(raw)
@@ -121,6 +117,6 @@ class LineRequest:
         return cls(url, orjson.dumps(body))
 
     @property
-    def whole_body(self) -> bytes:
+    def unstreamed_body(self) -> bytes:
         """The body for a route that streams unless it is told not to."""
         return orjson.dumps(orjson.loads(self.body) | {"stream": False})

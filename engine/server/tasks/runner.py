@@ -1,0 +1,121 @@
+"""Works on batches and jobs until they are over, also after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from jitney.engine.server.http.routing import RouteTable
+from jitney.engine.server.tasks import batch_rows, job_rows
+from jitney.engine.server.tasks.batch_work import BatchWork
+from jitney.engine.server.tasks.job_work import JobWork
+from jitney.engine.server.tasks.keeper import StoreKeeper
+from jitney.engine.server.tasks.records import Batch, Job, Task
+from jitney.engine.server.tasks.server_context import ServerContext
+from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
+
+_log = logging.getLogger("jitney.api")
+
+#: Seconds before work that failed, because of a full disk perhaps, is tried again.
+_RETRY_S = 10.0
+#: States in which a batch can be cancelled.
+_CANCELLABLE = ("validating", "in_progress")
+
+
+class TaskRunner:
+    """An asyncio task for each batch and job that is not over, all on one event loop."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        table: RouteTable,
+        keeper: StoreKeeper,
+        on_end: Callable[[], None],
+    ):
+        """on_end is called when a batch or job may be over."""
+        self._keeper = keeper
+        self._on_end = on_end
+        self._batches = BatchWork(context, table, keeper)
+        self._jobs = JobWork(context, table, keeper, self._changed)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        #: Set, and forgotten, at a task's next change.
+        self._changes: dict[str, asyncio.Event] = {}
+        self.is_stopped = False
+
+    async def start(self) -> None:
+        """Go on with what an earlier process has left."""
+        for task in await self._keeper.do(TaskStore.unfinished):
+            self.begin(task)
+
+    def begin(self, task: Task) -> None:
+        """Work on a batch or job, unless that is being done."""
+        if self.is_stopped or task.id in self._running:
+            return
+        running = self._running[task.id] = asyncio.create_task(self._work(task))
+        # Not a `finally` in the task: one that is cancelled before its first turn never enters it.
+        running.add_done_callback(lambda _: self._ended(task, running))
+
+    async def cancel(self, task: Task) -> bool:
+        """Give up what has no answer yet; a batch still writes its files. False if it was over, or
+        being finished.
+        """
+        now = int(time.time())
+        if isinstance(task, Batch):
+            done = await self._keeper.do(batch_rows.move, task.id, _CANCELLABLE, "cancelling", now)
+        else:
+            done = await self._keeper.do(job_rows.finish, task.id, "cancelled", None, now)
+        if done and task.id in self._running:
+            self._running[task.id].cancel()
+        return done
+
+    async def cancel_of(self, owners: Collection[str]) -> Counter[type[Task]]:
+        """Cancel the batches and jobs of these keys; how many of each."""
+        tasks = await self._keeper.do(TaskStore.unfinished)
+        return Counter(
+            [type(task) for task in tasks if task.owner in owners and await self.cancel(task)]
+        )
+
+    def changed(self, id: str) -> asyncio.Event:
+        """An event that is set when the job changes; at once if it is not worked on."""
+        event = asyncio.Event()
+        if id in self._running:
+            return self._changes.setdefault(id, event)
+        event.set()
+        return event
+
+    def stop(self) -> None:
+        """Give up what is in flight, which the next start goes on with; nothing new is begun."""
+        self.is_stopped = True
+        for running in self._running.values():
+            running.cancel()
+
+    async def stopped(self) -> None:
+        """Wait until nothing runs any more, after `stop`."""
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _work(self, task: Task) -> None:
+        while not self.is_stopped:
+            try:
+                if isinstance(task, Job):
+                    return await self._jobs.run(task)
+                return await self._batches.run(task.id)
+            except* StoreUnavailable:
+                pass  # has been logged
+            except* Exception:
+                _log.exception("%s could not be worked on; it is tried again", task.id)
+            await asyncio.sleep(_RETRY_S)
+
+    def _ended(self, task: Task, running: asyncio.Task[None]) -> None:
+        del self._running[task.id]
+        if running.cancelled() and isinstance(task, Batch):
+            self.begin(task)  # it writes its files now
+        self._changed(task.id)
+        self._on_end()
+
+    def _changed(self, id: str) -> None:
+        event = self._changes.pop(id, None)
+        if event is not None:
+            event.set()
