@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from typing import BinaryIO
 
 import orjson
 
@@ -20,6 +19,7 @@ from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
 from jitney.engine.server.tasks.execution import LineExecutor, Reply
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.lines import MOST_FAULTS, LineReader, LineRequest
+from jitney.engine.server.tasks.new_file import NewFile
 from jitney.engine.server.tasks.records import (
     AnsweredLine,
     Batch,
@@ -27,7 +27,6 @@ from jitney.engine.server.tasks.records import (
     Line,
     LineOutcome,
     StoredFile,
-    new_id,
 )
 from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import StorageFull, TaskStore
@@ -44,10 +43,7 @@ _NEVER_ANSWERED = {
 
 
 class BatchWork:
-    """Works on batches. Tries of lines, over all batches, have a slot of one `ConcurrencyLimit`. A
-    line that is refused for the moment waits without one: at a fleet, others may be for another
-    model.
-    """
+    """Works on batches. Tries of lines have a slot of one `ConcurrencyLimit` over all batches."""
 
     def __init__(self, context: ServerContext, table: RouteTable, keeper: StoreKeeper):
         self._context = context
@@ -154,17 +150,25 @@ class BatchWork:
             status = "cancelled"
         elif await self._keeper.do(batch_rows.open_lines, batch.id, 0, 1):
             status = "expired"
-        output = _ResultFile(self._keeper, batch, "output")
-        errors = _ResultFile(self._keeper, batch, "error")
+        output, errors = self._keeper.new_file(), self._keeper.new_file()
+
+        def write(file: NewFile, lines: Iterable[bytes]) -> None:
+            for line in lines:
+                file.write(line + b"\n")
+
+        def end(file: NewFile, kind: str) -> StoredFile | None:
+            name = f"{batch.id}_{kind}.jsonl"
+            return file.end(batch.owner, "batch_output", name) if file.size else None
+
         try:
             after = 0
             while lines := await self._keeper.do(batch_rows.answers, batch.id, after, _WRITTEN):
                 after = lines[-1].number
                 good = [line.answer for line in lines if line.outcome is LineOutcome.COMPLETED]
-                await self._keeper.on_disk(output.write, good)
-                await self._keeper.on_disk(errors.write, _error_lines(lines, status))
-            answered = await self._keeper.on_disk(output.end)
-            refused = await self._keeper.on_disk(errors.end)
+                await self._keeper.on_disk(write, output, good)
+                await self._keeper.on_disk(write, errors, _error_lines(lines, status))
+            answered = await self._keeper.on_disk(end, output, "output")
+            refused = await self._keeper.on_disk(end, errors, "error")
         except BaseException:
             output.drop()
             errors.drop()
@@ -188,38 +192,3 @@ def _error_lines(lines: list[AnsweredLine], status: str) -> Iterable[bytes]:
                     "error": {"code": code, "message": message},
                 }
             )
-
-
-class _ResultFile:
-    """A file of answers or of errors; there is none if it would be empty. Everything blocks."""
-
-    def __init__(self, keeper: StoreKeeper, batch: Batch, kind: str):
-        self._id = new_id("file-")
-        self._path = keeper.path(self._id)
-        self._part = keeper.part(self._id)
-        self._owner = batch.owner
-        self._name = f"{batch.id}_{kind}.jsonl"
-        self._file: BinaryIO | None = None
-        self._size = 0
-
-    def write(self, lines: Iterable[bytes]) -> None:
-        for line in lines:
-            if self._file is None:
-                self._file = self._part.open("wb")
-            self._size += self._file.write(line + b"\n")
-
-    def end(self) -> StoredFile | None:
-        """The complete file."""
-        if self._file is None:
-            return None
-        StoreKeeper.settle(self._file)
-        self._part.rename(self._path)
-        now = int(time.time())
-        return StoredFile(self._id, self._owner, "batch_output", self._name, self._size, now)
-
-    def drop(self) -> None:
-        """Remove what was written."""
-        if self._file is not None:
-            with suppress(OSError):  # what is left in its buffer may have no room
-                self._file.close()
-            self._part.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Literal
 
@@ -21,7 +20,7 @@ from jitney.engine.server.http.queries import listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.tasks.forms import FileAnswer, FileDeleted, FileForm, FileList
 from jitney.engine.server.tasks.keeper import StoreKeeper
-from jitney.engine.server.tasks.records import StoredFile, new_id
+from jitney.engine.server.tasks.records import StoredFile
 from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.service import InternalRequests
 from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
@@ -46,33 +45,28 @@ async def _upload_file(server: ServerContext, request: Request) -> Response:
     context = Context.of(request)
     limits = server.settings.server
     await keeper.do(TaskStore.check_room, context.tenant, limits)
-    id = new_id("file-")
-    part, path = keeper.part(id), keeper.path(id)
+    new = keeper.new_file()
     async with tasks.uploading(client_of(request.scope)):
-        upload = await _received(request, keeper, id, limits.file_limit)
         try:
+            upload = Upload(request, limits.file_limit)
+            async for block in upload.blocks():
+                await keeper.on_disk(new.write, block)
             _check_purpose(upload)
             await keeper.do(TaskStore.check_room, context.tenant, limits, upload.size)
-            now = int(time.time())
-            file = StoredFile(id, context.tenant, "batch", upload.name, upload.size, now)
-            await keeper.on_disk(part.rename, path)
-            await keeper.do(TaskStore.insert, file)
-        except BaseException as error:
-            part.unlink(missing_ok=True)
-            # Only then: where the client has left, the file may be written down all the same.
-            if isinstance(error, StoreUnavailable):
-                path.unlink(missing_ok=True)
-            raise
+            file = await keeper.on_disk(new.end, context.tenant, "batch", upload.name)
+        except ClientDisconnect:
+            context.left = True
+            raise HttpError(400, "the client left before its file was there", close=True) from None
+        finally:
+            new.drop()
+    try:
+        await keeper.do(TaskStore.insert, file)
+    except StoreUnavailable:
+        # Only then: where the client has left, the file may be written down all the same.
+        keeper.path(file.id).unlink(missing_ok=True)
+        raise
     context.notes.ignored.extend(name for name in upload.fields if name != "purpose")
     return json_answer(file.shown())
-
-
-async def _received(request: Request, keeper: StoreKeeper, id: str, limit: int) -> Upload:
-    try:
-        return await Upload.receive(request, keeper, keeper.part(id), limit)
-    except ClientDisconnect:
-        Context.of(request).left = True
-        raise HttpError(400, "the client left before its file was there", close=True) from None
 
 
 def _check_purpose(upload: Upload) -> None:

@@ -17,17 +17,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Concatenate
+from typing import Concatenate
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import make_private
+from jitney.engine.server.tasks.new_file import NewFile
 from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
 
 _log = logging.getLogger("jitney.api")
 
 _DATABASE = "batches.sqlite3"
-#: Suffix of an upload until all of it is there.
-_PART = ".part"
 #: Seconds between two lines in the log about trouble with the disk.
 _SILENT_S = 60.0
 #: What the disk, or damage on it, raises. ValueError: what should be ours is no JSON, no text, or
@@ -73,13 +72,6 @@ class StoreKeeper:
     def has_kept(cls, folder: Path) -> bool:
         """Whether a server has kept a store here. Blocks."""
         return (folder / _DATABASE).exists()
-
-    @staticmethod
-    def settle(file: BinaryIO) -> None:
-        """Close a file, and have what was written survive a power cut. Blocks."""
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
 
     async def do[**P, T](
         self, function: Callable[Concatenate[TaskStore, P], T], *args: P.args, **kwargs: P.kwargs
@@ -154,9 +146,9 @@ class StoreKeeper:
         """Where the bytes of a file lie. Only for ids of ours: those that the store knows."""
         return self.folder / "files" / file_id
 
-    def part(self, file_id: str) -> Path:
-        """Where they lie until all are there."""
-        return self.folder / "files" / (file_id + _PART)
+    def new_file(self) -> NewFile:
+        """A file that is about to be written."""
+        return NewFile(self.folder / "files")
 
     async def close(self) -> None:
         """Let go of the folder, after what is being written."""
@@ -190,7 +182,7 @@ def _open_store(folder: Path) -> TaskStore:
     """
     files, database = folder / "files", folder / _DATABASE
     is_new = not database.exists() or not database.stat().st_size
-    if is_new and any(path.suffix != _PART for path in files.iterdir()):
+    if is_new and any(path.suffix != NewFile.SUFFIX for path in files.iterdir()):
         _log.error("files without their store are set aside in %s", _set_aside(folder))
     store = TaskStore(database)
     known = store.file_ids()

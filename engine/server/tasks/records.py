@@ -84,6 +84,8 @@ class Task:
     status: str
     #: When each state after the first was reached.
     times: dict[str, int] = field(default_factory=dict[str, int])
+    #: How often its end was sent.
+    attempts: int = 0
 
     @property
     def is_over(self) -> bool:

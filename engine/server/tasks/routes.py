@@ -6,20 +6,17 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import orjson
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.schema import checked
 from jitney.engine.server.http.blocks import AnswerParts
 from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.disconnect import until_disconnect
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.jsonio import json_answer, read_object
 from jitney.engine.server.http.queries import PageQuery, listed, read_query
@@ -166,9 +163,9 @@ _BATCHES = _Handlers(Batch, BatchAnswer, BatchAnswer)
 _JOBS = _Handlers(Job, JobAnswer, JobSummary)
 
 
-async def _job_events(server: ServerContext, request: Request) -> ASGIApp:
+async def _job_events(server: ServerContext, request: Request) -> Response:
     await _JOBS.find(server, request)  # what raises is an answer of its own: none has begun yet
-    return _EventAnswer(_events(server, request))
+    return StreamingResponse(_events(server, request), headers=AnswerParts.EVENT_STREAM)
 
 
 async def _events(server: ServerContext, request: Request) -> AsyncGenerator[bytes]:
@@ -189,25 +186,6 @@ async def _events(server: ServerContext, request: Request) -> AsyncGenerator[byt
                 await changed.wait()
         except TimeoutError:
             yield b": still here\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class _EventAnswer:
-    """Events, each sent when it is there, as an ASGI application."""
-
-    events: AsyncGenerator[bytes]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the last one is out, or the client has left."""
-        await until_disconnect(receive, self._send(send))
-
-    async def _send(self, send: Send) -> None:
-        parts = AnswerParts(send)
-        await parts.begin(AnswerParts.EVENT_STREAM)
-        async with aclosing(self.events) as events:
-            async for event in events:
-                await parts.write(event)
-        await parts.end()
 
 
 TASK_ROUTES = (

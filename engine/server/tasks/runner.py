@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Collection
+from functools import partial
 
 from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.tasks import batch_rows, job_rows
 from jitney.engine.server.tasks.batch_work import BatchWork
-from jitney.engine.server.tasks.job_work import JobWork
+from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
+from jitney.engine.server.tasks.execution import LineExecutor, Reply
 from jitney.engine.server.tasks.keeper import StoreKeeper
+from jitney.engine.server.tasks.lines import LineRequest
 from jitney.engine.server.tasks.records import Batch, Job, Task
 from jitney.engine.server.tasks.server_context import ServerContext
-from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
+from jitney.engine.server.tasks.store import StorageFull, StoreUnavailable, TaskStore
 
 _log = logging.getLogger("jitney.api")
 
@@ -26,7 +31,11 @@ _CANCELLABLE = ("validating", "in_progress")
 
 
 class TaskRunner:
-    """An asyncio task for each batch and job that is not over, all on one event loop."""
+    """An asyncio task for each batch and job that is not over, all on one event loop.
+
+    Tries of jobs have a slot of one `ConcurrencyLimit`, those of lines of another. What is refused
+    for the moment waits without one: at a fleet, others may be for another model.
+    """
 
     def __init__(
         self,
@@ -39,7 +48,10 @@ class TaskRunner:
         self._keeper = keeper
         self._on_end = on_end
         self._batches = BatchWork(context, table, keeper)
-        self._jobs = JobWork(context, table, keeper, self._changed)
+        self._executor = LineExecutor(context, table, background=False)
+        self._limit = ConcurrencyLimit(context)
+        #: Bytes that one key may have.
+        self._most_bytes = context.settings.server.key_file_bytes
         self._running: dict[str, asyncio.Task[None]] = {}
         #: Set, and forgotten, at a task's next change.
         self._changes: dict[str, asyncio.Event] = {}
@@ -62,11 +74,11 @@ class TaskRunner:
         """Give up what has no answer yet; a batch still writes its files. False if it was over, or
         being finished.
         """
-        now = int(time.time())
         if isinstance(task, Batch):
+            now = int(time.time())
             done = await self._keeper.do(batch_rows.move, task.id, _CANCELLABLE, "cancelling", now)
         else:
-            done = await self._keeper.do(job_rows.finish, task.id, "cancelled", None, now)
+            done = await self._finish_job(task.id, "cancelled", None)
         if done and task.id in self._running:
             self._running[task.id].cancel()
         return done
@@ -100,13 +112,43 @@ class TaskRunner:
         while not self.is_stopped:
             try:
                 if isinstance(task, Job):
-                    return await self._jobs.run(task)
+                    return await self._run_job(task)
                 return await self._batches.run(task.id)
             except* StoreUnavailable:
                 pass  # has been logged
             except* Exception:
                 _log.exception("%s could not be worked on; it is tried again", task.id)
             await asyncio.sleep(_RETRY_S)
+
+    async def _run_job(self, job: Job) -> None:
+        """One job to its end."""
+        status, answer = "expired", None
+        read, slot = partial(self._begin_job, job), partial(self._limit.slot, job.owner)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, job.expires_at - time.time())):
+                reply = await self._executor.answer(read, job.owner, job.endpoint, slot)
+                status = "completed" if reply.status == 200 else "failed"
+                answer = reply.text()
+        try:
+            await self._finish_job(job.id, status, answer, self._most_bytes)
+        except StorageFull as full:
+            refused = Reply.of_error(full, uuid.uuid4().hex, job.endpoint)
+            await self._finish_job(job.id, "failed", refused.text())
+
+    async def _begin_job(self, job: Job) -> LineRequest:
+        """The request of a job whose turn it is, again perhaps."""
+        now = int(time.time())
+        body = await self._keeper.do(job_rows.begin, job.id, now, self._most_bytes)
+        if body is None:
+            raise asyncio.CancelledError  # it was cancelled while it waited
+        self._changed(job.id)
+        return LineRequest(job.endpoint, body)
+
+    async def _finish_job(
+        self, id: str, status: str, answer: bytes | None, most_bytes: int | None = None
+    ) -> bool:
+        now = int(time.time())
+        return await self._keeper.do(job_rows.finish, id, status, answer, now, most_bytes)
 
     def _ended(self, task: Task, running: asyncio.Task[None]) -> None:
         del self._running[task.id]

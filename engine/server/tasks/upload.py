@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -15,7 +12,6 @@ from starlette.requests import Request
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.http.errors import HttpError
-from jitney.engine.server.tasks.keeper import StoreKeeper
 
 #: Bytes that are written at once.
 _BLOCK = 1 << 18
@@ -25,107 +21,68 @@ _MOST_NAME_CHARS = 255
 # It tells of every bad form, which the client is told too.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 _NOT_PRINTED = re.compile(r"[\x00-\x1f\x7f]")
+#: Events of the parser, each with a method of `Upload`.
+_EVENTS = (
+    "on_part_begin",
+    "on_header_field",
+    "on_header_value",
+    "on_header_end",
+    "on_headers_finished",
+    "on_part_data",
+    "on_part_end",
+    "on_end",
+)
 
 
-@dataclass(slots=True)
 class Upload:
-    """What an upload brought, beside its bytes."""
+    """A form with a file, taken apart as its bytes come. Its methods raise RequestError, and
+    HttpError 413 for a file of more than `limit` bytes.
+    """
 
-    #: What the client calls the file, without folders; never a path of ours.
-    name: str = ""
-    size: int = 0
-    #: The other fields of the form.
-    fields: dict[str, str] = field(default_factory=dict[str, str])
-
-    @classmethod
-    async def receive(cls, request: Request, keeper: StoreKeeper, path: Path, limit: int) -> Upload:
-        """Write the form's `file` to a path, which is removed again if anything goes wrong. Raises
-        RequestError, HttpError 413 for a file of more than `limit` bytes, and StoreUnavailable.
-        """
-        file = await keeper.on_disk(path.open, "wb")
-        try:
-            form = _Form(_boundary(request), limit)
-            async for block in _blocks(form, request):
-                await keeper.on_disk(file.write, block)
-            await keeper.on_disk(StoreKeeper.settle, file)
-            return form.whole()
-        except BaseException:
-            with suppress(OSError):  # what is left in its buffer has no room either
-                file.close()
-            path.unlink(missing_ok=True)
-            raise
-
-
-async def _blocks(form: _Form, request: Request) -> AsyncIterator[bytes]:
-    async for chunk in request.stream():
-        form.feed(chunk)
-        if len(form.pending) >= _BLOCK:
-            yield form.take()
-    form.end()
-    yield form.take()
-
-
-def _boundary(request: Request) -> bytes:
-    _, options = parse_options_header(request.headers.get("content-type", ""))
-    boundary = options.get(b"boundary", b"")
-    if not boundary:
-        raise RequestError("the Content-Type of a form must name its boundary")
-    return boundary
-
-
-class _Form:
-    """Takes a form apart as its bytes come."""
-
-    def __init__(self, boundary: bytes, limit: int):
-        #: Bytes that the file may have.
+    def __init__(self, request: Request, limit: int):
+        self._request = request
         self._limit = limit
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._on_part_begin,
-                "on_header_field": self._on_header_field,
-                "on_header_value": self._on_header_value,
-                "on_header_end": self._on_header_end,
-                "on_headers_finished": self._on_headers_finished,
-                "on_part_data": self._on_part_data,
-                "on_part_end": self._on_part_end,
-                "on_end": self._on_end,
-            },
-        )
+        _, options = parse_options_header(request.headers.get("content-type", ""))
+        boundary = options.get(b"boundary", b"")
+        if not boundary:
+            raise RequestError("the Content-Type of a form must name its boundary")
+        callbacks = {event: getattr(self, f"_{event}") for event in _EVENTS}
+        self._parser = MultipartParser(boundary, callbacks)  # pyright: ignore[reportArgumentType]
+        #: The client's name for the file, without folders; never a path of ours.
+        self.name = ""
+        #: Bytes of the file that came so far.
+        self.size = 0
+        #: The other fields of the form.
+        self.fields: dict[str, str] = {}
         #: Bytes of the file that were not taken yet.
-        self.pending = bytearray()
-        self._upload = Upload()
-        self._has_file = False
-        self._has_end = False
+        self._pending = bytearray()
+        self._has_ended = False
         # Of the part that is being read.
         self._headers: dict[bytes, bytes] = {}
         self._header, self._value = bytearray(), bytearray()
-        self._name = ""
+        self._field = ""
         self._text = bytearray()
 
-    def feed(self, chunk: bytes) -> None:
-        try:
-            self._parser.write(chunk)
-        except FormParserError as error:
-            raise RequestError(f"the form is not multipart/form-data: {error}") from None
-
-    def end(self) -> None:
-        """Nothing more comes."""
-        if not self._has_end:
+    async def blocks(self) -> AsyncIterator[bytes]:
+        """The bytes of the file."""
+        async for chunk in self._request.stream():
+            try:
+                self._parser.write(chunk)
+            except FormParserError as error:
+                raise RequestError(f"the form is not multipart/form-data: {error}") from None
+            if len(self._pending) >= _BLOCK:
+                yield self._take()
+        if not self._has_ended:
             raise RequestError("the form ends before its closing boundary")
-
-    def take(self) -> bytes:
-        block, self.pending = bytes(self.pending), bytearray()
-        self._upload.size += len(block)
-        return block
-
-    def whole(self) -> Upload:
-        """All of it, once it has ended and every block was taken."""
-        if not self._has_file:
+        if not self.name:
             raise RequestError("the form has no file", param="file")
-        if not self._upload.size:
+        if not self.size:
             raise RequestError("the file is empty", param="file")
-        return self._upload
+        yield self._take()
+
+    def _take(self) -> bytes:
+        block, self._pending = bytes(self._pending), bytearray()
+        return block
 
     def _on_part_begin(self) -> None:
         self._headers = {}
@@ -142,50 +99,41 @@ class _Form:
 
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
-        self._name = options.get(b"name", b"").decode(errors="replace")
+        self._field = options.get(b"name", b"").decode(errors="replace")
         self._text = bytearray()
-        if self._name == "file":
-            self._begin_file(options.get(b"filename"))
-        elif len(self._upload.fields) >= _MOST_FIELDS:
-            raise RequestError(f"a form may have at most {_MOST_FIELDS} fields beside its file")
-
-    def _begin_file(self, name: bytes | None) -> None:
-        if self._has_file:
+        if self._field != "file":
+            if len(self.fields) >= _MOST_FIELDS:
+                raise RequestError(f"a form may have at most {_MOST_FIELDS} fields beside its file")
+            return
+        if self.name:
             raise RequestError("the form has two files", param="file")
-        self._has_file = True
-        self._upload.name = _plain_name((name or b"").decode(errors="replace"))
-        if not self._upload.name:
+        self.name = _plain_name(options.get(b"filename", b"").decode(errors="replace"))
+        if not self.name:
             raise RequestError("the file needs a filename", param="file")
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name == "file":
-            self.pending += data[start:end]
-            self._check_size()
+        if self._field == "file":
+            self._pending += data[start:end]
+            self.size += end - start
+            if self.size > self._limit:
+                message = f"the file may have at most {self._limit} bytes (file_limit)"
+                raise HttpError(413, message, param="file", close=True)
             return
         self._text += data[start:end]
         if len(self._text) > _MOST_FIELD_BYTES:
             raise RequestError(
-                f"a field may have at most {_MOST_FIELD_BYTES} bytes", param=self._name
-            )
-
-    def _check_size(self) -> None:
-        if self._upload.size + len(self.pending) > self._limit:
-            raise HttpError(
-                413,
-                f"the file may have at most {self._limit} bytes (file_limit)",
-                param="file",
-                close=True,
+                f"a field may have at most {_MOST_FIELD_BYTES} bytes", param=self._field
             )
 
     def _on_part_end(self) -> None:
-        if self._name != "file":
-            self._upload.fields[self._name] = self._text.decode(errors="replace")
+        if self._field != "file":
+            self.fields[self._field] = self._text.decode(errors="replace")
 
     def _on_end(self) -> None:
-        self._has_end = True
+        self._has_ended = True
 
 
 def _plain_name(name: str) -> str:
-    """What comes behind the last slash of either kind, printable."""
+    """The part behind the last slash of either kind, printable."""
     last = re.split(r"[/\\]", name)[-1]
     return _NOT_PRINTED.sub("", last)[-_MOST_NAME_CHARS:].strip()

@@ -103,11 +103,6 @@ def _due(store: TaskStore, now: float, sending: _Sending) -> list[_Message]:
     return chosen
 
 
-def _attempts(store: TaskStore, message: _Message) -> int:
-    """How often it was tried already."""
-    return store.value(f"SELECT attempts FROM {message.kind.TABLE} WHERE id = ?", message.id)
-
-
 def _tried(store: TaskStore, message: _Message, again_at: float | None) -> None:
     """A message was sent, or is to be sent again then."""
     query = f"UPDATE {message.kind.TABLE} SET attempts = attempts + 1, told_at = ? WHERE id = ?"
@@ -200,11 +195,10 @@ class Webhooks:
             self._changed.set()
 
     async def _try(self, client: httpx.AsyncClient, message: _Message, task: Task) -> None:
-        attempts = await self._keeper.do(_attempts, message)
         problem = await self._send(client, task)
         again_at = None
-        if problem and attempts < len(_PAUSES_S):
-            again_at = time.time() + _PAUSES_S[attempts] * random.uniform(1.0, 1.1)
+        if problem and task.attempts < len(_PAUSES_S):
+            again_at = time.time() + _PAUSES_S[task.attempts] * random.uniform(1.0, 1.1)
         if problem:
             _log.warning(
                 "the end of %s could not be told (%s); %s",

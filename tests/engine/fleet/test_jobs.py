@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import httpx
 from api_fakes import FakeClient, Script, until
 from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
 from openai.types.chat import ChatCompletion
-from webhook_receiver import receiving
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.fleet.config import FleetConfig
@@ -123,26 +121,6 @@ def test_the_engine_is_asked_with_a_key_of_the_fleets_and_nobody_sees_anothers_j
         assert second.get(f"/v1/jobs/{id}").status_code == 404
         assert second.get("/v1/jobs").json()["data"] == []
         assert fakes[0].heads[-1]["authorization"] == "Bearer own"
-
-
-def test_its_end_is_told_with_a_signature(tmp_path: Path):
-    with (
-        receiving(lambda number: False) as hooks,
-        engines(FakeEngine()) as fakes,
-        fleet_of(
-            tmp_path,
-            toml([fakes[0].url]),
-            data_dir=tmp_path / "d",
-            webhook_prefixes=(hooks.url,),
-            webhook_secret="any text",
-        ) as served,
-        served.http() as http,
-    ):
-        served.wait_ready(fakes[0].name)
-        id = begin(http, webhook_url=hooks.url)
-        until(lambda: len(hooks.taken) == 1, 30)
-    event = json.loads(hooks.taken[0].body)
-    assert (event["type"], event["data"]["id"]) == ("job.completed", id)
 
 
 def test_jobs_have_as_many_places_as_the_engines_have_seats(tmp_path: Path):

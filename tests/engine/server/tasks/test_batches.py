@@ -16,13 +16,11 @@ import httpx
 import openai
 import pytest
 from api_fakes import FakeClient, Script, call, http_client, make_app, served, until
-from batch_files import CHATS, EMBEDDINGS, answers, batch_of, begin, client_of, ended, jsonl, line
+from batch_files import CHATS, answers, batch_of, begin, client_of, ended, jsonl, line
 from openai import OpenAI
-from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from webhook_receiver import dripping, receiving
 
-from jitney.engine.common.errors import ConfigError, ErrorInfo
 from jitney.engine.server.http.errors import retry_after_s
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import RouteTable
@@ -50,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_kept_listed_read_and_deleted(folder: Path):
-    content = jsonl([line("a")])
+    content = os.urandom(3 << 20)
     with serving(folder) as client:
         file = client.files.create(file=("../../in.jsonl", content), purpose="batch")
         assert (file.filename, file.bytes, file.purpose) == ("in.jsonl", len(content), "batch")
@@ -63,31 +61,25 @@ def test_a_file_is_kept_listed_read_and_deleted(folder: Path):
         assert not list((folder / "files").iterdir())
 
 
-def test_a_large_file_comes_back_as_it_was(folder: Path):
-    content = os.urandom(3 << 20)
-    with serving(folder) as client:
-        file = client.files.create(file=("in.jsonl", content), purpose="batch")
-        assert client.files.content(file.id).content == content
-
-
 def test_slow_uploads_of_one_key_leave_room_for_others(folder: Path):
     keys = (digest_key("ann"), digest_key("bob"))
     head = (
         b"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ann\r\n"
         b"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: 1000\r\n\r\n--x\r\n"
     )
-    with serving(folder, key="bob", api_keys=keys) as bob:
-        port = bob.base_url.port
+    app = make_app(data_dir=folder, api_keys=keys)
+    with served(app) as (url, port):
+        ann, bob = client_of(url, "ann"), client_of(url, "bob")
+        uploads = app.state.service.internal_requests
         with contextlib.ExitStack() as slow:
             for _ in range(8):
                 sock = slow.enter_context(socket.create_connection(("127.0.0.1", port)))
                 sock.sendall(head)
-            until(lambda: len(list((folder / "files").glob("*.part"))) == 8)
-            ann = client_of(str(bob.base_url).removesuffix("/v1/"), "ann")
+            until(lambda: uploads._uploads == 8)
             with pytest.raises(openai.RateLimitError):
                 ann.files.create(file=("a", b"x"), purpose="batch")
             assert bob.files.create(file=("a", b"x"), purpose="batch").bytes == 1
-        until(lambda: not list((folder / "files").glob("*.part")))
+        until(lambda: not uploads._uploads)
         assert ann.files.create(file=("a", b"x"), purpose="batch").bytes == 1
 
 
@@ -221,21 +213,6 @@ def test_every_line_is_answered_by_the_route_that_it_names(folder: Path):
         output = client.files.retrieve(batch.output_file_id or "")
         assert output.purpose == "batch_output"
     assert all(request.background for request in engine.requests) and len(engine.requests) == 40
-
-
-def test_lines_may_ask_for_vectors(folder: Path):
-    engine = FakeClient(embedding_pooling="mean", embedding_size=2)
-    lines = [line("a" * length, EMBEDDINGS) for length in (1, 2, 3)]
-    lines.append(line("short", EMBEDDINGS, dimensions=1))
-    with serving(folder, engine) as client:
-        batch = ended(client, begin(client, lines, endpoint=EMBEDDINGS).id)
-        assert batch.status == "completed"
-        found = answers(client, batch.output_file_id)
-        bodies = [CreateEmbeddingResponse(**each["response"]["body"]) for each in found.values()]
-        assert [body.data[0].embedding for body in bodies] == [[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]
-        failed = answers(client, batch.error_file_id)["short"]["response"]
-        assert failed["status_code"] == 400 and failed["body"]["error"]["param"] == "dimensions"
-    assert all(request.background for request in engine.requests)
 
 
 def test_a_bad_line_fails_alone(folder: Path):
@@ -386,18 +363,6 @@ def test_a_file_that_is_being_read_stays(folder: Path):
         assert client.files.delete(batch.input_file_id).deleted
 
 
-def test_a_refusal_of_the_moment_is_tried_again(folder: Path):
-    """The engine has no room, then it is not there; the line is answered all the same."""
-    engine = FakeClient(Script(text="ok"))
-    full = ErrorInfo("queue_full", "too much waits", retry_after=0.05)
-    gone = ErrorInfo("restarting", "a new engine is being started", retry_after=0.05)
-    engine.scripts = [Script(error=full), Script(error=gone)]
-    with serving(folder, engine) as client:
-        batch = ended(client, begin(client, [line("a")]).id)
-        assert batch.request_counts and batch.request_counts.completed == 1
-        assert len(engine.requests) == 3
-
-
 @pytest.mark.parametrize(
     ("headers", "seconds"),
     [
@@ -458,27 +423,19 @@ def test_a_drain_gives_lines_up_and_the_next_start_goes_on(folder: Path):
     assert len(again.requests) == 6, "those that were answered are not asked again"
 
 
-def test_a_folder_serves_one_server_at_a_time(folder: Path):
+def test_where_files_cannot_be_kept_the_routes_say_so(folder: Path):
+    """There is no folder, another server has it, or others may write to it."""
+    shared = folder.with_name("shared")
+    shared.mkdir()
+    shared.chmod(0o777)
     with serving(folder) as first:
         first.files.create(file=("a", b"x"), purpose="batch")
-        with serving(folder) as second:
-            with pytest.raises(openai.InternalServerError) as refused:
-                second.files.list()
-            assert refused.value.status_code == 503 and refused.value.code == "no_store"
-
-
-def test_a_folder_that_others_can_write_to_is_not_used(folder: Path):
-    folder.mkdir()
-    folder.chmod(0o777)
-    with serving(folder) as client, pytest.raises(openai.InternalServerError) as refused:
-        client.files.list()
-    assert refused.value.code == "no_store" and not list(folder.iterdir())
-
-
-def test_a_server_without_a_folder_says_so():
-    with served(make_app()) as (url, _), pytest.raises(openai.InternalServerError) as refused:
-        client_of(url).batches.list()
-    assert refused.value.code == "no_store"
+        for data_dir in (None, folder, shared):
+            with served(make_app(data_dir=data_dir)) as (url, _):
+                with pytest.raises(openai.InternalServerError) as refused:
+                    client_of(url).files.list()
+                assert refused.value.status_code == 503 and refused.value.code == "no_store"
+    assert not list(shared.iterdir())
 
 
 @pytest.mark.parametrize("secret", ["whsec_c2VjcmV0IG9mIG91cnM=", "any text"])
@@ -704,17 +661,6 @@ def test_a_line_without_room_for_its_answer_fails_and_says_so(folder: Path):
             assert answer["response"]["body"]["error"]["code"] == "storage_full"
 
 
-def test_a_line_has_a_largest_answer(folder: Path):
-    engine = FakeClient(Script("some words " * 100))
-    lines = [line("short", CHATS), line("long", CHATS, n=9, max_tokens=200)]
-    with serving(folder, engine, answer_limit=2_000) as client:
-        batch = ended(client, begin(client, lines, endpoint=CHATS).id)
-        assert list(answers(client, batch.output_file_id)) == ["short"]
-        [answer] = answers(client, batch.error_file_id).values()
-        assert answer["custom_id"] == "long"
-        assert answer["response"]["body"]["error"]["code"] == "answer_too_large"
-
-
 def test_batches_that_are_over_are_forgotten_beyond_a_number(tmp_path: Path):
     store = stored(tmp_path)
     for number in range(4):
@@ -723,11 +669,3 @@ def test_batches_that_are_over_are_forgotten_beyond_a_number(tmp_path: Path):
     store.forget_ended(Batch, "me", 2)
     kept, more = store.page(Batch, "me", after="", limit=9)
     assert [batch.id for batch in kept] == ["b3", "b2", "b"] and not more
-
-
-def test_tables_of_a_newer_version_are_not_touched(tmp_path: Path):
-    store = stored(tmp_path)
-    store.db.execute("PRAGMA user_version = 99")
-    store.close()
-    with pytest.raises(ConfigError, match="newer version"):
-        TaskStore(tmp_path / "s.sqlite3")
