@@ -84,8 +84,6 @@ from .http.tracing import Tracing as Tracing
 from .http.web_server import FAREWELL_S as FAREWELL_S
 from .http.web_server import limits as limits
 from .http.web_server import web_server as web_server
-from .http.worker_pool import WorkerKind as WorkerKind
-from .http.worker_pool import WorkerPool as WorkerPool
 from .process.client import EngineClient as EngineClient
 from .process.link import core_environ as core_environ
 from .process.supervisor import ProcessClient as ProcessClient

@@ -17,12 +17,12 @@ from api_fakes import run
 from leftovers import garbage
 from obedient_worker import Obeyed, Order
 
+from jitney.engine.common import worker_pool as workers
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar
+from jitney.engine.common.worker_pool import WorkerPool
 from jitney.engine.core.grammar.setup import CheckerSetup
 from jitney.engine.server.chat.grammars import Grammars
-from jitney.engine.server.http import worker_pool as workers
-from jitney.engine.server.http.worker_pool import WorkerKind, WorkerPool
 
 SUPPORT = str(Path(obedient_worker.__file__).parent)
 #: Longer than any test waits.
@@ -44,8 +44,7 @@ def within[T](work: Coroutine[Any, Any, T]) -> T:
 async def working(
     timeout_s: float = FOR_EVER, n: int = 2, module: str = "obedient_worker"
 ) -> AsyncIterator[WorkerPool[Obeyed]]:
-    kind = WorkerKind("obeys", module, Order("setup"), Obeyed)
-    pool = WorkerPool(kind, timeout_s, n)
+    pool = WorkerPool("obeys", module, Order("setup"), Obeyed, timeout_s, n)
     try:
         yield pool
     finally:
@@ -53,7 +52,7 @@ async def working(
 
 
 def pids(pool: WorkerPool[Obeyed]) -> set[int]:
-    return {place.process.pid for place in pool._places if place.process is not None}
+    return {worker.process.pid for worker in pool._workers if worker.process is not None}
 
 
 async def said(pool: WorkerPool[Obeyed], text: str) -> int:
@@ -71,9 +70,9 @@ async def code_of(work: Coroutine[Any, Any, Any]) -> str:
 
 async def hanging(pool: WorkerPool[Obeyed]) -> asyncio.Task[Obeyed]:
     """A task that a process has and will not answer."""
-    before = len(pool._free)
+    before = len(pool._idle)
     task = asyncio.create_task(pool.ask(Order(hangs=True)))
-    await until(lambda: len(pool._free) < before)
+    await until(lambda: len(pool._idle) < before)
     return task
 
 
@@ -184,14 +183,14 @@ def test_only_so_many_may_wait_and_only_so_long(monkeypatch: pytest.MonkeyPatch)
             stuck = await hanging(pool)
             monkeypatch.setattr(workers, "_MOST_WAITING", 2)
             waiting = [asyncio.create_task(code_of(said(pool, "a"))) for _ in range(2)]
-            await until(lambda: len(pool._waiters) == 2)
+            await until(lambda: pool._n_waiting == 2)
             assert await code_of(said(pool, "b")) == "busy"
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             monkeypatch.setattr(workers, "_WAIT_S", 0.05)
             assert await code_of(said(pool, "c")) == "busy"
-            assert not pool._waiters and not stuck.done()
+            assert not pool._n_waiting and not stuck.done()
 
     within(session())
 
@@ -203,7 +202,7 @@ def test_the_end_ends_what_runs_and_who_waits():
             stuck = [await hanging(pool) for _ in range(2)]
             before = pids(pool)
             waiting = [asyncio.create_task(said(pool, "a")) for _ in range(5)]
-            await until(lambda: len(pool._waiters) == 5)
+            await until(lambda: pool._n_waiting == 5)
             await pool.close()
             for task in [*stuck, *waiting]:
                 assert await code_of(wait_for(task)) == "draining"
@@ -250,7 +249,7 @@ def test_a_slow_grammar_does_not_keep_a_fast_one_waiting():
         grammars = Grammars(CheckerSetup(("<eos>",), 260), timeout_s=FOR_EVER)
         try:
             await grammars._workers.start()
-            first, _ = grammars._workers._places
+            first, _ = grammars._workers._workers
             assert first.process is not None
             first.process.send_signal(signal.SIGSTOP)
             asked = [Grammar("regex", text) for text in ("a+", "b+")]
