@@ -45,13 +45,12 @@ class TaskRunner:
         on_end: Callable[[], None],
     ):
         """on_end is called when a batch or job may be over."""
+        self._context = context
         self._keeper = keeper
         self._on_end = on_end
         self._batches = BatchWork(context, table, keeper)
         self._executor = LineExecutor(context, table, background=False)
         self._limit = ConcurrencyLimit(context)
-        #: Bytes that one key may have.
-        self._most_bytes = context.settings.server.key_file_bytes
         self._running: dict[str, asyncio.Task[None]] = {}
         #: Set, and forgotten, at a task's next change.
         self._changes: dict[str, asyncio.Event] = {}
@@ -119,6 +118,11 @@ class TaskRunner:
             except* Exception:
                 _log.exception("%s could not be worked on; it is tried again", task.id)
             await asyncio.sleep(_RETRY_S)
+
+    @property
+    def _most_bytes(self) -> int:
+        """Bytes that one key may have; it may change while the server runs."""
+        return self._context.settings.server.key_file_bytes
 
     async def _run_job(self, job: Job) -> None:
         """One job to its end."""

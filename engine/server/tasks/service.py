@@ -152,8 +152,7 @@ class InternalRequests:
 
     async def _begun(self, keeper: StoreKeeper) -> _Open:
         """Go on with what the folder has."""
-        settings = self._context.settings
-        webhooks = Webhooks(keeper, settings.server.webhook_prefixes, settings.webhook_secret)
+        webhooks = Webhooks(keeper, self._context)
         runner = TaskRunner(self._context, self._table, keeper, webhooks.wake)
         await runner.start()
         return _Open(keeper, runner, asyncio.create_task(webhooks.run()))

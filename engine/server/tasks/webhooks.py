@@ -26,6 +26,7 @@ import orjson
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, Task
+from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
 from jitney.engine.server.tasks.webhook_targets import is_allowed
 
@@ -139,10 +140,10 @@ def _signed(secret: str, id: str, sent_at: int, body: bytes) -> dict[str, str]:
 class Webhooks:
     """Sends what is due, again and again if need be, also after a restart."""
 
-    def __init__(self, keeper: StoreKeeper, prefixes: tuple[str, ...], secret: str):
+    def __init__(self, keeper: StoreKeeper, context: ServerContext):
         self._keeper = keeper
-        self._prefixes = prefixes
-        self._secret = secret
+        #: Has the URLs and the secret, which may change while it serves.
+        self._context = context
         #: Something is due, or there is room for it.
         self._changed = asyncio.Event()
         self._sending = _Sending()
@@ -211,10 +212,12 @@ class Webhooks:
     async def _send(self, client: httpx.AsyncClient, task: Task) -> str:
         """One try; why it failed."""
         url, event = task.webhook_url, _event(task)
-        if not self._secret or not is_allowed(url, self._prefixes):
+        settings = self._context.settings
+        secret = settings.webhook_secret
+        if not secret or not is_allowed(url, settings.server.webhook_prefixes):
             return "its URL is not allowed any more"
         body = orjson.dumps(event)
-        headers = _signed(self._secret, event["id"], int(time.time()), body)
+        headers = _signed(secret, event["id"], int(time.time()), body)
         try:
             # What is answered is not read.
             async with (
