@@ -295,7 +295,7 @@ def test_only_so_many_threads_are_given_up():
     release = threading.Event()
 
     async def session() -> list[Any]:
-        threads = TextThreads(threads=1, most_lost=2)
+        threads = TextThreads(threads=1, most_left=2)
         results = []
         for work in [lambda: release.wait(20)] * 3 + [lambda: True]:
             try:
