@@ -91,7 +91,6 @@ from .process.client import EngineClient as EngineClient
 from .process.link import core_environ as core_environ
 from .process.process_client import ProcessClient as ProcessClient
 from .process.trace_recorder import Recorder as Recorder
-from .tasks.execution import LineExecutor as LineExecutor
 from .tasks.offline import OfflineBatch as OfflineBatch
 from .tasks.routes import TASK_ROUTES as TASK_ROUTES
 from .tasks.service import InternalRequests as InternalRequests

@@ -128,7 +128,7 @@ async def _delete_file(server: ServerContext, request: Request) -> Response:
 
 
 async def _file(server: ServerContext, request: Request) -> StoredFile:
-    return await InternalRequests.of(server).find_or_404(request, StoredFile, "file")
+    return await InternalRequests.of(server).find_or_404(request, StoredFile)
 
 
 FILE_ROUTES = (

@@ -4,44 +4,46 @@ from __future__ import annotations
 
 from jitney.engine.config import ServerSection
 from jitney.engine.server.http.errors import HttpError
-from jitney.engine.server.tasks.records import Job, JobRequest
+from jitney.engine.server.tasks.records import Job
 from jitney.engine.server.tasks.store import OPEN, TaskStore
 
+#: The header in which clients name a request that they may repeat.
+REPEAT_HEADER = "idempotency-key"
 #: Jobs that are over and are remembered, of one key.
 _KEPT_JOBS = 1000
 _UNFINISHED = ("queued", "in_progress")
 
 
-def add(store: TaskStore, job: Job, request: JobRequest, server: ServerSection) -> Job:
+def add(
+    store: TaskStore,
+    job: Job,
+    server: ServerSection,
+    *,
+    body: bytes,
+    repeat_key: str | None,
+    digest: str,
+) -> Job:
     """Keep a new job: the job that is kept, which is an earlier one if its owner has named that so.
     Raises RequestError for an owner with too many under way, StorageFull where it has no room, and
     HttpError 409 where the earlier one asks for something else.
+
+    body: JSON of an object, the request. repeat_key: the client's name for it; None: each time it
+    comes is another job. digest: of all that the client sent.
     """
     with store.transaction():
-        earlier = _find_repeated(store, job.owner, request)
-        if earlier is not None:
-            return earlier
+        query = "SELECT id, digest FROM jobs WHERE owner = ? AND repeat_key = ?"
+        row = store.db.execute(query, (job.owner, repeat_key)).fetchone()
+        earlier = store.find(Job, row["id"]) if row is not None else None
+        if row is not None and earlier is not None:
+            if row["digest"] == digest:
+                return earlier
+            message = f"job {earlier.id} has this Idempotency-Key, and asks for something else"
+            raise HttpError(409, message, code="idempotency_key_used", param=REPEAT_HEADER)
         store.check_open(job, server.key_jobs, "key_jobs", 5.0)
         store.forget_ended(Job, job.owner, _KEPT_JOBS)
-        store.make_room(job.owner, len(request.body), server.key_file_bytes)
-        store.insert(job, body=request.body, repeat_key=request.repeat_key, digest=request.digest)
+        store.make_room(job.owner, len(body), server.key_file_bytes)
+        store.insert(job, body=body, repeat_key=repeat_key, digest=digest)
         return job
-
-
-def _find_repeated(store: TaskStore, owner: str, request: JobRequest) -> Job | None:
-    """The job that an owner has named as this one. Raises HttpError 409."""
-    query = "SELECT id, digest FROM jobs WHERE owner = ? AND repeat_key = ?"
-    row = store.db.execute(query, (owner, request.repeat_key)).fetchone()
-    if row is None:
-        return None
-    if row["digest"] != request.digest:
-        raise HttpError(
-            409,
-            f"job {row['id']} has this Idempotency-Key, and asks for something else",
-            code="idempotency_key_used",
-            param=request.REPEAT_HEADER,
-        )
-    return store.find(Job, row["id"])
 
 
 def begin(store: TaskStore, id: str, now: int, most_bytes: int | None = None) -> bytes | None:

@@ -13,9 +13,12 @@ from typing import BinaryIO, NamedTuple
 import orjson
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.server.http.routes import ROUTES
+from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.tasks.execution import LineExecutor
 from jitney.engine.server.tasks.lines import MOST_FAULTS, LineReader, LineRequest
 from jitney.engine.server.tasks.records import Fault, Line, LineOutcome
+from jitney.engine.server.tasks.server_context import ServerContext
 
 
 class _Counts(NamedTuple):
@@ -104,9 +107,10 @@ class OfflineBatch:
         return _Counts(self._total, self._answered, self._failed)
 
     async def run(
-        self, executor: LineExecutor, in_flight: int, on_answer: Callable[[_Counts], None]
+        self, server: ServerContext, in_flight: int, on_answer: Callable[[_Counts], None]
     ) -> None:
-        """Answer every line, `in_flight` at a time."""
+        """Answer every line by the server's routes, `in_flight` at a time."""
+        executor = LineExecutor(server, RouteTable(ROUTES), background=False)
         slots = asyncio.Semaphore(in_flight)
         with self._out.open("ab", buffering=0) as out:
             async with asyncio.TaskGroup() as group:

@@ -19,6 +19,7 @@ class StoredFile:
     """A client's file, or one with a batch's answers. Its bytes lie under its id."""
 
     TABLE: ClassVar[str] = "files"
+    KIND: ClassVar[str] = "file"
 
     id: str
     #: Digest of the key that it came with.
@@ -162,21 +163,6 @@ class Job(Task):
     def event_data(self) -> JsonDict:
         metadata = self.metadata or None
         return {"id": self.id, "metadata": metadata, "response": self.response}
-
-
-@dataclass(frozen=True, slots=True)
-class JobRequest:
-    """The request of a new job, and what identifies a repetition of it."""
-
-    #: The header in which clients name a request that they may repeat.
-    REPEAT_HEADER: ClassVar[str] = "idempotency-key"
-
-    #: JSON of an object.
-    body: bytes
-    #: The client's name for it; None: each time it comes is another job.
-    repeat_key: str | None
-    #: Of all that the client sent.
-    digest: str
 
 
 class LineOutcome(IntEnum):

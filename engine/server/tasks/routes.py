@@ -33,7 +33,7 @@ from jitney.engine.server.tasks.forms import (
     JobSummary,
     window_s,
 )
-from jitney.engine.server.tasks.records import Batch, Job, JobRequest, Task, new_id
+from jitney.engine.server.tasks.records import Batch, Job, Task, new_id
 from jitney.engine.server.tasks.server_context import ServerContext
 from jitney.engine.server.tasks.service import InternalRequests
 from jitney.engine.server.tasks.store import TaskStore
@@ -85,8 +85,14 @@ async def _create_job(server: ServerContext, request: Request) -> Response:
         created_at=created_at,
         expires_at=created_at + window_s(body.window),
     )
-    job_request = JobRequest(orjson.dumps(body.body), _repeat_key(request), _digest(body))
-    kept = await keeper.do(job_rows.add, job, job_request, server.settings.server)
+    kept = await keeper.do(
+        job_rows.add,
+        job,
+        server.settings.server,
+        body=orjson.dumps(body.body),
+        repeat_key=_repeat_key(request),
+        digest=_digest(body),
+    )
     if kept is job:
         runner.begin(job)
     return json_answer(kept.shown(JobAnswer), {"location": f"/v1/jobs/{kept.id}"}, status=202)
@@ -107,11 +113,11 @@ def _check_webhook(server: ServerContext, url: str, param: str) -> None:
 
 def _repeat_key(request: Request) -> str | None:
     """The client's name for this request, so that it may send it again without doing it again."""
-    key = request.headers.get(JobRequest.REPEAT_HEADER)
+    key = request.headers.get(job_rows.REPEAT_HEADER)
     if key is not None and not 0 < len(key) <= _MOST_KEY_CHARS:
         raise RequestError(
             f"Idempotency-Key must have 1 to {_MOST_KEY_CHARS} characters",
-            param=JobRequest.REPEAT_HEADER,
+            param=job_rows.REPEAT_HEADER,
         )
     return key
 
@@ -155,8 +161,7 @@ class _Handlers:
 
     async def find(self, server: ServerContext, request: Request) -> Task:
         """The task that the path names. Raises HttpError 404."""
-        tasks = InternalRequests.of(server)
-        return await tasks.find_or_404(request, self.kind, self.kind.KIND)
+        return await InternalRequests.of(server).find_or_404(request, self.kind)
 
 
 _BATCHES = _Handlers(Batch, BatchAnswer, BatchAnswer)

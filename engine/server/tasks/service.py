@@ -83,16 +83,16 @@ class InternalRequests:
         """Raise RequestError unless batches and jobs may name this route."""
         generating_route(self._table, path, "endpoint")
 
-    async def find_or_404[R: Record](self, request: Request, kind: type[R], name: str) -> R:
-        """The record that the path of a request names, as `{name}_id`. Raises HttpError 404 if it
+    async def find_or_404[R: Record](self, request: Request, kind: type[R]) -> R:
+        """The record that the path of a request names, as `{kind}_id`. Raises HttpError 404 if it
         is not there, or another key's.
         """
-        param = f"{name}_id"
+        param = f"{kind.KIND}_id"
         id = request.path_params[param]
         keeper = await self.keeper()
         record = await keeper.do(TaskStore.find, kind, id, Context.of(request).tenant)
         if record is None:
-            raise HttpError(404, f"no {name} {echo(id)}", code="not_found", param=param)
+            raise HttpError(404, f"no {kind.KIND} {echo(id)}", code="not_found", param=param)
         return record
 
     async def cancel_of(self, owners: Collection[str]) -> tuple[int, int]:

@@ -28,9 +28,6 @@ from openai import OpenAI
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.ports import free_port
-from jitney.engine.server.http.routes import ROUTES
-from jitney.engine.server.http.routing import RouteTable
-from jitney.engine.server.tasks.execution import LineExecutor
 from jitney.engine.server.tasks.offline import OfflineBatch, _Counts
 
 
@@ -73,14 +70,13 @@ def offline(
 
     async def run() -> None:
         service = make_app(engine).state.service
-        executor = LineExecutor(service, RouteTable(ROUTES), background=False)
         task: asyncio.Task[None]
 
         def on_answer(counts: _Counts) -> None:
             if counts.answered == stop_after:
                 task.cancel()
 
-        task = asyncio.create_task(work.run(executor, in_flight, on_answer))
+        task = asyncio.create_task(work.run(service, in_flight, on_answer))
         await asyncio.wait((task,), timeout=60)
         assert task.done()
         service.close()

@@ -27,7 +27,7 @@ from jitney.engine.config import ServerSection
 from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.process.client import OutputListener
 from jitney.engine.server.tasks import batch_rows, job_rows, webhooks
-from jitney.engine.server.tasks.records import Job, JobRequest, Line, LineOutcome
+from jitney.engine.server.tasks.records import Job, Line, LineOutcome
 from jitney.engine.server.tasks.store import TaskStore
 
 CHATS = "/v1/chat/completions"
@@ -411,7 +411,7 @@ def test_what_is_to_be_told_is_read_in_parts(tmp_path: Path, monkeypatch: pytest
 
 def _add(store: TaskStore, id: str) -> None:
     job = Job(id, "me", CHATS, {}, "https://example.org", 1, 9)
-    job_rows.add(store, job, JobRequest(b"{}", None, "d"), ServerSection())
+    job_rows.add(store, job, ServerSection(), body=b"{}", repeat_key=None, digest="d")
 
 
 def test_a_job_ends_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

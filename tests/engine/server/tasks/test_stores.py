@@ -24,7 +24,7 @@ from jitney.engine.common.ports import free_port
 from jitney.engine.config import ServerSection
 from jitney.engine.server.tasks import batch_rows, job_rows, keeper
 from jitney.engine.server.tasks.keeper import StoreKeeper
-from jitney.engine.server.tasks.records import Batch, Job, JobRequest, Line, StoredFile
+from jitney.engine.server.tasks.records import Batch, Job, Line, StoredFile
 from jitney.engine.server.tasks.store import StoreUnavailable, TaskStore
 
 CHATS = "/v1/chat/completions"
@@ -50,8 +50,8 @@ def job_of(number: int, owner: str = "me") -> Job:
 
 
 def add(store: TaskStore, number: int, size: int = 5) -> None:
-    asked = JobRequest(b"1" * size, None, "d")
-    job_rows.add(store, job_of(number), asked, ServerSection(key_file_bytes=1 << 40))
+    server = ServerSection(key_file_bytes=1 << 40)
+    job_rows.add(store, job_of(number), server, body=b"1" * size, repeat_key=None, digest="d")
 
 
 @pytest.fixture
