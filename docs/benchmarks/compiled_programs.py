@@ -30,7 +30,7 @@ XLA for a device that was not there, and its instructions were counted.
   the least possible: weights once, keys and values read once and written once. From the best to the
   worst of the steps: decode of 1 to 128 rows at contexts of 1,024 and 4,096 tokens, mixed steps of
   63 decoding sequences and a prompt of 449 rows at 256 and 1,024.
-- **temporaries**: the most of any step. **graphs**: CUDA graphs of a step; nothing lies outside.
+- **temporaries**: the most of any step. On GPUs each step is one CUDA graph.
 - **sums**: all-reduces of a decode and of a mixed step over 4 or 8 TPU chips; of them, those that
   run asynchronously; of those, the ones that a product runs beside.
 - Rows of a mixture choose experts by chance; the least has the experts that any row chose.
@@ -40,7 +40,7 @@ Programs compile and fit, pools are written in place, narrow weights stay narrow
 without a device XLA does not tune its products, and a kernel of ours is counted by what its
 documentation says it touches. All rows are of 2026-11-26.
 """
-COLUMNS = ("program", "decode", "mixed", "temporaries MiB", "graphs", "sums")
+COLUMNS = ("program", "decode", "mixed", "temporaries MiB", "sums")
 
 
 def heading(spec: Spec) -> str:
@@ -69,8 +69,6 @@ def _cells(group: dict[Spec, dict[str, Any]]) -> Iterator[str]:
     yield _over(decode)
     yield _over(mixed)
     yield f"{max(step['temporaries'] for step in group.values()) / 2**20:.0f}"
-    graphs = {step["command_buffers"] for spec, step in group.items() if spec.target in GPUS}
-    yield ", ".join(map(str, sorted(graphs)))
     yield "; ".join(
         dict.fromkeys(
             " / ".join(str(step["sums"][name]) for name in ("all", "asynchronous", "beside"))

@@ -300,11 +300,11 @@ def _print(reports: dict[str, Report]) -> None:
 
 
 def _markdown(reports: dict[str, Report]) -> str:
-    """results.md: a table of clients, and one of all that is not simply ok."""
+    """results.md: a table of clients, and one of the checks that did not pass."""
     lines = [
-        "# What the clients said",
+        "# Results of the clients",
         "",
-        "Written by `run.py`; how to take it again is in [README.md](README.md). "
+        "Written by `docs/clients/run.py` ([clients](README.md)). "
         f"{platform.system()}, Python {platform.python_version()}.",
         "",
         "| client | version | date | model | ok | not ok | checks |",
@@ -327,7 +327,7 @@ def _client_row(name: str, report: Report) -> str:
 
 def _noted_rows(name: str, report: Report) -> Iterator[str]:
     for outcome in report.outcomes:
-        if outcome.note or outcome.result != "ok":
+        if outcome.result != "ok":
             note = outcome.note.replace("|", "\\|")
             yield f"| {name} | {outcome.check} | {outcome.result} | {note} |"
 
